@@ -1,0 +1,3 @@
+"""AgentGym-RL: train LLM agents by multi-turn reinforcement learning."""
+
+__version__ = "0.1.0"

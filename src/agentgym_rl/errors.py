@@ -1,0 +1,35 @@
+"""Everything that is raised on purpose.
+
+    AgentGymError
+    ├── ConfigError        the user asked for something that cannot be: one line, exit code 2
+    ├── EnvError           an environment failed: the episode ends as `error`, is recorded and retried
+    │   ├── EnvTimeout     it did not answer before its deadline
+    │   └── EnvUnavailable its server cannot be reached or has no room
+    └── EngineError        an engine failed to sample
+
+Messages say what was needed, what came, and what to do.
+"""
+
+
+class AgentGymError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class ConfigError(AgentGymError):
+    """The user asked for something that cannot be."""
+
+
+class EnvError(AgentGymError):
+    """An environment failed."""
+
+
+class EnvTimeout(EnvError):
+    """An environment did not answer before its deadline."""
+
+
+class EnvUnavailable(EnvError):
+    """An environment server cannot be reached or has no room."""
+
+
+class EngineError(AgentGymError):
+    """An engine failed to sample."""

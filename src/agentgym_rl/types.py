@@ -1,0 +1,281 @@
+"""The data that crosses modules. Standard library only; every module may import this file, and nothing else it shares.
+
+Legend for shapes: T tokens of one trajectory, K turns of one trajectory (a turn is one observation and one reply).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal, Protocol
+
+Role = Literal["system", "user", "assistant"]
+
+
+class StopReason(StrEnum):
+    """Why an episode ended. Every ending has a name."""
+
+    DONE = "done"
+    """The environment said so (success or failure)."""
+    MAX_TURNS = "max_turns"
+    """The horizon was reached: a truncation."""
+    MAX_CONTEXT = "max_context"
+    """No room was left for another reply: a truncation."""
+    LENGTH = "length"
+    """A reply hit max_new_tokens before its end-of-turn token: a truncation."""
+    ERROR = "error"
+    """The environment or the engine failed: recorded, retried, never trained on."""
+
+    @property
+    def truncated(self) -> bool:
+        return self in (StopReason.MAX_TURNS, StopReason.MAX_CONTEXT, StopReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem to play: an environment's name and an item of it."""
+
+    env: str
+    item: int
+
+    @property
+    def key(self) -> str:
+        return f"{self.env}/{self.item}"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds one episode. A horizon schedule does `replace(limits, max_turns=...)` and nothing else."""
+
+    max_turns: int
+    """Replies per episode."""
+    max_new_tokens: int
+    """Sampled tokens per reply."""
+    max_context: int
+    """Tokens per episode, prompt and replies together."""
+
+
+@dataclass(slots=True)
+class Step:
+    """What an environment answers to reset() and to step()."""
+
+    observation: str
+    reward: float = 0.0
+    done: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+    """Known keys: `success` (bool, on the last step), `valid` (bool: the action was understood and possible),
+    `state_key` (str: equal keys mean the same state, after this step). JSON-serialisable."""
+
+
+@dataclass(slots=True)
+class Message:
+    """One message of a conversation, holding only the tokens it *adds*.
+
+    The generation prompt belongs to the observation before it, so an assistant's ids are exactly the sampled ids.
+    """
+
+    role: Role
+    content: str
+    token_ids: list[int] = field(default_factory=list)
+    """Empty where no tokenizer was involved (human, oracle, API)."""
+    logprobs: list[float] | None = None
+    """One per token of the distribution sampled from; None for what was not sampled. Trainable iff not None."""
+    version: int | None = None
+    """Version of the weights that sampled it."""
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One played episode. Append-only while it is played; token views are derived, never stored twice."""
+
+    id: str
+    """Unique in a run: step, task, place in the group and attempt."""
+    task: Task
+    messages: list[Message] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    """K: one per turn."""
+    infos: list[dict[str, Any]] = field(default_factory=list)
+    """K: what the environment said of each turn; `state_key` is the state the reply was given in."""
+    stop: StopReason | None = None
+    """None only while it is being played."""
+    error: str | None = None
+    """Type and text of the failure when stop is ERROR."""
+    horizon: int = 0
+    """The max_turns it was played under."""
+    seconds: float = 0.0
+    """Wall time of the episode."""
+
+    @property
+    def reward(self) -> float:
+        return math.fsum(self.rewards)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def success(self) -> bool:
+        """True when the environment ended the episode and called it a success (or, if it does not say, paid >= 1)."""
+        if self.stop is not StopReason.DONE or not self.infos:
+            return False
+        return bool(self.infos[-1].get("success", self.reward >= 1.0))
+
+    @property
+    def token_ids(self) -> list[int]:
+        """T."""
+        return [token for message in self.messages for token in message.token_ids]
+
+    @property
+    def loss_mask(self) -> list[bool]:
+        """T: True where a token was sampled."""
+        return [message.logprobs is not None for message in self.messages for _ in message.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """T: NaN where nothing was sampled, so that a leak into a ratio is loud."""
+        return [p for m in self.messages for p in (m.logprobs or [math.nan] * len(m.token_ids))]
+
+    @property
+    def turn_index(self) -> list[int]:
+        """T: which turn a sampled token belongs to, -1 elsewhere."""
+        turns: list[int] = []
+        turn = -1
+        for message in self.messages:
+            turn += message.role == "assistant"
+            turns += [turn if message.logprobs is not None else -1] * len(message.token_ids)
+        return turns
+
+    @property
+    def versions(self) -> list[int]:
+        """Distinct weight versions that sampled it, ascending."""
+        return sorted({m.version for m in self.messages if m.version is not None})
+
+    def to_json(self) -> str:
+        """One line of JSON; `from_json` is its inverse."""
+        return json.dumps(
+            {
+                "id": self.id,
+                "env": self.task.env,
+                "item": self.task.item,
+                "messages": [
+                    {
+                        "role": m.role,
+                        "content": m.content,
+                        "token_ids": m.token_ids,
+                        "logprobs": m.logprobs,
+                        "version": m.version,
+                    }
+                    for m in self.messages
+                ],
+                "rewards": self.rewards,
+                "infos": self.infos,
+                "stop": self.stop,
+                "error": self.error,
+                "horizon": self.horizon,
+                "seconds": round(self.seconds, 4),
+            },
+            ensure_ascii=False,
+        )
+
+    @classmethod
+    def from_json(cls, line: str) -> Trajectory:
+        row = json.loads(line)
+        return cls(
+            id=row["id"],
+            task=Task(row["env"], row["item"]),
+            messages=[Message(**message) for message in row["messages"]],
+            rewards=row["rewards"],
+            infos=row["infos"],
+            stop=StopReason(row["stop"]) if row["stop"] else None,
+            error=row["error"],
+            horizon=row["horizon"],
+            seconds=row["seconds"],
+        )
+
+
+@dataclass(slots=True)
+class Group:
+    """Several episodes of one task, failed ones included: the unit of GRPO and RLOO."""
+
+    task: Task
+    trajectories: list[Trajectory]
+
+    @property
+    def usable(self) -> list[Trajectory]:
+        """Those that may be trained on."""
+        return [t for t in self.trajectories if t.stop is not StopReason.ERROR]
+
+
+@dataclass(slots=True)
+class Sample:
+    """All a learner sees of one trajectory."""
+
+    token_ids: list[int]
+    """T."""
+    loss_mask: list[bool]
+    """T: True where the loss is taken."""
+    logprobs: list[float] = field(default_factory=list)
+    """T: the sampler's, NaN where loss_mask is False; empty for supervised samples."""
+    advantages: list[float] = field(default_factory=list)
+    """T: 0 where loss_mask is False; empty for supervised samples."""
+    turn_index: list[int] = field(default_factory=list)
+    """T: the turn of each sampled token, -1 elsewhere; empty for supervised samples."""
+    trajectory_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How an engine picks tokens."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 means greedy."""
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    """A reply ends with the first of these; it is part of the reply."""
+    stop: tuple[str, ...] = ()
+    """A reply ends with the token that completes one of these strings; every sampled token is kept."""
+    seed: int | None = None
+    """Same prompt, weights and seed give the same reply, whatever else runs beside it."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """What an engine sampled."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-probability of each token under the distribution it was drawn from: after temperature and top-p
+    (at temperature 0: of the unscaled distribution)."""
+    finish: Literal["stop", "length"]
+    version: int
+    """Weights version."""
+
+
+class EnvSession(Protocol):
+    """One running episode of an environment as the agent sees it, local or remote. Failures raise EnvError."""
+
+    name: str
+    instruction: str
+
+    async def reset(self, item: int) -> Step: ...
+    async def step(self, text: str) -> Step: ...
+    async def actions(self) -> list[str]: ...
+    async def oracle(self) -> str: ...
+    async def render(self) -> str | bytes: ...
+    async def close(self) -> None: ...
+
+
+class EnvPool(Protocol):
+    """Where sessions come from. `open` waits for a free place; a session's close gives it back."""
+
+    async def open(self, env: str) -> EnvSession: ...
+    async def items(self, env: str, split: str, subset: str | None = None) -> list[int]: ...
+    async def close(self) -> None: ...
+
+
+Collect = Callable[[list[Task], Limits, int], Awaitable[list[Group]]]
+"""(tasks, limits, seed) -> one group per task. The same weights, tasks, limits and seed give the same groups."""
