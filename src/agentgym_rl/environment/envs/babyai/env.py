@@ -1,0 +1,86 @@
+"""BabyAI as a text game."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from agentgym_rl.environment.envs.babyai import levels
+from agentgym_rl.environment.envs.babyai.text import INSTRUCTION, build_menu, describe, normalise, refuse
+from agentgym_rl.environment.envs.babyai.view import Move, View, look
+from agentgym_rl.errors import EnvError
+from agentgym_rl.types import Step
+
+
+class BabyAI:
+    """40 levels of minigrid's BabyAI. Item i is level i % 40 + 1 with seed i // 40. Implements TextEnv."""
+
+    name: ClassVar[str] = "babyai"
+    instruction: ClassVar[str] = INSTRUCTION
+    splits: ClassVar[Mapping[str, range]] = {"train": range(4000, 400_000), "test": range(4000)}
+    subsets: ClassVar[tuple[str, ...]] = levels.SUBSETS
+    cheap: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._minigrid = levels.minigrid_levels()
+        self._level: Any = None
+        self._view: View
+        self._menu: dict[str, tuple[Move, ...]] = {}
+        self._done = True
+
+    @classmethod
+    def subsets_of(cls, item: int) -> tuple[str, ...]:
+        return levels.SUBSETS_OF_LEVEL[item % levels.NUM_LEVELS]
+
+    def reset(self, item: int) -> str:
+        if not any(item in split for split in self.splits.values()):
+            raise IndexError(f"babyai has items 0 to {self.splits['train'].stop - 1}, got {item}")
+        self._level = levels.build_level(self._minigrid, item)
+        self._done = False
+        return self._observe()
+
+    def step(self, text: str) -> Step:
+        self._require_running()
+        action = normalise(text)
+        moves = self._menu.get(action)
+        if moves is None:
+            reason = refuse(self._level, self._view, action)
+            return Step(f"{reason}\n{describe(self._level, self._view, self._menu)}", info={"valid": False})
+        success = self._run(moves)
+        if self._done:
+            return Step(self._farewell(success), float(success), True, {"valid": True, "success": success})
+        return Step(self._observe(), info={"valid": True})
+
+    def actions(self) -> list[str]:
+        """What the observation lists; empty when the episode is over."""
+        return [] if self._done else list(self._menu)
+
+    def close(self) -> None:
+        self._level = None
+        self._done = True
+
+    def _require_running(self) -> None:
+        if self._done:
+            raise EnvError("babyai needs a running episode: call reset first")
+
+    def _observe(self) -> str:
+        self._view = look(self._level)
+        self._menu = build_menu(self._level, self._view)
+        return describe(self._level, self._view, self._menu)
+
+    def _run(self, moves: tuple[Move, ...]) -> bool:
+        """Make the moves until one fails or the episode ends; True when the mission is complete."""
+        for move in moves:
+            before = tuple(self._level.agent_pos)
+            _, reward, terminated, truncated, _ = self._level.step(move)
+            if terminated or truncated:
+                self._done = True
+                return bool(reward > 0)
+            if move is Move.FORWARD and tuple(self._level.agent_pos) == before:
+                break
+        return False
+
+    def _farewell(self, success: bool) -> str:
+        if success:
+            return "You reached the goal."
+        return "You ran out of steps." if self._level.step_count >= self._level.max_steps else "You failed the goal."

@@ -1,0 +1,107 @@
+"""The 40 levels, how items map to them, and how one is built from minigrid's classes."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from agentgym_rl.errors import ConfigError
+
+# Level n is LEVELS[n - 1]: its name, minigrid's class, and the arguments minigrid registers that name with.
+LEVELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("GoToRedBallGrey", "GoToRedBallGrey", {}),
+    ("GoToRedBall", "GoToRedBall", {}),
+    ("GoToRedBallNoDists", "GoToRedBallNoDists", {}),
+    ("GoToObjS6", "GoToObj", {"room_size": 6}),
+    ("GoToLocalS8N7", "GoToLocal", {"room_size": 8, "num_dists": 7}),
+    ("GoToObjMazeS7", "GoTo", {"num_dists": 1, "room_size": 7}),
+    ("GoToImpUnlock", "GoToImpUnlock", {}),
+    ("GoToSeqS5R2", "GoToSeq", {"room_size": 5, "num_rows": 2, "num_cols": 2, "num_dists": 4}),
+    ("GoToRedBlueBall", "GoToRedBlueBall", {}),
+    ("GoToDoor", "GoToDoor", {}),
+    ("GoToObjDoor", "GoToObjDoor", {}),
+    ("Open", "Open", {}),
+    ("OpenRedDoor", "OpenRedDoor", {}),
+    ("OpenDoorLoc", "OpenDoor", {"select_by": "loc"}),
+    ("OpenRedBlueDoorsDebug", "OpenTwoDoors", {"first_color": "red", "second_color": "blue", "strict": True}),
+    ("OpenDoorsOrderN4Debug", "OpenDoorsOrder", {"debug": True, "num_doors": 4}),
+    ("Pickup", "Pickup", {}),
+    ("UnblockPickup", "UnblockPickup", {}),
+    ("PickupLoc", "PickupLoc", {}),
+    ("PickupDistDebug", "PickupDist", {"debug": True}),
+    ("PickupAbove", "PickupAbove", {}),
+    ("PutNextLocalS6N4", "PutNextLocal", {"room_size": 6, "num_objs": 4}),
+    ("PutNextS7N4Carrying", "PutNext", {"room_size": 7, "objs_per_room": 4, "start_carrying": True}),
+    ("Unlock", "Unlock", {}),
+    ("UnlockLocalDist", "UnlockLocal", {"distractors": True}),
+    ("KeyInBox", "KeyInBox", {}),
+    ("UnlockPickupDist", "UnlockPickup", {"distractors": True}),
+    ("BlockedUnlockPickup", "BlockedUnlockPickup", {}),
+    ("UnlockToUnlock", "UnlockToUnlock", {}),
+    ("ActionObjDoor", "ActionObjDoor", {}),
+    ("FindObjS7", "FindObjS5", {"room_size": 7}),
+    ("KeyCorridorS6R3", "KeyCorridor", {"room_size": 6, "num_rows": 3}),
+    ("OneRoomS20", "OneRoomS8", {"room_size": 20}),
+    ("MoveTwoAcrossS8N9", "MoveTwoAcross", {"room_size": 8, "objs_per_room": 9}),
+    ("SynthS5R2", "Synth", {"room_size": 5, "num_rows": 2}),
+    ("SynthLoc", "SynthLoc", {}),
+    ("SynthSeq", "SynthSeq", {}),
+    ("MiniBossLevel", "MiniBossLevel", {}),
+    ("BossLevel", "BossLevel", {}),
+    ("BossLevelNoUnlock", "BossLevelNoUnlock", {}),
+)
+
+NUM_LEVELS = len(LEVELS)
+
+# The six published subsets. Level 17 is called Pickup like the subset of levels 17 to 19, so alone it is PickupLevel17.
+_PUBLISHED: dict[str, range] = {
+    "GoTo": range(1, 12),
+    "Pickup": range(17, 20),
+    "ActionObjDoor": range(30, 31),
+    "FindObjS7": range(31, 32),
+    "OneRoomS20": range(33, 34),
+    "SynthLoc": range(36, 37),
+}
+
+
+def _subsets_of_level(number: int) -> tuple[str, ...]:
+    alone = "PickupLevel17" if number == 17 else LEVELS[number - 1][0]
+    published = [name for name, levels in _PUBLISHED.items() if number in levels and name != alone]
+    return (*published, alone)
+
+
+SUBSETS_OF_LEVEL = tuple(_subsets_of_level(number) for number in range(1, NUM_LEVELS + 1))
+SUBSETS = tuple(dict.fromkeys([*_PUBLISHED, *(name for names in SUBSETS_OF_LEVEL for name in names)]))
+
+
+def level_and_seed(item: int) -> tuple[int, int]:
+    """Level number (from 1) and seed of an item."""
+    return item % NUM_LEVELS + 1, item // NUM_LEVELS
+
+
+def minigrid_levels() -> Any:
+    """Minigrid's module of BabyAI level classes, silenced. Imported late: `agentgym-rl envs` must not need it."""
+    os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
+    try:
+        from minigrid.envs import babyai
+        from minigrid.envs.babyai.core import roomgrid_level, verifier
+    except ImportError as error:
+        raise ConfigError(
+            f"BabyAI needs minigrid, which cannot be imported ({error}): install agentgym-rl[babyai]"
+        ) from error
+    # The generator prints each layout it rejects; standard output belongs to the caller.
+    roomgrid_level.print = lambda *_: None
+    # With BABYAI_DONE_ACTIONS set, missions end only on a "done" action, which this environment does not have.
+    verifier.use_done_actions = False
+    return babyai
+
+
+def build_level(module: Any, item: int) -> Any:
+    """A freshly generated minigrid level for `item`."""
+    number, seed = level_and_seed(item)
+    _, class_name, arguments = LEVELS[number - 1]
+    level = getattr(module, class_name)(**arguments)
+    # Minigrid encodes an image after every move, most of its step time; the text comes from the grid itself.
+    level.gen_obs = dict
+    level.reset(seed=seed)
+    return level
