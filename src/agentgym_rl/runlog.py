@@ -1,0 +1,382 @@
+"""The run directory: everything a run leaves on disk, except what is inside its checkpoints.
+
+    <root>/config.toml                      the resolved config
+    <root>/metrics.jsonl                    one JSON object per line, with `step` and `time`
+    <root>/trajectories/step_000012.jsonl   every training episode of step 12, before any filtering
+    <root>/trajectories/eval_000012.jsonl   the episodes of an evaluation after step 12
+    <root>/checkpoints/                     written by the trainer
+    <root>/status.json                      running, finished, stopped or failed; replaced atomically
+    <root>/summary.json, curve.png          written at the end
+    <root>/tensorboard/                     only with trackers=("tensorboard",)
+
+A step's lines are appended with one write each, so a killed process leaves at most one torn line, the last; readers
+skip it and a resumed run removes it. docs/runs.md defines every file and metric.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import numbers
+import os
+import socket
+import sys
+import time
+import tomllib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Literal
+
+import orjson
+import tomli_w
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.types import Trajectory
+
+if sys.platform != "win32":
+    import fcntl
+
+Kind = Literal["train", "eval", "warmstart"]
+State = Literal["running", "finished", "stopped", "failed"]
+
+_FILE_PREFIX: dict[Kind, str] = {"train": "step", "eval": "eval", "warmstart": "warmstart"}
+_RESERVED = frozenset({"step", "time", "nonfinite"})
+
+
+class RunLog:
+    """Writes one run directory. Use as a context manager: the ending is recorded in status.json."""
+
+    def __init__(self, root: Path, *, resumed: bool, lock: BinaryIO | None, tensorboard: TensorBoard | None) -> None:
+        self.root = root
+        self.resumed = resumed
+        """True when the directory already held a run."""
+        self.metrics_path = root / "metrics.jsonl"
+        self.trajectories_dir = root / "trajectories"
+        self.checkpoints_dir = root / "checkpoints"
+        self.summary_path = root / "summary.json"
+        self.status_path = root / "status.json"
+        self.curve_path = root / "curve.png"
+        self._lock = lock
+        self._tensorboard = tensorboard
+        self._begun: set[Path] = set()
+        self._status: dict[str, Any] = {
+            "state": "running",
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "started": round(time.time(), 3),
+        }
+
+    @classmethod
+    def create(
+        cls,
+        root: Path,
+        config: Mapping[str, Any],
+        *,
+        resume: bool = False,
+        may_change: Collection[str] = (),
+        trackers: Collection[str] = (),
+    ) -> RunLog:
+        """Make `root` with its config.toml, or with `resume` go on with the run it holds.
+
+        A resumed run must have the saved config; keys in `may_change` (dotted; a table covers its keys) may differ.
+        `resume` on a directory without a run starts one, so that the same command is right after any kill.
+        """
+        _require_trackers(trackers)
+        root = Path(root)
+        config_path = root / "config.toml"
+        exists = config_path.is_file()
+        if exists and not resume:
+            raise ConfigError(f"{root} already holds a run: add --resume to go on with it, or choose another directory")
+        if not exists:
+            _require_empty(root)
+        resolved = _without_none(config)
+        if exists:
+            _require_same(config_path, resolved, may_change)
+        for folder in (root, root / "trajectories", root / "checkpoints"):
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(root)
+        for leftover in root.glob(".*.tmp"):
+            leftover.unlink()
+        write_atomically(config_path, tomli_w.dumps(resolved).encode())
+        tensorboard = TensorBoard(root / "tensorboard") if "tensorboard" in trackers else None
+        log = cls(root, resumed=exists, lock=lock, tensorboard=tensorboard)
+        if log.metrics_path.is_file():
+            _rewrite_metrics(log.metrics_path, read_metrics(log.metrics_path))
+        log.set_status("running")
+        return log
+
+    def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
+        """Append one line to metrics.jsonl. NaN and infinities become null and are named under `nonfinite`."""
+        values = {name: _plain_metric(name, value) for name, value in metrics.items()}
+        nonfinite = sorted(n for n, v in values.items() if isinstance(v, float) and not math.isfinite(v))
+        row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
+        if nonfinite:
+            row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
+        _append(self.metrics_path, orjson.dumps(row) + b"\n")
+        if self._tensorboard:
+            self._tensorboard.scalars(step, {n: float(v) for n, v in values.items() if not isinstance(v, str)})
+        self.set_status("running", step=step)
+
+    def write_trajectory(self, step: int, trajectory: Trajectory, kind: Kind = "train") -> None:
+        """Append one episode to the file of its step and kind.
+
+        The first write of a process to a file starts it afresh: a step that is played again after a kill replaces what
+        the killed process left of it.
+        """
+        path = self.trajectories_path(step, kind)
+        line = f'{{"step": {step}, "kind": "{kind}", {trajectory.to_json()[1:]}\n'
+        if path not in self._begun:
+            path.unlink(missing_ok=True)
+            self._begun.add(path)
+        _append(path, line.encode())
+
+    def trajectories_path(self, step: int, kind: Kind = "train") -> Path:
+        return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"
+
+    def truncate_after(self, step: int) -> None:
+        """Forget every step after `step`, the one a checkpoint was taken at: they will be played again."""
+        for path in self.trajectories_dir.glob("*_*.jsonl"):
+            if int(path.stem.rpartition("_")[2]) > step:
+                path.unlink()
+                self._begun.discard(path)
+        if self.metrics_path.is_file():
+            kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= step]
+            _rewrite_metrics(self.metrics_path, kept)
+        if self._tensorboard:
+            self._tensorboard.purge(step + 1)
+        self.set_status("running", step=step)
+
+    def set_status(
+        self, state: State, *, step: int | None = None, steps: int | None = None, error: str | None = None
+    ) -> None:
+        """Replace status.json; what is not given stays as it was."""
+        given = {"state": state, "step": step, "steps": steps, "error": error}
+        self._status |= {name: value for name, value in given.items() if value is not None}
+        self._status["updated"] = round(time.time(), 3)
+        write_atomically(self.status_path, orjson.dumps(self._status, option=orjson.OPT_INDENT_2) + b"\n")
+
+    def write_summary(self, summary: Mapping[str, Any]) -> None:
+        write_atomically(self.summary_path, orjson.dumps(dict(summary), option=orjson.OPT_INDENT_2) + b"\n")
+
+    def close(self) -> None:
+        """Close the tracker and let another process write here."""
+        if self._tensorboard:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._lock:
+            self._lock.close()
+            self._lock = None
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.set_status("finished")
+        elif isinstance(error, Exception):
+            self.set_status("failed", error=f"{type(error).__name__}: {error}")
+        else:  # KeyboardInterrupt, SystemExit, CancelledError: somebody asked for it.
+            self.set_status("stopped", error=type(error).__name__)
+        self.close()
+
+
+class TensorBoard:
+    """Scalars for TensorBoard, written without torch."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event, self._session_log, self._summary = Event, SessionLog, Summary
+        self._writer = EventFileWriter(str(folder), flush_secs=10)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        summary = self._summary(value=[self._summary.Value(tag=n, simple_value=v) for n, v in values.items()])
+        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=summary))
+        self._writer.flush()
+
+    def purge(self, first_step: int) -> None:
+        """Tell readers to drop what earlier files hold from `first_step` on."""
+        session = self._session_log(status=self._session_log.START)
+        self._writer.add_event(self._event(step=first_step, wall_time=time.time(), session_log=session))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl, without a torn last one. Several lines may bear one step."""
+    return [orjson.loads(line) for line in _whole_lines(path)]
+
+
+def read_trajectories(path: Path) -> Iterator[Trajectory]:
+    """The episodes of one file of `trajectories/`, without a torn last one."""
+    for line in _whole_lines(path):
+        yield Trajectory.from_json(line.decode())
+
+
+def horizon_stages(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The stages a run went through, read off its metrics: one per environment and stretch of equal horizon.
+
+    `{"env": "babyai", "turns": 3, "first_step": 21, "last_step": 40, "success": 0.31, "turns_used": 2.4}`, in order of
+    first_step; success and turns_used are means over the stage's steps. A plain `horizon` metric gives env "".
+    """
+    stages: list[dict[str, Any]] = []
+    open_stages: dict[str, dict[str, Any]] = {}
+    for row in metrics:
+        for name, turns in row.items():
+            if name != "horizon" and not name.startswith("horizon/"):
+                continue
+            env = name.partition("/")[2]
+            stage = open_stages.get(env)
+            if stage is None or stage["turns"] != turns:
+                stage = {"env": env, "turns": turns, "first_step": row["step"], "successes": [], "used": []}
+                open_stages[env] = stage
+                stages.append(stage)
+            stage["last_step"] = row["step"]
+            stage["successes"].append(row.get("success/mean"))
+            stage["used"].append(row.get("turns/mean"))
+    for stage in stages:
+        stage["success"] = _mean(stage.pop("successes"))
+        stage["turns_used"] = _mean(stage.pop("used"))
+    return stages
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Replace `path` by `data`, so that a reader or a kill sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _append(path: Path, line: bytes) -> None:
+    # Unbuffered: the line reaches the system in one write, and is there even if the process is killed next.
+    with path.open("ab", buffering=0) as file:
+        file.write(line)
+
+
+def _whole_lines(path: Path) -> Iterator[bytes]:
+    """Lines that are JSON objects; a torn last line is left out, a broken one elsewhere is an error."""
+    torn: int | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if torn is not None:
+                raise ConfigError(f"{path} line {torn} is not a JSON object: the file was damaged, remove that line")
+            # Enough to tell a torn line; the caller parses what it gets, and parsing twice would double the cost.
+            if line.startswith(b"{") and line.endswith(b"}\n"):
+                yield line
+            else:
+                torn = number
+
+
+def _rewrite_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    write_atomically(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+def _plain_metric(name: str, value: object) -> float | int | str:
+    if name in _RESERVED:
+        raise ValueError(f"metric {name!r} has a reserved name ({', '.join(sorted(_RESERVED))}): rename it")
+    if isinstance(value, str):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        return float(value)
+    raise TypeError(f"metric {name!r} needs a number or a string, got {type(value).__name__}: convert it first")
+
+
+def _mean(values: list[float | None]) -> float | None:
+    numeric = [value for value in values if value is not None]
+    return math.fsum(numeric) / len(numeric) if numeric else None
+
+
+def _without_none(value: Any) -> Any:
+    """TOML has no null: an absent key means the default. Paths become strings."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list | tuple):
+        return [_without_none(item) for item in value]
+    return str(value) if isinstance(value, str | os.PathLike) else value
+
+
+def _require_trackers(trackers: Collection[str]) -> None:
+    unknown = set(trackers) - {"tensorboard"}
+    if unknown:
+        raise ConfigError(f"the only tracker is 'tensorboard', got {', '.join(sorted(unknown))}: remove it")
+    if "tensorboard" in trackers and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "the tensorboard tracker needs the package tensorboard, which is not installed: "
+            "pip install 'agentgym-rl[tensorboard]', or leave it out of trackers"
+        )
+
+
+def _require_empty(root: Path) -> None:
+    """A kill before config.toml was written leaves empty folders and hidden files; all else is somebody's."""
+    if root.exists() and not root.is_dir():
+        raise ConfigError(f"a run directory is needed, {root} is a file: choose another directory")
+    names = [path.name for path in root.glob("*")] if root.is_dir() else []
+    foreign = [name for name in names if name not in {"trajectories", "checkpoints"} and not name.startswith(".")]
+    if foreign:
+        raise ConfigError(
+            f"{root} is not empty and holds no run (no config.toml, but {min(foreign)}): choose a new directory"
+        )
+
+
+def _require_same(config_path: Path, config: dict[str, Any], may_change: Collection[str]) -> None:
+    try:
+        saved = _flatten(tomllib.loads(config_path.read_text(encoding="utf-8")))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{config_path} is not readable TOML ({error}): restore it, or start a new run") from error
+    given = _flatten(tomllib.loads(tomli_w.dumps(config)))
+    changed = [
+        f"{key} (saved {saved.get(key, 'nothing')}, given {given.get(key, 'nothing')})"
+        for key in sorted(saved.keys() | given.keys())
+        if repr(saved.get(key)) != repr(given.get(key))
+        and not any(key == name or key.startswith(f"{name}.") for name in may_change)
+    ]
+    if changed:
+        raise ConfigError(
+            f"to resume {config_path.parent} its saved config is needed, but these differ: {', '.join(changed)}: "
+            "give the saved values, or start a new run in another directory"
+        )
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _lock(root: Path) -> BinaryIO | None:
+    """Held while a process writes here; the system drops it with the process, however that ends."""
+    if sys.platform == "win32":
+        return None
+    file = (root / ".lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"another process is writing to {root}: stop it first, or choose another directory"
+        ) from error
+    except OSError:
+        # Some cluster file systems have no locks; a run must be possible there.
+        file.close()
+        return None
+    return file
