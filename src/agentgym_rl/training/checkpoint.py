@@ -1,0 +1,89 @@
+"""Checkpoints: written whole or not at all, the last k kept.
+
+checkpoints/step_000010/
+    model/        a Hugging Face folder, usable as it is
+    trainer.pt    optimizer, random states, schedules, data position
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from agentgym_rl.errors import ConfigError
+
+_NAME = re.compile(r"step_(\d{6,})")
+
+
+def save_checkpoint(root: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any], keep: int) -> Path:
+    """Write `root/step_<step>`: into a temporary folder first, flushed to disk, then renamed."""
+    final, temporary = root / f"step_{step:06d}", root / f".step_{step:06d}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    export(model, tokenizer, temporary / "model")
+    torch.save(state | {"step": step, "random": _random_state()}, temporary / "trainer.pt")
+    for path in temporary.rglob("*"):
+        _sync(path)
+    shutil.rmtree(final, ignore_errors=True)
+    temporary.rename(final)
+    _sync(root)
+    for old in list_checkpoints(root)[:-keep] if keep else []:
+        shutil.rmtree(old)
+    return final
+
+
+def export(model: Any, tokenizer: Any, folder: Path) -> None:
+    """A Hugging Face folder that AutoModelForCausalLM and AutoTokenizer load."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    found = [(int(m[1]), path) for path in root.glob("step_*") if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found)]
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    """Trainer state of a checkpoint; also puts the random states back."""
+    if not (folder / "trainer.pt").is_file():
+        raise ConfigError(f"{folder} is not a checkpoint: trainer.pt is missing")
+    state = torch.load(folder / "trainer.pt", weights_only=True)
+    _restore_random(state["random"])
+    return state
+
+
+def _random_state() -> dict[str, Any]:
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, torch.from_numpy(numpy.asarray(keys).astype("int64")), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype("uint32"), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

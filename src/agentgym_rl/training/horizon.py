@@ -1,0 +1,152 @@
+"""ScalingInter-RL: how many turns an episode may take, as training goes on.
+
+A horizon counts *finished* steps, so it is right on resume at any step of a stage: `turns` is what the next step plays
+under, `advance` is called once after each finished step, and the state saved with a checkpoint is all there is.
+Step s is 0-based. Stepwise with `turns=(2, 4, 8)` and `steps_per_stage=10` plays steps 0-9 under 2 turns, 10-19 under 4
+and every later step under 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from statistics import fmean
+from typing import Any, Protocol
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.settings import HorizonSettings
+
+
+class Horizon(Protocol):
+    """A schedule of turns for one environment."""
+
+    @property
+    def turns(self) -> int:
+        """Turns of the next step."""
+        ...
+
+    @property
+    def stage(self) -> int:
+        """0-based number of the stage the next step belongs to."""
+        ...
+
+    def advance(self, success: float, truncated: float) -> None:
+        """One more step is finished; its success rate and the share of its episodes that ended at the horizon."""
+        ...
+
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: Mapping[str, Any]) -> None: ...
+
+
+class _Counted:
+    """Schedules that depend on nothing but the number of finished steps."""
+
+    def __init__(self) -> None:
+        self.finished = 0
+
+    def advance(self, success: float, truncated: float) -> None:
+        self.finished += 1
+
+    def state(self) -> dict[str, Any]:
+        return {"finished": self.finished}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.finished = state["finished"]
+
+
+class StepwiseHorizon(_Counted):
+    """`turns[k]` for the k-th block of `steps_per_stage` steps; the last stage lasts until the end."""
+
+    def __init__(self, turns: tuple[int, ...], steps_per_stage: int) -> None:
+        super().__init__()
+        self._turns, self._steps_per_stage = turns, steps_per_stage
+
+    @property
+    def stage(self) -> int:
+        return min(self.finished // self._steps_per_stage, len(self._turns) - 1)
+
+    @property
+    def turns(self) -> int:
+        return self._turns[self.stage]
+
+
+class LinearHorizon(_Counted):
+    """From `first` turns at step 0 to `last` at step `steps`, rounded down; `last` from there on."""
+
+    def __init__(self, first: int, last: int, steps: int) -> None:
+        super().__init__()
+        self._first, self._last, self._steps = first, last, steps
+
+    @property
+    def turns(self) -> int:
+        return self._first + (self._last - self._first) * min(self.finished, self._steps) // self._steps
+
+    @property
+    def stage(self) -> int:
+        return self.turns - self._first
+
+
+class AdaptiveHorizon:
+    """Expands when success has stalled under this horizon while episodes still run into it.
+
+    After each finished step the stage's history is looked at. The next stage begins when all of these hold:
+    the stage has lasted at least two windows; the mean success of the last window exceeds the one before by less than
+    `min_gain`; and in the last window at least `min_truncated` of the episodes ended at the horizon. A stage that has
+    lasted `max_steps` (if not 0) ends in any case. The last stage never ends.
+    """
+
+    def __init__(
+        self, turns: tuple[int, ...], window: int, min_gain: float, min_truncated: float, max_steps: int
+    ) -> None:
+        self._turns = turns
+        self._window, self._min_gain, self._min_truncated, self._max_steps = window, min_gain, min_truncated, max_steps
+        self.stage = 0
+        self._history: list[tuple[float, float]] = []
+
+    @property
+    def turns(self) -> int:
+        return self._turns[self.stage]
+
+    def advance(self, success: float, truncated: float) -> None:
+        self._history.append((success, truncated))
+        if self.stage < len(self._turns) - 1 and self._stage_is_over():
+            self.stage += 1
+            self._history = []
+
+    def _stage_is_over(self) -> bool:
+        if self._max_steps and len(self._history) >= self._max_steps:
+            return True
+        if len(self._history) < 2 * self._window:
+            return False
+        before, last = self._history[-2 * self._window : -self._window], self._history[-self._window :]
+        gain = fmean(s for s, _ in last) - fmean(s for s, _ in before)
+        return gain < self._min_gain and fmean(t for _, t in last) >= self._min_truncated
+
+    def state(self) -> dict[str, Any]:
+        return {"stage": self.stage, "history": [list(pair) for pair in self._history]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.stage = state["stage"]
+        self._history = [(success, truncated) for success, truncated in state["history"]]
+
+
+def make_horizon(settings: HorizonSettings) -> Horizon:
+    """The schedule that `settings` describes; ConfigError when it describes none."""
+    turns = tuple(settings.turns)
+    wanted = {"fixed": "one number", "linear": "two numbers, first and last"}.get(settings.kind, "one number per stage")
+    count = {"fixed": len(turns) == 1, "linear": len(turns) == 2}.get(settings.kind, len(turns) >= 1)
+    if not count or any(t < 1 for t in turns):
+        raise ConfigError(f"a {settings.kind} horizon needs turns = {wanted}, each at least 1, got {list(turns)}")
+    if any(a >= b for a, b in pairwise(turns)):
+        raise ConfigError(f"a {settings.kind} horizon needs ascending turns, got {list(turns)}")
+    if settings.kind in ("stepwise", "linear") and settings.steps_per_stage < 1:
+        raise ConfigError(f"horizon.steps_per_stage must be at least 1, got {settings.steps_per_stage}")
+    if settings.kind == "linear":
+        return LinearHorizon(turns[0], turns[1], settings.steps_per_stage)
+    if settings.kind == "adaptive":
+        if settings.window < 1:
+            raise ConfigError(f"horizon.window must be at least 1, got {settings.window}")
+        return AdaptiveHorizon(
+            turns, settings.window, settings.min_gain, settings.min_truncated, settings.steps_per_stage
+        )
+    return StepwiseHorizon(turns, settings.steps_per_stage if settings.kind == "stepwise" else 1)

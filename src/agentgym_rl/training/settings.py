@@ -1,0 +1,93 @@
+"""What a trainer can be told. Standard library only, so that the config file can be checked without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerSettings:
+    """AdamW with warm-up."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    lr: float = 1e-6
+    warmup_steps: int = 0
+    """Updates over which the rate rises linearly from lr / warmup_steps to lr."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """From lr after the warm-up down to `min_lr_ratio * lr` at the last step."""
+    min_lr_ratio: float = 0.1
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 means never."""
+    micro_batch_tokens: int = 16384
+    """Padded tokens per forward and backward pass. Gradients accumulate over passes; results do not depend on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SFTSettings:
+    """Imitation of demonstrations: mean negative log-likelihood of assistant tokens."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    epochs: int = 1
+    batch_size: int = 32
+    """Demonstrations per update."""
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLSettings:
+    """Online RL. Defaults are the paper's GRPO."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    algorithm: Literal["grpo", "rloo"] = "grpo"
+    steps: int = 100
+    groups_per_step: int = 16
+    group_size: int = 8
+    normalize_std: bool = True
+    """Divide a group's advantages by its standard deviation (GRPO) or not (Dr. GRPO)."""
+    zero_variance: Literal["drop", "keep"] = "drop"
+    """Groups whose rewards are all equal carry no policy gradient: `drop` saves their forward pass, `keep` runs it
+    (needed if the KL or entropy term shall see them). The batch is normalised over all of them either way."""
+    aggregate: Literal["token", "trajectory"] = "token"
+    """Mean over all action tokens of the batch, or mean over trajectories of the mean over their action tokens."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """The ratio between new and old policy is clipped to [1 - clip_low, 1 + clip_high]."""
+    epochs: int = 1
+    """Passes over a step's samples."""
+    minibatches: int = 1
+    """Updates per pass."""
+    kl_coef: float = 0.001
+    """Weight of the KL term to the reference model; 0 skips the reference altogether."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    """Bonus on the entropy of the policy."""
+    importance: Literal["truncated", "none"] = "truncated"
+    """Correction for a sampler that differs from the learner: weight min(learner / sampler, cap) per token."""
+    importance_cap: float = 2.0
+    optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HorizonSettings:
+    """How the number of turns grows over training; docs/horizon.md has the rules."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    kind: Literal["fixed", "stepwise", "linear", "adaptive"] = "fixed"
+    turns: tuple[int, ...] = (10,)
+    """fixed: one number; stepwise and adaptive: one per stage, ascending; linear: first and last."""
+    steps_per_stage: int = 100
+    """stepwise: steps of every stage but the last; linear: steps from first to last; adaptive: the most a stage may
+    last, 0 for no such limit."""
+    window: int = 10
+    """adaptive: steps in each of the two windows compared; a stage lasts at least two windows."""
+    min_gain: float = 0.02
+    """adaptive: success that rises by less than this from one window to the next has stalled."""
+    min_truncated: float = 0.1
+    """adaptive: only expand while at least this share of episodes ends at the horizon."""
