@@ -1,0 +1,1 @@
+"""Environments: what they are, how they are served, and where sessions come from."""

@@ -1,0 +1,94 @@
+"""Which environments there are, and which items of them belong to a split and a subset."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of the catalog."""
+
+    loader: Callable[[], type[TextEnv]]
+    """Imports the environment when it is asked for, so that heavy packages stay out of everyone else's start."""
+    summary: str
+    extra: str
+    """Name of the pip extra that installs what it needs."""
+    licence: str
+    """Licence of the data or game behind it."""
+
+
+def _textcraft() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.textcraft import TextCraft
+
+    return TextCraft
+
+
+def _babyai() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.babyai import BabyAI
+
+    return BabyAI
+
+
+CATALOG: dict[str, Entry] = {
+    "textcraft": Entry(
+        _textcraft,
+        "craft a Minecraft item from a list of recipes, some of them distractors",
+        extra="textcraft",
+        licence="MIT (minecraft_data)",
+    ),
+    "babyai": Entry(
+        _babyai,
+        "follow an instruction in a grid world of rooms, doors, keys and balls",
+        extra="babyai",
+        licence="Apache-2.0 (minigrid)",
+    ),
+}
+
+
+def load(name: str) -> type[TextEnv]:
+    """The class of environment `name`; ConfigError when it is unknown or its packages are missing."""
+    if name not in CATALOG:
+        raise ConfigError(f"unknown environment {name!r}: known are {', '.join(sorted(CATALOG))}")
+    entry = CATALOG[name]
+    try:
+        return entry.loader()
+    except ImportError as error:
+        if (error.name or "").startswith("agentgym_rl"):
+            raise  # a fault of this package, not of the installation
+        raise ConfigError(
+            f"environment {name!r} needs the package {error.name!r}: pip install 'agentgym-rl[{entry.extra}]'"
+        ) from error
+
+
+def items(env_class: type[TextEnv], split: str, subset: str | None = None) -> Sequence[int]:
+    """Items of a split, ascending: the range itself (nothing is listed), or with a subset a tuple made once."""
+    if split not in env_class.splits:
+        raise ConfigError(f"{env_class.name} has no split {split!r}: known are {', '.join(env_class.splits)}")
+    if subset is None:
+        return env_class.splits[split]
+    if subset not in env_class.subsets:
+        known = ", ".join(env_class.subsets) or "none"
+        raise ConfigError(f"{env_class.name} has no subset {subset!r}: known are {known}")
+    return _subset_items(env_class, split, subset)
+
+
+@lru_cache(maxsize=64)
+def _subset_items(env_class: type[TextEnv], split: str, subset: str) -> tuple[int, ...]:
+    return tuple(item for item in env_class.splits[split] if subset in env_class.subsets_of(item))
+
+
+def class_of(factory: Callable[[], TextEnv]) -> type[TextEnv]:
+    """The class behind a factory: itself, what a partial makes, or that of an instance made to look at."""
+    if isinstance(factory, partial):
+        return class_of(factory.func)
+    if isinstance(factory, type):
+        return factory
+    env = factory()
+    env.close()
+    return type(env)

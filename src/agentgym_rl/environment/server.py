@@ -1,0 +1,435 @@
+"""The HTTP server: many sessions of one or several environments in one process. docs/protocol.md says what travels.
+
+The four hot paths (create, reset, step, close) are answered by `Gate`, the outermost layer, straight from bytes to
+bytes; everything else is an ordinary FastAPI route. Routing and validating them in FastAPI costs more than a step of
+a cheap environment does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import hmac
+import ipaddress
+import itertools
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from agentgym_rl import __version__
+from agentgym_rl.environment import catalog, wire
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, TextEnv
+from agentgym_rl.environment.session import LocalSession
+from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
+
+logger = logging.getLogger(__name__)
+
+Handler = Callable[[bytes], Awaitable[bytes]]
+"""Body in, body out."""
+
+CAPABILITIES = {"actions": HasActions, "oracle": HasOracle, "state_key": HasStateKey, "render": HasRender}
+MAX_ITEMS_PER_ANSWER = 100_000
+BODY_TIMEOUT_S = 30.0
+"""A client that announces a body and does not send it is dropped after this long."""
+
+
+class Sessions:
+    """Every session of the server by id, and what became of them."""
+
+    def __init__(
+        self,
+        environments: Mapping[str, Callable[[], TextEnv]],
+        max_sessions: int,
+        idle_timeout_s: float,
+        step_timeout_s: float,
+    ) -> None:
+        self.environments = dict(environments)
+        self.max_sessions = max_sessions
+        self.idle_timeout_s = idle_timeout_s
+        self.step_timeout_s = step_timeout_s
+        self.started_at = time.monotonic()
+        self.counts = {"created": 0, "closed": 0, "idle_closed": 0, "timed_out": 0, "failed": 0}
+        self._open: dict[int, tuple[str, LocalSession]] = {}
+        self._last_used: dict[int, float] = {}
+        self._opening = 0
+        # Counted on from the time of the start: after a restart an old id is unknown rather than somebody else's.
+        self._ids = itertools.count(int(time.time()) << 20)
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open) + self._opening
+
+    def num_open_of(self, env: str) -> int:
+        return sum(name == env for name, _ in self._open.values())
+
+    async def create(self, env: str) -> int:
+        if self.num_open >= self.max_sessions:
+            raise wire.Full(f"all {self.max_sessions} sessions are in use: close one, or try again later")
+        self._opening += 1
+        try:
+            session = await LocalSession.open(env, self.environments[env], self.step_timeout_s)
+        except EnvError as error:
+            self._count(error)
+            raise
+        finally:
+            self._opening -= 1
+        session_id = next(self._ids)
+        self._open[session_id] = (env, session)
+        self._last_used[session_id] = time.monotonic()
+        self.counts["created"] += 1
+        return session_id
+
+    def get(self, env: str, session_id: int) -> LocalSession:
+        name, session = self._open.get(session_id, ("", None))
+        if session is None or name != env:
+            raise wire.NoSuchSession(
+                f"no {env} session has the id {session_id}: it was closed, idle too long or never was"
+            )
+        self._last_used[session_id] = time.monotonic()
+        return session
+
+    async def close(self, env: str, session_id: int) -> None:
+        session = self.get(env, session_id)
+        self._forget(session_id)
+        self.counts["closed"] += 1
+        await session.close()
+
+    def failed(self, session_id: int, error: EnvError) -> None:
+        """Count a failure; a session whose thread hangs is discarded, one that raised may be reset."""
+        self._count(error)
+        if isinstance(error, EnvTimeout):
+            self._forget(session_id)
+
+    async def reap(self) -> None:
+        """Close idle sessions, for ever."""
+        while True:
+            await asyncio.sleep(min(self.idle_timeout_s / 4, 15.0))
+            oldest = time.monotonic() - self.idle_timeout_s
+            for session_id, last_used in list(self._last_used.items()):
+                if last_used < oldest and session_id in self._open and not self._open[session_id][1].busy:
+                    _, session = self._open[session_id]
+                    self._forget(session_id)
+                    self.counts["idle_closed"] += 1
+                    await session.close()
+
+    async def close_all(self) -> None:
+        sessions = [session for _, session in self._open.values()]
+        self._open.clear()
+        self._last_used.clear()
+        self.counts["closed"] += len(sessions)
+        await asyncio.gather(*(session.close() for session in sessions))
+
+    def _forget(self, session_id: int) -> None:
+        self._open.pop(session_id, None)
+        self._last_used.pop(session_id, None)
+
+    def _count(self, error: EnvError) -> None:
+        if isinstance(error, EnvTimeout):
+            self.counts["timed_out"] += 1
+        elif type(error) is EnvError:
+            self.counts["failed"] += 1
+
+
+def hot_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
+    """The paths a rollout spends its time in."""
+
+    async def create(_: bytes) -> bytes:
+        return wire.dump({"id": await sessions.create(env)})
+
+    async def reset(raw: bytes) -> bytes:
+        body = wire.read_body(raw)
+        session_id, item = wire.integer(body, "id"), wire.integer(body, "data_idx")
+        session = sessions.get(env, session_id)
+        try:
+            step = await session.reset(item)
+        except EnvError as error:
+            sessions.failed(session_id, error)
+            raise
+        return wire.dump(wire.step_answer(step, session.score, session_id))
+
+    async def step(raw: bytes) -> bytes:
+        body = wire.read_body(raw)
+        session_id, action = wire.integer(body, "id"), wire.text(body, "action")
+        session = sessions.get(env, session_id)
+        try:
+            step = await session.step(action)
+        except EnvError as error:
+            sessions.failed(session_id, error)
+            raise
+        return wire.dump(wire.step_answer(step, session.score))
+
+    async def close(raw: bytes) -> bytes:
+        await sessions.close(env, wire.integer(wire.read_body(raw), "id"))
+        return b"true"
+
+    return {"/create": create, "/reset": reset, "/step": step, "/close": close}
+
+
+class Gate:
+    """The outermost layer: token, size limit, hot paths; the rest goes to the FastAPI app inside."""
+
+    def __init__(
+        self, app: ASGIApp, handlers: Mapping[str, Handler], token: str | None, max_request_bytes: int
+    ) -> None:
+        self._app = app
+        self._handlers = handlers
+        self._authorization = f"Bearer {token}".encode() if token else None
+        self._max_request_bytes = max_request_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        authorization = b""
+        content_length = 0
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                authorization = value
+            elif name == b"content-length" and value.isdigit():
+                content_length = int(value)
+        if self._authorization and not hmac.compare_digest(authorization, self._authorization):
+            detail = wire.error_body(ConfigError("a valid bearer token is needed: send Authorization: Bearer TOKEN"))
+            await answer(send, 401, detail, (b"www-authenticate", b"Bearer"))
+            return
+        handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
+        try:
+            if content_length > self._max_request_bytes:
+                raise wire.TooLarge(
+                    f"a request may have {self._max_request_bytes} bytes, this one has {content_length}"
+                )
+            if handler is None:
+                await self._app(scope, receive, send)
+                return
+            body = await handler(await self._body(receive))
+        except (EnvError, ConfigError) as error:
+            await answer(send, wire.STATUS.get(type(error), 500), wire.error_body(error))
+        except TimeoutError:
+            await answer(send, 408, wire.error_body(TimeoutError(f"the body did not come within {BODY_TIMEOUT_S:g} s")))
+        except Exception as error:
+            logger.exception("%s failed", scope["path"])
+            await answer(send, 500, wire.error_body(RuntimeError(f"{type(error).__name__}: {error}")))
+        else:
+            await answer(send, 200, body)
+
+    async def _body(self, receive: Receive) -> bytes:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            message = await receive()
+            body = message.get("body", b"")
+            while message.get("more_body"):
+                message = await receive()
+                body += message.get("body", b"")
+                if len(body) > self._max_request_bytes:
+                    raise wire.TooLarge(f"a request may have {self._max_request_bytes} bytes, this one has more")
+        return body
+
+
+async def answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+    lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
+    if status == 429:
+        lines.append((b"retry-after", b"1"))
+    await send({"type": "http.response.start", "status": status, "headers": lines})
+    await send({"type": "http.response.body", "body": body})
+
+
+def json_response(value: Any) -> Response:
+    return Response(wire.dump(value), media_type="application/json")
+
+
+def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRouter:
+    """Everything about one environment that is not hot."""
+    router = APIRouter()
+
+    @router.get("/info")
+    async def info() -> Response:
+        return json_response(
+            {
+                "name": env,
+                "instruction": env_class.instruction,
+                "splits": {name: [split.start, split.stop] for name, split in env_class.splits.items()},
+                "subsets": list(env_class.subsets),
+                "capabilities": [name for name, protocol in CAPABILITIES.items() if issubclass(env_class, protocol)],
+                "version": __version__,
+            }
+        )
+
+    @router.get("/items")
+    async def items(
+        split: str,
+        subset: str | None = None,
+        offset: Annotated[int, Query(ge=0)] = 0,
+        limit: Annotated[int, Query(ge=1, le=MAX_ITEMS_PER_ANSWER)] = MAX_ITEMS_PER_ANSWER,
+    ) -> Response:
+        # In a thread: listing a subset looks at every item of the split once.
+        selected = await asyncio.to_thread(catalog.items, env_class, split, subset)
+        return json_response({"items": list(selected[offset : offset + limit]), "total": len(selected)})
+
+    @router.get("/observation")
+    async def observation(id: int) -> Response:  # noqa: A002, the protocol's name
+        session = sessions.get(env, id)
+        session.check_started()
+        return json_response(session.observation)
+
+    @router.get("/available_actions")
+    async def available_actions(id: int) -> Response:  # noqa: A002
+        return json_response(await ask(id, LocalSession.actions))
+
+    @router.get("/oracle")
+    async def oracle(id: int) -> Response:  # noqa: A002
+        return json_response(await ask(id, LocalSession.oracle))
+
+    @router.get("/state_key")
+    async def state_key(id: int) -> Response:  # noqa: A002
+        return json_response(await ask(id, LocalSession.state_key))
+
+    @router.get("/render")
+    async def render(id: int) -> Response:  # noqa: A002
+        picture = await ask(id, LocalSession.render)
+        if isinstance(picture, bytes):
+            media_type = "image/png"
+        else:
+            media_type = "image/svg+xml" if picture.lstrip().startswith(("<svg", "<?xml")) else "text/html"
+        # What an environment draws may hold text of a model: it must not run anything in the browser.
+        policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
+        headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
+        return Response(picture, media_type=media_type, headers=headers)
+
+    async def ask(session_id: int, question: Callable[[LocalSession], Awaitable[Any]]) -> Any:
+        try:
+            return await question(sessions.get(env, session_id))
+        except EnvError as error:
+            sessions.failed(session_id, error)
+            raise
+
+    return router
+
+
+def server_routes(sessions: Sessions) -> APIRouter:
+    """What concerns the whole server."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> Response:
+        return json_response(
+            {
+                "status": "ok",
+                "version": __version__,
+                "uptime_s": round(time.monotonic() - sessions.started_at, 3),
+                "sessions": sessions.num_open,
+                "max_sessions": sessions.max_sessions,
+                "environments": {name: sessions.num_open_of(name) for name in sessions.environments},
+                **sessions.counts,
+            }
+        )
+
+    @router.get("/")
+    async def root() -> Response:
+        return json_response("ok")
+
+    return router
+
+
+def create_app(
+    environments: Mapping[str, Callable[[], TextEnv]],
+    *,
+    token: str | None = None,
+    max_sessions: int = 1024,
+    idle_timeout_s: float = 3600.0,
+    step_timeout_s: float = 60.0,
+    max_request_bytes: int = 1 << 20,
+) -> FastAPI:
+    """The server as an ASGI app: each environment under its name, and at the root too when there is just one."""
+    if not environments:
+        raise ConfigError("a server needs at least one environment: name one")
+    if max_sessions < 1 or min(idle_timeout_s, step_timeout_s) <= 0 or max_request_bytes < 1:
+        raise ConfigError("max_sessions, idle_timeout_s, step_timeout_s and max_request_bytes must be positive")
+    sessions = Sessions(environments, max_sessions, idle_timeout_s, step_timeout_s)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        reaper = asyncio.create_task(sessions.reap())
+        try:
+            yield
+        finally:
+            reaper.cancel()
+            await sessions.close_all()
+
+    app = FastAPI(
+        title="AgentGym-RL environments", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
+    handlers: dict[str, Handler] = {}
+    for env, factory in environments.items():
+        env_class = catalog.class_of(factory)
+        for prefix in (f"/{env}", "") if len(environments) == 1 else (f"/{env}",):
+            app.include_router(env_routes(sessions, env, env_class), prefix=prefix)
+            handlers |= {prefix + path: handler for path, handler in hot_handlers(sessions, env).items()}
+    app.include_router(server_routes(sessions))
+    for env in environments:
+        app.include_router(server_routes(sessions), prefix=f"/{env}")
+
+    async def refuse(_: Request, error: Exception) -> Response:
+        status = wire.STATUS.get(type(error), 500)
+        return Response(wire.error_body(error), status, media_type="application/json")
+
+    for kind in (EnvError, ConfigError):
+        app.add_exception_handler(kind, refuse)
+    app.add_middleware(Gate, handlers=handlers, token=token, max_request_bytes=max_request_bytes)
+    app.state.sessions = sessions
+    return app
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket; ConfigError when the address cannot be had."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} on {host} is in use: choose another port or end its user") from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
+    except OverflowError:
+        raise ConfigError(f"a port is a number from 0 to 65535, got {port}") from None
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def serve(
+    names: list[str], host: str = "127.0.0.1", port: int = 36001, *, token: str | None = None, **options: Any
+) -> None:
+    """Serve environments of the catalog until interrupted; `options` are those of create_app."""
+    if not token and not is_loopback(host):
+        raise ConfigError(
+            f"{host} can be reached from other machines, so a token is needed: give one, or use 127.0.0.1"
+        )
+    run({name: catalog.load(name) for name in names}, bind(host, port), token=token, **options)
+
+
+def run(environments: Mapping[str, Callable[[], TextEnv]], listener: socket.socket, **options: Any) -> None:
+    """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
+    config = uvicorn.Config(
+        create_app(environments, **options),
+        loop="uvloop",
+        http="httptools",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=5,
+    )
+    with contextlib.suppress(KeyboardInterrupt), listener:
+        uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,248 @@
+"""One environment being played in this process, guarded: every answer is checked and every failure is an EnvError.
+
+A cheap environment runs inline on the event loop, so that an episode never depends on thread timing. Any other gets a
+thread of its own, in which all its calls are made (some libraries insist on one thread), and a deadline on each call.
+A thread cannot be killed: one that hangs is abandoned, closes its environment if it ever comes back, and being a
+daemon does not keep the process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, TextEnv
+from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported, checked_step
+from agentgym_rl.errors import EnvError, EnvTimeout
+from agentgym_rl.types import Step
+
+Value = TypeVar("Value")
+Outcome = tuple[Any, BaseException | None]
+
+
+class Worker:
+    """A daemon thread that makes the calls of one environment, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=f"environment-{name}", daemon=True).start()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def post(self, job: Callable[[], None]) -> None:
+        self._jobs.put(job)
+
+    def stop(self) -> None:
+        """End the thread after what was posted before."""
+        self._jobs.put(None)
+
+    async def call(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
+        """(value, None) or (None, what it raised)."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Outcome] = loop.create_future()
+
+        def deliver(outcome: Outcome) -> None:
+            if not future.done():
+                future.set_result(outcome)
+
+        def job() -> None:
+            outcome: Outcome
+            try:
+                outcome = (function(*arguments), None)
+            except BaseException as error:  # the thread must survive whatever an environment raises
+                outcome = (None, error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                loop.call_soon_threadsafe(deliver, outcome)
+
+        self.post(job)
+        return await future
+
+
+class LocalSession:
+    """One environment being played. Concurrent calls are served one after the other."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name = name
+        self.instruction = ""
+        self.observation = ""
+        """The last one."""
+        self.score = 0.0
+        """Sum of rewards since the last reset."""
+        self.hung = False
+        self.closed = False
+        self._timeout_s = timeout_s
+        self._lock = asyncio.Lock()
+        self._worker: Worker | None = None
+        self._not_playing = "was not reset"
+        """Why step() is refused; empty while an episode is running."""
+        self._started = False
+        self._env: TextEnv
+        self._states: HasStateKey | None = None
+
+    @classmethod
+    async def open(cls, name: str, factory: Callable[[], TextEnv], timeout_s: float, explain: str = "") -> LocalSession:
+        """Make the environment, inline when its class says it is cheap; `explain` is appended to the instruction."""
+        session = cls(name, timeout_s)
+        if not getattr(factory, "cheap", False):
+            session._worker = Worker(name)
+
+        def make() -> None:
+            session._env = factory()  # here and not after the wait, so that a late one is still closed
+
+        try:
+            await session._call("create", make)
+        except EnvError:
+            if session._worker is not None:
+                session._worker.stop()
+            raise
+        env = session._env
+        if session._worker is not None and env.cheap:  # a factory that is no class could not say so before
+            session._worker.stop()
+            session._worker = None
+        session._states = env if isinstance(env, HasStateKey) else None
+        session.instruction = env.instruction
+        return session
+
+    @property
+    def busy(self) -> bool:
+        return self._lock.locked()
+
+    def check_started(self) -> None:
+        if not self._started:
+            raise NotPlaying(f"this {self.name} session {self._not_playing}: reset it")
+
+    async def reset(self, item: int) -> Step:
+        async with self._lock:
+            splits = self._env.splits
+            if not any(item in split for split in splits.values()):
+                known = ", ".join(f"{name} {r.start}..{r.stop - 1}" for name, r in splits.items())
+                raise BadRequest(f"{self.name} has no item {item}: it has {known}")
+            self._not_playing = "was not reset since it failed"
+            self._started = False
+            step = await self._call("reset", self._reset, item)
+            self._started = True
+            self._not_playing = ""
+            self.score = 0.0
+            self.observation = step.observation
+            return step
+
+    async def step(self, text: str) -> Step:
+        async with self._lock:
+            if self._not_playing:
+                raise NotPlaying(f"this {self.name} session {self._not_playing}: reset it")
+            self._not_playing = "was not reset since it failed"
+            step = await self._call("step", self._step, text)
+            self._not_playing = "has ended its episode" if step.done else ""
+            self.score += step.reward
+            self.observation = step.observation
+            return step
+
+    async def actions(self) -> list[str]:
+        answer = await self._ask("actions", HasActions, lambda env: env.actions())
+        if not isinstance(answer, list) or not all(isinstance(action, str) for action in answer):
+            raise EnvError(f"{self.name}.actions() must return a list of strings, got {answer!r:.80}")
+        return answer
+
+    async def oracle(self) -> str:
+        answer = await self._ask("oracle", HasOracle, lambda env: env.oracle())
+        if not isinstance(answer, str):
+            raise EnvError(f"{self.name}.oracle() must return a string, got {answer!r:.80}")
+        return answer
+
+    async def state_key(self) -> str:
+        return await self._ask("state_key", HasStateKey, lambda env: self._checked_key(env.state_key()), ended=True)
+
+    async def render(self) -> str | bytes:
+        answer = await self._ask("render", HasRender, lambda env: env.render(), ended=True)
+        if not isinstance(answer, str | bytes):
+            raise EnvError(f"{self.name}.render() must return a string or bytes, got {type(answer).__name__}")
+        return answer
+
+    async def close(self) -> None:
+        """Close the environment and its thread; never raises, never waits for a thread that hangs."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.hung:
+            return
+        # Not behind the lock: whoever holds it waits for this very environment.
+        if self.busy:
+            self._abandon()
+            return
+        with contextlib.suppress(EnvError):
+            await self._call("close", self._env.close)
+        if self._worker is not None and not self.hung:
+            self._worker.stop()
+
+    def _reset(self, item: int) -> Step:
+        observation = self._env.reset(item)
+        return self._with_state(checked_step(Step(observation), f"{self.name}.reset({item})"))
+
+    def _step(self, text: str) -> Step:
+        return self._with_state(checked_step(self._env.step(text), f"{self.name}.step()"))
+
+    def _with_state(self, step: Step) -> Step:
+        if self._states is not None and "state_key" not in step.info:
+            # A new dict: the environment may hand out the same one every time.
+            step.info = {**step.info, "state_key": self._checked_key(self._states.state_key())}
+        return step
+
+    def _checked_key(self, key: Any) -> str:
+        if not isinstance(key, str):
+            raise EnvError(f"{self.name}.state_key() must return a string, got {key!r:.80}")
+        return key
+
+    async def _ask(self, what: str, capability: type, question: Callable[[Any], Value], ended: bool = False) -> Value:
+        """Answer of an optional method; `ended`: also after the episode is over."""
+        async with self._lock:
+            if not isinstance(self._env, capability):
+                raise NotSupported(f"{self.name} has no {what}()")
+            if self._not_playing and not (ended and self._started):
+                raise NotPlaying(f"this {self.name} session {self._not_playing}: reset it")
+            return await self._call(what, question, self._env)
+
+    async def _call(self, what: str, function: Callable[..., Value], *arguments: Any) -> Value:
+        """Run `function`, inline or in the thread; whatever goes wrong is an EnvError."""
+        if self.hung:
+            raise EnvTimeout(f"this {self.name} session missed a deadline and was given up: open another")
+        if self._worker is None:
+            try:
+                return function(*arguments)
+            except EnvError:
+                raise
+            except Exception as error:
+                raise EnvError(f"{self.name}.{what} raised {type(error).__name__}: {error}") from error
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                value, raised = await self._worker.call(function, *arguments)
+        except TimeoutError:
+            self._abandon()
+            raise EnvTimeout(f"{self.name}.{what} took longer than its deadline of {self._timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self._abandon()  # the call goes on in its thread: the state is unknown
+            raise
+        if isinstance(raised, EnvError):
+            raise raised
+        if raised is not None:
+            raise EnvError(f"{self.name}.{what} raised {type(raised).__name__}: {raised}") from raised
+        return value
+
+    def _abandon(self) -> None:
+        """Give the thread up; if it ever comes back it closes its environment and ends."""
+        self.hung = True
+        if self._worker is None:
+            return
+
+        def close() -> None:
+            if hasattr(self, "_env"):
+                with contextlib.suppress(Exception):
+                    self._env.close()
+
+        self._worker.post(close)
+        self._worker.stop()

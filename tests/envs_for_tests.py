@@ -1,0 +1,184 @@
+"""Toy environments: a counting game that works, and others that fail in each way an environment can."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from agentgym_rl.types import Step
+
+
+class Counting:
+    """Say `up` until the item's number is reached; every step up pays 1 / target, the target ends the episode."""
+
+    name: ClassVar[str] = "counting"
+    instruction: ClassVar[str] = "Count to the goal. Actions: up, down."
+    splits: ClassVar[Mapping[str, range]] = {"train": range(0, 100), "test": range(100, 120)}
+    subsets: ClassVar[tuple[str, ...]] = ("even", "odd")
+    cheap: ClassVar[bool] = True
+    num_alive: ClassVar[int] = 0
+    """Instances made and not closed: how the tests see a leak."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.target = 0
+        self.threads: set[int] = set()
+        type(self).num_alive += 1
+
+    @classmethod
+    def subsets_of(cls, item: int) -> tuple[str, ...]:
+        return ("odd",) if item % 2 else ("even",)
+
+    def reset(self, item: int) -> str:
+        self.count, self.target = 0, item % 5 + 2
+        return f"Goal: {self.target}. You are at 0."
+
+    def step(self, text: str) -> Step:
+        self.threads.add(threading.get_ident())
+        if text not in ("up", "down"):
+            return Step(f"I do not know {text!r}.", info={"valid": False})
+        self.count += 1 if text == "up" else -1
+        done = self.count == self.target
+        info: dict[str, Any] = {"valid": True} | ({"success": True} if done else {})
+        return Step(f"You are at {self.count}.", (1 if text == "up" else -1) / self.target, done, info)
+
+    def actions(self) -> list[str]:
+        return ["up", "down"]
+
+    def oracle(self) -> str:
+        return "up" if self.count < self.target else "down"
+
+    def state_key(self) -> str:
+        return str(self.count)
+
+    def render(self) -> str | bytes:
+        return f"<svg xmlns='http://www.w3.org/2000/svg'><text>{self.count}</text></svg>"
+
+    def close(self) -> None:
+        type(self).num_alive -= 1
+
+
+class SlowCounting(Counting):
+    """The same in a thread, slow enough for two requests to overlap."""
+
+    name: ClassVar[str] = "slow_counting"
+    cheap: ClassVar[bool] = False
+    num_alive: ClassVar[int] = 0
+    num_inside: ClassVar[int] = 0
+    """Calls being made now on any instance; more than one on a single instance is a broken lock."""
+    most_inside: ClassVar[int] = 0
+
+    def step(self, text: str) -> Step:
+        cls = type(self)
+        cls.num_inside += 1
+        cls.most_inside = max(cls.most_inside, cls.num_inside)
+        time.sleep(0.02)
+        cls.num_inside -= 1
+        return super().step(text)
+
+    def render(self) -> str | bytes:
+        return b"\x89PNG\r\n\x1a\n not really"
+
+
+class Raising(Counting):
+    """Raises on `raise`, exits on `exit`; resetting item 13 raises, and item 14 raises an IndexError of its own."""
+
+    name: ClassVar[str] = "raising"
+    num_alive: ClassVar[int] = 0
+
+    def reset(self, item: int) -> str:
+        if item == 13:
+            raise ValueError("unlucky")
+        if item == 14:
+            raise IndexError("a bug, not an unknown item")
+        return super().reset(item)
+
+    def step(self, text: str) -> Step:
+        if text == "raise":
+            raise ZeroDivisionError("the game broke")
+        return super().step(text)
+
+
+class RaisingInThread(Raising):
+    name: ClassVar[str] = "raising_in_thread"
+    cheap: ClassVar[bool] = False
+    num_alive: ClassVar[int] = 0
+
+    def step(self, text: str) -> Step:
+        if text == "exit":
+            raise SystemExit(3)
+        if text == "stop iteration":
+            raise StopIteration
+        return super().step(text)
+
+
+class Hanging(Counting):
+    """Hangs on `hang` until `release` is set."""
+
+    name: ClassVar[str] = "hanging"
+    cheap: ClassVar[bool] = False
+    num_alive: ClassVar[int] = 0
+    release: ClassVar[threading.Event] = threading.Event()
+
+    def step(self, text: str) -> Step:
+        if text == "hang":
+            self.release.wait(30)
+        return super().step(text)
+
+
+class Garbage(Counting):
+    """Answers with the entry of GARBAGE that the action names."""
+
+    name: ClassVar[str] = "garbage"
+    num_alive: ClassVar[int] = 0
+
+    def reset(self, item: int) -> str:
+        return super().reset(item) if item else None  # type: ignore[return-value]
+
+    def step(self, text: str) -> Step:
+        return GARBAGE[text] if text in GARBAGE else super().step(text)
+
+    def oracle(self) -> str:
+        return None  # type: ignore[return-value]
+
+    def actions(self) -> list[str]:
+        return [1, 2]  # type: ignore[list-item]
+
+
+GARBAGE: dict[str, Any] = {
+    "nothing": None,
+    "text": "You are at 1.",
+    "tuple": ("You are at 1.", 0.0, False),
+    "observation": Step(7),  # type: ignore[arg-type]
+    "nan": Step("x", float("nan")),
+    "infinite": Step("x", float("inf")),
+    "reward text": Step("x", "1"),  # type: ignore[arg-type]
+    "reward bool": Step("x", True),
+    "done": Step("x", 0.0, 1),  # type: ignore[arg-type]
+    "info": Step("x", 0.0, False, []),  # type: ignore[arg-type]
+    "info set": Step("x", 0.0, False, {"set": {1}}),
+}
+
+
+class Bare:
+    """Nothing but what is required."""
+
+    name: ClassVar[str] = "bare"
+    instruction: ClassVar[str] = "Say anything."
+    splits: ClassVar[Mapping[str, range]] = {"train": range(2), "test": range(2, 3)}
+    subsets: ClassVar[tuple[str, ...]] = ()
+    cheap: ClassVar[bool] = True
+
+    @classmethod
+    def subsets_of(cls, item: int) -> tuple[str, ...]:
+        return ()
+
+    def reset(self, item: int) -> str:
+        return "Hello."
+
+    def step(self, text: str) -> Step:
+        return Step(f"You said {text}")
+
+    def close(self) -> None: ...
