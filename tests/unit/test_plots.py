@@ -1,0 +1,102 @@
+"""The learning curve and the interval it shows."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agentgym_rl.intervals import wilson_interval
+from agentgym_rl.plots import learning_curve, smooth
+
+METRICS = [{"step": step, "success/mean": step / 40, "turns/mean": 1 + step / 20} for step in range(1, 31)]
+EVALUATIONS = [{"step": 0, "success": 0.0, "episodes": 50}, {"step": 30, "success": 1.0, "episodes": 50}]
+STAGES = [
+    {"env": "babyai", "turns": 2, "first_step": 1, "last_step": 10},
+    {"env": "babyai", "turns": 4, "first_step": 11, "last_step": 30},
+]
+
+
+@pytest.mark.parametrize(
+    ("successes", "n", "low", "high"),
+    # Newcombe (1998), table I, method 3 for the first three; the last two from the closed form at 0 and n.
+    [
+        (81, 263, 0.2553, 0.3662),
+        (15, 148, 0.0624, 0.1605),
+        (1, 29, 0.0061, 0.1718),
+        (0, 20, 0.0, 0.1611),
+        (10, 10, 0.7225, 1.0),
+    ],
+)
+def test_wilson_interval_against_published_values(successes: int, n: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_wilson_interval_is_symmetric_and_narrows() -> None:
+    low, high = wilson_interval(3, 10)
+    mirrored_low, mirrored_high = wilson_interval(7, 10)
+    assert (low, high) == pytest.approx((1 - mirrored_high, 1 - mirrored_low))
+    wider, narrower = wilson_interval(30, 100), wilson_interval(300, 1000)
+    assert high - low > wider[1] - wider[0] > narrower[1] - narrower[0]
+
+
+@pytest.mark.parametrize(("successes", "n"), [(0, 0), (-1, 5), (6, 5)])
+def test_wilson_interval_refuses_what_is_no_proportion(successes: int, n: int) -> None:
+    with pytest.raises(ValueError, match=f"successes={successes}, n={n}"):
+        wilson_interval(successes, n)
+
+
+def test_smoothing_keeps_constants_and_calms_noise() -> None:
+    assert smooth([0.5] * 7, width=2.0) == pytest.approx([0.5] * 7)
+    spike = smooth([0.0] * 10 + [1.0] + [0.0] * 10, width=2.0)
+    assert sum(spike) == pytest.approx(1.0, abs=1e-2)
+    assert max(spike) == spike[10] == pytest.approx(0.2, abs=0.01)
+    assert smooth([], width=2.0) == []
+
+
+def size(path: Path) -> tuple[int, int]:
+    header = path.read_bytes()[:24]
+    assert header.startswith(b"\x89PNG")
+    return struct.unpack(">II", header[16:24])
+
+
+@pytest.mark.parametrize(
+    ("metrics", "evaluations", "stages"),
+    [
+        (METRICS, EVALUATIONS, STAGES),
+        ([], [], []),
+        (METRICS[:1], EVALUATIONS[:1], STAGES[:1]),
+        ([*METRICS, {"step": 31, "success/mean": None}], [{"step": 5, "success": 0.0, "episodes": 0}], []),
+        (METRICS, EVALUATIONS, [*STAGES, {"env": "textcraft", "turns": 10, "first_step": 1, "last_step": 30}]),
+    ],
+    ids=["whole", "empty", "one step", "gaps", "two environments"],
+)
+def test_a_curve_is_drawn_from_whatever_there_is(
+    tmp_path: Path, metrics: list[dict], evaluations: list[dict], stages: list[dict]
+) -> None:
+    learning_curve(metrics, evaluations, stages, tmp_path / "curve.png", "A run")
+    assert size(tmp_path / "curve.png") == (1536, 864)
+    assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
+
+
+def test_what_is_given_is_in_the_picture(tmp_path: Path) -> None:
+    def drawn(*arguments: list) -> bytes:
+        learning_curve(*arguments, tmp_path / "curve.png", "A run")
+        return (tmp_path / "curve.png").read_bytes()
+
+    whole = drawn(METRICS, EVALUATIONS, STAGES)
+    assert whole == drawn(METRICS, EVALUATIONS, STAGES)
+    assert (
+        len({whole, drawn([], EVALUATIONS, STAGES), drawn(METRICS, [], STAGES), drawn(METRICS, EVALUATIONS, [])}) == 4
+    )
+
+
+def test_drawing_leaves_no_global_figure_behind(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from agentgym_rl.plots import learning_curve; "
+        "learning_curve([], [], [], Path(sys.argv[1]), 'x'); sys.exit('matplotlib.pyplot' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "curve.png")]).returncode == 0
