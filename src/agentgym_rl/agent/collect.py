@@ -1,0 +1,136 @@
+"""Many episodes at once: bounded concurrency, deadlines, retries, groups.
+
+Every episode runs by itself from open to close. Nothing waits for the slowest of a batch but the batch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from agentgym_rl.agent.policy import PolicyFactory, stable_seed
+from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
+
+_CLOSE_TIMEOUT_S = 30.0
+
+
+class Collector:
+    """Plays `group_size` episodes of each task; satisfies `types.Collect`.
+
+    An episode that ends as ERROR is played again up to `retries` times with another seed. Every attempt is in the
+    group, in order of place and attempt whichever finished first, and is handed to `on_trajectory` as it ends.
+    """
+
+    def __init__(
+        self,
+        pool: EnvPool,
+        make_policy: PolicyFactory,
+        group_size: int,
+        concurrency: int,
+        retries: int = 1,
+        episode_timeout_s: float = 600.0,
+        on_trajectory: Callable[[Trajectory], None] | None = None,
+        wrap: Callable[[EnvSession], EnvSession] | None = None,
+        *,
+        prefix: str = "",
+    ) -> None:
+        for name, value, least in (
+            ("group_size", group_size, 1),
+            ("concurrency", concurrency, 1),
+            ("retries", retries, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"{name} must be {least} or more, got {value}")
+        self._pool = pool
+        self._make_policy = make_policy
+        self._group_size = group_size
+        self._concurrency = concurrency
+        self._retries = retries
+        self._episode_timeout_s = episode_timeout_s
+        self._on_trajectory = on_trajectory
+        self._wrap = wrap
+        self.prefix = prefix
+        """Begins every trajectory's id; give each use of one seed in a run (training, evaluation) its own."""
+        self.counts: Counter[str] = Counter()
+        """episodes, retries, failed (no attempt left), errors/<kind>: since the last `drain_counts`."""
+
+    async def __call__(self, tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+        places = asyncio.Semaphore(self._concurrency)
+        try:
+            async with asyncio.TaskGroup() as running:
+                episodes = [
+                    [
+                        running.create_task(self._place(places, task, limits, seed, index, place))
+                        for place in range(self._group_size)
+                    ]
+                    for index, task in enumerate(tasks)
+                ]
+        except ExceptionGroup as errors:
+            # The first failure is why the others were cancelled; a caller catches it by its own type.
+            raise errors.exceptions[0] from None
+        return [
+            Group(task, [trajectory for episode in group for trajectory in episode.result()])
+            for task, group in zip(tasks, episodes, strict=True)
+        ]
+
+    def drain_counts(self) -> dict[str, int]:
+        """The counters since the last call."""
+        counts, self.counts = dict(self.counts), Counter()
+        return counts
+
+    async def _place(
+        self, places: asyncio.Semaphore, task: Task, limits: Limits, seed: int, index: int, place: int
+    ) -> list[Trajectory]:
+        """All attempts at one place of a group."""
+        attempts: list[Trajectory] = []
+        for attempt in range(self._retries + 1):
+            async with places:
+                trajectory = await self._episode(
+                    task,
+                    limits,
+                    id=f"{self.prefix}{seed}-{index}-{place}-{attempt}",
+                    seed=stable_seed(seed, index, place, attempt),
+                )
+            attempts.append(trajectory)
+            self._count(trajectory, attempt)
+            if self._on_trajectory is not None:
+                self._on_trajectory(trajectory)
+            if trajectory.stop is not StopReason.ERROR:
+                break
+        return attempts
+
+    async def _episode(self, task: Task, limits: Limits, *, id: str, seed: int) -> Trajectory:  # noqa: A002
+        try:
+            async with asyncio.timeout(self._episode_timeout_s):
+                session = await self._pool.open(task.env)
+        except ConfigError:
+            raise
+        except Exception as error:
+            # A place that cannot be had is an episode that failed: recorded and retried like any other.
+            text = f"{type(error).__name__}: no session of {task.env} could be opened: {str(error) or 'time was up'}"
+            return Trajectory(id, task, stop=StopReason.ERROR, error=text, horizon=limits.max_turns)
+        try:
+            env = session if self._wrap is None else self._wrap(session)
+            policy = self._make_policy(env, seed)
+            return await rollout(task, env, policy, limits, id=id, timeout_s=self._episode_timeout_s)
+        finally:
+            await self._close(session)
+
+    async def _close(self, session: EnvSession) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await session.close()
+        except Exception as error:
+            # The episode itself is over and good: a failure to say goodbye is counted, not trained into it.
+            self.counts[f"errors/close {type(error).__name__}"] += 1
+
+    def _count(self, trajectory: Trajectory, attempt: int) -> None:
+        self.counts["episodes"] += 1
+        self.counts["retries"] += attempt > 0
+        if trajectory.stop is StopReason.ERROR:
+            kind = (trajectory.error or "unknown").split(":")[0]
+            self.counts[f"errors/{kind}"] += 1
+            self.counts["failed"] += attempt == self._retries

@@ -1,0 +1,215 @@
+"""Turns a chat template into token deltas, so that a conversation only ever grows and sampled ids stay as sampled.
+
+A chat template renders whole conversations. Played turn by turn that is wrong twice: the reply would be decoded and
+encoded again, and the template might rewrite earlier turns. So the template is asked only for what stands between two
+replies. That is right for every template that is *prefix-stable*, and the constructor checks that this one is.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from jinja2.exceptions import TemplateError
+
+from agentgym_rl.agent.templates import TEMPLATES, resolve_template
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.types import Message, Sample
+
+# Stands where a reply would be; what the template writes after it is what follows a reply.
+_MARK = "marked0reply"
+
+_PROBES: tuple[tuple[str, ...], ...] = (
+    ("Go north.", "north", "A wall.", "south", "A door.", "open it"),
+    (
+        "Go north.",
+        "<think>\nNorth is up.\n</think>\n\nnorth",
+        "A wall.",
+        "<think>\nBack.\n</think>\n\nsouth",
+        "A door.",
+    ),
+    ("One line.\nAnother line.", "Thought: go on\nAction: north", "Done, it says: 'yes'.", "stop", "Stopped."),
+)
+"""Observation, reply, observation, ...: shapes of conversation in which templates are known to rewrite history."""
+
+
+class Renderer:
+    """Chat template and tokenizer together. `chat_template`: a built-in's name, a path, Jinja text, or None for the
+    tokenizer's own; `template_kwargs` are passed to the template."""
+
+    def __init__(self, tokenizer: Any, chat_template: str | None = None, **template_kwargs: Any) -> None:
+        self.tokenizer = tokenizer
+        self._template_kwargs = template_kwargs
+        try:
+            self._template = tokenizer.get_chat_template(resolve_template(chat_template))
+        except ValueError:
+            raise ConfigError(f"a chat template is needed and the tokenizer has none: {_advice()}") from None
+        special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        self._control = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) or "(?!)")
+        self.folds_system = not self._takes_system()
+        self.end_of_turn, self._end_text = self._find_end_of_turn()
+        eos = tokenizer.eos_token_id
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in (self.end_of_turn, eos) if t is not None))
+        for probe in _PROBES:
+            for system in ((), (Message("system", "You are a walker."),)):
+                self._check_stable([*system, *_alternate(probe)])
+
+    def prompt(self, messages: list[Message]) -> list[int]:
+        """Ids of a conversation that a reply comes next in, generation prompt included."""
+        return self.encode(self._render(messages, generation_prompt=True))
+
+    def opening(self, messages: list[Message]) -> list[Message]:
+        """The first messages of an episode with the ids of `prompt` shared out among them, adding up exactly."""
+        ids = self.prompt(messages)
+        if messages[0].role != "system" or self.folds_system:
+            # Ids of a folded instruction cannot be told from those of the observation it was folded into.
+            return [*messages[:-1], replace(messages[-1], token_ids=ids)]
+        length = self._system_length(messages[0], ids)
+        return [replace(messages[0], token_ids=ids[:length]), replace(messages[1], token_ids=ids[length:])]
+
+    def follow_up(self, observation: str) -> list[int]:
+        """Ids between a reply's end-of-turn token and the next reply: the observation and a generation prompt."""
+        return self._after_reply([Message("user", observation)], generation_prompt=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` exactly, nothing added."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """What the environment sees of a reply: special tokens and the end of turn dropped."""
+        kept = [token for token in token_ids if token not in self.stop_token_ids]
+        return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def reply_ids(self, content: str) -> list[int]:
+        """Ids of a reply that somebody wrote (a demonstration), end-of-turn token included."""
+        start = [Message("user", "x")]
+        before = self._render(start, generation_prompt=True)
+        after = self._render([*start, Message("assistant", content)], generation_prompt=False)
+        text = after[: after.rindex(self._end_text)]
+        prefix, whole = self.encode(before), self.encode(text + self._end_text)
+        if whole[: len(prefix)] == prefix:
+            return whole[len(prefix) :]
+        # The tokenizer merged across the generation prompt, which sampling can never do: encode the reply by itself.
+        return [*self.encode(text[len(before) :]), self.end_of_turn]
+
+    def demonstration(self, messages: list[Message]) -> Sample:
+        """A conversation to learn by imitation: the loss is on replies and their end-of-turn tokens only.
+
+        Built of the same pieces as a rollout, so that the model meets in play exactly what it learned from. What comes
+        after the last reply is left out: nothing is learned from it.
+        """
+        replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
+        if not replies:
+            raise ConfigError("a demonstration needs at least one assistant message, got none: drop this conversation")
+        token_ids = self.prompt(messages[: replies[0]])
+        loss_mask = [False] * len(token_ids)
+        for i in range(replies[0], replies[-1] + 1):
+            message = messages[i]
+            ids = self.reply_ids(message.content) if message.role == "assistant" else self.follow_up(message.content)
+            token_ids += ids
+            loss_mask += [message.role == "assistant"] * len(ids)
+        return Sample(token_ids=token_ids, loss_mask=loss_mask)
+
+    def _render(self, messages: list[Message], generation_prompt: bool) -> str:
+        if self.folds_system and messages[0].role == "system":
+            first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
+            messages = [first, *messages[2:]]
+        conversation = [{"role": m.role, "content": self._defuse(m.content)} for m in messages]
+        rendered = self.tokenizer.apply_chat_template(
+            conversation,
+            chat_template=self._template,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self._template_kwargs,
+        )
+        return str(rendered)
+
+    def _defuse(self, content: str) -> str:
+        """A page that contains `<|im_end|>` must not be able to end the turn: split control tokens found in content."""
+        return self._control.sub(lambda match: f"{match[0][0]} {match[0][1:]}", content)
+
+    def _after_reply(self, messages: list[Message], generation_prompt: bool) -> list[int]:
+        text = self._render([Message("user", "x"), Message("assistant", _MARK), *messages], generation_prompt)
+        rest = text[text.index(_MARK) + len(_MARK) :]
+        # Encoded behind the end-of-turn token, as in the conversation: some tokenizers begin a text with a space.
+        return self.encode(rest)[1:]
+
+    def _system_length(self, system: Message, ids: list[int]) -> int:
+        try:
+            alone = self.encode(self._render([system], generation_prompt=False))
+        except TemplateError:
+            return 0
+        length = 0
+        for mine, its in zip(alone, ids, strict=False):
+            if mine != its:
+                break
+            length += 1
+        return length
+
+    def _takes_system(self) -> bool:
+        self.folds_system = False
+        try:
+            text = self._render([Message("system", _MARK), Message("user", "x")], generation_prompt=True)
+        except TemplateError:
+            return False
+        if _MARK not in text:
+            raise ConfigError(f"the chat template drops the system message, which holds the instruction: {_advice()}")
+        return True
+
+    def _find_end_of_turn(self) -> tuple[int, str]:
+        text = self._render([Message("user", "x"), Message("assistant", _MARK)], generation_prompt=False)
+        if _MARK not in text:
+            raise ConfigError(f"the chat template drops assistant messages: {_advice()}")
+        rest = text[text.index(_MARK) + len(_MARK) :]
+        ids = self.encode(rest)
+        token = str(self.tokenizer.added_tokens_decoder.get(ids[0], "")) if ids else ""
+        if not token or not rest.startswith(token):
+            raise ConfigError(
+                f"a reply must end with one token of its own, but after a reply the chat template writes {rest!r}, "
+                f"which begins with no such token: add it to the tokenizer as a special token, or {_advice()}"
+            )
+        return ids[0], token
+
+    def _check_stable(self, messages: list[Message]) -> None:
+        """Refuse a template under which the conversation so far is not a prefix of the conversation later on."""
+        for i, message in enumerate(messages):
+            if message.role != "assistant":
+                continue
+            before = self._render(messages[:i], generation_prompt=True)
+            after = self._render(messages[: i + 1], generation_prompt=False)
+            _require_prefix(before, after, "with a reply added")
+            if message.content not in after[len(before) :]:
+                raise ConfigError(
+                    f"the chat template changes a reply: {message.content!r} became {after[len(before) :]!r}. "
+                    f"What was sampled must be kept: {_advice()}"
+                )
+            if i + 1 == len(messages):
+                continue
+            later = self._render(messages[: i + 2], generation_prompt=True)
+            played = after[: after.rindex(self._end_text) + len(self._end_text)]
+            _require_prefix(played, later, "with the next observation added")
+            grown = [*self.encode(played), *self.follow_up(messages[i + 1].content)]
+            if grown != self.encode(later):
+                raise ConfigError(
+                    "the chat template writes an observation differently late in a conversation, or the tokenizer "
+                    f"merges text across the end-of-turn token {self._end_text!r}: {_advice()}"
+                )
+
+
+def _advice() -> str:
+    return f"set model.chat_template to one of {', '.join(sorted(TEMPLATES))} or to the path of a Jinja file"
+
+
+def _alternate(contents: tuple[str, ...]) -> list[Message]:
+    return [Message("assistant" if i % 2 else "user", content) for i, content in enumerate(contents)]
+
+
+def _require_prefix(before: str, after: str, when: str) -> None:
+    if after.startswith(before):
+        return
+    at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
+    raise ConfigError(
+        f"the chat template rewrites history: the conversation has {before[at : at + 60]!r} at character {at}, but "
+        f"{when} it has {after[at : at + 60]!r}. Sampled tokens must stay as they were: {_advice()}"
+    )

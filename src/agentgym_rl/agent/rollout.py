@@ -1,0 +1,105 @@
+"""The loop: the only function that alternates policy and environment."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from numbers import Real
+from typing import Any
+
+from agentgym_rl.agent.policy import Policy
+from agentgym_rl.errors import EnvError
+from agentgym_rl.types import EnvSession, Limits, Message, Step, StopReason, Task, Trajectory
+
+_ENDINGS = {"length": StopReason.LENGTH, "max_context": StopReason.MAX_CONTEXT}
+
+
+async def rollout(
+    task: Task,
+    env: EnvSession,
+    policy: Policy,
+    limits: Limits,
+    *,
+    id: str,  # noqa: A002 - the name of the field it fills
+    timeout_s: float | None = None,
+) -> Trajectory:
+    """Play one episode to a named ending and close the policy; `env` is closed by whoever opened it.
+
+    Whatever fails, or takes longer than `timeout_s`, ends the episode as ERROR with all that was played until then.
+    Only a cancellation from outside is passed on.
+    """
+    trajectory = Trajectory(id=id, task=task, horizon=limits.max_turns)
+    started = time.monotonic()
+    try:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                trajectory.stop = await _play(trajectory, env, policy, limits)
+        finally:
+            await policy.close()
+    except Exception as error:
+        trajectory.stop = StopReason.ERROR
+        trajectory.error = f"{type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError) and deadline.expired():
+            trajectory.error = f"EpisodeTimeout: the episode was not over after {timeout_s:g} s"
+    trajectory.seconds = time.monotonic() - started
+    return trajectory
+
+
+async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits: Limits) -> StopReason:
+    task, messages = trajectory.task, trajectory.messages
+    step = _checked(await env.reset(task.item), task)
+    # The observation nobody has answered yet. It is recorded even if nobody ever does.
+    unread: str | None = step.observation
+    try:
+        while not step.done:
+            if trajectory.num_turns >= limits.max_turns:
+                return StopReason.MAX_TURNS
+            reply = await policy.reply(messages, step.observation, limits)
+            messages += reply.observation
+            unread = None
+            if reply.action is None:
+                return _ENDINGS[reply.finish]
+            messages.append(reply.action)
+            # Paid and described in advance, so that there is one of each a turn even if the step never comes back.
+            trajectory.rewards.append(0.0)
+            trajectory.infos.append(_info({}, step.info))
+            if reply.finish != "stop":
+                return _ENDINGS[reply.finish]
+            state = step.info
+            step = _checked(await env.step(reply.action.content), task)
+            unread = step.observation
+            trajectory.rewards[-1] = float(step.reward)
+            trajectory.infos[-1] = _info(step.info, state)
+        return StopReason.DONE
+    finally:
+        if unread is not None:
+            messages.append(Message("user", unread))
+
+
+def _info(said: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """What the environment said of a turn, under the key of the state the reply was given in."""
+    info = {key: value for key, value in said.items() if key != "state_key"}
+    if "state_key" in state:
+        info["state_key"] = state["state_key"]
+    return info
+
+
+def _checked(step: Step, task: Task) -> Step:
+    """Stop garbage where it comes in: a bad reward or an unprintable observation would fail far from its cause."""
+    if not isinstance(step, Step):
+        raise EnvError(f"{task.key} must answer with a Step, it answered with {step!r:.200}")
+    reward = step.reward
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise EnvError(f"{task.key} must pay a finite number, it paid {reward!r:.200}")
+    if not isinstance(step.observation, str):
+        raise EnvError(f"{task.key} must show text, it showed {step.observation!r:.200}")
+    if not isinstance(step.done, bool) or not isinstance(step.info, dict):
+        raise EnvError(f"{task.key} must say done with a bool and info with a dict, it said {step!r:.200}")
+    try:
+        step.observation.encode()
+        json.dumps(step.info, allow_nan=False).encode()
+    except (TypeError, ValueError) as error:
+        raise EnvError(f"{task.key} must answer with what can be written as JSON: {error}") from error
+    return step

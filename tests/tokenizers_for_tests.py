@@ -1,0 +1,81 @@
+"""Small real tokenizers, trained on the spot: byte-level BPE with the special tokens of each chat format."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = {
+    "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+    "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+}
+
+# How Llama-3 and Qwen cut text into words: runs of newlines stay together, whatever follows them.
+_MODERN_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_LINES = [
+    "system user assistant Thought: I need to go north. Action: go north",
+    "get 1 oak log, craft 4 oak planks using 1 oak log. Got 1 oak log. Could not find stick.",
+    "You are in a room. There is a red ball 2 steps in front of you and 1 steps to your left.",
+    "<think>\nNorth is up.\n</think>\n\nnorth\n\n\nsouth\n\neast",
+    "go go go north north south ball ball the the there here north go",
+] * 4
+
+
+@cache
+def byte_level_bpe(style: str, vocab_size: int = 420) -> Any:
+    """A tokenizer that can write any text, with merges learned from a few lines (newline runs and words among them)."""
+    special = SPECIAL_TOKENS[style]
+    tokenizer = Tokenizer(models.BPE())
+    if style == "chatml":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        words = pre_tokenizers.Split(Regex(_MODERN_WORDS), behavior="isolated")
+        bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, bytes_])
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_LINES, trainer)
+    llama = style == "llama3"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<|begin_of_text|>" if llama else None,
+        eos_token="<|end_of_text|>" if llama else "<|endoftext|>",
+        pad_token="<|end_of_text|>" if llama else "<|endoftext|>",
+        additional_special_tokens=special,
+    )
+
+
+@cache
+def word_level() -> Any:
+    """A tokenizer that is not lossless: unknown words become <unk>, spacing is lost, so encode(decode(x)) != x."""
+    words = ["go", "north", "south", "get", "drop", "ball", "system", "user", "assistant"]
+    special = ["<unk>", "<pad>", "<|im_start|>", "<|im_end|>"]
+    vocab = {token: i for i, token in enumerate([*special, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<unk>",
+        pad_token="<pad>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=special[2:],
+    )
+
+
+def split_segmentation(tokenizer: Any, text: str) -> list[int]:
+    """Ids that decode to `text` and that the tokenizer itself would never produce: one per byte, nothing merged."""
+    [(piece, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return list(tokenizer.convert_tokens_to_ids(list(piece)))
