@@ -1,0 +1,88 @@
+"""Which trajectory owns which slot of the cache, and what of it is still valid there."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Session:
+    """One trajectory's place in the cache."""
+
+    name: str
+    slot: int
+    token_ids: list[int] = field(default_factory=list)
+    num_cached: int = 0
+    """The slot holds keys and values of token_ids[:num_cached]."""
+    busy: bool = False
+    """A reply is being sampled: not to be evicted."""
+    released: bool = False
+    """Asked to be forgotten while busy."""
+
+    def common_prefix(self, prompt_ids: list[int]) -> int:
+        """How many tokens of the prompt are cached."""
+        most = min(self.num_cached, len(prompt_ids))
+        if self.token_ids[:most] == prompt_ids[:most]:
+            return most
+        return next(i for i in range(most) if self.token_ids[i] != prompt_ids[i])
+
+
+class SessionTable:
+    """Hands out slots, lowest first so that those in use lie close; evicts the idle session used longest ago."""
+
+    def __init__(self, max_sessions: int) -> None:
+        self._free = list(range(max_sessions))
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self.evictions = 0
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._sessions
+
+    def acquire(self, name: str) -> Session | None:
+        """The session, made busy, with a slot of its own; None while every slot is busy."""
+        session = self._sessions.get(name)
+        if session is None:
+            if not self._free and not self._evict():
+                return None
+            session = self._sessions[name] = Session(name, heapq.heappop(self._free))
+        self._sessions.move_to_end(name)
+        session.busy = True
+        return session
+
+    def finish(self, session: Session) -> None:
+        """Keep an idle session for its next turn, unless it was released meanwhile."""
+        session.busy = False
+        if session.released:
+            self.drop(session)
+
+    def release(self, name: str) -> None:
+        session = self._sessions.get(name)
+        if session is not None and session.busy:
+            session.released = True
+        elif session is not None:
+            self.drop(session)
+
+    def drop(self, session: Session) -> None:
+        if self._sessions.get(session.name) is session:
+            del self._sessions[session.name]
+            heapq.heappush(self._free, session.slot)
+
+    def invalidate(self) -> None:
+        """Forget every key and value; busy sessions keep their slot and are computed again."""
+        for session in list(self._sessions.values()):
+            session.num_cached = 0
+            if not session.busy:
+                self.drop(session)
+
+    def _evict(self) -> bool:
+        for session in self._sessions.values():
+            if not session.busy:
+                self.drop(session)
+                self.evictions += 1
+                return True
+        return False
