@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from html import escape
 
 from agentgym_rl.environment.envs.textcraft.items import Problem
-from agentgym_rl.environment.envs.textcraft.planner import best_choices
+from agentgym_rl.environment.envs.textcraft.planner import best_plan
 from agentgym_rl.environment.envs.textcraft.recipes import Book
 
 _INK, _SOFT, _LINE = "#1f2933", "#6b7785", "#c9d1d9"
@@ -19,7 +19,7 @@ _STATES = {
 }
 """State of a node -> fill and border."""
 _HUES = {
-    **dict.fromkeys(("oak", "spruce", "stick", "bowl", "chest", "wooden", "book", "leather", "barrel"), (28, 48)),
+    **dict.fromkeys(("oak", "spruce", "stick", "bowl", "chest", "wooden", "leather", "planks", "logs"), (28, 48)),
     **dict.fromkeys(("birch", "sand", "sandstone", "string", "paper", "bamboo", "wheat", "hay"), (44, 50)),
     **dict.fromkeys(("jungle", "acacia", "brick", "bricks", "terracotta", "orange", "copper", "pumpkin"), (18, 60)),
     **dict.fromkeys(("red", "redstone", "crimson", "nether", "tnt", "beetroot", "poppy", "rose"), (2, 62)),
@@ -33,11 +33,11 @@ _HUES = {
     **dict.fromkeys(("white", "bone", "quartz", "diorite", "snow", "glass", "wool", "milk", "egg"), (210, 12)),
     **dict.fromkeys(("coal", "charcoal", "black", "blackstone", "netherite", "obsidian", "ink"), (230, 10)),
 }
-"""Word of a name -> hue and saturation of its tile; the last word that is listed here wins, then the name decides."""
+"""Word of a name -> hue and saturation of its tile. The first such word counts; without one, the name's hash."""
 _DARK = {"coal", "coals", "charcoal", "black", "blackstone", "netherite", "obsidian", "ink", "dark"}
 _PALE = {"white", "bone", "quartz", "diorite", "snow", "glass", "paper", "string", "birch", "milk", "egg"}
 
-_CARD_W, _CARD_H, _GAP_X, _GAP_Y = 190, 46, 44, 12
+_CARD_H, _GAP_X, _GAP_Y = 46, 44, 12
 _MARGIN, _TILE = 28, 30
 
 
@@ -60,13 +60,14 @@ def draw(book: Book, problem: Problem, held: Mapping[str, int]) -> str:
     """The goal on the left of its tree, raw items on the right; green is there, amber is there in part."""
     tree = _grow(book, problem, held)
     num_rows = _place(tree, 0)
-    num_columns = 1 + max(column for _, column, _ in _walk(tree))
-    width = max(2 * _MARGIN + num_columns * (_CARD_W + _GAP_X) - _GAP_X, 760)
+    nodes = list(_walk(tree))
+    num_columns = 1 + max(column for _, column, _ in nodes)
+    card_width = max(150, 60 + round(8.6 * max(len(node.name) for node, _, _ in nodes)))
+    width = max(2 * _MARGIN + num_columns * (card_width + _GAP_X) - _GAP_X, 760)
     inventory, inventory_height = _inventory(held, width)
     top = 104 + inventory_height + 46
     height = top + num_rows * (_CARD_H + _GAP_Y) - _GAP_Y + 54
     done = held.get(problem.goal, 0) > 0
-    nodes = list(_walk(tree))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}" '
         f'viewBox="0 0 {width} {height:g}" font-family="system-ui, Segoe UI, Helvetica, Arial, sans-serif">',
@@ -75,8 +76,12 @@ def draw(book: Book, problem: Problem, held: Mapping[str, int]) -> str:
         *_header(problem.goal, done, width),
         *inventory,
         _label(_MARGIN, top - 14, "RECIPE TREE"),
-        *(_branch(parent, node, column, top) for node, column, parent in nodes if parent is not None),
-        *(_card(node, column, top) for node, column, _ in nodes),
+        *(
+            _branch(parent, node, _MARGIN + column * (card_width + _GAP_X), top)
+            for node, column, parent in nodes
+            if parent is not None
+        ),
+        *(_card(node, _MARGIN + column * (card_width + _GAP_X), top, card_width) for node, column, _ in nodes),
         *_legend(height - 18),
         "</svg>",
     ]
@@ -84,8 +89,13 @@ def draw(book: Book, problem: Problem, held: Mapping[str, int]) -> str:
 
 
 def _grow(book: Book, problem: Problem, held: Mapping[str, int]) -> _Node:
-    """The tree of the shortest way on from here; what is held is shared out from the top."""
-    choices = best_choices(book, problem.goal, held, problem.favourites)
+    """The tree of the shortest way on from here; what is held is shared out from the top.
+
+    Below a thing that is there, the tree is drawn as if it had been made in the usual way, down to generic ingredients.
+    """
+    usual = best_plan(book, problem.goal, {}, problem.favourites)
+    plan = best_plan(book, problem.goal, held, problem.favourites)
+    crafts = usual.crafts | plan.crafts
     left = dict(held)
 
     def grow(name: str, need: int, used_up: bool) -> _Node:
@@ -96,16 +106,13 @@ def _grow(book: Book, problem: Problem, held: Mapping[str, int]) -> _Node:
                 left[member] -= found
                 have += found
         node = _Node(name, need, have, used_up)
-        # Below a thing that is there, the tree is drawn as if it had been made this way.
         settled = used_up or have == need
         missing = need if settled else need - have
         parts: tuple[tuple[str, int], ...] = ()
-        if name in book.members:
-            member = book.members[name][choices.get(name, 0)]
-            if member in book.options:
-                parts = ((member, missing),)
-        elif name in book.options:
-            recipe = book.options[name][choices.get(name, 0)]
+        if plan.members.get(name) in crafts and not settled:
+            parts = ((plan.members[name], missing),)
+        elif name in crafts:
+            recipe, _ = crafts[name]
             times = -(-missing // recipe.count)
             parts = tuple((part, count * times) for part, count in recipe.needs)
         node.parts = [grow(part, count, settled) for part, count in parts]
@@ -166,26 +173,23 @@ def _inventory(held: Mapping[str, int], width: int) -> tuple[list[str], int]:
     return parts, y + 50 - top
 
 
-def _card(node: _Node, column: int, top: float) -> str:
-    x = _MARGIN + column * (_CARD_W + _GAP_X)
+def _card(node: _Node, x: int, top: float, width: int) -> str:
     y = top + node.row * (_CARD_H + _GAP_Y)
     fill, border = _STATES[node.state]
-    size = 14 if len(node.name) <= 17 else 12 if len(node.name) <= 21 else 10
-    count = f"{node.need} used ✓" if node.used_up else f"{node.have} of {node.need}" + " ✓" * (node.state == "have")
+    count = "done ✓" if node.used_up else f"{node.have} of {node.need}" + " ✓" * (node.state == "have")
     return "\n".join(
         [
-            f'<rect x="{x}" y="{y:g}" width="{_CARD_W}" height="{_CARD_H}" rx="8" fill="{fill}" stroke="{border}" '
+            f'<rect x="{x}" y="{y:g}" width="{width}" height="{_CARD_H}" rx="8" fill="{fill}" stroke="{border}" '
             'stroke-width="1.5"/>',
             *_tile(node.name, x + 8, y + 8, _TILE),
-            f'<text x="{x + 47}" y="{y + 20:g}" font-size="{size}" font-weight="600" fill="{_INK}">'
+            f'<text x="{x + 47}" y="{y + 20:g}" font-size="14" font-weight="600" fill="{_INK}">'
             f"{escape(node.name)}</text>",
             f'<text x="{x + 47}" y="{y + 37:g}" font-size="12" fill="{_SOFT}">{count}</text>',
         ]
     )
 
 
-def _branch(parent: _Node, node: _Node, column: int, top: float) -> str:
-    end_x = _MARGIN + column * (_CARD_W + _GAP_X)
+def _branch(parent: _Node, node: _Node, end_x: int, top: float) -> str:
     start_x = end_x - _GAP_X
     middle = (start_x + end_x) / 2
     start_y, end_y = (top + n.row * (_CARD_H + _GAP_Y) + _CARD_H / 2 for n in (parent, node))

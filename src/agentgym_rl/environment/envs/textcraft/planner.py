@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from agentgym_rl.environment.envs.textcraft.recipes import Book, Recipe, craft_command
 
 Choices = dict[str, int]
-"""Craftable item -> which of its options to follow; generic ingredient -> which of its members to make. 0 if absent."""
+"""Craftable item -> which of its recipes to follow; generic ingredient -> which of its members to make. 0 if absent."""
 
 
 @dataclass(slots=True)
@@ -19,6 +19,8 @@ class Plan:
     """Item -> (recipe, how often), deepest first."""
     set_aside: dict[str, dict[str, int]] = field(default_factory=dict)
     """Generic ingredient -> held items that are to stand for it."""
+    members: dict[str, str] = field(default_factory=dict)
+    """Generic ingredient of which there is not enough -> the member to get or make."""
     forks: dict[str, int] = field(default_factory=dict)
     """Where one could choose otherwise -> among how many."""
 
@@ -28,9 +30,9 @@ class Plan:
 
 
 class _Planning:
-    """One walk from the goal down, level by level, so that each thing is planned once for all that need it.
+    """One walk from the goal down, rank by rank, so that each thing is planned once for all that need it.
 
-    Options only use shallower things, so all demand for a level is known when the walk reaches it.
+    Recipes only use things of lower rank, so all demand for a rank is known when the walk reaches it.
     """
 
     def __init__(self, book: Book, held: Mapping[str, int], choices: Choices) -> None:
@@ -44,10 +46,10 @@ class _Planning:
         self.levels: list[list[str]] = []
 
     def run(self, goal: str) -> Plan:
-        self.levels = [[] for _ in range(self.book.depth[goal] + 1)]
+        self.levels = [[] for _ in range(self.book.rank[goal] + 1)]
         self.need(goal, 1)
         for level in reversed(self.levels):
-            # Generic ingredients first: the member they choose is demand for an item of this same level.
+            # Generic ingredients first: the member they choose may be of this same rank.
             for name in [name for name in level if name in self.book.members]:
                 self.plan_generic(name)
             for name in level:
@@ -57,7 +59,7 @@ class _Planning:
 
     def need(self, name: str, count: int) -> None:
         if name not in self.needed:
-            self.levels[self.book.depth[name]].append(name)
+            self.levels[self.book.rank[name]].append(name)
         self.needed[name] = self.needed.get(name, 0) + count
 
     def choose(self, name: str, among: int) -> int:
@@ -69,11 +71,11 @@ class _Planning:
         missing = self.needed[name] - self.held.get(name, 0) + self.taken.get(name, 0)
         if missing <= 0:
             return
-        options = self.book.options.get(name)
-        if options is None:
+        recipes = self.book.recipes.get(name)
+        if recipes is None:
             self.plan.gets[name] = missing
             return
-        recipe = options[self.choose(name, len(options))]
+        recipe = recipes[self.choose(name, len(recipes))]
         times = -(-missing // recipe.count)
         self.plan.crafts[name] = (recipe, times)
         for ingredient, count in recipe.needs:
@@ -93,16 +95,15 @@ class _Planning:
         self.plan.set_aside[name] = aside
         if missing > 0:
             members = self.book.members[name]
-            self.need(members[self.choose(name, len(members))], missing)
+            # More of what is made anyway, if there is such a member: leftovers are shared.
+            shared = next((member for member in members if member in self.needed), None)
+            member = shared or members[self.choose(name, len(members))]
+            self.plan.members[name] = member
+            self.need(member, missing)
 
 
 def best_plan(book: Book, goal: str, held: Mapping[str, int], favourites: Choices) -> Plan:
     """The shortest plan that changing one choice at a time finds; equal ones go to `favourites`."""
-    return _Planning(book, held, best_choices(book, goal, held, favourites)).run(goal)
-
-
-def best_choices(book: Book, goal: str, held: Mapping[str, int], favourites: Choices) -> Choices:
-    """The choices behind `best_plan`."""
     choices = dict(favourites)
     plan = _Planning(book, held, choices).run(goal)
     tried: set[str] = set()
@@ -113,15 +114,11 @@ def best_choices(book: Book, goal: str, held: Mapping[str, int], favourites: Cho
             if other.num_actions < plan.num_actions:
                 plan = other
                 choices[fork] = option
-    return choices
+    return plan
 
 
 def next_action(book: Book, goal: str, held: Mapping[str, int], favourites: Choices) -> str:
     """Gather what is missing, each thing at once; then craft, the shallowest first."""
-    for recipe in book.recipes[goal]:  # what was picked up on a detour may do, though the plan would go another way
-        parts = fill(book, recipe, held)
-        if parts is not None:
-            return craft_command(recipe, parts)
     plan = best_plan(book, goal, held, favourites)
     if plan.gets:
         name, count = next(iter(plan.gets.items()))
@@ -153,7 +150,7 @@ def take(pool: Mapping[str, int], count: int) -> list[tuple[str, int]]:
     parts = []
     for name, amount in sorted(pool.items(), key=lambda entry: -entry[1]):
         used = min(amount, count)
-        if used:
+        if used > 0:
             parts.append((name, used))
-        count -= used
+            count -= used
     return parts

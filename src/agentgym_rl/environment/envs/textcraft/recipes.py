@@ -72,15 +72,15 @@ class Book:
     """Every recipe, and how deep each item is: 0 for what is gathered, else 1 + its deepest ingredient."""
 
     recipes: Mapping[str, tuple[Recipe, ...]]
-    """Craftable item -> its recipes, sorted by command."""
+    """Craftable item -> its recipes, the shallowest first, then by command."""
     depth: Mapping[str, int]
     """Item or generic ingredient -> height of its lowest crafting tree."""
     generics: Mapping[str, tuple[str, ...]]
     """Generic ingredient -> the items that may stand for it, the usual one first."""
     uses: Mapping[str, tuple[Recipe, ...]]
     """Ingredient as written in recipes -> recipes that use it."""
-    options: Mapping[str, tuple[Recipe, ...]]
-    """Craftable item -> those of its recipes that reach its depth, hence only use shallower things: no cycles."""
+    rank: Mapping[str, int]
+    """Item or generic ingredient -> height of its highest tree: above everything any of its recipes may need."""
     members: Mapping[str, tuple[str, ...]]
     """Generic ingredient -> its shallowest members."""
 
@@ -99,14 +99,14 @@ def load_book() -> Book:
             for name, _ in recipe.needs:
                 uses.setdefault(name, []).append(recipe)
     return Book(
-        recipes=recipes,
+        recipes={
+            output: tuple(sorted(known, key=lambda r: (max(depth[name] for name, _ in r.needs), r.command)))
+            for output, known in sorted(recipes.items())
+        },
         depth=depth,
         generics=GENERICS,
         uses={name: tuple(users) for name, users in uses.items()},
-        options={
-            output: tuple(r for r in known if 1 + max(depth[name] for name, _ in r.needs) == depth[output])
-            for output, known in recipes.items()
-        },
+        rank=_ranks(recipes),
         members={
             name: tuple(member for member in members if depth.get(member) == depth[name])
             for name, members in GENERICS.items()
@@ -162,7 +162,7 @@ def _fold(variants: list[tuple[str, ...]], *, shaped: bool) -> list[tuple[str, .
     return variants[:1] if shaped else variants
 
 
-def _without_cycles(recipes: dict[str, list[Recipe]]) -> dict[str, tuple[Recipe, ...]]:
+def _without_cycles(recipes: dict[str, list[Recipe]]) -> dict[str, list[Recipe]]:
     """Drop what turns a block back into what it is made of, so that the unpacked thing is gathered.
 
     Two rules, which give the known tree of 544 goals: a recipe whose only ingredient is called a block goes, and so
@@ -181,14 +181,11 @@ def _without_cycles(recipes: dict[str, list[Recipe]]) -> dict[str, tuple[Recipe,
             return True
         return any((name, recipe.output) in packed_from and recipe.count > amount for name, amount in recipe.needs)
 
-    kept = {
-        output: tuple(sorted((r for r in known if not unpacks(r)), key=lambda r: r.command))
-        for output, known in sorted(recipes.items())
-    }
+    kept = {output: [recipe for recipe in known if not unpacks(recipe)] for output, known in recipes.items()}
     return {output: known for output, known in kept.items() if known}
 
 
-def _depths(recipes: Mapping[str, tuple[Recipe, ...]]) -> dict[str, int]:
+def _depths(recipes: Mapping[str, list[Recipe]]) -> dict[str, int]:
     ingredients = {name for known in recipes.values() for recipe in known for name, _ in recipe.needs}
     members = {member for name in ingredients for member in GENERICS.get(name, ())}
     depth = {name: 0 for name in sorted(ingredients | members) if name not in recipes and name not in GENERICS}
@@ -206,3 +203,25 @@ def _depths(recipes: Mapping[str, tuple[Recipe, ...]]) -> dict[str, int]:
         if not found:
             return depth
         depth.update(dict.fromkeys(found, level))
+
+
+def _ranks(recipes: Mapping[str, list[Recipe]]) -> dict[str, int]:
+    ranks: dict[str, int] = {}
+    open_names: set[str] = set()
+
+    def rank(name: str) -> int:
+        if name in open_names:
+            raise EnvError(f"TextCraft needs recipes without cycles, but {name} is needed to make {name}")
+        if name not in ranks:
+            open_names.add(name)
+            if name in GENERICS:
+                below = [rank(member) for member in GENERICS[name]]
+            else:
+                below = [1 + rank(part) for recipe in recipes.get(name, ()) for part, _ in recipe.needs]
+            open_names.discard(name)
+            ranks[name] = max(below, default=0)
+        return ranks[name]
+
+    for name in [*recipes, *GENERICS]:
+        rank(name)
+    return ranks
