@@ -182,3 +182,12 @@ class Bare:
         return Step(f"You said {text}")
 
     def close(self) -> None: ...
+
+
+class ClosingAloud(Counting):
+    """Prints when it is closed, for a test that watches from another process."""
+
+    name: ClassVar[str] = "closing_aloud"
+
+    def close(self) -> None:
+        print("closed", flush=True)

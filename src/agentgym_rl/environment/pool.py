@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.environment.client import EnvClient, connections
+from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.formats import ActionFormat, action_format
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
@@ -164,11 +165,19 @@ class LocalPool(_Pool):
 class RemoteSession:
     """One session on a server."""
 
-    def __init__(self, name: str, instruction: str, client: EnvClient, session_id: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        instruction: str,
+        client: EnvClient,
+        session_id: int,
+        give_back: Callable[[EnvClient], None],
+    ) -> None:
         self.name = name
         self.instruction = instruction
         self.id = session_id
         self._client = client
+        self._give_back = give_back
 
     async def reset(self, item: int) -> Step:
         return await self._client.reset(self.id, item)
@@ -186,7 +195,10 @@ class RemoteSession:
         return await self._client.render(self.id)
 
     async def close(self) -> None:
-        await self._client.close(self.id, min(CLOSE_TIMEOUT_S, self._client.timeout_s))
+        try:
+            await self._client.close(self.id, min(CLOSE_TIMEOUT_S, self._client.timeout_s))
+        finally:
+            self._give_back(self._client)
 
 
 class RemotePool(_Pool):
@@ -207,23 +219,37 @@ class RemotePool(_Pool):
     ) -> None:
         super().__init__(urls, max_sessions, wait_timeout_s, action_format)
         self._wait_timeout_s = wait_timeout_s
-        self._http = connections(max_connections=max_sessions)
-        self._clients = {name: EnvClient(url, token, timeout_s, self._http) for name, url in urls.items()}
+        self._new_client = {name: partial(EnvClient, url, token, timeout_s) for name, url in urls.items()}
+        self._idle_clients = {name: [new()] for name, new in self._new_client.items()}
+        """Clients whose connection the next session takes over."""
         self._instructions: dict[str, str] = {}
         self._asking = asyncio.Lock()
 
     async def _open(self, env: str) -> EnvSession:
-        client = self._clients[env]
-        async with self._asking:  # one question is enough when many sessions open at once
-            if env not in self._instructions:
-                self._instructions[env] = (await client.info())["instruction"]
-        session_id = await client.create(self._wait_timeout_s)
-        return RemoteSession(env, self._instructions[env], client, session_id)
+        client = self._take_client(env)
+        give_back = self._idle_clients[env].append
+        try:
+            async with self._asking:  # one question is enough when many sessions open at once
+                if env not in self._instructions:
+                    self._instructions[env] = (await client.info())["instruction"]
+            session_id = await client.create(self._wait_timeout_s)
+        except BaseException:
+            give_back(client)
+            raise
+        return RemoteSession(env, self._instructions[env], client, session_id, give_back)
+
+    def _take_client(self, env: str) -> EnvClient:
+        idle = self._idle_clients[env]
+        return idle.pop() if idle else self._new_client[env]()
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
         self._check_name(env)
-        return await self._clients[env].items(split, subset)
+        client = self._take_client(env)
+        try:
+            return await client.items(split, subset)
+        finally:
+            self._idle_clients[env].append(client)
 
     async def close(self) -> None:
         await super().close()
-        await self._http.aclose()
+        await asyncio.gather(*(client.aclose() for idle in self._idle_clients.values() for client in idle))

@@ -419,8 +419,13 @@ def serve(
 
 def run(environments: Mapping[str, Callable[[], TextEnv]], listener: socket.socket, **options: Any) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
+    with contextlib.suppress(KeyboardInterrupt), listener:
+        uvicorn_server(create_app(environments, **options)).run(sockets=[listener])
+
+
+def uvicorn_server(app: FastAPI) -> uvicorn.Server:
     config = uvicorn.Config(
-        create_app(environments, **options),
+        app,
         loop="uvloop",
         http="httptools",
         lifespan="on",
@@ -431,5 +436,4 @@ def run(environments: Mapping[str, Callable[[], TextEnv]], listener: socket.sock
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )
-    with contextlib.suppress(KeyboardInterrupt), listener:
-        uvicorn.Server(config).run(sockets=[listener])
+    return uvicorn.Server(config)

@@ -1,0 +1,76 @@
+"""Real environment servers: in a thread of the test process, where a test can look inside, or in a process to kill."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.server import Sessions, bind, create_app, uvicorn_server
+
+
+@dataclass
+class RunningServer:
+    url: str
+    sessions: Sessions
+
+
+@contextlib.contextmanager
+def server_in_thread(environments: Mapping[str, Callable[[], TextEnv]], **options: Any) -> Iterator[RunningServer]:
+    """The server on a free port of loopback; leaving the block shuts it down gracefully."""
+    app = create_app(environments, **options)
+    listener = bind("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = uvicorn_server(app)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield RunningServer(f"http://127.0.0.1:{port}", app.state.sessions)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        assert not thread.is_alive(), "the server did not shut down within 10 s"
+
+
+@contextlib.contextmanager
+def server_process(env: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A class of envs_for_tests served by a process of its own; yields its address and the process."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    program = (
+        "import envs_for_tests, agentgym_rl.environment.server as s;"
+        f"env = envs_for_tests.{env};"
+        f"s.run({{env.name: env}}, s.bind('127.0.0.1', {port}))"
+    )
+    folder = Path(__file__).parent
+    child = subprocess.Popen([sys.executable, "-c", program], cwd=folder, stdout=subprocess.PIPE, text=True)
+    try:
+        wait_until(lambda: _listens(port), timeout_s=30)
+        yield f"http://127.0.0.1:{port}", child
+    finally:
+        child.kill()
+        child.wait()
+        assert child.stdout is not None
+        child.stdout.close()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, f"the condition did not hold within {timeout_s:g} s"
+        time.sleep(0.01)
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False

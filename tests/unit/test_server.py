@@ -1,0 +1,352 @@
+"""The server over real HTTP: every status code, locks, limits, time-outs, shutdown."""
+
+import asyncio
+import signal
+import socket
+import sys
+import time
+
+import httpx
+import pytest
+from envs_for_tests import Bare, Counting, Garbage, Hanging, Raising, RaisingInThread, SlowCounting
+from servers_for_tests import server_in_thread, server_process, wait_until
+
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.server import create_app, serve
+from agentgym_rl.errors import ConfigError
+
+ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThread, Hanging, Garbage, Bare)}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with server_in_thread(ALL, step_timeout_s=0.3, max_request_bytes=10_000) as running:
+        yield running
+
+
+@pytest.fixture
+def http(server):
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client:
+        yield client
+
+
+def started(http, env, item=0):
+    """Id of a session that was reset."""
+    session_id = http.post(f"/{env}/create").json()["id"]
+    assert http.post(f"/{env}/reset", json={"id": session_id, "data_idx": item}).status_code == 200
+    return session_id
+
+
+def refused(response, status, text):
+    assert response.status_code == status, response.text
+    assert text in str(response.json()["detail"])
+    assert response.headers["content-type"] == "application/json"
+
+
+def test_an_episode_and_its_score(http):
+    session_id = http.post("/counting/create", json={}).json()["id"]
+    answer = http.post("/counting/reset", json={"id": session_id, "data_idx": 2, "more": "is ignored"}).json()
+    assert answer == {
+        "id": session_id,
+        "observation": "Goal: 4. You are at 0.",
+        "reward": 0.0,
+        "score": 0.0,
+        "done": False,
+        "info": {"state_key": "0"},
+    }
+    assert http.get("/counting/observation", params={"id": session_id}).json() == "Goal: 4. You are at 0."
+    assert http.get("/counting/available_actions", params={"id": session_id}).json() == ["up", "down"]
+    scores = []
+    for count in range(1, 5):
+        assert http.get("/counting/oracle", params={"id": session_id}).json() == "up"
+        answer = http.post("/counting/step", json={"id": session_id, "action": "up"}).json()
+        assert http.get("/counting/state_key", params={"id": session_id}).json() == str(count)
+        scores.append(answer["score"])
+        assert answer["reward"] == 0.25
+    assert scores == [0.25, 0.5, 0.75, 1.0]
+    assert answer["done"]
+    assert answer["info"] == {"valid": True, "success": True, "state_key": "4"}
+    refused(http.post("/counting/step", json={"id": session_id, "action": "up"}), 409, "has ended its episode")
+    refused(http.get("/counting/oracle", params={"id": session_id}), 409, "has ended its episode")
+    picture = http.get("/counting/render", params={"id": session_id})  # the last state may still be looked at
+    assert picture.headers["content-type"].startswith("image/svg+xml")
+    assert "default-src 'none'" in picture.headers["content-security-policy"]
+    assert http.post("/counting/reset", json={"id": session_id, "data_idx": 3}).json()["score"] == 0.0
+    assert http.post("/counting/close", json={"id": session_id}).json() is True
+    refused(http.post("/counting/close", json={"id": session_id}), 404, str(session_id))
+
+
+def test_unknown_ids(http):
+    for path in ("reset", "step", "close"):
+        body = {"id": 12345, "data_idx": 0, "action": "up"}
+        refused(http.post(f"/counting/{path}", json=body), 404, "no counting session has the id 12345")
+    for path in ("observation", "available_actions", "oracle", "state_key", "render"):
+        refused(http.get(f"/counting/{path}?id=12345"), 404, "12345")
+    elsewhere = started(http, "counting")
+    refused(http.post("/bare/step", json={"id": elsewhere, "action": "up"}), 404, "no bare session")
+    assert http.post("/nowhere/create").status_code == 404
+
+
+def test_not_reset(http):
+    session_id = http.post("/counting/create").json()["id"]
+    refused(http.post("/counting/step", json={"id": session_id, "action": "up"}), 409, "was not reset")
+    for path in ("observation", "available_actions", "oracle", "state_key", "render"):
+        refused(http.get(f"/counting/{path}?id={session_id}"), 409, "was not reset")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        ("step", b"{", "must be JSON"),
+        ("step", b"", "must be JSON"),
+        ("step", b"[1]", "must be a JSON object, got list"),
+        ("step", b'{"action": "up"}', "'id' must be an integer, got nothing"),
+        ("step", b'{"id": true, "action": "up"}', "'id' must be an integer, got True"),
+        ("step", b'{"id": "1", "action": "up"}', "'id' must be an integer, got '1'"),
+        ("step", b'{"id": 1, "action": 3}', "'action' must be a string, got 3"),
+        ("reset", b'{"id": 1}', "'data_idx' must be an integer, got nothing"),
+        ("reset", b'{"id": 1, "data_idx": 1.5}', "'data_idx' must be an integer, got 1.5"),
+        ("close", b"7", "must be a JSON object"),
+    ],
+)
+def test_bad_bodies(http, path, body, text):
+    refused(http.post(f"/counting/{path}", content=body), 422, text)
+
+
+def test_bad_items_and_queries(http):
+    session_id = started(http, "counting")
+    for item in (-1, 120, 10**30):
+        response = http.post("/counting/reset", json={"id": session_id, "data_idx": item})
+        refused(response, 422, "must be an integer" if item > 2**63 else f"no item {item}: it has train 0..99")
+    # The refused reset changed nothing.
+    assert http.post("/counting/step", json={"id": session_id, "action": "up"}).status_code == 200
+    assert http.get("/counting/observation?id=x").status_code == 422
+    assert http.get("/counting/observation").status_code == 422
+    refused(http.get("/counting/items?split=dev"), 422, "no split 'dev': known are train, test")
+    refused(http.get("/counting/items?split=test&subset=prime"), 422, "no subset 'prime': known are even, odd")
+    assert http.get("/counting/items?split=test&limit=0").status_code == 422
+
+
+def test_items(http):
+    assert http.get("/counting/items?split=test").json() == {"items": list(range(100, 120)), "total": 20}
+    assert http.get("/counting/items?split=test&subset=odd&offset=2&limit=3").json() == {
+        "items": [105, 107, 109],
+        "total": 10,
+    }
+
+
+def test_an_environment_that_raises(http):
+    for env in ("raising", "raising_in_thread"):
+        session_id = started(http, env)
+        response = http.post(f"/{env}/step", json={"id": session_id, "action": "raise"})
+        refused(response, 500, f"{env}.step raised ZeroDivisionError: the game broke")
+        refused(http.post(f"/{env}/step", json={"id": session_id, "action": "up"}), 409, "since it failed")
+        refused(http.post(f"/{env}/reset", json={"id": session_id, "data_idx": 13}), 500, "ValueError: unlucky")
+        refused(http.post(f"/{env}/reset", json={"id": session_id, "data_idx": 14}), 500, "IndexError: a bug")
+        assert http.post(f"/{env}/reset", json={"id": session_id, "data_idx": 1}).status_code == 200
+    session_id = started(http, "raising_in_thread")
+    body = {"id": session_id, "action": "exit"}
+    refused(http.post("/raising_in_thread/step", json=body), 500, "SystemExit: 3")
+
+
+def test_garbage(http):
+    session_id = started(http, "garbage", 1)
+    refused(
+        http.post("/garbage/step", json={"id": session_id, "action": "tuple"}), 500, "must return a Step, got tuple"
+    )
+    refused(http.post("/garbage/reset", json={"id": session_id, "data_idx": 0}), 500, "must observe a string")
+
+
+def test_a_step_past_its_deadline(http, server):
+    Hanging.release.clear()
+    before = server.sessions.counts["timed_out"]
+    num_open = server.sessions.num_open
+    session_id = started(http, "hanging")
+    begun = time.monotonic()
+    refused(http.post("/hanging/step", json={"id": session_id, "action": "hang"}), 504, "deadline of 0.3 s")
+    assert time.monotonic() - begun < 2
+    refused(http.post("/hanging/step", json={"id": session_id, "action": "up"}), 404, str(session_id))
+    assert server.sessions.counts["timed_out"] == before + 1
+    assert server.sessions.num_open == num_open
+    # The abandoned thread closes its environment once it comes back.
+    alive = Hanging.num_alive
+    Hanging.release.set()
+    wait_until(lambda: Hanging.num_alive == alive - 1)
+
+
+def test_what_an_environment_does_not_offer(http):
+    session_id = started(http, "bare")
+    for path in ("available_actions", "oracle", "state_key", "render"):
+        refused(http.get(f"/bare/{path}?id={session_id}"), 501, "bare has no")
+    assert http.get("/bare/info").json()["capabilities"] == []
+    assert http.post("/bare/step", json={"id": session_id, "action": "hi"}).json()["info"] == {}
+
+
+def test_size_limit(http):
+    session_id = started(http, "counting")
+    body = {"id": session_id, "action": "x" * 20_000}
+    refused(http.post("/counting/step", json=body), 413, "may have 10000 bytes")
+
+    def chunks():
+        yield b'{"id": 1, "action": "'
+        for _ in range(20):
+            yield b"x" * 1000
+
+    refused(http.post("/counting/step", content=chunks()), 413, "may have 10000 bytes, this one has more")
+    assert http.post("/counting/step", json={"id": session_id, "action": "up"}).status_code == 200
+
+
+def test_info_and_health(http, server):
+    assert http.get("/").json() == "ok"
+    info = http.get("/counting/info").json()
+    assert info["name"] == "counting"
+    assert info["instruction"] == Counting.instruction
+    assert info["splits"] == {"train": [0, 100], "test": [100, 120]}
+    assert info["subsets"] == ["even", "odd"]
+    assert info["capabilities"] == ["actions", "oracle", "state_key", "render"]
+    assert http.get("/info").status_code == 404  # several environments: nothing of one at the root
+    before = http.get("/health").json()
+    started(http, "counting")
+    after = http.get("/health").json()
+    assert after["sessions"] == before["sessions"] + 1 == server.sessions.num_open
+    assert after["environments"]["counting"] == before["environments"]["counting"] + 1
+    assert after["created"] == before["created"] + 1
+    assert 0 < before["uptime_s"] < after["uptime_s"]
+
+
+def test_ids_are_never_handed_out_twice(http):
+    seen = set()
+    for _ in range(20):
+        session_id = http.post("/counting/create").json()["id"]
+        assert session_id not in seen
+        seen.add(session_id)
+        http.post("/counting/close", json={"id": session_id})
+    with server_in_thread({"counting": Counting}) as other:  # as after a restart
+        assert httpx.post(f"{other.url}/create").json()["id"] not in seen
+
+
+async def test_concurrent_requests_of_one_session_are_served_one_after_the_other(server):
+    async with httpx.AsyncClient(base_url=f"{server.url}/slow_counting", trust_env=False) as http:
+        session_id = (await http.post("/create")).json()["id"]
+        await http.post("/reset", json={"id": session_id, "data_idx": 4})
+        SlowCounting.most_inside = 0
+        step = {"id": session_id, "action": "up"}
+        answers = await asyncio.gather(*(http.post("/step", json=step) for _ in range(8)))
+        # The goal is 6: the two that came after it find the episode over.
+        assert sorted(answer.status_code for answer in answers) == [200] * 6 + [409] * 2
+        played = sorted(a.json()["observation"] for a in answers if a.status_code == 200)
+        assert played == [f"You are at {count}." for count in range(1, 7)]
+        assert SlowCounting.most_inside == 1
+        assert (await http.get("/render", params={"id": session_id})).headers["content-type"] == "image/png"
+
+
+async def test_64_sessions_at_once_do_not_block_each_other(server):
+    async with httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=30) as http:
+
+        async def play(env, item):
+            session_id = (await http.post(f"/{env}/create")).json()["id"]
+            answer = (await http.post(f"/{env}/reset", json={"id": session_id, "data_idx": item})).json()
+            num_steps = 0
+            while not answer["done"]:
+                answer = (await http.post(f"/{env}/step", json={"id": session_id, "action": "up"})).json()
+                num_steps += 1
+            assert (await http.post(f"/{env}/close", json={"id": session_id})).json() is True
+            return num_steps
+
+        envs = ["counting", "slow_counting"] * 32
+        played = await asyncio.gather(*(play(env, item) for item, env in enumerate(envs)))
+    assert played == [item % 5 + 2 for item in range(64)]
+
+
+def test_session_cap_across_environments():
+    with server_in_thread({"counting": Counting, "bare": Bare}, max_sessions=2) as server:
+        first = httpx.post(f"{server.url}/counting/create").json()["id"]
+        httpx.post(f"{server.url}/bare/create")
+        response = httpx.post(f"{server.url}/counting/create")
+        refused(response, 429, "all 2 sessions are in use")
+        assert response.headers["retry-after"] == "1"
+        httpx.post(f"{server.url}/counting/close", json={"id": first})
+        assert httpx.post(f"{server.url}/counting/create").status_code == 200
+
+
+def test_idle_sessions_are_closed():
+    alive = Counting.num_alive
+    with server_in_thread({"counting": Counting}, idle_timeout_s=0.4) as server, httpx.Client() as http:
+        idle = http.post(f"{server.url}/create").json()["id"]
+        used = http.post(f"{server.url}/create").json()["id"]
+        http.post(f"{server.url}/reset", json={"id": used, "data_idx": 0})
+        give_up_at = time.monotonic() + 10
+        while server.sessions.num_open == 2:
+            assert time.monotonic() < give_up_at
+            assert http.get(f"{server.url}/observation", params={"id": used}).status_code == 200
+            time.sleep(0.05)
+        refused(http.post(f"{server.url}/close", json={"id": idle}), 404, "idle too long")
+        assert http.get(f"{server.url}/health").json()["idle_closed"] == 1
+        assert Counting.num_alive == alive + 1
+
+
+def test_token():
+    with server_in_thread({"counting": Counting}, token="secret") as server:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+            for method, path in (("POST", "/create"), ("GET", "/info"), ("GET", "/health"), ("GET", "/")):
+                response = httpx.request(method, server.url + path, headers=headers)
+                refused(response, 401, "a valid bearer token is needed")
+        good = {"Authorization": "Bearer secret"}
+        assert httpx.post(f"{server.url}/create", headers=good).status_code == 200
+        assert server.sessions.num_open == 1
+
+
+def test_one_environment_answers_at_the_root_and_under_its_name():
+    with server_in_thread({"counting": Counting}) as server:
+        for base in (server.url, f"{server.url}/counting"):
+            assert httpx.get(f"{base}/info").json()["name"] == "counting"
+            assert httpx.get(f"{base}/").json() == "ok"
+            assert httpx.get(f"{base}/health").json()["status"] == "ok"
+            session_id = httpx.post(f"{base}/create").json()["id"]
+            assert httpx.post(f"{server.url}/close", json={"id": session_id}).json() is True
+
+
+def test_shutdown_closes_every_environment():
+    alive = Counting.num_alive, SlowCounting.num_alive
+    with server_in_thread({"counting": Counting, "slow_counting": SlowCounting}) as server:
+        for _ in range(5):
+            httpx.post(f"{server.url}/counting/create")
+            httpx.post(f"{server.url}/slow_counting/create")
+        assert (Counting.num_alive, SlowCounting.num_alive) == (alive[0] + 5, alive[1] + 5)
+    assert (Counting.num_alive, SlowCounting.num_alive) == alive
+    assert server.sessions.num_open == 0
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="SIGTERM")
+def test_sigterm_closes_environments_of_a_real_process():
+    with server_process("ClosingAloud") as (url, process):
+        httpx.post(f"{url}/create")
+        process.send_signal(signal.SIGTERM)
+        assert process.communicate(timeout=10)[0] == "closed\n"
+
+
+def test_serve_refuses_what_cannot_be():
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 can be reached from other machines, so a token is needed"):
+        serve(["textcraft"], host="0.0.0.0", port=0)
+    with pytest.raises(ConfigError, match="unknown environment 'chess': known are babyai, textcraft"):
+        serve(["chess"], port=0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use"):
+            serve(["textcraft"], port=port)
+    with pytest.raises(ConfigError, match="from 0 to 65535, got 70000"):
+        serve(["textcraft"], port=70000)
+    with pytest.raises(ConfigError, match="at least one environment"):
+        create_app({})
+    with pytest.raises(ConfigError, match="must be positive"):
+        create_app({"counting": Counting}, max_sessions=0)
+
+
+def test_a_missing_package_is_one_clear_line(monkeypatch):
+    def loader():
+        raise ModuleNotFoundError("No module named 'minigrid'", name="minigrid")
+
+    entry = catalog.Entry(loader, "a game", extra="babyai", licence="MIT")
+    monkeypatch.setitem(catalog.CATALOG, "missing", entry)
+    with pytest.raises(ConfigError, match=r"needs the package 'minigrid': pip install 'agentgym-rl\[babyai\]'"):
+        catalog.load("missing")
