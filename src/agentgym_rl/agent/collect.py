@@ -14,8 +14,6 @@ from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
 
-_CLOSE_TIMEOUT_S = 30.0
-
 
 class Collector:
     """Plays `group_size` episodes of each task; satisfies `types.Collect`.
@@ -36,6 +34,7 @@ class Collector:
         wrap: Callable[[EnvSession], EnvSession] | None = None,
         *,
         prefix: str = "",
+        close_timeout_s: float = 30.0,
     ) -> None:
         for name, value, least in (
             ("group_size", group_size, 1),
@@ -52,6 +51,7 @@ class Collector:
         self._episode_timeout_s = episode_timeout_s
         self._on_trajectory = on_trajectory
         self._wrap = wrap
+        self._close_timeout_s = close_timeout_s
         self.prefix = prefix
         """Begins every trajectory's id; give each use of one seed in a run (training, evaluation) its own."""
         self.counts: Counter[str] = Counter()
@@ -121,7 +121,7 @@ class Collector:
 
     async def _close(self, session: EnvSession) -> None:
         try:
-            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+            async with asyncio.timeout(self._close_timeout_s):
                 await session.close()
         except Exception as error:
             # The episode itself is over and good: a failure to say goodbye is counted, not trained into it.

@@ -99,7 +99,7 @@ def _checked(step: Step, task: Task) -> Step:
         raise EnvError(f"{task.key} must say done with a bool and info with a dict, it said {step!r:.200}")
     try:
         step.observation.encode()
-        json.dumps(step.info, allow_nan=False).encode()
+        json.dumps(step.info, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
         raise EnvError(f"{task.key} must answer with what can be written as JSON: {error}") from error
     return step

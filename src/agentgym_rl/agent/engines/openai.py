@@ -98,17 +98,18 @@ class ChatClient:
             body["stop"] = list(sampling.stop)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
-        for attempt in range(self._retries + 1):
+        attempt = 0
+        while True:
             try:
                 return await self._once(body)
             except _Transient as error:
                 wait_s = error.wait_s if error.wait_s is not None else random.uniform(0.5, 1.0) * 2.0**attempt
-                if attempt == self._retries or wait_s > self._max_wait_s:
-                    pause = f", which asks to wait {wait_s:.0f} s" if wait_s > self._max_wait_s else ""
+                if attempt >= self._retries or wait_s > self._max_wait_s:
+                    pause = f", which asks to wait {wait_s:.0f} s," if wait_s > self._max_wait_s else ""
                     raise EngineError(f"{self._url}{pause} failed {attempt + 1} times, the last: {error}") from error
-                self.usage.retries += 1
-                await asyncio.sleep(wait_s)
-        raise EngineError(f"retries must be 0 or more, got {self._retries}")
+            attempt += 1
+            self.usage.retries += 1
+            await asyncio.sleep(wait_s)
 
     async def close(self) -> None:
         await self._http.aclose()

@@ -1,0 +1,274 @@
+"""Many episodes at once: no lock-step, deadlines, retries, order, and nothing left open."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from test_rollout import Corridor, Garbage, Hanging, Raising, RaisingReset
+from tokenizers_for_tests import byte_level_bpe
+
+from agentgym_rl.agent.collect import Collector
+from agentgym_rl.agent.engines.scripted import ScriptedEngine
+from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, RandomPolicy
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.errors import ConfigError, EnvUnavailable
+from agentgym_rl.types import EnvSession, Limits, Sampling, Step, StopReason, Task, Trajectory
+
+LIMITS = Limits(max_turns=6, max_new_tokens=32, max_context=4000)
+TASKS = [Task("corridor", item) for item in (3, 1, 2)]
+
+
+class Pool:
+    """Sessions made by `make(n)` for the n-th open; counts those that are open."""
+
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
+        self.opened = 0
+        self.running: set[int] = set()
+        self.most = 0
+
+    async def open(self, env: str) -> EnvSession:
+        number, self.opened = self.opened, self.opened + 1
+        session = self.make(number)
+        if isinstance(session, BaseException):
+            raise session
+        self.running.add(number)
+        self.most = max(self.most, len(self.running))
+        close = session.close
+
+        async def closing() -> None:
+            self.running.discard(number)
+            await close()
+
+        session.close = closing
+        return session
+
+    async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
+        return [1, 2, 3]
+
+    async def close(self) -> None:
+        return None
+
+
+def oracle(env: EnvSession, seed: int) -> OraclePolicy:
+    return OraclePolicy(env)
+
+
+async def test_groups_come_in_order_whatever_finishes_first() -> None:
+    class Sleepy(Corridor):
+        nap_s = 0.0
+
+        async def reset(self, item: int) -> Step:
+            await asyncio.sleep(self.nap_s)
+            return await super().reset(item)
+
+    def make(number: int) -> Sleepy:
+        session = Sleepy()
+        session.nap_s = 0.05 - number * 0.008
+        return session
+
+    pool = Pool(make)
+    finished: list[str] = []
+    collector = Collector(pool, oracle, 2, 8, on_trajectory=lambda t: finished.append(t.id), prefix="eval-")
+    groups = await collector(TASKS, LIMITS, 9)
+    assert [group.task for group in groups] == TASKS
+    ids = [[t.id for t in group.trajectories] for group in groups]
+    assert ids == [[f"eval-9-{index}-{place}-0" for place in range(2)] for index in range(3)]
+    flat = [i for group in ids for i in group]
+    assert sorted(finished) == sorted(flat)
+    assert finished != flat
+    assert all(t.success and t.task == group.task for group in groups for t in group.trajectories)
+    assert pool.running == set()
+    assert collector.drain_counts() == {"episodes": 6, "retries": 0}
+    assert collector.drain_counts() == {}
+
+
+async def test_a_slow_environment_does_not_gate_the_others() -> None:
+    """Eleven fast episodes play all their turns and end while the slow one is still at its first."""
+    release = asyncio.Event()
+
+    class Slow(Corridor):
+        async def step(self, text: str) -> Step:
+            await release.wait()
+            return await super().step(text)
+
+    finished: list[Trajectory] = []
+
+    def on_trajectory(trajectory: Trajectory) -> None:
+        finished.append(trajectory)
+        if len(finished) == 11:
+            release.set()
+
+    # Fewer places than episodes: the free place is reused over and over while the slow episode holds the other.
+    pool = Pool(lambda number: Slow() if number == 0 else Corridor())
+    collector = Collector(pool, oracle, 4, 2, episode_timeout_s=20, on_trajectory=on_trajectory)
+    await collector(TASKS, LIMITS, 0)
+    assert [t.id for t in finished][-1] == "0-0-0-0"
+    assert all(t.success for t in finished)
+    assert pool.most == 2
+
+
+async def test_episodes_overlap() -> None:
+    class Waiting(Corridor):
+        async def step(self, text: str) -> Step:
+            await asyncio.sleep(0.05)
+            return await super().step(text)
+
+    started = time.monotonic()
+    await Collector(Pool(lambda number: Waiting()), oracle, 10, 30)(TASKS, LIMITS, 0)
+    assert time.monotonic() - started < 30 * 3 * 0.05 / 3
+
+
+FAULTS: dict[str, tuple[Callable[[], Any], str]] = {
+    "raises": (Raising, "EnvError"),
+    "dies": (RaisingReset, "ConnectionResetError"),
+    "hangs": (Hanging, "EpisodeTimeout"),
+    "garbage": (Garbage, "EnvError"),
+    "no place": (lambda: EnvUnavailable("full"), "EnvUnavailable"),
+}
+
+
+@pytest.mark.parametrize("fault", sorted(FAULTS))
+async def test_a_failed_episode_is_recorded_and_played_again(fault: str) -> None:
+    make, kind = FAULTS[fault]
+    pool = Pool(lambda number: make() if number < 2 else Corridor())
+    seen: list[Trajectory] = []
+    collector = Collector(pool, oracle, 2, 4, retries=2, episode_timeout_s=0.2, on_trajectory=seen.append)
+    groups = await collector(TASKS[:2], LIMITS, 5)
+    everything = [t for group in groups for t in group.trajectories]
+    errors = [t for t in everything if t.stop is StopReason.ERROR]
+    assert len(everything) == 6 == len(seen)
+    assert len(errors) == 2
+    assert all((t.error or "").startswith(f"{kind}: ") for t in errors)
+    assert [len(group.usable) for group in groups] == [2, 2]
+    assert all(t.success for group in groups for t in group.usable)
+    assert len({t.id for t in everything}) == 6
+    assert pool.running == set()
+    assert collector.drain_counts() == {"episodes": 6, "retries": 2, f"errors/{kind}": 2, "failed": 0}
+
+
+async def test_retries_end() -> None:
+    pool = Pool(lambda number: Raising())
+    collector = Collector(pool, oracle, 2, 4, retries=2)
+    [group] = await collector(TASKS[:1], LIMITS, 5)
+    assert [t.id for t in group.trajectories] == [f"5-0-{place}-{attempt}" for place in (0, 1) for attempt in (0, 1, 2)]
+    assert group.usable == []
+    assert collector.drain_counts() == {"episodes": 6, "retries": 4, "errors/EnvError": 6, "failed": 2}
+    assert pool.running == set()
+
+
+async def test_seeds_differ_by_place_and_attempt_and_never_by_luck() -> None:
+    async def seeds(seed: int) -> list[int]:
+        given: list[int] = []
+
+        def make_policy(env: EnvSession, seed: int) -> RandomPolicy:
+            given.append(seed)
+            return RandomPolicy(env, seed)
+
+        await Collector(Pool(lambda number: Raising()), make_policy, 2, 1, retries=1)(TASKS, LIMITS, seed)
+        return given
+
+    first = await seeds(1)
+    assert len(set(first)) == 12
+    assert await seeds(1) == first
+    assert not set(await seeds(2)) & set(first)
+
+
+async def test_the_same_seed_plays_the_same_episodes() -> None:
+    async def played(seed: int, concurrency: int) -> list[list[str]]:
+        collector = Collector(Pool(lambda number: Corridor()), RandomPolicy, 4, concurrency)
+        groups = await collector(TASKS, LIMITS, seed)
+        return [[m.content for m in t.messages] for group in groups for t in group.trajectories]
+
+    assert await played(1, 1) == await played(1, 12)
+    assert await played(1, 4) != await played(2, 4)
+
+
+async def test_a_close_that_fails_or_hangs_spoils_nothing() -> None:
+    class Stubborn(Corridor):
+        async def close(self) -> None:
+            await asyncio.sleep(3600)
+
+    class Rude(Corridor):
+        async def close(self) -> None:
+            raise OSError("gone")
+
+    collector = Collector(Pool(lambda number: Stubborn() if number else Rude()), oracle, 2, 2, close_timeout_s=0.05)
+    [group] = await collector(TASKS[:1], LIMITS, 0)
+    assert all(t.success for t in group.trajectories)
+    counts = collector.drain_counts()
+    assert (counts["errors/close OSError"], counts["errors/close TimeoutError"]) == (1, 1)
+
+
+async def test_opening_that_hangs_is_an_error_too() -> None:
+    class Full(Pool):
+        async def open(self, env: str) -> EnvSession:
+            await asyncio.sleep(3600)
+            raise AssertionError("it was to be cancelled")
+
+    collector = Collector(Full(lambda number: None), oracle, 1, 2, retries=0, episode_timeout_s=0.05)
+    [group] = await collector(TASKS[:1], LIMITS, 0)
+    assert group.trajectories[0].error == "TimeoutError: no session of corridor could be opened: time was up"
+
+
+async def test_cancellation_closes_everything() -> None:
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    engine = ScriptedEngine(["go"] * 3, encode=renderer.reply_ids)
+    all_waiting = asyncio.Barrier(7)
+
+    class Stuck(Hanging):
+        async def step(self, text: str) -> Step:
+            await all_waiting.wait()
+            return await super().step(text)
+
+    def make_policy(env: EnvSession, seed: int) -> EnginePolicy:
+        return EnginePolicy(engine, renderer, Sampling(max_new_tokens=1, seed=seed), instruction=env.instruction)
+
+    pool = Pool(lambda number: Stuck())
+    running = asyncio.create_task(Collector(pool, make_policy, 4, 6)(TASKS, LIMITS, 0))
+    await all_waiting.wait()
+    assert len(pool.running) == len(engine.sessions) == 6
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert pool.running == set()
+    assert engine.sessions == {}
+    assert pool.opened == 6
+
+
+async def test_a_mistake_of_the_users_is_raised_as_it_is_and_closes_everything() -> None:
+    def make_policy(env: EnvSession, seed: int) -> OraclePolicy:
+        raise ConfigError("no such model")
+
+    pool = Pool(lambda number: Corridor())
+    with pytest.raises(ConfigError, match="no such model"):
+        await Collector(pool, make_policy, 2, 4)(TASKS, LIMITS, 0)
+    assert pool.running == set()
+    with pytest.raises(ConfigError, match="unknown"):
+        await Collector(Pool(lambda number: ConfigError("unknown environment")), oracle, 1, 1)(TASKS, LIMITS, 0)
+    with pytest.raises(ConfigError, match="group_size must be 1 or more, got 0"):
+        Collector(pool, oracle, 0, 1)
+
+
+async def test_a_full_disk_stops_the_run_and_closes_everything() -> None:
+    def on_trajectory(trajectory: Trajectory) -> None:
+        raise OSError("no space left")
+
+    pool = Pool(lambda number: Corridor())
+    with pytest.raises(OSError, match="no space left"):
+        await Collector(pool, oracle, 2, 4, on_trajectory=on_trajectory)(TASKS, LIMITS, 0)
+    assert pool.running == set()
+
+
+async def test_wrap_is_how_a_style_is_played() -> None:
+    pool = Pool(lambda number: Raising())
+    style = STYLES["reflect"]
+    collector = Collector(pool, oracle, 1, 1, retries=0, wrap=lambda env: style.wrap(env, turns_per_attempt=1))
+    [group] = await collector(TASKS[:1], LIMITS, 0)
+    assert style.suffix in group.trajectories[0].messages[0].content
+    assert pool.running == set()

@@ -1,0 +1,249 @@
+"""The chat client against a real server on loopback that speaks the OpenAI protocol, well and badly."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+from email.utils import formatdate
+from typing import Any
+
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from test_rollout import TASK, Corridor
+
+from agentgym_rl.agent.engines.openai import ChatClient, ContextOverflow
+from agentgym_rl.agent.policy import ChatPolicy
+from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.types import Limits, Message, Sampling, StopReason
+
+LIMITS = Limits(max_turns=6, max_new_tokens=32, max_context=4000)
+SAMPLING = Sampling(max_new_tokens=32, temperature=0.5, top_p=0.9, stop=("END",), seed=3)
+ASK = [Message("user", "hello")]
+
+
+def completion(content: Any = "go", finish: str = "stop", **usage: int) -> dict[str, Any]:
+    return {
+        "choices": [{"message": {"role": "assistant", "content": content}, "finish_reason": finish}],
+        "usage": usage or {"prompt_tokens": 10, "completion_tokens": 2},
+    }
+
+
+class Api:
+    """Answers with what is queued in `next`, then with `usual`; remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.next: list[Any] = []
+        self.usual: Any = completion()
+        self.asked: list[dict[str, Any]] = []
+        self.keys: list[str | None] = []
+        self.times: list[float] = []
+        self.app = FastAPI()
+        self.app.post("/v1/chat/completions")(self.answer)
+
+    async def answer(self, request: Request) -> Any:
+        self.asked.append(await request.json())
+        self.keys.append(request.headers.get("authorization"))
+        self.times.append(time.monotonic())
+        answer = self.next.pop(0) if self.next else self.usual
+        if isinstance(answer, float):
+            await asyncio.sleep(answer)
+            return completion("late")
+        return answer
+
+
+@pytest.fixture
+async def api() -> AsyncIterator[Api]:
+    api = Api()
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(api.app, log_level="error", timeout_graceful_shutdown=1))
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    api.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/"
+    yield api
+    server.should_exit = True
+    await serving
+
+
+@pytest.fixture
+async def client(api: Api) -> AsyncIterator[ChatClient]:
+    client = ChatClient(api.url, "tiny", api_key_variable=None, timeout_s=5, retries=2, max_wait_s=5)
+    yield client
+    await client.close()
+
+
+def chat_policy(client: ChatClient) -> ChatPolicy:
+    return ChatPolicy(client, SAMPLING, instruction=Corridor.instruction)
+
+
+async def test_an_episode_over_the_wire(api: Api, client: ChatClient) -> None:
+    trajectory = await rollout(TASK, Corridor(), chat_policy(client), LIMITS, id="t")
+    assert trajectory.success
+    assert trajectory.token_ids == []
+    assert not any(trajectory.loss_mask)
+    first, second, third = api.asked
+    assert first["model"] == "tiny"
+    assert first["messages"] == [
+        {"role": "system", "content": Corridor.instruction},
+        {"role": "user", "content": "Item 7. You are in room 0 of 3."},
+    ]
+    assert second["messages"] == [
+        *first["messages"],
+        {"role": "assistant", "content": "go"},
+        {"role": "user", "content": "You are in room 1 of 3."},
+    ]
+    assert (first["temperature"], first["top_p"], first["stop"], first["max_tokens"]) == (0.5, 0.9, ["END"], 32)
+    assert len({ask["seed"] for ask in (first, second, third)}) == 3
+    usage = client.usage
+    assert (usage.requests, usage.retries, usage.prompt_tokens, usage.completion_tokens) == (3, 0, 30, 6)
+
+
+async def test_the_key_comes_from_the_environment(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINY_KEY", "s3cret")
+    client = ChatClient(api.url, "tiny", api_key_variable="TINY_KEY", retries=0)
+    api.next = [Response("go away", 401)]
+    with pytest.raises(EngineError, match="refused: HTTP 401 'go away'") as caught:
+        await client.complete(ASK, SAMPLING)
+    assert "s3cret" not in str(caught.value)
+    assert api.keys == ["Bearer s3cret"]
+    await client.close()
+    monkeypatch.delenv("TINY_KEY")
+    with pytest.raises(ConfigError, match=r"\$TINY_KEY, which is not set"):
+        ChatClient(api.url, "tiny", api_key_variable="TINY_KEY")
+
+
+async def test_without_a_key_none_is_sent(api: Api, client: ChatClient) -> None:
+    await client.complete(ASK, SAMPLING)
+    assert api.keys == [None]
+
+
+async def test_429_waits_as_long_as_it_is_told(api: Api, client: ChatClient) -> None:
+    api.next = [Response("slow down", 429, {"Retry-After": "0.4"}), Response("again", 429, {"Retry-After": "0"})]
+    answer = await client.complete(ASK, SAMPLING)
+    assert answer.content == "go"
+    assert 0.4 <= api.times[1] - api.times[0] < 3
+    assert (client.usage.requests, client.usage.retries) == (3, 2)
+
+
+async def test_retry_after_may_be_a_date(api: Api, client: ChatClient) -> None:
+    api.next = [Response("slow down", 503, {"Retry-After": formatdate(time.time() + 2, usegmt=True)})]
+    await client.complete(ASK, SAMPLING)
+    assert 0.9 <= api.times[1] - api.times[0] < 4  # dates have whole seconds
+
+
+async def test_a_pause_that_is_too_long_is_not_waited_for(api: Api, client: ChatClient) -> None:
+    api.next = [Response("tomorrow", 429, {"Retry-After": "86400"})]
+    with pytest.raises(EngineError, match="asks to wait 86400 s"):
+        await client.complete(ASK, SAMPLING)
+    assert len(api.asked) == 1
+
+
+NOW = {"Retry-After": "0"}
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+async def test_retries_end_and_the_episode_is_an_error(api: Api, client: ChatClient, status: int) -> None:
+    api.usual = Response("overloaded", status, NOW)
+    trajectory = await rollout(TASK, Corridor(), chat_policy(client), LIMITS, id="t")
+    assert trajectory.stop is StopReason.ERROR
+    assert f"failed 3 times, the last: HTTP {status} 'overloaded'" in (trajectory.error or "")
+    assert len(api.asked) == 3
+
+
+async def test_500_without_a_hint_backs_off(api: Api, client: ChatClient) -> None:
+    api.next = [Response("oops", 500)]
+    assert (await client.complete(ASK, SAMPLING)).content == "go"
+    assert 0.4 <= api.times[1] - api.times[0] < 3
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Response('{"choices": [', media_type="application/json"),
+        {"choices": []},
+        {"object": "error"},
+        ["go"],
+        completion(content=5),
+    ],
+)
+async def test_malformed_answers_are_tried_again(api: Api, answer: Any) -> None:
+    client = ChatClient(api.url, "tiny", api_key_variable=None, retries=0)
+    api.next = [answer]
+    with pytest.raises(EngineError, match="not a chat completion"):
+        await client.complete(ASK, SAMPLING)
+    await client.close()
+    client = ChatClient(api.url, "tiny", api_key_variable=None, retries=1)
+    api.next = [answer]
+    assert (await client.complete(ASK, SAMPLING)).content == "go"
+    assert client.usage.prompt_tokens == 10  # what could not be read was not counted
+    await client.close()
+
+
+async def test_a_server_that_is_silent_or_absent(api: Api) -> None:
+    client = ChatClient(api.url, "tiny", api_key_variable=None, timeout_s=0.2, retries=0)
+    api.next = [1.0]
+    started = time.monotonic()
+    with pytest.raises(EngineError, match=r"no answer within 0.2 s"):
+        await client.complete(ASK, SAMPLING)
+    assert time.monotonic() - started < 0.9
+    await client.close()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    absent = ChatClient(f"http://127.0.0.1:{port}/v1", "tiny", api_key_variable=None, retries=0)
+    with pytest.raises(EngineError, match="ConnectError"):
+        await absent.complete(ASK, SAMPLING)
+    await absent.close()
+
+
+async def test_what_the_server_refuses_is_not_tried_again(api: Api, client: ChatClient) -> None:
+    api.next = [Response("no such model", 404)]
+    with pytest.raises(EngineError, match="refused: HTTP 404 'no such model'"):
+        await client.complete(ASK, SAMPLING)
+    assert len(api.asked) == 1
+
+
+async def test_endings(api: Api, client: ChatClient) -> None:
+    api.next = [completion(), completion("I think", "length")]
+    trajectory = await rollout(TASK, Corridor(), chat_policy(client), LIMITS, id="t")
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.LENGTH, 2)
+
+    # By the server's own count there is room for 5 more tokens, then for none.
+    api.next = [
+        completion(prompt_tokens=3990, completion_tokens=5),
+        completion(prompt_tokens=3998, completion_tokens=2),
+    ]
+    trajectory = await rollout(TASK, Corridor(), chat_policy(client), LIMITS, id="t")
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 2)
+    assert api.asked[-1]["max_tokens"] == 5
+
+    api.next = [completion(prompt_tokens=3990, completion_tokens=5), completion("I th", "length")]
+    trajectory = await rollout(TASK, Corridor(), chat_policy(client), LIMITS, id="t")
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 2)
+
+    api.next = [Response('{"error": {"code": "context_length_exceeded"}}', 400)]
+    trajectory = await rollout(TASK, Corridor(), chat_policy(client), LIMITS, id="t")
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 0)
+    api.next = [Response('{"error": {"code": "context_length_exceeded"}}', 400)]
+    with pytest.raises(ContextOverflow):
+        await client.complete(ASK, SAMPLING)
+
+
+async def test_odd_contents(api: Api, client: ChatClient) -> None:
+    api.next = [
+        completion(content=None),
+        Response('{"choices": [{"message": {"content": "a\\ud800b"}}]}', media_type="application/json"),
+    ]
+    assert (await client.complete(ASK, SAMPLING)).content == ""
+    answer = await client.complete(ASK, SAMPLING)
+    assert (answer.content, answer.cut, answer.context_tokens) == ("a?b", False, 0)
+
+
+async def test_the_field_for_the_token_limit_can_be_named(api: Api) -> None:
+    client = ChatClient(api.url, "tiny", api_key_variable=None, max_tokens_field="max_completion_tokens")
+    await client.complete(ASK, Sampling(max_new_tokens=8))
+    assert api.asked[0]["max_completion_tokens"] == 8
+    assert not {"max_tokens", "stop", "seed"} & set(api.asked[0])
+    await client.close()
