@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.envs.textcraft import TextCraft, items
 from agentgym_rl.environment.envs.textcraft.planner import best_plan, fill, next_action
-from agentgym_rl.environment.envs.textcraft.recipes import GENERICS, craft_command, load_book
-from agentgym_rl.errors import EnvError
+from agentgym_rl.environment.envs.textcraft.recipes import GENERICS, Recipe, craft_command, load_book, rank_recipes
+from agentgym_rl.errors import ConfigError, EnvError
 
 ALL_ITEMS = [item for split in TextCraft.splits.values() for item in split]
 
@@ -127,6 +127,12 @@ def test_ranks_order_every_recipe_and_block_cycles_are_gone() -> None:
     ):
         assert book.depth[gathered] == 0
         assert gathered not in book.recipes
+
+
+def test_a_cycle_in_the_recipes_is_refused() -> None:
+    cycle = {"block": [Recipe("block", 1, (("ingot", 9),))], "ingot": [Recipe("ingot", 9, (("block", 1),))]}
+    with pytest.raises(ConfigError, match="without cycles"):
+        rank_recipes(cycle)
 
 
 # --- items -----------------------------------------------------------------------------------------------------------

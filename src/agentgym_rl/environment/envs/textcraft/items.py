@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 
 from agentgym_rl.environment.envs.textcraft.planner import Choices, best_plan
 from agentgym_rl.environment.envs.textcraft.recipes import Book, Recipe, load_book
-from agentgym_rl.errors import EnvError
+from agentgym_rl.errors import ConfigError
 
 DEPTHS = (1, 2, 3, 4)
 SPLITS = {"train": range(374), "test": range(374, 474), "validation": range(474, 544)}
@@ -45,7 +45,7 @@ def goals() -> tuple[str, ...]:
     by_depth = {depth: [name for name in sorted(book.recipes) if book.depth[name] == depth] for depth in DEPTHS}
     found = sum(map(len, by_depth.values()))
     if found != len(book.recipes) or found != sum(map(len, SPLITS.values())):
-        raise EnvError(
+        raise ConfigError(
             f"TextCraft needs the 544 goals of depth 1 to 4 that minecraft_data 3.20 leads to, got {found} of "
             f"{len(book.recipes)}: install that version, another one numbers the items differently"
         )

@@ -9,7 +9,9 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from agentgym_rl.errors import EnvError
+import minecraft_data
+
+from agentgym_rl.errors import ConfigError
 
 VERSION = "1.16.5"
 """minecraft_data serves the recipes of its 1.16.2 folder for 1.16.2 to 1.16.5; nothing was changed between these."""
@@ -92,7 +94,7 @@ def load_book() -> Book:
     depth = _depths(recipes)
     unreachable = sorted(set(recipes) - set(depth))
     if unreachable:
-        raise EnvError(f"TextCraft needs recipes that lead back to gathered items, but these do not: {unreachable}")
+        raise ConfigError(f"TextCraft needs recipes that lead back to gathered items, but these do not: {unreachable}")
     uses: dict[str, list[Recipe]] = {}
     for output in sorted(recipes):
         for recipe in recipes[output]:
@@ -106,7 +108,7 @@ def load_book() -> Book:
         depth=depth,
         generics=GENERICS,
         uses={name: tuple(users) for name, users in uses.items()},
-        rank=_ranks(recipes),
+        rank=rank_recipes(recipes),
         members={
             name: tuple(member for member in members if depth.get(member) == depth[name])
             for name, members in GENERICS.items()
@@ -115,12 +117,6 @@ def load_book() -> Book:
 
 
 def _read_package() -> tuple[dict[str, list[dict[str, Any]]], dict[int, str]]:
-    try:
-        import minecraft_data
-    except ImportError as error:
-        raise EnvError(
-            "TextCraft needs the package minecraft_data, which is not installed: pip install 'agentgym-rl[textcraft]'"
-        ) from error
     data = minecraft_data(VERSION)
     return data.recipes, {number: row["name"].replace("_", " ") for number, row in data.items.items()}
 
@@ -205,13 +201,14 @@ def _depths(recipes: Mapping[str, list[Recipe]]) -> dict[str, int]:
         depth.update(dict.fromkeys(found, level))
 
 
-def _ranks(recipes: Mapping[str, list[Recipe]]) -> dict[str, int]:
+def rank_recipes(recipes: Mapping[str, list[Recipe]]) -> dict[str, int]:
+    """Height of the highest tree of everything; a cycle raises."""
     ranks: dict[str, int] = {}
     open_names: set[str] = set()
 
     def rank(name: str) -> int:
         if name in open_names:
-            raise EnvError(f"TextCraft needs recipes without cycles, but {name} is needed to make {name}")
+            raise ConfigError(f"TextCraft needs recipes without cycles, but {name} is needed to make {name}")
         if name not in ranks:
             open_names.add(name)
             if name in GENERICS:
