@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.envs.textcraft import TextCraft, items
 from agentgym_rl.environment.envs.textcraft.planner import best_plan, fill, next_action
-from agentgym_rl.environment.envs.textcraft.recipes import GENERICS, Recipe, craft_command, load_book, rank_recipes
+from agentgym_rl.environment.envs.textcraft.recipes import (
+    GENERICS,
+    Recipe,
+    craft_command,
+    load_book,
+    parse_recipes,
+    rank_recipes,
+    read_package,
+)
 from agentgym_rl.errors import ConfigError, EnvError
 
 ALL_ITEMS = [item for split in TextCraft.splits.values() for item in split]
@@ -127,6 +135,13 @@ def test_ranks_order_every_recipe_and_block_cycles_are_gone() -> None:
     ):
         assert book.depth[gathered] == 0
         assert gathered not in book.recipes
+
+
+def test_the_order_of_the_packages_tables_does_not_matter() -> None:
+    rows, names = read_package()
+    backwards = dict(reversed(rows.items())), dict(reversed(names.items()))
+    there, back = parse_recipes(rows, names), parse_recipes(*backwards)
+    assert list(there.items()) == list(back.items())
 
 
 def test_a_cycle_in_the_recipes_is_refused() -> None:

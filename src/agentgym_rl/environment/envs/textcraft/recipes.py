@@ -90,7 +90,7 @@ class Book:
 @cache
 def load_book() -> Book:
     """Read once per process (about 60 ms); the result is shared and never changed."""
-    recipes = _without_cycles(_parse(*_read_package()))
+    recipes = _without_cycles(parse_recipes(*read_package()))
     depth = _depths(recipes)
     unreachable = sorted(set(recipes) - set(depth))
     if unreachable:
@@ -116,12 +116,13 @@ def load_book() -> Book:
     )
 
 
-def _read_package() -> tuple[dict[str, list[dict[str, Any]]], dict[int, str]]:
+def read_package() -> tuple[dict[str, list[dict[str, Any]]], dict[int, str]]:
+    """The package's rows by output, and its item names by number."""
     data = minecraft_data(VERSION)
     return data.recipes, {number: row["name"].replace("_", " ") for number, row in data.items.items()}
 
 
-def _parse(rows: Mapping[str, list[dict[str, Any]]], names: Mapping[int, str]) -> dict[str, list[Recipe]]:
+def parse_recipes(rows: Mapping[str, list[dict[str, Any]]], names: Mapping[int, str]) -> dict[str, list[Recipe]]:
     """Fold the rows that differ only in which member fills a slot into one recipe each."""
     grouped: dict[tuple[str, int, tuple[int, ...]], list[tuple[str, ...]]] = {}
     shaped_keys = set()
