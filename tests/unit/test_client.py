@@ -1,0 +1,236 @@
+"""The client: deadlines, what is tried again and what never is, and answers of servers that misbehave."""
+
+import asyncio
+import contextlib
+import time
+
+import pytest
+from envs_for_tests import Counting
+from servers_for_tests import server_in_thread
+
+from agentgym_rl.environment.client import EnvClient
+from agentgym_rl.environment.pool import RemotePool
+from agentgym_rl.environment.wire import Full, NoSuchSession
+from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
+from agentgym_rl.types import Step
+
+
+class RawServer:
+    """A server that answers every request with the same bytes, or not at all, and counts them."""
+
+    def __init__(self, answer: bytes | None) -> None:
+        self.answer = answer
+        self.num_requests = 0
+        self.num_connections = 0
+
+    async def __aenter__(self):
+        self.server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_):
+        self.server.close()
+
+    async def serve(self, reader, writer):
+        self.num_connections += 1
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                for line in head.lower().split(b"\r\n"):
+                    if line.startswith(b"content-length:"):
+                        await reader.readexactly(int(line.split(b":")[1]))
+                self.num_requests += 1
+                if self.answer is None:
+                    await asyncio.sleep(30)
+                if self.answer == b"":
+                    break
+                writer.write(self.answer)
+        writer.close()
+
+
+def ok(body: bytes) -> bytes:
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+async def test_a_server_that_never_answers():
+    async with RawServer(None) as server, EnvClient(server.url, timeout_s=0.2) as client:
+        begun = time.monotonic()
+        for call in (client.create(), client.step(1, "up"), client.info(), client.close(1)):
+            with pytest.raises(EnvTimeout, match=r"deadline of 0\.2 s"):
+                await call
+        assert time.monotonic() - begun < 3
+        assert server.num_requests == 4
+
+
+async def test_a_server_that_sends_for_ever():
+    """A deadline over the whole call: every single read succeeds here."""
+
+    async def drip(reader, writer):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+        with contextlib.suppress(ConnectionError):
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with EnvClient(url, timeout_s=0.3) as client:
+        begun = time.monotonic()
+        with pytest.raises(EnvTimeout):
+            await client.step(1, "up")
+        assert time.monotonic() - begun < 2
+    server.close()
+
+
+async def test_a_step_that_broke_off_is_not_sent_again():
+    async with RawServer(b"") as server, EnvClient(server.url) as client:
+        with pytest.raises(EnvUnavailable, match="broke off before it answered"):
+            await client.step(1, "up")
+        assert server.num_requests == 1
+
+
+async def test_nobody_listens():
+    async with RawServer(b"") as server:
+        url = server.url
+    async with EnvClient(url) as client:
+        begun = time.monotonic()
+        with pytest.raises(EnvUnavailable, match=r"cannot be reached .*: is the server running"):
+            await client.step(1, "up")
+        assert 0.1 < time.monotonic() - begun < 5  # it was tried again, with pauses
+
+
+async def test_a_server_that_comes_up_late():
+    async with RawServer(ok(b'{"id": 3}')) as late:
+        port = int(late.url.rsplit(":", 1)[1])
+    async with EnvClient(late.url) as client:
+        creating = asyncio.create_task(client.create())
+        await asyncio.sleep(0.05)
+        server = await asyncio.start_server(late.serve, "127.0.0.1", port)
+        assert await creating == 3
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (ok(b"hello"), "must answer with JSON"),
+        (ok(b"[1]"), "must answer with an object, got list"),
+        (ok(b'{"observation": "x", "reward": 1}'), "'done' is missing"),
+        (ok(b'{"observation": 3, "reward": 1, "done": false}'), "must observe a string"),
+        (ok(b'{"observation": "x", "reward": null, "done": false}'), "must pay a finite number"),
+        (ok(b'{"observation": "x", "reward": 0, "done": "no"}'), "must say done with a bool"),
+        (ok(b'{"error": "no such env"}'), "answered with an error: no such env"),
+        (b"HTTP/1.1 418 Teapot\r\nContent-Length: 5\r\n\r\nshort", "answered 418: short"),
+        (b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n", "answered 302"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "broke off before it answered"),
+    ],
+)
+async def test_garbage_answers(answer, text):
+    async with RawServer(answer) as server, EnvClient(server.url) as client:
+        with pytest.raises(EnvError, match=text):
+            await client.step(1, "up")
+        assert server.num_requests == 1
+
+
+async def test_an_agentgym_server_without_info_fields():
+    body = b'{"observation": "x", "reward": 1, "score": 1, "done": true}'
+    async with RawServer(ok(body)) as server, EnvClient(server.url) as client:
+        assert await client.step(1, "up") == Step("x", 1, True, {})
+
+
+async def test_other_calls_check_their_answers():
+    async with RawServer(ok(b'{"id": "7"}')) as server, EnvClient(server.url) as client:
+        for call in (client.create(), client.info(), client.actions(1), client.items("train")):
+            with pytest.raises(EnvError, match="must answer with"):
+                await call
+
+
+async def test_chunked_answers_and_connection_close_are_understood():
+    chunked = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"id\r\n5\r\n": 8}\r\n0\r\n\r\n'
+    async with RawServer(chunked) as server, EnvClient(server.url) as client:
+        assert [await client.create(), await client.create()] == [8, 8]
+        assert server.num_connections == 1
+    closing = b'HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 9\r\n\r\n{"id": 8}'
+    async with RawServer(closing) as server, EnvClient(server.url) as client:
+        assert [await client.create(), await client.create()] == [8, 8]
+        assert server.num_connections == 2
+
+
+async def test_connections_are_reused():
+    async with RawServer(ok(b'{"observation": "x", "reward": 0, "done": false}')) as server:
+        async with EnvClient(server.url) as client:
+            for _ in range(20):
+                await client.step(1, "up")
+        assert (server.num_requests, server.num_connections) == (20, 1)
+
+
+async def test_text_that_json_cannot_carry():
+    async with RawServer(b"") as server, EnvClient(server.url) as client:
+        with pytest.raises(EnvError, match="JSON cannot carry"):
+            await client.step(1, "\ud800")
+        assert server.num_requests == 0
+
+
+@pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://host/", "http://", "http://host:port/x"])
+def test_bad_addresses(url):
+    with pytest.raises(ConfigError, match="address looks like"):
+        EnvClient(url)
+
+
+async def test_a_full_server_is_asked_again_until_there_is_room():
+    with server_in_thread({"counting": Counting}, max_sessions=1) as server:
+        async with EnvClient(server.url) as client, EnvClient(server.url, timeout_s=0.3) as impatient:
+            first = await client.create()
+            begun = time.monotonic()
+            with pytest.raises(Full, match="answered 429: all 1 sessions are in use"):
+                await impatient.create()
+            assert time.monotonic() - begun < 2
+            creating = asyncio.create_task(client.create(wait_timeout_s=20))
+            await asyncio.sleep(0.2)
+            assert not creating.done()
+            async with EnvClient(server.url) as other:
+                await other.close(first)
+            assert await creating != first
+
+
+async def test_more_sessions_than_a_server_has_room_for_take_turns():
+    with server_in_thread({"counting": Counting}, max_sessions=4) as server:
+        pool = RemotePool({"counting": server.url}, max_sessions=16)
+
+        async def play(item):
+            session = await pool.open("counting")
+            await session.reset(item)
+            answer = await session.step("up")
+            await session.close()
+            return answer.observation
+
+        assert await asyncio.gather(*(play(item) for item in range(16))) == ["You are at 1."] * 16
+        assert pool.num_open == server.sessions.num_open == 0
+        await pool.close()
+
+
+async def test_token():
+    with server_in_thread({"counting": Counting}, token="secret") as server:
+        async with EnvClient(server.url, token="secret") as client:
+            assert (await client.health())["sessions"] == 0
+        pool = RemotePool({"counting": server.url}, token="wrong")
+        with pytest.raises(ConfigError, match="answered 401: a valid bearer token is needed"):
+            await pool.open("counting")
+        assert pool.num_open == 0
+        await pool.close()
+
+
+async def test_every_question():
+    with server_in_thread({"counting": Counting}) as server:
+        async with EnvClient(f"{server.url}/counting/") as client:
+            assert (await client.info())["splits"] == {"train": [0, 100], "test": [100, 120]}
+            session_id = await client.create()
+            await client.reset(session_id, 0)
+            assert await client.observation(session_id) == "Goal: 2. You are at 0."
+            assert await client.actions(session_id) == ["up", "down"]
+            assert await client.oracle(session_id) == "up"
+            assert await client.state_key(session_id) == "0"
+            await client.close(session_id)
+            with pytest.raises(NoSuchSession):
+                await client.step(session_id, "up")

@@ -1,0 +1,332 @@
+"""Both pools behind one interface: the same episodes, the same errors, no place ever lost."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+from envs_for_tests import GARBAGE, Bare, Counting, Garbage, Hanging, Raising, RaisingInThread, SlowCounting
+from servers_for_tests import server_in_thread, server_process, wait_until
+
+from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported
+from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
+from agentgym_rl.types import EnvPool, Step
+
+ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThread, Hanging, Garbage, Bare)}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with server_in_thread(ALL, step_timeout_s=0.3) as running:
+        yield running
+
+
+@pytest.fixture(params=["local", "remote"])
+async def pool(request, server):
+    if request.param == "local":
+        pool = LocalPool(ALL, max_sessions=64, timeout_s=0.3)
+    else:
+        pool = RemotePool({name: f"{server.url}/{name}" for name in ALL}, max_sessions=64, timeout_s=20)
+    yield pool
+    await pool.close()
+    assert pool.num_open == 0
+    assert server.sessions.num_open == 0
+
+
+async def play(pool: EnvPool, env: str, item: int) -> list[Step]:
+    session = await pool.open(env)
+    try:
+        steps = [await session.reset(item)]
+        while not steps[-1].done:
+            steps.append(await session.step(await session.oracle()))
+        return steps
+    finally:
+        await session.close()
+
+
+async def test_an_episode(pool):
+    assert await play(pool, "counting", 0) == [
+        Step("Goal: 2. You are at 0.", 0.0, False, {"state_key": "0"}),
+        Step("You are at 1.", 0.5, False, {"valid": True, "state_key": "1"}),
+        Step("You are at 2.", 0.5, True, {"valid": True, "success": True, "state_key": "2"}),
+    ]
+    assert pool.num_open == 0
+
+
+async def test_a_session_is_played_again_after_reset(pool):
+    session = await pool.open("counting")
+    assert session.name == "counting"
+    assert session.instruction == Counting.instruction
+    await session.reset(0)
+    await session.step("  up\n")  # the plain format strips
+    assert (await session.step("down")).observation == "You are at 0."
+    assert (await session.step("jump")).info["valid"] is False
+    assert (await session.reset(1)).observation == "Goal: 3. You are at 0."
+    assert await session.actions() == ["up", "down"]
+    assert "<svg" in await session.render()
+    await session.close()
+    slow = await pool.open("slow_counting")
+    await slow.reset(0)
+    assert (await slow.render()).startswith(b"\x89PNG")
+
+
+async def test_64_sessions_at_once(pool):
+    played = await asyncio.gather(*(play(pool, "slow_counting", item) for item in range(64)))
+    assert [len(steps) - 1 for steps in played] == [item % 5 + 2 for item in range(64)]
+    assert pool.num_open == 0
+
+
+async def test_items(pool):
+    assert await pool.items("counting", "test") == list(range(100, 120))
+    assert await pool.items("counting", "train", "odd") == list(range(1, 100, 2))
+    for arguments, text in [
+        (("counting", "dev"), "no split 'dev'"),
+        (("counting", "test", "prime"), "no subset 'prime'"),
+        (("bare", "test", "prime"), "no subset 'prime': known are none"),
+        (("chess", "test"), "no environment 'chess'"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            await pool.items(*arguments)
+
+
+async def test_unknown_environment(pool):
+    with pytest.raises(ConfigError, match="no environment 'chess': it has counting, slow_counting"):
+        await pool.open("chess")
+    assert pool.num_open == 0
+
+
+async def test_wrong_use_is_a_clear_error(pool):
+    session = await pool.open("counting")
+    with pytest.raises(NotPlaying, match="was not reset"):
+        await session.step("up")
+    with pytest.raises(BadRequest, match=r"counting has no item 500: it has train 0\.\.99, test 100\.\.119"):
+        await session.reset(500)
+    await session.reset(0)
+    await session.step("up")
+    await session.step("up")
+    with pytest.raises(NotPlaying, match="has ended its episode"):
+        await session.step("up")
+    await session.close()
+    await session.close()
+    with pytest.raises(EnvError, match="is closed"):
+        await session.step("up")
+    assert pool.num_open == 0
+    bare = await pool.open("bare")
+    await bare.reset(0)
+    with pytest.raises(NotSupported, match=r"bare has no oracle\(\)"):
+        await bare.oracle()
+
+
+@pytest.mark.parametrize("env", ["raising", "raising_in_thread"])
+async def test_an_environment_that_raises(pool, env):
+    session = await pool.open(env)
+    with pytest.raises(EnvError, match=rf"{env}\.reset raised ValueError: unlucky"):
+        await session.reset(13)
+    await session.reset(1)
+    with pytest.raises(EnvError, match=rf"{env}\.step raised ZeroDivisionError: the game broke"):
+        await session.step("raise")
+    with pytest.raises(NotPlaying, match="since it failed"):
+        await session.step("up")
+    await session.reset(1)
+    assert (await session.step("up")).observation == "You are at 1."
+    await session.close()
+    assert pool.num_open == 0
+
+
+@pytest.mark.parametrize("action", ["exit", "stop iteration"])
+async def test_exceptions_that_a_future_cannot_carry(pool, action):
+    session = await pool.open("raising_in_thread")
+    await session.reset(1)
+    with pytest.raises(EnvError, match=r"raised (SystemExit|StopIteration)"):
+        await session.step(action)
+
+
+@pytest.mark.parametrize("action", list(GARBAGE))
+async def test_garbage_instead_of_a_step(pool, action):
+    session = await pool.open("garbage")
+    await session.reset(1)
+    with pytest.raises(EnvError, match=r"garbage\.step\(\) must"):
+        await session.step(action)
+
+
+async def test_other_garbage(pool):
+    session = await pool.open("garbage")
+    with pytest.raises(EnvError, match=r"garbage\.reset\(0\) must observe a string, got NoneType"):
+        await session.reset(0)
+    await session.reset(1)
+    with pytest.raises(EnvError, match=r"oracle\(\) must return a string"):
+        await session.oracle()
+    with pytest.raises(EnvError, match=r"actions\(\) must return a list of strings"):
+        await session.actions()
+
+
+async def test_an_environment_that_hangs(pool):
+    Hanging.release.clear()
+    session = await pool.open("hanging")
+    await session.reset(0)
+    begun = time.monotonic()
+    with pytest.raises(EnvTimeout, match=r"deadline of 0\.3 s"):
+        await session.step("hang")
+    assert time.monotonic() - begun < 2
+    with pytest.raises(EnvError):
+        await session.step("up")
+    await session.close()
+    assert time.monotonic() - begun < 3
+    assert pool.num_open == 0
+    # The thread closes its environment when it comes back at last.
+    alive = Hanging.num_alive
+    Hanging.release.set()
+    wait_until(lambda: Hanging.num_alive == alive - 1)
+
+
+async def test_a_cancelled_step_frees_its_place(pool):
+    Hanging.release.clear()
+    session = await pool.open("hanging")
+    await session.reset(0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await session.step("hang")
+    await session.close()
+    assert pool.num_open == 0
+    Hanging.release.set()
+    wait_until(lambda: Hanging.num_alive == 0)
+
+
+@pytest.mark.parametrize(
+    ("style", "reply"),
+    [("react", "Thought: on.\nAction: up"), ("function_call", '{"name": "up"}'), ("code", "```\nup\n```")],
+)
+async def test_action_formats(server, style, reply):
+    local = LocalPool({"counting": Counting}, action_format=style)
+    remote = RemotePool({"counting": f"{server.url}/counting"}, action_format=style)
+    for pool in (local, remote):
+        session = await pool.open("counting")
+        assert session.instruction.startswith(Counting.instruction + "\n\n")
+        await session.reset(0)
+        assert (await session.step(reply)).observation == "You are at 1."
+        invalid = await session.step("up")
+        assert invalid.observation == "I do not know '(no action found)'."
+        assert invalid.info["valid"] is False
+        await pool.close()
+    with pytest.raises(ConfigError, match="unknown action format"):
+        LocalPool({"counting": Counting}, action_format="xml")
+
+
+async def test_open_waits_for_a_place_and_gives_up_at_its_deadline():
+    pool = LocalPool({"counting": Counting}, max_sessions=1, wait_timeout_s=0.2)
+    first = await pool.open("counting")
+    with pytest.raises(EnvUnavailable, match=r"none of the pool's 1 sessions became free within 0\.2 s"):
+        await pool.open("counting")
+    waiting = asyncio.create_task(pool.open("counting"))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await first.close()
+    second = await waiting
+    assert pool.num_open == 1
+    await second.close()
+    assert pool.num_open == 0
+
+
+async def test_a_closed_pool_opens_nothing():
+    alive = Counting.num_alive
+    pool = LocalPool({"counting": Counting}, max_sessions=3)
+    for _ in range(3):
+        await pool.open("counting")
+    waiting = asyncio.create_task(pool.open("counting"))
+    await asyncio.sleep(0)
+    await pool.close()
+    with pytest.raises(EnvUnavailable, match="the pool is closed"):
+        await waiting
+    assert pool.num_open == 0
+    assert Counting.num_alive == alive
+
+
+async def test_an_environment_that_cannot_be_made_gives_its_place_back():
+    def broken():
+        raise OSError("no such data")
+
+    pool = LocalPool({"broken": broken}, max_sessions=1)
+    for _ in range(3):
+        with pytest.raises(EnvError, match=r"broken\.create raised OSError: no such data"):
+            await pool.open("broken")
+        assert pool.num_open == 0
+
+
+async def test_a_cheap_environment_runs_inline_and_others_in_one_thread_of_their_own():
+    made = []
+
+    class Watched(Counting):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    class WatchedSlow(SlowCounting):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    pool = LocalPool({"cheap": Watched, "factory": lambda: Watched(), "slow": WatchedSlow})
+    for name in ("cheap", "factory", "slow"):
+        await play(pool, name, 4)
+    here = threading.get_ident()
+    cheap, factory, slow = made
+    assert cheap.threads == factory.threads == {here}
+    assert len(slow.threads) == 1
+    assert slow.threads != {here}
+
+
+async def test_a_cheap_episode_never_yields_to_the_event_loop():
+    """What makes runs repeatable: no other task can run between two steps of a local episode."""
+    pool = LocalPool({"counting": Counting})
+    seen = []
+
+    async def player(name):
+        session = await pool.open("counting")
+        await session.reset(1)
+        for _ in range(3):
+            await session.step("up")
+            seen.append(name)
+        await session.close()
+
+    await asyncio.gather(player("a"), player("b"))
+    assert seen == ["a", "a", "a", "b", "b", "b"]
+
+
+async def test_a_server_killed_in_the_middle_of_an_episode():
+    with server_process("Counting") as (url, process):
+        pool = RemotePool({"counting": url}, max_sessions=8, timeout_s=20)
+        sessions = [await pool.open("counting") for _ in range(8)]
+        for session in sessions:
+            await session.reset(0)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        begun = time.monotonic()
+        answers = await asyncio.gather(*(session.step("up") for session in sessions), return_exceptions=True)
+        assert [type(answer) for answer in answers] == [EnvUnavailable] * 8
+        await asyncio.gather(*(session.close() for session in sessions))
+        assert pool.num_open == 0
+        with pytest.raises(EnvUnavailable, match="is the server running"):
+            await pool.open("counting")
+        assert pool.num_open == 0
+        assert time.monotonic() - begun < 5
+        await pool.close()
+
+
+async def test_a_server_killed_while_it_steps():
+    with server_process("Hanging") as (url, process):
+        pool = RemotePool({"hanging": url}, timeout_s=20)
+        session = await pool.open("hanging")
+        await session.reset(0)
+        step = asyncio.create_task(session.step("hang"))
+        await asyncio.sleep(0.3)
+        os.kill(process.pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(EnvUnavailable, match="broke off before it answered"):
+            await step
+        await session.close()
+        assert time.monotonic() - begun < 3
+        assert pool.num_open == 0
+        await pool.close()
