@@ -214,7 +214,7 @@ async def measure(num_sessions: int, seconds: float) -> list[Result]:
         name = "HTTP, raw sockets"
         results.append(await together(name, num_sessions, seconds, lambda i, c: http_player(port, solutions, i, c)))
         remote = RemotePool({ENV: f"http://127.0.0.1:{port}/{ENV}"}, max_sessions=num_sessions)
-        name = "HTTP, RemotePool (httpx)"
+        name = "HTTP, RemotePool"
         results.append(await together(name, num_sessions, seconds, lambda i, c: pool_player(remote, solutions, i, c)))
         await remote.close()
     local = LocalPool({ENV: env_class}, max_sessions=num_sessions)

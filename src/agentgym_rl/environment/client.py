@@ -11,59 +11,33 @@ from __future__ import annotations
 
 import asyncio
 import random
-import ssl
 import time
-from functools import cache
 from types import TracebackType
 from typing import Any
+from urllib.parse import urlencode
 
-import httpx
 import orjson
 
 from agentgym_rl.environment import wire
+from agentgym_rl.environment.connection import Answer, BrokeOff, CannotConnect, Connection
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 from agentgym_rl.types import Step
 
-KEEPALIVE_S = 4.0
-"""Idle connections are dropped before the server drops them (uvicorn's default is 5 s): a request that races with the
-server's close fails, and could not be sent again safely."""
 CONNECT_ATTEMPTS = 4
 FIRST_DELAY_S = 0.05
 MAX_DELAY_S = 2.0
 
 
-@cache
-def tls() -> ssl.SSLContext:
-    """Made once: reading the certificates takes longer than an episode of a cheap game."""
-    return ssl.create_default_context()
-
-
 class EnvClient:
     """Speaks to one environment: `http://host:port/textcraft`, or `http://host:port` of a server that has just one.
 
-    Give every session a client of its own with one connection: httpx looks through all connections of a transport for
-    each request, and 64 sessions sharing one are five times slower than 64 with one each. Below `httpx.AsyncClient`,
-    because redirects, cookies and proxies have no place here and cost a third of a call.
+    It has one connection, and calls take turns: give every session that plays at the same time a client of its own.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout_s: float = 60.0, max_connections: int = 1) -> None:
-        try:
-            parts = httpx.URL(url)
-        except httpx.InvalidURL:
-            parts = httpx.URL("")
-        if parts.scheme not in ("http", "https") or not parts.host:
-            raise ConfigError(f"an environment's address looks like http://127.0.0.1:36001/textcraft, got {url!r}")
+    def __init__(self, url: str, token: str | None = None, timeout_s: float = 60.0) -> None:
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
-        limits = httpx.Limits(
-            max_connections=max_connections,
-            max_keepalive_connections=max_connections,
-            keepalive_expiry=KEEPALIVE_S,
-        )
-        self._transport = httpx.AsyncHTTPTransport(verify=tls(), limits=limits, trust_env=False)
-        self._headers = {"content-type": "application/json"}
-        if token:
-            self._headers["authorization"] = f"Bearer {token}"
+        self._connection = Connection(self.url, token)
 
     async def __aenter__(self) -> EnvClient:
         return self
@@ -71,10 +45,11 @@ class EnvClient:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose()
+        self.drop()
 
-    async def aclose(self) -> None:
-        await self._transport.aclose()
+    def drop(self) -> None:
+        """Close the connection; another call opens another."""
+        self._connection.drop()
 
     async def create(self, wait_timeout_s: float | None = None) -> int:
         """Id of a new session; asks again for up to `wait_timeout_s` while the server is full."""
@@ -122,8 +97,8 @@ class EnvClient:
         return str(await self._json("GET", f"/state_key?id={session_id}"))
 
     async def render(self, session_id: int) -> str | bytes:
-        response = await self._request("GET", f"/render?id={session_id}")
-        return response.content if response.headers.get("content-type") == "image/png" else response.text
+        answer = await self._request("GET", f"/render?id={session_id}")
+        return answer.body if answer.content_type == "image/png" else answer.body.decode(errors="replace")
 
     async def info(self) -> dict[str, Any]:
         answer = await self._json("GET", "/info")
@@ -134,9 +109,7 @@ class EnvClient:
     async def items(self, split: str, subset: str | None = None) -> list[int]:
         items: list[int] = []
         while True:
-            query = httpx.QueryParams(split=split, offset=len(items))
-            if subset is not None:
-                query = query.set("subset", subset)
+            query = urlencode({"split": split, "offset": len(items)} | ({"subset": subset} if subset else {}))
             try:
                 answer = await self._json("GET", f"/items?{query}")
             except wire.BadRequest as error:  # no such split or subset: a mistake of the user, as in process
@@ -152,41 +125,33 @@ class EnvClient:
         return answer if isinstance(answer, dict) else {}
 
     async def _json(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        response = await self._request(method, path, body, timeout_s)
-        return wire.read_answer(response.content, self.url + path)
+        return wire.read_answer((await self._request(method, path, body, timeout_s)).body, self.url + path)
 
-    async def _request(
-        self, method: str, path: str, body: Any = None, timeout_s: float | None = None
-    ) -> httpx.Response:
+    async def _request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Answer:
         """The answer, if it is 200; anything else is an exception."""
         where = self.url + path
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
-            content = None if body is None else orjson.dumps(body)
+            content = b"" if body is None else orjson.dumps(body)
         except TypeError as error:
             raise EnvError(f"{where} cannot be asked what JSON cannot carry: {error}") from None
         try:
             async with asyncio.timeout(timeout_s):
-                response = await self._send(method, where, content)
+                answer = await self._send(method, path, content)
         except TimeoutError:
             raise EnvTimeout(f"{where} did not answer within its deadline of {timeout_s:g} s") from None
-        if response.status_code != 200:
-            raise wire.error_from(response.status_code, response.content, where)
-        return response
+        except BrokeOff as error:
+            raise EnvUnavailable(f"{where} broke off before it answered: {error}") from error
+        except CannotConnect as error:
+            raise EnvUnavailable(f"{where} cannot be reached ({error}): is the server running?") from error
+        if answer.status != 200:
+            raise wire.error_from(answer.status, answer.body, where)
+        return answer
 
-    async def _send(self, method: str, where: str, content: bytes | None) -> httpx.Response:
-        request = httpx.Request(method, where, content=content, headers=self._headers)
-        attempt = 0
-        while True:
+    async def _send(self, method: str, path: str, content: bytes) -> Answer:
+        for attempt in range(1, CONNECT_ATTEMPTS):
             try:
-                response = await self._transport.handle_async_request(request)
-                await response.aread()
-                return response
-            except httpx.ConnectError as error:
-                attempt += 1
-                if attempt == CONNECT_ATTEMPTS:
-                    raise EnvUnavailable(f"{where} cannot be reached ({error}): is the server running?") from error
-            except httpx.HTTPError as error:
-                text = str(error) or type(error).__name__
-                raise EnvUnavailable(f"{where} broke off before it answered: {text}") from error
-            await asyncio.sleep(FIRST_DELAY_S * 2**attempt * random.uniform(0.5, 1.5))
+                return await self._connection.request(method, path, content)
+            except CannotConnect:
+                await asyncio.sleep(FIRST_DELAY_S * 2**attempt * random.uniform(0.5, 1.5))
+        return await self._connection.request(method, path, content)

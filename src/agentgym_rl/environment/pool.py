@@ -252,4 +252,6 @@ class RemotePool(_Pool):
 
     async def close(self) -> None:
         await super().close()
-        await asyncio.gather(*(client.aclose() for idle in self._idle_clients.values() for client in idle))
+        for idle in self._idle_clients.values():
+            for client in idle:
+                client.drop()
