@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from agentgym_rl.environment.envs.babyai import levels
+from agentgym_rl.environment.envs.babyai.oracle import Oracle
 from agentgym_rl.environment.envs.babyai.text import INSTRUCTION, build_menu, describe, normalise, refuse
 from agentgym_rl.environment.envs.babyai.view import Move, View, look
 from agentgym_rl.errors import EnvError
@@ -24,6 +25,7 @@ class BabyAI:
     def __init__(self) -> None:
         self._minigrid = levels.minigrid_levels()
         self._level: Any = None
+        self._oracle: Oracle
         self._view: View
         self._menu: dict[str, tuple[Move, ...]] = {}
         self._done = True
@@ -36,6 +38,7 @@ class BabyAI:
         if not any(item in split for split in self.splits.values()):
             raise IndexError(f"babyai has items 0 to {self.splits['train'].stop - 1}, got {item}")
         self._level = levels.build_level(self._minigrid, item)
+        self._oracle = Oracle(self._level)
         self._done = False
         return self._observe()
 
@@ -46,6 +49,7 @@ class BabyAI:
         if moves is None:
             reason = refuse(self._level, self._view, action)
             return Step(f"{reason}\n{describe(self._level, self._view, self._menu)}", info={"valid": False})
+        self._oracle.saw(action)
         success = self._run(moves)
         if self._done:
             return Step(self._farewell(success), float(success), True, {"valid": True, "success": success})
@@ -54,6 +58,11 @@ class BabyAI:
     def actions(self) -> list[str]:
         """What the observation lists; empty when the episode is over."""
         return [] if self._done else list(self._menu)
+
+    def oracle(self) -> str:
+        """The next action of a solution, found with knowledge of the whole grid."""
+        self._require_running()
+        return self._oracle.advise(self._menu)
 
     def close(self) -> None:
         self._level = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from agentgym_rl.environment.envs.babyai.oracle import Draft, NoWayError
 from agentgym_rl.errors import ConfigError
 
 # Level n is LEVELS[n - 1]: its name, minigrid's class, and the arguments minigrid registers that name with.
@@ -104,4 +105,57 @@ def build_level(module: Any, item: int) -> Any:
     # Minigrid encodes an image after every move, most of its step time; the text comes from the grid itself.
     level.gen_obs = dict
     level.reset(seed=seed)
+    # Three levels may generate a layout that cannot be won; the next one of the same random stream is taken instead.
+    while class_name in _FALLIBLE and not _FALLIBLE[class_name](level):
+        level.reset()
+    _spare_second_door(level.instrs)
     return level
+
+
+def _key_is_reachable(level: Any) -> bool:
+    """Whether a key of the locked door's colour is on this side of the door. Objects in between can be moved.
+
+    These two levels mean to keep the key out of the locked room, but compare room numbers by identity.
+    """
+    width, cells = level.grid.width, level.grid.grid
+    color = next(thing.color for thing in cells if thing is not None and thing.type == "door" and thing.is_locked)
+    start = int(level.agent_pos[1]) * width + int(level.agent_pos[0])
+    reached, queue = {start}, [start]
+    for cell in queue:
+        thing = cells[cell]
+        if thing is not None and (thing.type, thing.color) == ("key", color):
+            return True
+        if thing is None or not (thing.type == "wall" or (thing.type == "door" and thing.is_locked)):
+            fresh = {cell + 1, cell - 1, cell + width, cell - width} - reached
+            reached |= fresh
+            queue += sorted(fresh)
+    return False
+
+
+def _target_is_reachable(level: Any) -> bool:
+    """Whether the object can be picked up; in a strict mission no other may be moved out of the way."""
+    try:
+        Draft(level, level.instrs).moves()
+    except NoWayError:
+        return False
+    return True
+
+
+_FALLIBLE = {"Unlock": _key_is_reachable, "GoToImpUnlock": _key_is_reachable, "PickupDist": _target_is_reachable}
+
+
+def _spare_second_door(instruction: Any) -> None:
+    """Keep `open A, then open B` winnable where opening a wrong door loses the mission.
+
+    Minigrid shows the move that opens A to both halves at once, and the second calls A the wrong door.
+    """
+    second = {"BeforeInstr": "instr_b", "AfterInstr": "instr_a"}.get(type(instruction).__name__)
+    later = getattr(instruction, second) if second else None
+    if type(later).__name__ == "OpenInstr" and later.strict:
+        verify = later.verify
+
+        def verify_from_second_call(action: int) -> str:
+            later.verify = verify
+            return "continue"
+
+        later.verify = verify_from_second_call
