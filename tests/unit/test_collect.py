@@ -8,14 +8,20 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from envs_for_tests import Counting
+from envs_for_tests import Garbage as GarbageEnv
+from envs_for_tests import Hanging as HangingEnv
+from envs_for_tests import Raising as RaisingEnv
+from servers_for_tests import server_in_thread, server_process
 from test_rollout import Corridor, Garbage, Hanging, Raising, RaisingReset
 from tokenizers_for_tests import byte_level_bpe
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
-from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, RandomPolicy
+from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy, stable_seed
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError, EnvUnavailable
 from agentgym_rl.types import EnvSession, Limits, Sampling, Step, StopReason, Task, Trajectory
 
@@ -272,3 +278,63 @@ async def test_wrap_is_how_a_style_is_played() -> None:
     [group] = await collector(TASKS[:1], LIMITS, 0)
     assert style.suffix in group.trajectories[0].messages[0].content
     assert pool.running == set()
+
+
+REAL_FAULTS = {"raise": RaisingEnv, "hang": HangingEnv, "nan": GarbageEnv}
+
+
+@pytest.mark.parametrize("where", ["local", "remote"])
+@pytest.mark.parametrize("fault", sorted(REAL_FAULTS))
+async def test_faults_through_the_real_pools(fault: str, where: str) -> None:
+    """Two first attempts meet the fault after one good turn; in the end pool and server have nothing open."""
+    env = REAL_FAULTS[fault]
+    unlucky = {stable_seed(0, 0, place, 0) for place in (0, 1)}
+
+    def make_policy(session: EnvSession, seed: int) -> ScriptedPolicy:
+        return ScriptedPolicy(["up", fault] if seed in unlucky else ["up"] * 6)
+
+    with server_in_thread({env.name: env}, step_timeout_s=0.3) as server:
+        pool: Any = (
+            LocalPool({env.name: env}, timeout_s=0.3)
+            if where == "local"
+            else RemotePool({env.name: f"{server.url}/{env.name}"}, timeout_s=20)
+        )
+        try:
+            collector = Collector(pool, make_policy, 3, 3, retries=1, episode_timeout_s=20)
+            [group] = await collector([Task(env.name, 1)], LIMITS, 0)
+            assert pool.num_open == 0
+            assert server.sessions.num_open == 0
+        finally:
+            HangingEnv.release.set()
+            await pool.close()
+            HangingEnv.release.clear()
+    errors = [t for t in group.trajectories if t.stop is StopReason.ERROR]
+    assert len(errors) == 2
+    assert all(t.num_turns == 2 and t.messages[-1].content == fault for t in errors)
+    assert len(group.usable) == 3
+    assert all(t.success for t in group.usable)
+
+
+async def test_a_server_that_is_killed_in_the_middle_of_episodes() -> None:
+    with server_process("Counting") as (url, server):
+        turns = 0
+
+        def ask(observation: str) -> str:
+            nonlocal turns
+            turns += 1
+            if turns == 5:
+                server.kill()
+                server.wait()
+            return "up"
+
+        pool = RemotePool({Counting.name: url}, timeout_s=5, wait_timeout_s=1)
+        collector = Collector(pool, lambda env, seed: HumanPolicy(ask), 3, 3, retries=1, episode_timeout_s=20)
+        groups = await collector([Task(Counting.name, 4)], LIMITS, 0)
+        assert pool.num_open == 0
+        await pool.close()
+    trajectories = groups[0].trajectories
+    assert [t.stop for t in trajectories] == [StopReason.ERROR] * 6
+    assert sum(t.num_turns for t in trajectories) == turns
+    counts = collector.drain_counts()
+    assert (counts["episodes"], counts["retries"], counts["failed"]) == (6, 3, 3)
+    assert [t.num_turns for t in trajectories[1::2]] == [0, 0, 0]  # the retries cannot even open a session

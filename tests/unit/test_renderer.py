@@ -147,6 +147,7 @@ FORCED_THOUGHT = CHATML.replace(
 )
 STRIPS_REPLY = CHATML.replace("message['content']", "message['content'].split('</think>')[-1].strip()")
 COUNTS_TURNS = CHATML.replace("message['content']", "loop.length|string + message['content']")
+NUMBERS_MESSAGES = CHATML.replace("message['content']", "loop.index|string + message['content']")
 LATE_REMINDER = CHATML.replace(
     "{%- if add",
     "{%- if messages|length > 4 -%}{{- '<|im_start|>system\\nHurry.<|im_end|>\\n' -}}{%- endif -%}\n{%- if add",
@@ -160,6 +161,7 @@ LATE_REMINDER = CHATML.replace(
         (FORCED_THOUGHT, "rewrites history.*think.*model.chat_template"),
         (STRIPS_REPLY, "changes a reply.*North is up.*model.chat_template"),
         (COUNTS_TURNS, "rewrites history.*model.chat_template"),
+        (NUMBERS_MESSAGES, "observation differently late in a conversation.*model.chat_template"),
         (LATE_REMINDER, "model.chat_template"),
         (CHATML.replace("{{- '<|im_start|>'", "{%- if message['role'] != 'system' -%}{{- '<|im_start|>'").replace(
             "\\n' -}}\n{%- endfor", "\\n' -}}{%- endif -%}\n{%- endfor"), "drops the system message"),
