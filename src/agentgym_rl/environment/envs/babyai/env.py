@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from agentgym_rl.environment.envs.babyai import levels
 from agentgym_rl.environment.envs.babyai.oracle import Oracle
+from agentgym_rl.environment.envs.babyai.picture import draw
+from agentgym_rl.environment.envs.babyai.state import state_key
 from agentgym_rl.environment.envs.babyai.text import INSTRUCTION, build_menu, describe, normalise, refuse
 from agentgym_rl.environment.envs.babyai.view import Move, View, look
 from agentgym_rl.errors import EnvError
@@ -24,6 +26,7 @@ class BabyAI:
 
     def __init__(self) -> None:
         self._minigrid = levels.minigrid_levels()
+        self._item = -1
         self._level: Any = None
         self._oracle: Oracle
         self._view: View
@@ -38,6 +41,7 @@ class BabyAI:
         if not any(item in split for split in self.splits.values()):
             raise IndexError(f"babyai has items 0 to {self.splits['train'].stop - 1}, got {item}")
         self._level = levels.build_level(self._minigrid, item)
+        self._item = item
         self._oracle = Oracle(self._level)
         self._done = False
         return self._observe()
@@ -64,13 +68,27 @@ class BabyAI:
         self._require_running()
         return self._oracle.advise(self._menu)
 
+    def state_key(self) -> str:
+        """Equal keys mean the same grid, agent, carried object and mission progress; steps left are not counted."""
+        self._require_level()
+        return f"{self._item}:{state_key(self._level)}"
+
+    def render(self) -> str:
+        """An SVG of the whole grid with the agent's view lit and the mission under it."""
+        self._require_level()
+        return draw(self._level, look(self._level))
+
     def close(self) -> None:
         self._level = None
         self._done = True
 
     def _require_running(self) -> None:
         if self._done:
-            raise EnvError("babyai needs a running episode: call reset first")
+            raise EnvError("babyai needs a running episode, and this one is over or was never begun: call reset")
+
+    def _require_level(self) -> None:
+        if self._level is None:
+            raise EnvError("babyai has nothing to show before reset or after close: call reset")
 
     def _observe(self) -> str:
         self._view = look(self._level)

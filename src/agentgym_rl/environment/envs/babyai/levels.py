@@ -150,7 +150,7 @@ def _spare_second_door(instruction: Any) -> None:
     Minigrid shows the move that opens A to both halves at once, and the second calls A the wrong door.
     """
     second = {"BeforeInstr": "instr_b", "AfterInstr": "instr_a"}.get(type(instruction).__name__)
-    later = getattr(instruction, second) if second else None
+    later: Any = getattr(instruction, second) if second else None
     if type(later).__name__ == "OpenInstr" and later.strict:
         verify = later.verify
 
