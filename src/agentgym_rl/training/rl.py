@@ -29,7 +29,7 @@ class Hooks:
     """What happens around a step; wired by the caller."""
 
     record: Callable[[int, list[Group]], None]
-    """Every episode of a step, before any filtering."""
+    """Every episode of a step, before any filtering. Steps are numbered from 1 in what is written down."""
     log: Callable[[int, dict[str, float]], None]
     """A finished step's metrics."""
     after_step: Callable[[int], Awaitable[None]]
@@ -72,11 +72,11 @@ async def train_rl(
         tasks = state.tasks.take(settings.groups_per_step)
         groups = await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, "rollout", step))
         collected = time.perf_counter()
-        hooks.record(step, groups)
+        hooks.record(step + 1, groups)
         metrics = episode_metrics(groups)
         if not metrics["episodes/usable"]:
             failures = [t.error for g in groups for t in g.trajectories if t.error]
-            raise EnvError(f"step {step}: all {len(failures)} episodes failed; the first: {failures[0]}")
+            raise EnvError(f"step {step + 1}: all {len(failures)} episodes failed; the first: {failures[0]}")
         batch = to_batch(
             groups,
             settings.algorithm,
@@ -94,7 +94,7 @@ async def train_rl(
         metrics |= _times(started, collected, learned, metrics.get("tokens/sampled", 0.0))
         _advance(state.horizons, groups)
         state.step += 1
-        hooks.log(step, metrics)
+        hooks.log(state.step, metrics)
         await hooks.after_step(state.step)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.settings import ScratchSettings
 
 UNKNOWN, START, END = "<|unknown|>", "<|im_start|>", "<|im_end|>"
 
@@ -24,19 +24,6 @@ CHAT_TEMPLATE = (
 )
 _WORD = r"[^\W\d_]+|\d"
 """Words and single digits; punctuation and line breaks are dropped."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScratchSettings:
-    """Shape of the model."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
-
-    hidden_size: int = 96
-    intermediate_size: int = 256
-    num_layers: int = 4
-    num_heads: int = 4
-    max_context: int = 2048
 
 
 def build_tokenizer(texts: Iterable[str]) -> Any:

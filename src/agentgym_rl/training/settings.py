@@ -7,6 +7,19 @@ from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ScratchSettings:
+    """Shape of a small Llama that starts from random weights."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    hidden_size: int = 96
+    intermediate_size: int = 256
+    num_layers: int = 4
+    num_heads: int = 4
+    max_context: int = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
     """AdamW with warm-up."""
 

@@ -1,0 +1,194 @@
+"""The recipe: a TOML file and `key=value` overrides, checked before anything starts. Unknown keys fail."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.settings import HorizonSettings, RLSettings, ScratchSettings, SFTSettings
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelConfig(_Section):
+    """Exactly one of `path` and `scratch`."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name."""
+    scratch: ScratchSettings | None = None
+    """A small model from random weights with a word tokenizer of its own; needs a warm start."""
+    chat_template: str | None = None
+    """Name of a built-in template or path of a Jinja file, instead of the tokenizer's own."""
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on CUDA, float32 elsewhere."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.scratch is None):
+            raise ValueError("set exactly one of model.path and model.scratch")
+        return self
+
+
+class EnvironmentConfig(_Section):
+    """One environment of a run."""
+
+    name: str
+    url: str | None = None
+    """Base address of a server that serves it; None plays it in this process."""
+    token: str | None = None
+    """Bearer token of that server."""
+    split: str = "train"
+    subsets: tuple[str, ...] = ()
+    """Subsets to draw items from; empty for all."""
+    eval_split: str = "test"
+    weight: float = Field(1.0, gt=0)
+    """Share of groups drawn from this environment, relative to the others'."""
+    horizon: HorizonSettings | None = None
+    """Instead of the run's."""
+
+
+class AgentConfig(_Section):
+    """How episodes are played."""
+
+    style: Literal["act", "react", "plan", "reflect"] = "act"
+    turns_per_attempt: int | None = Field(None, ge=1)
+    """reflect: turns of one attempt; the horizon bounds all attempts and reflections together."""
+    instruction: str | None = None
+    """System message instead of the environment's own; an empty string means none."""
+    temperature: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(512, ge=1)
+    max_context: int = Field(8192, ge=2)
+    concurrency: int = Field(256, ge=1)
+    """Episodes at once."""
+    retries: int = Field(2, ge=0)
+    """Further attempts at an episode that failed."""
+    step_timeout_s: float = Field(60.0, gt=0)
+    episode_timeout_s: float = Field(1800.0, gt=0)
+
+
+class WarmStartConfig(_Section):
+    """Imitation before RL."""
+
+    policy: Literal["random", "oracle"] = "oracle"
+    """Whom to imitate: random play over actions() teaches the grammar and no skill."""
+    episodes: int = Field(512, ge=1)
+    max_turns: int = Field(8, ge=1)
+    sft: SFTSettings = SFTSettings()
+
+
+class EvalConfig(_Section):
+    """Held-out evaluation, before and after and every so often."""
+
+    every: int = Field(0, ge=0)
+    """Steps between evaluations; 0 for only before and after."""
+    episodes: int = Field(200, ge=1)
+    """Per environment, spread evenly over its subsets."""
+    max_turns: int = Field(10, ge=1)
+    temperature: float = Field(1.0, ge=0)
+
+
+class CheckpointConfig(_Section):
+    every: int = Field(10, ge=1)
+    """Steps between checkpoints; the last step always gets one."""
+    keep: int = Field(2, ge=1)
+
+
+class Config(_Section):
+    """A run."""
+
+    name: str = Field("run", pattern=r"^[\w.-]+$")
+    run_dir: str | None = None
+    """Where the run is kept; runs/<name> by default."""
+    seed: int = 0
+    threads: int = Field(0, ge=0)
+    """Torch threads on the CPU; 0 leaves torch's own choice."""
+    model: ModelConfig
+    environments: tuple[EnvironmentConfig, ...] = Field(min_length=1)
+    agent: AgentConfig = AgentConfig()
+    warm_start: WarmStartConfig | None = None
+    horizon: HorizonSettings = HorizonSettings()
+    rl: RLSettings = RLSettings()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    trackers: tuple[Literal["tensorboard"], ...] = ()
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Config:
+        names = [e.name for e in self.environments]
+        if len(set(names)) != len(names):
+            raise ValueError(f"environments: each name once, got {', '.join(names)}")
+        if self.model.scratch is not None and self.warm_start is None:
+            raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
+        if self.rl.algorithm == "rloo" and self.rl.group_size < 2:
+            raise ValueError(f"rl.group_size: rloo needs groups of at least 2, got {self.rl.group_size}")
+        return self
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run_dir) if self.run_dir else Path("runs") / self.name
+
+
+def load_config(path: Path | None, overrides: list[str]) -> Config:
+    """Read a recipe and apply `section.key=value` overrides, whose values are TOML literals or bare strings."""
+    raw: dict[str, Any] = {}
+    if path is not None:
+        if not path.is_file():
+            raise ConfigError(f"recipe {path}: no such file")
+        try:
+            raw = tomllib.loads(path.read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        return Config.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or "recipe"
+        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+        got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+            reason, got = "unknown key", ""
+        raise ConfigError(f"{place}: {reason}{got}{more}") from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    """Set one dotted key in place; a number in the key is an index into a list, as in environments.0.name=textcraft."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"override {override!r}: expected key=value, for example rl.steps=50")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    *parents, last = key.strip().split(".")
+    node: Any = raw
+    for part in parents:
+        node = _descend(node, part, override)
+    if isinstance(node, list):
+        node[_index(node, last, override)] = value
+    else:
+        node[last] = value
+
+
+def _descend(node: Any, part: str, override: str) -> Any:
+    if isinstance(node, list):
+        return node[_index(node, part, override)]
+    child = node.setdefault(part, {})
+    if not isinstance(child, dict | list):
+        raise ConfigError(f"override {override!r}: {part} is a value, not a section")
+    return child
+
+
+def _index(node: list[Any], part: str, override: str) -> int:
+    if not part.isdigit() or int(part) >= len(node):
+        raise ConfigError(f"override {override!r}: {part} is not a place in a list of {len(node)}")
+    return int(part)

@@ -1,0 +1,302 @@
+"""A training run from start to summary: warm start, evaluation, RL under a growing horizon, evaluation, curve.
+
+Killed at any moment and started again with `resume`, it goes on from its last checkpoint; what came after that is
+played again and comes out the same.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentgym_rl import wiring
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.config import Config
+from agentgym_rl.console import Console
+from agentgym_rl.errors import EnvError
+from agentgym_rl.plots import learning_curve
+from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics
+from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, save_checkpoint
+from agentgym_rl.training.horizon import make_horizon
+from agentgym_rl.training.learner import RLLearner, freeze
+from agentgym_rl.training.rl import Hooks, RLState, derive_seed, train_rl
+from agentgym_rl.training.scratch import build_model, build_tokenizer
+from agentgym_rl.training.sft import train_sft
+from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.types import Group, Task, Trajectory
+
+MAY_CHANGE_ON_RESUME = ("rl.steps", "eval", "checkpoint", "threads", "trackers", "agent.concurrency", "run_dir")
+
+
+async def train(
+    config: Config, folder: Path, *, resume: bool = False, console: Console | None = None
+) -> dict[str, Any]:
+    """Run the whole recipe in `folder` and return its summary."""
+    console = console or Console()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    pool = wiring.EnvironmentsPool(config.environments, config.agent)
+    try:
+        with RunLog.create(
+            folder,
+            config.model_dump(mode="json"),
+            resume=resume,
+            may_change=MAY_CHANGE_ON_RESUME,
+            trackers=config.trackers,
+        ) as log:
+            run = await _prepare(config, pool, log, console)
+            try:
+                return await run.finish()
+            finally:
+                await run.engine.close()
+    finally:
+        await pool.close()
+
+
+async def _prepare(config: Config, pool: wiring.EnvironmentsPool, log: RunLog, console: Console) -> Run:
+    """A run at its last checkpoint, or at its start: warmed up, evaluated once, with a checkpoint of step 0."""
+    items = {
+        env.name: [i for some in (await wiring.items_by_subset(pool, env, env.split)).values() for i in some]
+        for env in config.environments
+    }
+    tasks = TaskSource(items, config.seed, {env.name: env.weight for env in config.environments})
+    horizons = {env.name: make_horizon(env.horizon or config.horizon) for env in config.environments}
+    state = RLState(tasks, horizons)
+    checkpoints = list_checkpoints(log.checkpoints_dir) if log.resumed else []
+    reference_dir = log.root / "reference"
+    if checkpoints:
+        saved = load_state(checkpoints[-1])
+        model, tokenizer = wiring.load_from(checkpoints[-1] / "model", config.model)
+        console.stage("Resuming", f"after step {saved['step']}")
+    else:
+        model, tokenizer = await _starting_point(config, pool, log, console)
+        saved = None
+        if config.rl.kl_coef:
+            export(model, tokenizer, reference_dir)
+    reference = freeze(wiring.load_from(reference_dir, config.model)[0]) if config.rl.kl_coef else None
+    run = Run(config, pool, log, console, model, tokenizer, state, reference)
+    if saved is None:
+        console.stage("Held-out evaluation", "before RL")
+        await run.evaluate()
+        run.save()
+    else:
+        log.truncate_after(saved["step"])
+        await run.restore(saved)
+    return run
+
+
+async def _starting_point(
+    config: Config, pool: wiring.EnvironmentsPool, log: RunLog, console: Console
+) -> tuple[Any, Any]:
+    """The model RL starts from: loaded or made from nothing, and warmed up if the recipe says so."""
+    if config.model.path is not None:
+        model, tokenizer = wiring.load_from(config.model.path, config.model)
+    if config.warm_start is None:
+        return model, tokenizer
+    demonstrations = await _demonstrations(config, pool, log, console)
+    if config.model.scratch is not None:
+        texts = [m.content for t in demonstrations for m in t.messages]
+        tokenizer = build_tokenizer(texts)
+        device, dtype = wiring.choose_device(config.model)
+        model = build_model(config.model.scratch, tokenizer, config.seed).to(device, dtype)
+        console.note(
+            f"a model of {model.num_parameters() / 1e6:.2f}M parameters and {len(tokenizer)} words, from nothing"
+        )
+    renderer = Renderer(tokenizer, config.model.chat_template)
+    samples = [renderer.demonstration(t.messages) for t in demonstrations if t.num_turns]
+    settings = config.warm_start.sft
+    updates = settings.epochs * -(-len(samples) // settings.batch_size)
+    with console.progress("imitation", updates) as advance:
+        train_sft(model, samples, settings, config.seed, lambda _, m: advance(1, f"loss {m['loss']:.3f}"))
+    return model, tokenizer
+
+
+async def _demonstrations(
+    config: Config, pool: wiring.EnvironmentsPool, log: RunLog, console: Console
+) -> list[Trajectory]:
+    warm = config.warm_start
+    assert warm is not None
+    console.stage("Warm start", f"{warm.episodes} episodes of {warm.policy} play")
+    share = -(-warm.episodes // len(config.environments))
+    limits = wiring.limits_of(config.agent, warm.max_turns)
+    played: list[Trajectory] = []
+    with console.progress(f"{warm.policy} play", share * len(config.environments)) as advance:
+        collect = wiring.make_collector(
+            config, pool, wiring.demonstrators(warm.policy), 1, "warmstart-", on_trajectory=lambda _: advance()
+        )
+        for env in config.environments:
+            subsets = await wiring.items_by_subset(pool, env, env.split)
+            chosen = _spread(subsets, share, f"{config.seed}/warmstart")
+            tasks = [Task(env.name, item) for some in chosen.values() for item in some]
+            groups = await collect(tasks, limits, derive_seed(config.seed, "warmstart", env.name))
+            played += [t for g in groups for t in g.usable]
+    for trajectory in played:
+        log.write_trajectory(0, trajectory, "warmstart")
+    if warm.policy == "oracle":
+        return [t for t in played if t.success]
+    return played
+
+
+def _spread(subsets: dict[str, list[int]], count: int, seed: str) -> dict[str, list[int]]:
+    """About `count` items, the same number of each subset, chosen by `seed`; fewer where a subset has fewer."""
+    each = -(-count // len(subsets))
+    return {
+        name: random.Random(f"{seed}/{name}").sample(items, min(each, len(items))) for name, items in subsets.items()
+    }
+
+
+@dataclass(slots=True)
+class Run:
+    """A run in progress."""
+
+    config: Config
+    pool: wiring.EnvironmentsPool
+    log: RunLog
+    console: Console
+    model: Any
+    tokenizer: Any
+    state: RLState
+    reference: Any | None
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """{"step", "success", "episodes", "reward", "turns", "subsets": {name: {"success", "episodes"}}} in order."""
+    seconds_before: float = 0.0
+    """Wall time of the processes that ran until the checkpoint this one started from."""
+    started: float = field(default_factory=time.monotonic)
+    renderer: Renderer = field(init=False)
+    engine: NativeEngine = field(init=False)
+    learner: RLLearner = field(init=False)
+
+    def __post_init__(self) -> None:
+        agent = self.config.agent
+        self.renderer = Renderer(self.tokenizer, self.config.model.chat_template)
+        self.engine = NativeEngine(
+            self.model, decode=self.renderer.decode, max_sessions=agent.concurrency, max_context=agent.max_context
+        )
+        self.learner = RLLearner(self.model, self.config.rl, agent.temperature, self.reference)
+
+    async def finish(self) -> dict[str, Any]:
+        """The steps that are left, the last evaluation and the summary."""
+        config, total = self.config, self.config.rl.steps
+        kind = config.horizon.kind
+        self.console.stage("Reinforcement learning", f"{config.rl.algorithm} with a {kind} horizon, {total} steps")
+        policies = wiring.engine_policies(self.engine, self.renderer, config.agent, config.agent.temperature)
+        collect = wiring.make_collector(config, self.pool, policies, config.rl.group_size, "train-")
+        limits = {env.name: wiring.limits_of(config.agent, 1) for env in config.environments}
+        with self.console.steps(total, start=self.state.step):
+            hooks = Hooks(self._record, self._log_step, self._after_step)
+            await train_rl(self.state, self.learner, collect, self._publish, limits, config.rl, hooks, config.seed)
+        return self._summarise()
+
+    async def _publish(self, version: int) -> None:
+        await self.engine.update_weights(None, version)
+
+    def _record(self, step: int, groups: list[Group]) -> None:
+        for group in groups:
+            for trajectory in group.trajectories:
+                self.log.write_trajectory(step, trajectory)
+
+    def _log_step(self, step: int, metrics: dict[str, float]) -> None:
+        self.log.log(step, metrics)
+        self.console.step(step, metrics)
+
+    async def _after_step(self, step: int) -> None:
+        last = step == self.config.rl.steps
+        due = self.config.eval.every and step % self.config.eval.every == 0
+        if last or due:
+            await self.evaluate()
+        if last or step % self.config.checkpoint.every == 0:
+            self.save()
+
+    async def evaluate(self) -> None:
+        """Play held-out items, the same ones every time, and remember the result."""
+        config, settings, step = self.config, self.config.eval, self.state.step
+        policies = wiring.engine_policies(self.engine, self.renderer, config.agent, settings.temperature)
+        collect = wiring.make_collector(config, self.pool, policies, 1, f"eval{step}-")
+        limits = wiring.limits_of(config.agent, settings.max_turns)
+        by_subset: dict[str, list[Trajectory]] = defaultdict(list)
+        for env in config.environments:
+            subsets = await wiring.items_by_subset(self.pool, env, env.eval_split)
+            chosen = _spread(subsets, settings.episodes, "evaluation")
+            tasks = [(name, Task(env.name, item)) for name, some in chosen.items() for item in some]
+            groups = await collect([task for _, task in tasks], limits, derive_seed("evaluation", env.name))
+            for (name, _), group in zip(tasks, groups, strict=True):
+                by_subset[name if len(config.environments) == 1 else f"{env.name}/{name}"] += group.usable
+                for trajectory in group.trajectories:
+                    self.log.write_trajectory(step, trajectory, "eval")
+        result = _evaluation(step, by_subset)
+        self.evaluations.append(result)
+        self.console.evaluation(step, result["success"], result["episodes"])
+
+    def save(self) -> None:
+        state = {
+            "learner": self.learner.state(),
+            "rl": self.state.state(),
+            "evaluations": self.evaluations,
+            "seconds": self._seconds(),
+            "version": self.engine.version,
+        }
+        folder = self.log.checkpoints_dir
+        save_checkpoint(folder, self.state.step, self.model, self.tokenizer, state, self.config.checkpoint.keep)
+
+    async def restore(self, saved: dict[str, Any]) -> None:
+        self.learner.restore(saved["learner"])
+        self.state.restore(saved["rl"], saved["step"])
+        self.evaluations = saved["evaluations"]
+        self.seconds_before = saved["seconds"]
+        await self.engine.update_weights(None, saved["version"])
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def _summarise(self) -> dict[str, Any]:
+        metrics = read_metrics(self.log.metrics_path)
+        stages = horizon_stages(metrics)
+        before, after = self.evaluations[0], self.evaluations[-1]
+        summary = {
+            "name": self.config.name,
+            "seed": self.config.seed,
+            "before": before,
+            "after": after,
+            "stages": stages,
+            "steps": self.state.step,
+            "parameters": self.model.num_parameters(),
+            "seconds": round(self._seconds(), 1),
+        }
+        self.log.write_summary(summary)
+        learning_curve(metrics, self.evaluations, stages, self.log.curve_path, self.config.name)
+        model_dir = list_checkpoints(self.log.checkpoints_dir)[-1] / "model"
+        self.console.table_before_after(before, after)
+        self.console.horizon_stages(stages)
+        self.console.files(
+            {
+                "learning curve": self.log.curve_path,
+                "summary": self.log.summary_path,
+                "trajectories": f"{self.log.trajectories_dir} (agentgym-rl show {self.log.root})",
+                "model": model_dir,
+            }
+        )
+        return summary
+
+
+def _evaluation(step: int, by_subset: dict[str, list[Trajectory]]) -> dict[str, Any]:
+    everything = [t for some in by_subset.values() for t in some]
+    if not everything:
+        raise EnvError("evaluation: every episode failed; see the eval file among the run's trajectories for why")
+
+    def rate(some: list[Trajectory]) -> dict[str, Any]:
+        return {"success": sum(t.success for t in some) / max(1, len(some)), "episodes": len(some)}
+
+    return {
+        "step": step,
+        **rate(everything),
+        "reward": sum(t.reward for t in everything) / len(everything),
+        "turns": sum(t.num_turns for t in everything) / len(everything),
+        "subsets": {name: rate(some) for name, some in by_subset.items()},
+    }

@@ -1,0 +1,121 @@
+"""Where the modules meet: builds pools, models, policies and collectors from a config."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentgym_rl.agent.collect import Collector
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.styles import STYLES, Style
+from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig, ModelConfig
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.model import load_model
+from agentgym_rl.types import EnvPool, EnvSession, Limits, Sampling
+
+
+class EnvironmentsPool:
+    """Every environment of a run, wherever it lives, behind one pool."""
+
+    def __init__(self, environments: tuple[EnvironmentConfig, ...], agent: AgentConfig) -> None:
+        style = STYLES[agent.style]
+        self._pools: dict[str, LocalPool | RemotePool] = {}
+        for env in environments:
+            common: dict[str, Any] = {
+                "max_sessions": agent.concurrency,
+                "timeout_s": agent.step_timeout_s,
+                "action_format": style.action_format,
+            }
+            if env.url is None:
+                self._pools[env.name] = LocalPool({env.name: catalog.load(env.name)}, **common)
+            else:
+                self._pools[env.name] = RemotePool({env.name: env.url}, env.token, **common)
+
+    @property
+    def num_open(self) -> int:
+        return sum(pool.num_open for pool in self._pools.values())
+
+    async def open(self, env: str) -> EnvSession:
+        return await self._pools[env].open(env)
+
+    async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
+        return await self._pools[env].items(env, split, subset)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+
+def choose_device(model: ModelConfig) -> tuple[str, torch.dtype]:
+    """(device, dtype): CUDA in bfloat16 where there is one, else CPU in float32, unless the config says otherwise."""
+    device = model.device if model.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"model.device = {device!r} needs a CUDA device, none is here: use device = 'cpu'")
+    auto = torch.bfloat16 if device.startswith("cuda") else torch.float32
+    return device, auto if model.dtype == "auto" else getattr(torch, model.dtype)
+
+
+def load_from(folder: str | Path, model: ModelConfig) -> tuple[Any, Any]:
+    """(model, tokenizer) on the device and in the type the config wants."""
+    device, dtype = choose_device(model)
+    return load_model(str(folder), device=device, dtype=dtype)
+
+
+def limits_of(agent: AgentConfig, max_turns: int) -> Limits:
+    return Limits(max_turns=max_turns, max_new_tokens=agent.max_new_tokens, max_context=agent.max_context)
+
+
+def wrap_of(agent: AgentConfig) -> Callable[[EnvSession], EnvSession]:
+    """Dresses a session in the config's style and instruction."""
+    style: Style = STYLES[agent.style]
+
+    def wrap(session: EnvSession) -> EnvSession:
+        if agent.instruction is not None:
+            session.instruction = agent.instruction
+        return style.wrap(session, agent.turns_per_attempt)
+
+    return wrap
+
+
+def engine_policies(engine: NativeEngine, renderer: Renderer, agent: AgentConfig, temperature: float) -> PolicyFactory:
+    def make(session: EnvSession, seed: int) -> Policy:
+        sampling = Sampling(max_new_tokens=agent.max_new_tokens, temperature=temperature, seed=seed)
+        return EnginePolicy(engine, renderer, sampling, instruction=session.instruction)
+
+    return make
+
+
+def demonstrators(name: str) -> PolicyFactory:
+    """Policies to imitate."""
+    return {"oracle": lambda session, seed: OraclePolicy(session), "random": RandomPolicy}[name]
+
+
+def make_collector(
+    config: Config, pool: EnvPool, make_policy: PolicyFactory, group_size: int, prefix: str, **options: Any
+) -> Collector:
+    agent = config.agent
+    return Collector(
+        pool,
+        make_policy,
+        group_size,
+        agent.concurrency,
+        agent.retries,
+        agent.episode_timeout_s,
+        wrap=wrap_of(agent),
+        prefix=prefix,
+        **options,
+    )
+
+
+async def items_by_subset(pool: EnvPool, env: EnvironmentConfig, split: str) -> dict[str, list[int]]:
+    """Items of each subset the config names, or all of them under the environment's name."""
+    if not env.subsets:
+        return {env.name: await pool.items(env.name, split)}
+    return {subset: await pool.items(env.name, split, subset) for subset in env.subsets}
