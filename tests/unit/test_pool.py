@@ -278,6 +278,17 @@ async def test_a_cheap_environment_runs_inline_and_others_in_one_thread_of_their
     assert slow.threads != {here}
 
 
+async def test_closed_sessions_leave_no_thread():
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name == "environment-watched"]
+
+    pool = LocalPool({"watched": SlowCounting}, max_sessions=8)
+    sessions = [await pool.open("watched") for _ in range(8)]
+    assert len(threads()) == 8
+    await asyncio.gather(*(session.close() for session in sessions))
+    wait_until(lambda: not threads())
+
+
 async def test_a_cheap_episode_never_yields_to_the_event_loop():
     """What makes runs repeatable: no other task can run between two steps of a local episode."""
     pool = LocalPool({"counting": Counting})

@@ -196,6 +196,14 @@ def test_size_limit(http):
     assert http.post("/counting/step", json={"id": session_id, "action": "up"}).status_code == 200
 
 
+def test_a_body_that_never_comes(server, monkeypatch):
+    monkeypatch.setattr("agentgym_rl.environment.server.BODY_TIMEOUT_S", 0.2)
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(b"POST /counting/step HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
 def test_info_and_health(http, server):
     assert http.get("/").json() == "ok"
     info = http.get("/counting/info").json()

@@ -198,15 +198,14 @@ class Gate:
             detail = wire.error_body(ConfigError("a valid bearer token is needed: send Authorization: Bearer TOKEN"))
             await answer(send, 401, detail, (b"www-authenticate", b"Bearer"))
             return
+        if content_length > self._max_request_bytes:
+            await answer(send, 413, wire.error_body(self._too_large(str(content_length))))
+            return
         handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
+        if handler is None:
+            await self._app(scope, receive, send)
+            return
         try:
-            if content_length > self._max_request_bytes:
-                raise wire.TooLarge(
-                    f"a request may have {self._max_request_bytes} bytes, this one has {content_length}"
-                )
-            if handler is None:
-                await self._app(scope, receive, send)
-                return
             body = await handler(await self._body(receive))
         except (EnvError, ConfigError) as error:
             await answer(send, wire.STATUS.get(type(error), 500), wire.error_body(error))
@@ -226,8 +225,23 @@ class Gate:
                 message = await receive()
                 body += message.get("body", b"")
                 if len(body) > self._max_request_bytes:
-                    raise wire.TooLarge(f"a request may have {self._max_request_bytes} bytes, this one has more")
+                    raise self._too_large("more")
         return body
+
+    def _too_large(self, size: str) -> wire.TooLarge:
+        return wire.TooLarge(f"a request may have {self._max_request_bytes} bytes, this one has {size}")
+
+
+class EnvironmentApp(FastAPI):
+    """FastAPI behind a gate. Not a middleware of it: what FastAPI does around those costs as much as a step."""
+
+    gate: Gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.gate(scope, receive, send)
+
+    async def inner(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__(scope, receive, send)
 
 
 async def answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
@@ -360,7 +374,7 @@ def create_app(
             reaper.cancel()
             await sessions.close_all()
 
-    app = FastAPI(
+    app = EnvironmentApp(
         title="AgentGym-RL environments", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     handlers: dict[str, Handler] = {}
@@ -377,9 +391,9 @@ def create_app(
         status = wire.STATUS.get(type(error), 500)
         return Response(wire.error_body(error), status, media_type="application/json")
 
-    for kind in (EnvError, ConfigError):
+    for kind in (EnvError, ConfigError, Exception):
         app.add_exception_handler(kind, refuse)
-    app.add_middleware(Gate, handlers=handlers, token=token, max_request_bytes=max_request_bytes)
+    app.gate = Gate(app.inner, handlers=handlers, token=token, max_request_bytes=max_request_bytes)
     app.state.sessions = sessions
     return app
 
