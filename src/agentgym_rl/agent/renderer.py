@@ -19,6 +19,7 @@ from agentgym_rl.types import Message, Sample
 
 # Stands where a reply would be; what the template writes after it is what follows a reply.
 _MARK = "marked0reply"
+_START = [Message("user", "x")]
 
 _PROBES: tuple[tuple[str, ...], ...] = (
     ("Go north.", "north", "A wall.", "south", "A door.", "open it"),
@@ -49,6 +50,8 @@ class Renderer:
         self._control = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) or "(?!)")
         self.folds_system = not self._takes_system()
         self.end_of_turn, self._end_text = self._find_end_of_turn()
+        before = self._render(_START, generation_prompt=True)
+        self._before_reply = before, self.encode(before)
         eos = tokenizer.eos_token_id
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in (self.end_of_turn, eos) if t is not None))
         for probe in _PROBES:
@@ -83,11 +86,10 @@ class Renderer:
 
     def reply_ids(self, content: str) -> list[int]:
         """Ids of a reply that somebody wrote (a demonstration), end-of-turn token included."""
-        start = [Message("user", "x")]
-        before = self._render(start, generation_prompt=True)
-        after = self._render([*start, Message("assistant", content)], generation_prompt=False)
+        before, prefix = self._before_reply
+        after = self._render([*_START, Message("assistant", content)], generation_prompt=False)
         text = after[: after.rindex(self._end_text)]
-        prefix, whole = self.encode(before), self.encode(text + self._end_text)
+        whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]
         # The tokenizer merged across the generation prompt, which sampling can never do: encode the reply by itself.
@@ -130,7 +132,7 @@ class Renderer:
         return self._control.sub(lambda match: f"{match[0][0]} {match[0][1:]}", content)
 
     def _after_reply(self, messages: list[Message], generation_prompt: bool) -> list[int]:
-        text = self._render([Message("user", "x"), Message("assistant", _MARK), *messages], generation_prompt)
+        text = self._render([*_START, Message("assistant", _MARK), *messages], generation_prompt)
         rest = text[text.index(_MARK) + len(_MARK) :]
         # Encoded behind the end-of-turn token, as in the conversation: some tokenizers begin a text with a space.
         return self.encode(rest)[1:]
@@ -158,7 +160,7 @@ class Renderer:
         return True
 
     def _find_end_of_turn(self) -> tuple[int, str]:
-        text = self._render([Message("user", "x"), Message("assistant", _MARK)], generation_prompt=False)
+        text = self._render([*_START, Message("assistant", _MARK)], generation_prompt=False)
         if _MARK not in text:
             raise ConfigError(f"the chat template drops assistant messages: {_advice()}")
         rest = text[text.index(_MARK) + len(_MARK) :]
