@@ -255,6 +255,19 @@ async def test_an_environment_that_cannot_be_made_gives_its_place_back():
         assert pool.num_open == 0
 
 
+@pytest.mark.parametrize("cheap", [True, False])
+async def test_an_environment_that_is_set_up_wrongly_ends_the_run(cheap):
+    class NeedsSetUp(Counting):
+        def __init__(self):
+            raise ConfigError("counting needs fingers: grow some")
+
+    NeedsSetUp.cheap = cheap
+    pool = LocalPool({"counting": NeedsSetUp})
+    with pytest.raises(ConfigError, match="grow some"):
+        await pool.open("counting")
+    assert pool.num_open == 0
+
+
 async def test_a_cheap_environment_runs_inline_and_others_in_one_thread_of_their_own():
     made = []
 

