@@ -208,7 +208,7 @@ class LocalSession:
             return await self._call(what, question, self._env)
 
     async def _call(self, what: str, function: Callable[..., Value], *arguments: Any) -> Value:
-        """Run `function`, inline or in the thread; what goes wrong is an EnvError, or a ConfigError it raised itself."""
+        """Run `function`, inline or in the thread; what it raises becomes an EnvError unless it is a ConfigError."""
         if self.hung:
             raise EnvTimeout(f"this {self.name} session missed a deadline and was given up: open another")
         if self._worker is None:
