@@ -37,11 +37,12 @@ def next_goal(instruction: Any) -> Any:
 
 
 class Draft:
-    """Drafts the moves for one goal."""
+    """Drafts the moves for one goal. More `care` carries what is put away further, out of everybody's way."""
 
-    def __init__(self, level: Any, goal: Any) -> None:
+    def __init__(self, level: Any, goal: Any, care: int = 1) -> None:
         self.sim = Simulation(level)
         self.goal = goal
+        self._care = care
         # In a strict mission, taking the wrong object loses it: nothing may be cleared away.
         self._may_clear = not (type(goal).__name__ == "PickupInstr" and goal.strict)
         self._needed: Any = None
@@ -56,6 +57,9 @@ class Draft:
             "PickupInstr": self._plan_pick_up,
             "PutNextInstr": self._plan_put_next,
         }
+        if self.sim.held is not None and self.sim.held.contains is not None:
+            # A box in hand cannot be opened, and it may hold the key.
+            self._put_away()
         plans[type(self.goal).__name__]()
         return self.sim.moves
 
@@ -267,7 +271,16 @@ class Draft:
         crowded = sum(thing is not None and thing.can_pickup() for thing in (self.sim.cells[n] for n in ring[::2]))
         passages = sum(free[i] != free[i - 1] for i in range(8)) > 2
         cost = 12 * doors + 10 * passages + 4 * crowded
-        return cost + 100 * (cell == keep_free or cell in self._corridor)
+        return self._care * cost + 100 * (cell == keep_free or cell in self._corridor)
+
+
+def _draft(level: Any, goal: Any) -> list[Move]:
+    for care in (1, 2, 8):
+        try:
+            return Draft(level, goal, care).moves()
+        except NoWayError:
+            continue
+    raise EnvError("babyai's oracle sees no way to reach the goal from here: start the item again")
 
 
 class Oracle:
@@ -284,12 +297,7 @@ class Oracle:
         """The action of `menu` that goes furthest along the plan."""
         goal = next_goal(self._level.instrs)
         if goal is not self._goal or not self._moves:
-            try:
-                self._moves = Draft(self._level, goal).moves()
-            except NoWayError:
-                raise EnvError(
-                    "babyai's oracle sees no way to reach the goal from here: start the item again"
-                ) from None
+            self._moves = _draft(self._level, goal)
             self._goal = goal
         walk = Simulation(self._level)
         distance_of = {}

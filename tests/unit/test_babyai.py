@@ -1,0 +1,391 @@
+"""BabyAI: deterministic items, an honest menu, an oracle that wins, and text that cannot break it."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
+from agentgym_rl.environment.envs.babyai import BabyAI
+from agentgym_rl.environment.envs.babyai.levels import LEVELS, minigrid_levels
+from agentgym_rl.environment.envs.babyai.view import HALF, SIZE, look
+from agentgym_rl.errors import EnvError
+
+NUMBERS = {name: number for number, (name, _, _) in enumerate(LEVELS)}
+
+
+def item_of(level: str, seed: int) -> int:
+    return seed * len(LEVELS) + NUMBERS[level]
+
+
+@pytest.fixture
+def env() -> BabyAI:
+    return BabyAI()
+
+
+def play_at_random(env: BabyAI, item: int, num_turns: int) -> list[str]:
+    """Observations and keys of an episode of uniformly random listed actions."""
+    choose = random.Random(item)
+    seen = [env.reset(item), env.state_key()]
+    for _ in range(num_turns):
+        step = env.step(choose.choice(env.actions()))
+        assert step.info["valid"]
+        seen += [step.observation, env.state_key()]
+        if step.done:
+            break
+    return seen
+
+
+def test_implements_every_optional_protocol(env: BabyAI) -> None:
+    for protocol in (HasActions, HasOracle, HasStateKey, HasRender):
+        assert isinstance(env, protocol)
+
+
+def test_levels_are_those_minigrid_registers() -> None:
+    import gymnasium
+
+    minigrid_levels()
+    for name, class_name, arguments in LEVELS:
+        registered = [spec for key, spec in gymnasium.registry.items() if key.startswith(f"BabyAI-{name}-v")]
+        assert len(registered) == 1, name
+        assert registered[0].entry_point == f"minigrid.envs.babyai:{class_name}"
+        assert {key: value for key, value in registered[0].kwargs.items() if key not in arguments} == {}, name
+        assert registered[0].kwargs == arguments
+
+
+def test_splits_are_disjoint_and_subsets_cover_the_published_ones() -> None:
+    train, test = BabyAI.splits["train"], BabyAI.splits["test"]
+    assert not set(train) & set(test)
+    assert test == range(4000)
+    counted = dict.fromkeys(BabyAI.subsets, 0)
+    for item in range(40):
+        for name in BabyAI.subsets_of(item):
+            counted[name] += 1
+    assert counted.pop("GoTo") == 11
+    assert counted.pop("Pickup") == 3
+    assert set(counted.values()) == {1}
+    assert len(counted) == 40
+    assert BabyAI.subsets_of(item_of("Pickup", 5)) == ("Pickup", "PickupLevel17")
+    assert BabyAI.subsets_of(item_of("GoToDoor", 9)) == ("GoTo", "GoToDoor")
+    assert BabyAI.subsets_of(item_of("SynthLoc", 1)) == ("SynthLoc",)
+
+
+@pytest.mark.parametrize("item", [-1, 400_000])
+def test_items_outside_every_split_are_refused(env: BabyAI, item: int) -> None:
+    with pytest.raises(IndexError, match="399999"):
+        env.reset(item)
+
+
+def test_every_level_plays_and_every_listed_action_is_valid(env: BabyAI) -> None:
+    for number in range(len(LEVELS)):
+        for seed in (0, 1, 150):
+            play_at_random(env, seed * len(LEVELS) + number, num_turns=12)
+
+
+def test_each_listed_action_is_valid_from_the_same_state(env: BabyAI) -> None:
+    for level in ("GoToLocalS8N7", "ActionObjDoor", "BossLevel", "KeyInBox"):
+        item = item_of(level, 2)
+        env.reset(item)
+        for action in env.actions():
+            observation = env.reset(item)
+            assert f'"{action}"' in observation
+            assert env.step(action).info["valid"], action
+
+
+def test_the_listed_actions_are_exactly_those_of_the_observation(env: BabyAI) -> None:
+    for number in range(len(LEVELS)):
+        listed = env.reset(number + 80).split("The available actions are: ")[1]
+        assert listed == ", ".join(f'"{action}"' for action in env.actions()) + "."
+
+
+PROGRAM = """
+import hashlib, random
+from agentgym_rl.environment.envs.babyai import BabyAI
+env, digest = BabyAI(), hashlib.sha256()
+for item in range(4000, 4040):
+    choose = random.Random(item)
+    digest.update(env.reset(item).encode())
+    for _ in range(6):
+        step = env.step(choose.choice([env.oracle(), *(action for action in env.actions() if action != "toggle")]))
+        digest.update((step.observation + env.state_key()).encode())
+        if step.done:
+            break
+print(digest.hexdigest())
+"""
+
+
+def test_items_are_the_same_in_every_process_and_nothing_else_is_printed() -> None:
+    outputs = set()
+    for hash_seed in ("0", "1", "random"):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr == ""
+        outputs.add(done.stdout)
+    assert len(outputs) == 1
+    assert len(outputs.pop().split()) == 1
+
+
+def test_sight_agrees_with_minigrid(env: BabyAI) -> None:
+    compared = 0
+    for number in range(len(LEVELS)):
+        play_at_random(env, number + 40, num_turns=5)
+        _, mask = env._level.gen_obs_grid()
+        view = look(env._level)
+        for cell, seen in enumerate(view.visible):
+            forward, side = cell // SIZE, cell % SIZE - HALF
+            assert bool(mask[side + HALF, SIZE - 1 - forward]) == seen
+            compared += 1
+    assert compared == 40 * SIZE * SIZE
+
+
+def test_the_oracle_wins_every_level(env: BabyAI) -> None:
+    for number, (name, _, _) in enumerate(LEVELS):
+        for seed in (0, 3, 14, 200):
+            env.reset(seed * len(LEVELS) + number)
+            while not (step := env.step(env.oracle())).done:
+                assert step.info["valid"], name
+                assert step.reward == 0.0
+            assert step.info == {"valid": True, "success": True}, (name, seed)
+            assert step.reward == 1.0
+
+
+def test_the_oracle_wins_after_random_play(env: BabyAI) -> None:
+    """It advises from any state, also one it did not bring about: carrying things, doors open, half a mission done."""
+    won = played = 0
+    for level in (
+        "GoToSeqS5R2",
+        "Open",
+        "Pickup",
+        "UnlockLocalDist",
+        "MoveTwoAcrossS8N9",
+        "SynthLoc",
+        "BossLevelNoUnlock",
+    ):
+        for seed in range(3):
+            choose = random.Random(seed)
+            env.reset(item_of(level, seed))
+            step = None
+            for _ in range(5):
+                # Opening a box destroys what the mission may need.
+                step = env.step(choose.choice([action for action in env.actions() if action != "toggle"]))
+                if step.done:
+                    break
+            assert step is not None
+            if step.done:
+                continue
+            while not (step := env.step(env.oracle())).done:
+                pass
+            played += 1
+            won += step.info["success"]
+    assert played >= 12
+    assert won == played
+
+
+def test_the_oracle_opens_a_box_it_finds_in_hand(env: BabyAI) -> None:
+    env.reset(item_of("KeyInBox", 102))
+    assert env.step("pick up red box 1").info["valid"]
+    while not (step := env.step(env.oracle())).done:
+        pass
+    assert step.info["success"]
+
+
+def test_the_oracle_says_when_nothing_can_be_done(env: BabyAI) -> None:
+    env.reset(item_of("PutNextLocalS6N4", 0))
+    mission = env._level.mission
+    assert "put the" in mission
+    moved = env._level.instrs.desc_move.obj_set[0]
+    env._level.grid.set(*moved.cur_pos, None)
+    with pytest.raises(EnvError, match="no way"):
+        env.oracle()
+
+
+def test_asking_the_oracle_changes_nothing(env: BabyAI) -> None:
+    env.reset(item_of("BossLevel", 1))
+    before = env.state_key()
+    assert env.oracle() == env.oracle()
+    assert env.state_key() == before
+
+
+def test_the_second_of_two_strict_doors_can_be_opened_and_a_wrong_one_still_loses(env: BabyAI) -> None:
+    goals = {"before": 0, "wrong": 0}
+    for seed in range(12):
+        observation = env.reset(item_of("OpenDoorsOrderN4Debug", seed))
+        if ", then" in observation:
+            while not (step := env.step(env.oracle())).done:
+                pass
+            assert step.info["success"]
+            goals["before"] += 1
+        elif "after you" not in observation:
+            goal = observation.split("open the ")[1].split(" door")[0]
+            wrong = [a for a in env.actions() if a.startswith("toggle and") and goal not in a]
+            if wrong:
+                step = env.step(wrong[0])
+                assert step.done
+                assert step.reward == 0.0
+                assert not step.info["success"]
+                assert step.observation == "You failed the goal."
+                goals["wrong"] += 1
+    assert goals["before"]
+    assert goals["wrong"]
+
+
+def test_go_to_ends_facing_the_object_and_counts(env: BabyAI) -> None:
+    observation = env.reset(item_of("GoToObjS6", 0))
+    assert observation == (
+        "Your goal: go to the blue key.\n"
+        "There is a blue key 1 2 steps in front of you and 1 steps to your left. "
+        "There is a wall 4 steps in front of you. You carry nothing.\n"
+        'The available actions are: "turn left", "turn right", "move forward", "go to blue key 1", '
+        '"pick up blue key 1".'
+    )
+    step = env.step("go to blue key 1")
+    assert step.done
+    assert step.reward == 1.0
+    assert step.info["success"]
+    assert env.actions() == []
+
+
+def test_carrying_dropping_and_doors(env: BabyAI) -> None:
+    env.reset(item_of("UnlockLocalDist", 0))
+    while not (action := env.oracle()).startswith("pick up"):
+        env.step(action)
+    observation = env.step(action).observation
+    assert f"You carry a {action.removeprefix('pick up ').removesuffix(' 1')}." in observation
+    assert not any(listed.startswith("pick up") for listed in env.actions())
+    refused = env.step("pick up purple ball 1")
+    assert not refused.info["valid"]
+    while "drop" not in env.actions():
+        env.step("turn left")
+    assert "You carry nothing." in env.step("drop").observation
+    assert env.step("drop").observation.startswith("You carry nothing.\n")
+
+
+def test_the_step_limit_ends_the_episode_without_success(env: BabyAI) -> None:
+    env.reset(item_of("GoToObjS6", 0))
+    turns = 0
+    step = env.step("turn left")
+    while not step.done:
+        # Left and right in turn, so that the goal is never faced.
+        step = env.step("turn right" if turns % 2 == 0 else "turn left")
+        turns += 1
+    assert step.observation == "You ran out of steps."
+    assert step.reward == 0.0
+    assert step.info == {"valid": True, "success": False}
+
+
+HOSTILE = [
+    "",
+    " ",
+    "\x00\x07\x1b[31m",
+    "go to " + "a" * 10_000,
+    "🐍" * 10_000,
+    "go to blue key 999999999999999999999",
+    "go to blue key 1\u202e",
+    "ＧＯ ＴＯ ｂｌｕｅ ｋｅｙ １",
+    "pick up",
+    "toggle and go through",
+    "__import__('os').system('true')",
+    "go to {name}",
+    "\ud800",
+    "turn left turn left",
+    "drop",
+    "toggle",
+    "go through blue key 1",
+    "toggle and go through blue key 1",
+    "pick up wall 1",
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_what_is_not_listed_is_answered_and_changes_nothing(env: BabyAI, text: str) -> None:
+    observation = env.reset(item_of("GoToObjS6", 0))
+    before = env.state_key()
+    step = env.step(text)
+    assert step.info == {"valid": False}
+    assert (step.reward, step.done) == (0.0, False)
+    assert step.observation.endswith(observation)
+    assert len(step.observation) < len(observation) + 60
+    assert env.state_key() == before
+
+
+def test_random_bytes_never_break_it(env: BabyAI) -> None:
+    choose = random.Random(0)
+    words = ["go", "to", "pick", "up", "toggle", "and", "through", "red", "door", "ball", "1", "2", "\n", "\x00", "é"]
+    env.reset(item_of("BossLevel", 4))
+    for _ in range(2000):
+        step = env.step(" ".join(choose.choices(words, k=choose.randrange(8))))
+        assert isinstance(step.observation, str)
+        if step.done:
+            env.reset(item_of("BossLevel", 4))
+
+
+def test_case_spaces_quotes_and_a_full_stop_are_forgiven(env: BabyAI) -> None:
+    env.reset(item_of("GoToObjS6", 0))
+    assert env.step('  "Turn   LEFT". \n').info["valid"]
+
+
+def test_state_keys_tell_states_apart(env: BabyAI) -> None:
+    item = item_of("ActionObjDoor", 0)
+    env.reset(item)
+    start = env.state_key()
+    env.step("turn left")
+    turned = env.state_key()
+    assert turned != start
+    env.step("turn right")
+    assert env.state_key() == start
+    env.step("pick up red ball 1")
+    held = env.state_key()
+    assert held not in (start, turned)
+    env.reset(item)
+    env.step("pick up red ball 1")
+    assert env.state_key() == held
+    env.reset(item + 40)
+    assert env.state_key() != start
+
+
+def test_state_keys_see_mission_progress(env: BabyAI) -> None:
+    """Two states with one and the same grid and agent, one with the first half of the mission done."""
+    for seed in range(30):
+        env.reset(item_of("GoToSeqS5R2", seed))
+        if type(env._level.instrs).__name__ == "GoToInstr":
+            continue
+        before = env.state_key()
+        sequence = env._level.instrs
+        sequence.a_done = "success"
+        assert env.state_key() != before
+        return
+    pytest.fail("no mission of two parts among 30 seeds")
+
+
+def test_render_is_an_svg_with_the_mission(env: BabyAI) -> None:
+    for level in ("KeyInBox", "BossLevel"):
+        env.reset(item_of(level, 1))
+        root = ElementTree.fromstring(env.render())
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        caption = " ".join(node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text"))
+        assert env._level.mission in caption
+
+
+def test_a_finished_or_closed_episode_asks_for_reset(env: BabyAI) -> None:
+    for call in (lambda: env.step("turn left"), env.oracle, env.state_key, env.render):
+        with pytest.raises(EnvError, match="call reset"):
+            call()
+    env.reset(item_of("GoToObjS6", 0))
+    env.step("go to blue key 1")
+    assert env.render()
+    with pytest.raises(EnvError, match="call reset"):
+        env.step("turn left")
+    env.close()
+    with pytest.raises(EnvError, match="call reset"):
+        env.render()
+    assert env.reset(0)
