@@ -353,8 +353,8 @@ def create_app(
     environments: Mapping[str, Callable[[], TextEnv]],
     *,
     token: str | None = None,
-    max_sessions: int = 1024,
-    idle_timeout_s: float = 3600.0,
+    max_sessions: int = 4096,
+    idle_timeout_s: float = 1800.0,
     step_timeout_s: float = 60.0,
     max_request_bytes: int = 1 << 20,
 ) -> FastAPI:
