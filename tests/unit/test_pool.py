@@ -20,14 +20,14 @@ ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThrea
 
 @pytest.fixture(scope="module")
 def server():
-    with server_in_thread(ALL, step_timeout_s=0.3) as running:
+    with server_in_thread(ALL, step_timeout_s=1.0) as running:
         yield running
 
 
 @pytest.fixture(params=["local", "remote"])
 async def pool(request, server):
     if request.param == "local":
-        pool = LocalPool(ALL, max_sessions=64, timeout_s=0.3)
+        pool = LocalPool(ALL, max_sessions=64, timeout_s=1.0)
     else:
         pool = RemotePool({name: f"{server.url}/{name}" for name in ALL}, max_sessions=64, timeout_s=20)
     yield pool
@@ -168,13 +168,13 @@ async def test_an_environment_that_hangs(pool):
     session = await pool.open("hanging")
     await session.reset(0)
     begun = time.monotonic()
-    with pytest.raises(EnvTimeout, match=r"deadline of 0\.3 s"):
+    with pytest.raises(EnvTimeout, match=r"deadline of 1 s"):
         await session.step("hang")
-    assert time.monotonic() - begun < 2
+    assert time.monotonic() - begun < 4
     with pytest.raises(EnvError):
         await session.step("up")
     await session.close()
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 6
     assert pool.num_open == 0
     # The thread closes its environment when it comes back at last.
     alive = Hanging.num_alive
@@ -351,6 +351,6 @@ async def test_a_server_killed_while_it_steps():
         with pytest.raises(EnvUnavailable, match="broke off before it answered"):
             await step
         await session.close()
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 6
         assert pool.num_open == 0
         await pool.close()

@@ -21,7 +21,7 @@ ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThrea
 
 @pytest.fixture(scope="module")
 def server():
-    with server_in_thread(ALL, step_timeout_s=0.3, max_request_bytes=10_000) as running:
+    with server_in_thread(ALL, step_timeout_s=1.0, max_request_bytes=10_000) as running:
         yield running
 
 
@@ -164,8 +164,8 @@ def test_a_step_past_its_deadline(http, server):
     num_open = server.sessions.num_open
     session_id = started(http, "hanging")
     begun = time.monotonic()
-    refused(http.post("/hanging/step", json={"id": session_id, "action": "hang"}), 504, "deadline of 0.3 s")
-    assert time.monotonic() - begun < 2
+    refused(http.post("/hanging/step", json={"id": session_id, "action": "hang"}), 504, "deadline of 1 s")
+    assert time.monotonic() - begun < 4
     refused(http.post("/hanging/step", json={"id": session_id, "action": "up"}), 404, str(session_id))
     assert server.sessions.counts["timed_out"] == before + 1
     assert server.sessions.num_open == num_open
