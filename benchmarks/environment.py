@@ -39,7 +39,7 @@ ENV = "textcraft"
 NUM_SOLUTIONS = 64
 WARM_UP_S = 0.3
 PEER = {"steps_per_s": 1300.0, "p50_ms": 45.0, "p99_ms": 92.0}
-"""AgentGym's own TextCraft server in the same arrangement on two cores, measured earlier and perhaps on another machine."""
+"""AgentGym's own TextCraft server, same arrangement, two cores: an earlier figure, perhaps of another machine."""
 
 SERVER = "import sys; from agentgym_rl.environment.server import serve; serve(sys.argv[2:], port=int(sys.argv[1]))"
 FLOOR = """
@@ -242,7 +242,7 @@ def main() -> None:
         ratio = result.steps_per_s / PEER["steps_per_s"]
         print(f"{result.name:28}{result.steps_per_s:10,.0f}{result.p50_ms:9.2f}{result.p99_ms:9.2f}{ratio:9.1f}")
     print(
-        "The peer's line is an earlier figure (same arrangement, two cores, perhaps another machine); the rest is from now."
+        "The peer's line is an earlier figure (same arrangement, two cores, perhaps another machine); the rest is new."
     )
     if options.out:
         figures = {
