@@ -25,6 +25,8 @@ from transformers import (
 
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.native.decoder import why_unsupported
+from agentgym_rl.agent.engines.native.grouping import GROUP_TOKENS, group_rows
+from agentgym_rl.agent.engines.native.runner import Row
 from agentgym_rl.agent.engines.native.sampling import uniforms
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
@@ -460,7 +462,7 @@ async def test_a_failing_step_fails_its_requests_and_leaves_the_engine_usable() 
 
 async def test_non_finite_keys_do_not_outlive_their_request() -> None:
     model = make_model("llama")
-    engine = NativeEngine(model, max_sessions=1)
+    engine = NativeEngine(model, max_sessions=2)
     healthy = model.model.embed_tokens.weight.detach().clone()
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
@@ -468,9 +470,38 @@ async def test_non_finite_keys_do_not_outlive_their_request() -> None:
         await engine.generate(prompt(40), Sampling(3), "a")
     with torch.no_grad():
         model.model.embed_tokens.weight.copy_(healthy)
-    short, longer = prompt(3), prompt(3) + prompt(9, 1)
-    for ids in (short, longer):
-        assert (await engine.generate(ids, Sampling(3, temperature=0), "b")).token_ids == greedy(model, ids, 3)
+    # The short one takes the slot; the long one beside it makes attention read past the short one's end.
+    prompts = [prompt(3), prompt(30)]
+    done = await asyncio.gather(*(engine.generate(ids, Sampling(4, temperature=0), str(len(ids))) for ids in prompts))
+    for ids, completion in zip(prompts, done, strict=True):
+        assert completion.token_ids == greedy(model, ids, 4)
+
+
+async def test_identical_prompts_are_computed_once_and_go_their_own_ways() -> None:
+    model = make_model("qwen2")
+    engine = NativeEngine(model)
+    ids = prompt(33)
+    done = await asyncio.gather(*(engine.generate(ids, Sampling(8, seed=i), str(i)) for i in range(5)))
+    assert len({tuple(c.token_ids) for c in done}) == 5
+    for completion in done:
+        assert_logprobs(model, ids, completion)
+    stats = engine.stats()
+    assert (stats["prompt_tokens_computed"], stats["prompt_tokens_shared"], stats["steps"]) == (33, 4 * 33, 8)
+
+
+def test_groups_hold_every_row_once_and_little_padding() -> None:
+    rng = random.Random(0)
+    rows = []
+    for slot in range(200):
+        start = rng.choice([0, rng.randint(1, 300)])
+        rows.append(Row(slot, [0] * (start + rng.choice([1, rng.randint(20, 120)])), start))
+    groups = group_rows(rows)
+    assert sorted(place for group in groups for place in group.places) == list(range(200))
+    assert all(rows[place] is row for group in groups for place, row in zip(group.places, group.rows, strict=True))
+    assert all(group.num_new == 1 or group.num_new * len(group.rows) <= GROUP_TOKENS for group in groups)
+    padded = sum(group.num_new * len(group.rows) for group in groups)
+    assert padded < 1.2 * sum(len(row.token_ids) - row.start for row in rows)
+    assert len(groups) < 20
 
 
 async def test_a_failing_decode_fails_only_its_request() -> None:
