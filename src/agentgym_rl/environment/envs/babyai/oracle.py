@@ -312,7 +312,8 @@ class Oracle:
                 if not trial.do(move):
                     break
             distance = distance_of.get(trial.signature, 0)
-            if distance > self._advised_moves:
+            # Where a single move and an object's name lead to the same end of the plan, the name says more.
+            if distance > self._advised_moves or distance == self._advised_moves == len(self._moves):
                 self._advice, self._advised_moves = action, distance
         if not self._advice:
             raise EnvError(f"babyai's oracle planned {self._moves[0].name}, which no available action does: report it")
