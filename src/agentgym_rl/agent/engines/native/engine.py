@@ -227,8 +227,7 @@ class NativeEngine:
                 logits, num_computed = self._runner.forward(rows)
             tokens, logprobs = self._sample(requests, logits)
         except Exception as error:
-            # One of the three catching boundaries would be too far away: the other requests' callers are not on this
-            # stack, and each of them must be told.
+            # Caught here and not higher: the callers are not on this stack, and each of them must be told.
             self._fail(requests, f"A step of the model failed: {type(error).__name__}: {error}", error)
             return
         num_asked = sum(len(row.token_ids) - row.start for row in rows)
