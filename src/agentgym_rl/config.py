@@ -42,8 +42,8 @@ class EnvironmentConfig(_Section):
     name: str
     url: str | None = None
     """Base address of a server that serves it; None plays it in this process."""
-    token: str | None = None
-    """Bearer token of that server."""
+    token_variable: str | None = None
+    """Name of the environment variable that holds the server's bearer token; the token itself is never written down."""
     split: str = "train"
     subsets: tuple[str, ...] = ()
     """Subsets to draw items from; empty for all."""
@@ -105,7 +105,7 @@ class Config(_Section):
 
     name: str = Field("run", pattern=r"^[\w.-]+$")
     run_dir: str | None = None
-    """Where the run is kept; runs/<name> by default."""
+    """Where the run is kept; by default runs/<name>, or runs/<name>-2 and so on when that is taken."""
     seed: int = 0
     threads: int = Field(0, ge=0)
     """Torch threads on the CPU; 0 leaves torch's own choice."""
@@ -130,9 +130,16 @@ class Config(_Section):
             raise ValueError(f"rl.group_size: rloo needs groups of at least 2, got {self.rl.group_size}")
         return self
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.run_dir) if self.run_dir else Path("runs") / self.name
+    def folder(self, *, resume: bool) -> Path:
+        """Where to keep this run: a fresh place, or with `resume` the newest that holds a run of this name."""
+        if self.run_dir:
+            return Path(self.run_dir)
+        fresh, number = Path("runs") / self.name, 1
+        newest = fresh
+        while fresh.exists():
+            newest, number = fresh, number + 1
+            fresh = Path("runs") / f"{self.name}-{number}"
+        return newest if resume else fresh
 
 
 def load_config(path: Path | None, overrides: list[str]) -> Config:

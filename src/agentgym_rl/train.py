@@ -51,6 +51,7 @@ async def train(
             may_change=MAY_CHANGE_ON_RESUME,
             trackers=config.trackers,
         ) as log:
+            log.set_status("running", steps=config.rl.steps)
             run = await _prepare(config, pool, log, console)
             try:
                 return await run.finish()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ class EnvironmentsPool:
             if env.url is None:
                 self._pools[env.name] = LocalPool({env.name: catalog.load(env.name)}, **common)
             else:
-                self._pools[env.name] = RemotePool({env.name: env.url}, env.token, **common)
+                self._pools[env.name] = RemotePool({env.name: env.url}, _token(env), **common)
 
     @property
     def num_open(self) -> int:
@@ -51,6 +52,16 @@ class EnvironmentsPool:
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+
+def _token(env: EnvironmentConfig) -> str | None:
+    if env.token_variable is None:
+        return None
+    if env.token_variable not in os.environ:
+        raise ConfigError(
+            f"environment {env.name}: the variable {env.token_variable} should hold its token, it is not set"
+        )
+    return os.environ[env.token_variable]
 
 
 def choose_device(model: ModelConfig) -> tuple[str, torch.dtype]:

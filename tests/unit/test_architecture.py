@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "viewer": LEAVES,
     "wiring": ALL,
     "train": ALL,
+    "play": ALL,
     "cli": ALL,
     "__main__": ALL,
 }

@@ -45,6 +45,18 @@ def export(model: Any, tokenizer: Any, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def export_checkpoint(root: Path, step: int | None, folder: Path) -> None:
+    """Copy the model of one checkpoint, the last by default, out of a run."""
+    found = list_checkpoints(root)
+    wanted = [path for path in found if step is None or path.name == f"step_{step:06d}"]
+    if not wanted:
+        there = ", ".join(path.name for path in found) or "none"
+        raise ConfigError(f"{root} has no checkpoint{'' if step is None else f' of step {step}'}: there is {there}")
+    if folder.exists():
+        raise ConfigError(f"{folder} exists already: choose another folder")
+    shutil.copytree(wanted[-1] / "model", folder)
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """Complete checkpoints, oldest first."""
     found = [(int(m[1]), path) for path in root.glob("step_*") if (m := _NAME.fullmatch(path.name))]

@@ -22,6 +22,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
+FREQUENT = 0.0005
+"""Share of a text's words that a pair must make up to become one token."""
 _WORD = r"[^\W\d_]+|\d"
 """Words and single digits; punctuation and line breaks are dropped."""
 
@@ -53,26 +55,44 @@ def build_tokenizer(texts: Iterable[str]) -> Any:
 
 
 def _phrases(lines: list[list[str]]) -> list[str]:
-    """Glue neighbouring words while one of the two hardly ever appears without the other."""
-    while True:
-        singles = Counter(word for line in lines for word in line)
-        pairs = Counter(pair for line in lines for pair in pairwise(line) if all(w[0].isalpha() for w in pair))
-        glued = [
-            (count, a, b)
-            for (a, b), count in pairs.items()
-            if count >= 20 and a != b and count >= 0.995 * min(singles[a], singles[b])
-        ]
-        if not glued:
-            return sorted(word for word in singles if " " in word)
-        _, first, second = min(glued, key=lambda row: (-row[0], row[1], row[2]))
-        lines = [_glue(line, first, second) for line in lines]
+    """Glue neighbouring words while one of the two hardly ever appears without the other, then frequent pairs.
+
+    The pairs are of single words that are left (`red ball`), so that a name is one token to look up and to say.
+    """
+    for choose in (_never_part, _frequent):
+        while pair := choose(lines):
+            lines = [_glue(line, pair) for line in lines]
+    return sorted({word for line in lines for word in line if " " in word})
 
 
-def _glue(line: list[str], first: str, second: str) -> list[str]:
+def _never_part(lines: list[list[str]]) -> tuple[str, str] | None:
+    """The most frequent pair of which one word appears almost only beside the other."""
+    singles = Counter(word for line in lines for word in line)
+    counted = [
+        (-count, a, b)
+        for (a, b), count in _pairs(lines).items()
+        if count >= 20 and a != b and count >= 0.995 * min(singles[a], singles[b])
+    ]
+    return min(counted)[1:] if counted else None
+
+
+def _frequent(lines: list[list[str]]) -> tuple[str, str] | None:
+    """The most frequent pair of single words, if it makes up enough of the text."""
+    least = FREQUENT * sum(map(len, lines))
+    counted = [(-n, a, b) for (a, b), n in _pairs(lines).items() if n >= least and " " not in a and " " not in b]
+    return min(counted)[1:] if counted else None
+
+
+def _pairs(lines: list[list[str]]) -> Counter[tuple[str, str]]:
+    """How often two words, no digits, stand side by side."""
+    return Counter(pair for line in lines for pair in pairwise(line) if pair[0][0].isalpha() and pair[1][0].isalpha())
+
+
+def _glue(line: list[str], pair: tuple[str, str]) -> list[str]:
     result: list[str] = []
     for word in line:
-        if result and result[-1] == first and word == second:
-            result[-1] = f"{first} {second}"
+        if result and (result[-1], word) == pair:
+            result[-1] = f"{result[-1]} {word}"
         else:
             result.append(word)
     return result

@@ -48,6 +48,9 @@ class SFTSettings:
     epochs: int = 1
     batch_size: int = 32
     """Demonstrations per update."""
+    loss_on: Literal["replies", "everything"] = "replies"
+    """What is imitated. `everything` also learns to predict observations: a model from nothing learns to read that way,
+    because an observation repeats itself (what is in view comes again in the list of actions)."""
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
 
 

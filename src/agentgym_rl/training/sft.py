@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from agentgym_rl.errors import ConfigError
@@ -19,6 +20,8 @@ def train_sft(
     samples = [s for s in samples if any(s.loss_mask)]
     if not samples:
         raise ConfigError("no demonstration to imitate: every one is empty or has no assistant turn")
+    if settings.loss_on == "everything":
+        samples = [replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in samples]
     starts = range(0, len(samples), settings.batch_size)
     imitator = Imitator(model, settings.optimizer, settings.epochs * len(starts))
     for epoch in range(settings.epochs):

@@ -1,0 +1,135 @@
+"""The command line: parse, wire, call."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from agentgym_rl.errors import AgentGymError, ConfigError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train LLM agents by multi-turn reinforcement learning.",
+)
+
+Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as key=value, for example rl.steps=50")]
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="TOML file, for example recipes/quickstart.toml")],
+    overrides: Overrides = None,
+    resume: Annotated[bool, typer.Option(help="Go on with the run where its last checkpoint is")] = False,
+) -> None:
+    """Train an agent as a recipe says."""
+    from agentgym_rl.config import load_config
+
+    config = load_config(recipe, overrides or [])
+    folder = config.folder(resume=resume)
+    from agentgym_rl.train import train as run
+
+    asyncio.run(run(config, folder, resume=resume))
+
+
+@app.command()
+def envs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
+    """List the environments, their items and subsets."""
+    from agentgym_rl.environment import catalog
+
+    rows = [_describe(name, entry) for name, entry in catalog.CATALOG.items()]
+    if as_json:
+        print(json.dumps(rows, indent=2))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("environment", "what it is", "items", "subsets", "licence of its data", box=None, pad_edge=False)
+    for row in rows:
+        items = ", ".join(f"{split} {count}" for split, count in row["splits"].items()) or row["missing"]
+        table.add_row(row["name"], row["summary"], items, ", ".join(row["subsets"]), row["licence"])
+    Console().print(table)
+
+
+def _describe(name: str, entry: Any) -> dict[str, Any]:
+    from agentgym_rl.environment import catalog
+
+    row: dict[str, Any] = {"name": name, "summary": entry.summary, "licence": entry.licence, "extra": entry.extra}
+    try:
+        env = catalog.load(name)
+    except ConfigError as error:
+        return row | {"installed": False, "missing": str(error), "splits": {}, "subsets": []}
+    splits = {split: len(items) for split, items in env.splits.items()}
+    return row | {"installed": True, "missing": "", "splits": splits, "subsets": list(env.subsets)}
+
+
+@app.command()
+def serve(
+    names: Annotated[list[str], typer.Argument(help="Environments to serve, for example textcraft babyai")],
+    host: Annotated[str, typer.Option(help="Address to bind; anything but loopback needs a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 36001,
+    token: Annotated[str | None, typer.Option(envvar="AGENTGYM_RL_TOKEN", help="Bearer token to demand")] = None,
+    max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at once")] = 4096,
+    idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
+) -> None:
+    """Serve environments over HTTP."""
+    from agentgym_rl.environment.server import serve as run
+
+    run(names, host, port, token=token, max_sessions=max_sessions, idle_timeout_s=idle_timeout)
+
+
+@app.command()
+def play(
+    name: Annotated[str, typer.Argument(help="Environment, for example textcraft")],
+    item: Annotated[int, typer.Option(help="Which item")] = 0,
+    max_turns: Annotated[int, typer.Option(min=1)] = 30,
+    oracle: Annotated[bool, typer.Option(help="Let the oracle play")] = False,
+) -> None:
+    """Play an item by hand in the terminal."""
+    from agentgym_rl.play import play as run
+
+    asyncio.run(run(name, item, max_turns, oracle=oracle))
+
+
+@app.command()
+def show(
+    run: Annotated[Path, typer.Argument(help="A run directory, or one file of its trajectories")],
+    step: Annotated[int | None, typer.Option(help="Training step; the last by default")] = None,
+    number: Annotated[int, typer.Option("--number", "-n", min=1, help="How many episodes")] = 3,
+    success: Annotated[bool | None, typer.Option("--success/--failure", help="Only these")] = None,
+) -> None:
+    """Print trajectories of a run."""
+    from agentgym_rl.play import show as print_trajectories
+
+    print_trajectories(run, step, number, success)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory")],
+    folder: Annotated[Path, typer.Argument(help="Where to write the Hugging Face folder")],
+    step: Annotated[int | None, typer.Option(help="Which checkpoint; the last by default")] = None,
+) -> None:
+    """Copy a checkpoint's model as a Hugging Face folder."""
+    from agentgym_rl.training.checkpoint import export_checkpoint
+
+    export_checkpoint(run / "checkpoints", step, folder)
+    print(f"wrote {folder}")
+
+
+def main() -> None:
+    """Entry point: errors raised on purpose become one line."""
+    try:
+        app(standalone_mode=True)
+    except AgentGymError as error:
+        print(f"agentgym-rl: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)
+    except KeyboardInterrupt:
+        print("agentgym-rl: stopped", file=sys.stderr)
+        sys.exit(130)
