@@ -1,0 +1,133 @@
+"""Maze as a text game."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import ClassVar
+
+from agentgym_rl.environment.envs.maze import layout
+from agentgym_rl.environment.envs.maze.picture import draw
+from agentgym_rl.errors import EnvError
+from agentgym_rl.types import Step
+
+INSTRUCTION = """\
+You are in a maze of square rooms and look for the goal. Each turn you are told where the goal is, where you are, \
+and on which sides of you there are walls. Rows are counted from the top, columns from the left, both from 1. You cannot see \
+further than your own room, so remember where you have been.
+
+Reply with exactly one of these actions: move up, move down, move left, move right. Moving up makes the row smaller, \
+moving left makes the column smaller. Where there is a wall you stay where you are."""
+
+_SIDES = {"up": "above you", "down": "below you", "left": "to your left", "right": "to your right"}
+_MAX_CHARS = 200
+_UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
+
+
+class Maze:
+    """101,000 mazes of five sizes. Implements TextEnv."""
+
+    name: ClassVar[str] = "maze"
+    instruction: ClassVar[str] = INSTRUCTION
+    splits: ClassVar[Mapping[str, range]] = layout.SPLITS
+    subsets: ClassVar[tuple[str, ...]] = layout.SUBSETS
+    cheap: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._item = -1
+        self._layout: layout.Layout
+        self._path: list[layout.Cell] = []
+        """Where the player has been, now included."""
+        self._playing = False
+
+    @classmethod
+    def subsets_of(cls, item: int) -> tuple[str, ...]:
+        return (f"size{layout.size_of(_known(item))}",)
+
+    def reset(self, item: int) -> str:
+        self._layout = layout.layout(_known(item))
+        self._item = item
+        self._path = [self._layout.start]
+        self._playing = True
+        return self._observation()
+
+    def step(self, text: str) -> Step:
+        self._require_playing()
+        way = _read_move(text)
+        if way is None:
+            reason = f"Could not understand {_quote(text)}. The actions are: {', '.join(map(_action, layout.MOVES))}."
+            return Step(f"{reason}\n{self._observation()}", info={"valid": False})
+        if way not in self._layout.exits[self._path[-1]]:
+            reason = f"There is a wall {_SIDES[way]}: you stay where you are."
+            return Step(f"{reason}\n{self._observation()}", info={"valid": False})
+        self._path.append(layout.neighbour(self._path[-1], way))
+        if self._path[-1] != self._layout.goal:
+            return Step(self._observation(), info={"valid": True})
+        self._playing = False
+        return Step("You reached the goal.", 1.0, True, {"valid": True, "success": True})
+
+    def close(self) -> None:
+        self._playing = False
+
+    def actions(self) -> list[str]:
+        """Moves that no wall is in the way of; empty when the episode is over."""
+        return [_action(way) for way in self._layout.exits[self._path[-1]]] if self._playing else []
+
+    def oracle(self) -> str:
+        """The next move of a shortest way, found with knowledge of the whole maze."""
+        self._require_playing()
+        here, distance = self._path[-1], self._layout.distance
+        return _action(min(self._layout.exits[here], key=lambda way: distance[layout.neighbour(here, way)]))
+
+    def state_key(self) -> str:
+        """`12|3,1`: the item and where the player is."""
+        if self._item < 0:
+            raise EnvError("maze has no state yet: call reset first")
+        row, column = self._path[-1]
+        return f"{self._item}|{row + 1},{column + 1}"
+
+    def render(self) -> str:
+        """An SVG: the maze from above, the way walked so far, the goal."""
+        if self._item < 0:
+            raise EnvError("maze has nothing to draw yet: call reset first")
+        return draw(self._item, self._layout, self._path)
+
+    def _require_playing(self) -> None:
+        if not self._playing:
+            raise EnvError("maze needs a running episode: call reset first")
+
+    def _observation(self) -> str:
+        here = self._path[-1]
+        walls = [side for way, side in _SIDES.items() if way not in self._layout.exits[here]]
+        *most, last = walls or ["nowhere around you"]
+        where = f"{', '.join(most)} and {last}" if most else last
+        return f"The goal is at {_place(self._layout.goal)}. You are at {_place(here)}. There are walls {where}."
+
+
+def _known(item: int) -> int:
+    if not any(item in split for split in layout.SPLITS.values()):
+        raise IndexError(f"maze has items 0 to {layout.SPLITS['train'].stop - 1}, got {item}")
+    return item
+
+
+def _place(cell: layout.Cell) -> str:
+    return f"row {cell[0] + 1}, column {cell[1] + 1}"
+
+
+def _action(way: str) -> str:
+    return f"move {way}"
+
+
+def _read_move(text: str) -> str | None:
+    if len(text) > _MAX_CHARS:
+        return None
+    words = text.strip().strip("\"'`. ").lower().split()
+    return words[1] if len(words) == 2 and words[0] == "move" and words[1] in layout.MOVES else None
+
+
+def _quote(text: str) -> str:
+    """What the player wrote, made safe to repeat: short, and plain characters only."""
+    if len(text) > _MAX_CHARS:
+        return f"{len(text)} characters"
+    plain = _UNPRINTABLE.sub("?", text.strip()) or "nothing"
+    return plain if len(plain) <= 60 else plain[:57] + "..."
