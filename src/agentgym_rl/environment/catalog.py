@@ -38,6 +38,18 @@ def _babyai() -> type[TextEnv]:
     return BabyAI
 
 
+def _wordle() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.wordle import Wordle
+
+    return Wordle
+
+
+def _maze() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.maze import Maze
+
+    return Maze
+
+
 CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
         _textcraft,
@@ -52,6 +64,20 @@ CATALOG: dict[str, Entry] = {
         package="minigrid",
         extra="babyai",
         licence="Apache-2.0 (minigrid)",
+    ),
+    "wordle": Entry(
+        _wordle,
+        "find a five-letter word in six guesses",
+        package="agentgym_rl",
+        extra="",
+        licence="MIT (wonderwords, SymSpell)",
+    ),
+    "maze": Entry(
+        _maze,
+        "find the way through a maze, seeing only the walls around you",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
     ),
 }
 

@@ -13,8 +13,8 @@ from agentgym_rl.types import Step
 
 INSTRUCTION = """\
 You are in a maze of square rooms and look for the goal. Each turn you are told where the goal is, where you are, \
-and on which sides of you there are walls. Rows are counted from the top, columns from the left, both from 1. You cannot see \
-further than your own room, so remember where you have been.
+and on which sides of you there are walls. Rows are counted from the top, columns from the left, both from 1. \
+You cannot see further than your own room, so remember where you have been.
 
 Reply with exactly one of these actions: move up, move down, move left, move right. Moving up makes the row smaller, \
 moving left makes the column smaller. Where there is a wall you stay where you are."""

@@ -75,9 +75,8 @@ def _carve(size: int, rng: random.Random) -> dict[Cell, tuple[str, ...]]:
         _join(joined, cell, way)
         trail.append(neighbour(cell, way))
         seen.add(trail[-1])
-    walls = [
-        (c, way) for c in joined for way in ("down", "right") if neighbour(c, way) in joined and way not in joined[c]
-    ]
+    inner = [(cell, way) for cell in joined for way in ("down", "right") if neighbour(cell, way) in joined]
+    walls = [(cell, way) for cell, way in inner if way not in joined[cell]]
     for cell, way in rng.sample(walls, size // 2):
         _join(joined, cell, way)
     return {cell: tuple(way for way in MOVES if way in ways) for cell, ways in joined.items()}

@@ -64,7 +64,8 @@ def _header(item: int, layout: Layout, path: Sequence[Cell], width: float) -> It
 def _rooms(layout: Layout, path: Sequence[Cell], left: float, side: int) -> Iterator[str]:
     for row, column in layout.exits:
         fill = _SEEN if (row, column) in path else _UNSEEN
-        yield f'<rect x="{left + column * side:g}" y="{_TOP + row * side}" width="{side}" height="{side}" fill="{fill}"/>'
+        x, y = left + column * side, _TOP + row * side
+        yield f'<rect x="{x:g}" y="{y}" width="{side}" height="{side}" fill="{fill}"/>'
 
 
 def _walls(layout: Layout, left: float, side: int) -> Iterator[str]:
@@ -83,5 +84,7 @@ def _walls(layout: Layout, left: float, side: int) -> Iterator[str]:
 
 def _flag(x: float, y: float, side: int) -> Iterator[str]:
     half = side / 4
-    yield f'<path d="M{x - half / 2:g} {y + half:g}v-{2 * half:g}" stroke="{_INK}" stroke-width="2.5" stroke-linecap="round"/>'
-    yield f'<path d="M{x - half / 2:g} {y - half:g}l{1.5 * half:g} {half / 2:g}l-{1.5 * half:g} {half / 2:g}z" fill="{_GOAL}"/>'
+    pole = x - half / 2
+    yield f'<path d="M{pole:g} {y + half:g}v-{2 * half:g}" stroke="{_INK}" stroke-width="2.5" stroke-linecap="round"/>'
+    cloth = f"l{1.5 * half:g} {half / 2:g}l-{1.5 * half:g} {half / 2:g}z"
+    yield f'<path d="M{pole:g} {y - half:g}{cloth}" fill="{_GOAL}"/>'

@@ -64,7 +64,7 @@ def candidates(history: History) -> list[str]:
 
 @lru_cache(maxsize=4096)
 def best_guess(history: History) -> str:
-    """The answer word that splits the candidates into the most parts; among equals, a candidate, then a frequent word."""
+    """The answer that splits the candidates into the most parts; among equals a candidate, then a frequent word."""
     fitting_C = _fitting(history)
     if len(fitting_C) <= 2 or len(history) == MAX_GUESSES - 1:
         return answers()[fitting_C[0]]
