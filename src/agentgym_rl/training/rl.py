@@ -117,13 +117,14 @@ async def _collect(
 
 
 def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:
-    """Tell each horizon how its environment went; one with no usable episode in this step still counts the step."""
+    """Tell each horizon how its environment went."""
     for env, horizon in horizons.items():
         usable = [t for g in groups if g.task.env == env for t in g.usable]
-        count = max(1, len(usable))
-        horizon.advance(
-            sum(t.success for t in usable) / count, sum(t.stop is StopReason.MAX_TURNS for t in usable) / count
-        )
+        if usable:
+            success = sum(t.success for t in usable) / len(usable)
+            horizon.advance(success, sum(t.stop is StopReason.MAX_TURNS for t in usable) / len(usable))
+        else:
+            horizon.advance(None, None)
 
 
 def _times(started: float, collected: float, learned: float, sampled: float) -> dict[str, float]:

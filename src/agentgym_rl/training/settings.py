@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
+
+
+def _require(settings: Any, **least: float) -> None:
+    """ValueError, which a config check reports with its place, unless each named value is at least this."""
+    for name, smallest in least.items():
+        value = getattr(settings, name)
+        if not value >= smallest:
+            raise ValueError(f"{name} must be at least {smallest:g}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +26,14 @@ class ScratchSettings:
     num_layers: int = 4
     num_heads: int = 4
     max_context: int = 2048
+
+    def __post_init__(self) -> None:
+        _require(self, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, max_context=2)
+        if self.hidden_size % (2 * self.num_heads):
+            raise ValueError(
+                f"hidden_size must be a multiple of 2 * num_heads (rotary embeddings pair up a head's width), "
+                f"got {self.hidden_size} and {self.num_heads} heads"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +55,9 @@ class OptimizerSettings:
     micro_batch_tokens: int = 16384
     """Padded tokens per forward and backward pass. Gradients accumulate over passes; results do not depend on it."""
 
+    def __post_init__(self) -> None:
+        _require(self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTSettings:
@@ -52,6 +72,9 @@ class SFTSettings:
     """What is imitated. `everything` also learns to predict observations: a model from nothing learns to read that way,
     because an observation repeats itself (what is in view comes again in the list of actions)."""
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+
+    def __post_init__(self) -> None:
+        _require(self, epochs=1, batch_size=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +111,10 @@ class RLSettings:
     importance_cap: float = 2.0
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
 
+    def __post_init__(self) -> None:
+        _require(self, steps=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
+        _require(self, clip_low=0, clip_high=0, kl_coef=0, importance_cap=1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonSettings:
@@ -107,3 +134,13 @@ class HorizonSettings:
     """adaptive: success that rises by less than this from one window to the next has stalled."""
     min_truncated: float = 0.1
     """adaptive: only expand while at least this share of episodes ends at the horizon."""
+
+    def __post_init__(self) -> None:
+        turns, kind = tuple(self.turns), self.kind
+        count = {"fixed": len(turns) == 1, "linear": len(turns) == 2}.get(kind, len(turns) >= 1)
+        if not count or any(t < 1 for t in turns):
+            wanted = {"fixed": "one number", "linear": "two numbers, first and last"}.get(kind, "one number per stage")
+            raise ValueError(f"a {kind} horizon needs turns = {wanted}, each at least 1, got {list(turns)}")
+        if any(a >= b for a, b in pairwise(turns)):
+            raise ValueError(f"a {kind} horizon needs ascending turns, got {list(turns)}")
+        _require(self, steps_per_stage=1 if kind in ("stepwise", "linear") else 0, window=1)
