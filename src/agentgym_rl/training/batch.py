@@ -83,7 +83,9 @@ def to_batch(
         flat = zero_variance(trajectories)
         batch.groups += 1
         batch.zero_variance_groups += flat
-        advantages = ESTIMATORS[algorithm](trajectories, normalize_std)
+        # Of a group that lost all but one episode to failures nothing can be estimated: that is no variance, no error.
+        nothing = [[0.0] * t.num_turns for t in trajectories]
+        advantages = nothing if flat else ESTIMATORS[algorithm](trajectories, normalize_std)
         kept += [(to_sample(t, a), flat) for t, a in zip(trajectories, advantages, strict=True)]
     weights = token_weights([sample for sample, _ in kept], aggregate)
     for (sample, flat), weight in zip(kept, weights, strict=True):

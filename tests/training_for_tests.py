@@ -1,0 +1,79 @@
+"""Random ragged trajectories and a tiny model for tests of the training module."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory
+
+VOCABULARY = 23
+
+
+def trajectory(
+    seed: int, *, turns: int | None = None, reward: float | None = None, stop: StopReason = StopReason.DONE
+) -> Trajectory:
+    """An episode of 1 to 4 turns with observations and replies of random lengths; the reward is on the last turn."""
+    rng = random.Random(seed)
+    turns = rng.randint(1, 4) if turns is None else turns
+    messages = [Message("system", "s", [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))])]
+    for _ in range(turns):
+        seen = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
+        said = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
+        messages.append(Message("user", "o", seen))
+        messages.append(Message("assistant", "a", said, [math.log(rng.uniform(0.05, 1.0)) for _ in said], version=1))
+    messages.append(Message("user", "never read"))
+    rewards = [0.0] * turns
+    rewards[-1] = float(rng.randint(0, 1)) if reward is None else reward
+    infos: list[dict[str, Any]] = [{} for _ in range(turns)]
+    return Trajectory(f"t{seed}", Task("toy", seed), messages, rewards, infos, stop, horizon=8)
+
+
+def group(seed: int, rewards: list[float], **options: Any) -> Group:
+    members = [trajectory(1000 * seed + i, reward=r, **options) for i, r in enumerate(rewards)]
+    return Group(Task("toy", seed), members)
+
+
+@st.composite
+def groups(draw: st.DrawFn) -> list[Group]:
+    """1 to 4 groups of 1 to 4 episodes, some of them failed; at least one group has two different rewards."""
+    rewards = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4)
+    shapes = [[0.0, 1.0], *draw(st.lists(rewards, max_size=3))]
+    first = draw(st.integers(0, 10_000))
+    made = [group(first + i, some) for i, some in enumerate(shapes)]
+    for g in made[1:]:
+        for t in g.trajectories:
+            if draw(st.integers(0, 4)) == 0:
+                t.stop, t.error = StopReason.ERROR, "EnvError: broken"
+    return draw(st.permutations(made))
+
+
+def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
+    """Two layers, float32, random enough that logits differ from token to token."""
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config)
+
+
+def slow_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> list[torch.Tensor]:
+    """log p(token | all before it) for every token but the first, by one whole unpadded forward pass of the model."""
+    logits = model(input_ids=torch.tensor([token_ids])).logits[0] / temperature
+    return [logits[i - 1].log_softmax(-1)[token_ids[i]] for i in range(1, len(token_ids))]

@@ -1,0 +1,156 @@
+"""From trajectories to micro-batches: what is trained on, with which weight, and that grouping rows changes nothing."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from training_for_tests import group, groups, trajectory
+
+from agentgym_rl.training.batch import Batch, MicroBatch, micro_batches, to_batch, to_sample, token_weights
+from agentgym_rl.types import Group, Message, Sample, StopReason, Trajectory
+
+Aggregate = Literal["token", "trajectory"]
+
+
+def batch_of(
+    made: list[Group], *, drop: bool = False, aggregate: Aggregate = "token", algorithm: str = "grpo"
+) -> Batch:
+    return to_batch(made, algorithm, normalize_std=True, drop_zero_variance=drop, aggregate=aggregate)
+
+
+def action_tokens(micro: list[MicroBatch]) -> list[tuple[float, ...]]:
+    """(target, weight, log-probability, advantage, turn) of every action token, in no particular order."""
+    rows: list[tuple[float, ...]] = []
+    for m in micro:
+        columns = (m.targets_A, m.weights_A, m.logprobs_A, m.advantages_A, m.turns_A)
+        rows += zip(*(c.tolist() for c in columns), strict=True)
+    return sorted(rows)
+
+
+@given(made=groups(), aggregate=st.sampled_from(["token", "trajectory"]))
+def test_a_batch_holds_exactly_the_sampled_tokens_of_usable_episodes(made: list[Group], aggregate: Aggregate) -> None:
+    batch = batch_of(made, aggregate=aggregate)
+    found = action_tokens(micro_batches(batch.samples, batch.weights, 40))
+    usable = [t for g in made for t in g.usable]
+    all_tokens = sum(len(m.token_ids) for t in usable for m in t.messages if m.role == "assistant")
+    expected = []
+    for g in made:
+        rewards = [t.reward for t in g.usable]
+        for t in g.usable:
+            mean = math.fsum(rewards) / len(rewards)
+            deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+            advantage = (t.reward - mean) / (deviation + 1e-6) if len(set(rewards)) > 1 else 0.0
+            replies = [m for m in t.messages if m.role == "assistant"]
+            own = sum(len(m.token_ids) for m in replies)
+            weight = 1 / all_tokens if aggregate == "token" else 1 / (len(usable) * own)
+            for turn, message in enumerate(replies):
+                for token, logprob in zip(message.token_ids, message.logprobs or [], strict=True):
+                    expected.append((token, weight, logprob, advantage, turn))
+    assert len(found) == len(expected)
+    for row, wanted in zip(found, sorted(expected), strict=True):
+        assert row == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert sum(row[1] for row in found) == pytest.approx(1.0, rel=1e-5)
+
+
+@given(made=groups(), seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 300), st.integers(1, 300)))
+def test_order_and_micro_batch_size_change_nothing(made: list[Group], seed: int, sizes: tuple[int, int]) -> None:
+    batch = batch_of(made)
+    order = list(range(len(batch.samples)))
+    random.Random(seed).shuffle(order)
+    first = micro_batches(batch.samples, batch.weights, sizes[0])
+    second = micro_batches([batch.samples[i] for i in order], [batch.weights[i] for i in order], sizes[1])
+    assert action_tokens(first) == action_tokens(second)
+
+
+@given(made=groups(), max_tokens=st.integers(1, 200))
+def test_micro_batches_keep_to_their_size_and_point_at_the_tokens(made: list[Group], max_tokens: int) -> None:
+    batch = batch_of(made)
+    micro = micro_batches(batch.samples, batch.weights, max_tokens)
+    assert sum(len(m.input_ids_BL) for m in micro) == len(batch.samples)
+    for m in micro:
+        assert m.input_ids_BL.numel() <= max_tokens or len(m.input_ids_BL) == 1
+        assert torch.equal(m.input_ids_BL[m.rows_A, m.columns_A], m.targets_A)
+        assert (m.columns_A > 0).all()
+
+
+@given(made=groups())
+def test_dropping_groups_without_variance_leaves_the_weights_of_the_others(made: list[Group]) -> None:
+    kept, dropped = batch_of(made), batch_of(made, drop=True)
+    flat = {t.id for g in made if len({t.reward for t in g.usable}) == 1 for t in g.usable}
+    assert (dropped.groups, dropped.zero_variance_groups) == (kept.groups, kept.zero_variance_groups)
+    assert kept.zero_variance_groups == sum(len({t.reward for t in g.usable}) == 1 for g in made)
+    assert {s.trajectory_id for s in dropped.samples} == {s.trajectory_id for s in kept.samples} - flat
+    weight_of = {s.trajectory_id: w for s, w in zip(kept.samples, kept.weights, strict=True)}
+    assert all(w == weight_of[s.trajectory_id] for s, w in zip(dropped.samples, dropped.weights, strict=True))
+    assert all(a == 0 for s in kept.samples if s.trajectory_id in flat for a in s.advantages)
+
+
+def test_the_reward_of_the_last_turn_reaches_every_action_token_and_no_other() -> None:
+    winner, loser = trajectory(5, turns=4, reward=1.0), trajectory(6, turns=2, reward=0.0)
+    for sample, sign in zip(batch_of([Group(winner.task, [winner, loser])]).samples, (1, -1), strict=True):
+        for advantage, trained in zip(sample.advantages, sample.loss_mask, strict=True):
+            assert advantage == pytest.approx(sign, abs=1e-5) if trained else advantage == 0
+
+
+def test_advantages_may_differ_from_turn_to_turn() -> None:
+    played = trajectory(7, turns=2)
+    played.messages = [Message("user", "", [1, 2]), Message("assistant", "", [3, 4], [-1.0, -2.0])]
+    played.messages += [Message("user", "", [5]), Message("assistant", "", [6], [-3.0])]
+    sample = to_sample(played, [0.5, -1.0])
+    assert sample.token_ids == [1, 2, 3, 4, 5, 6]
+    assert sample.advantages == [0, 0, 0.5, 0.5, 0, -1.0]
+    assert sample.turn_index == [-1, -1, 0, 0, -1, 1]
+    assert sample.trajectory_id == played.id
+
+
+def test_failed_episodes_are_left_out_of_baseline_and_batch() -> None:
+    made = group(1, [1.0, 0.0, 1.0])
+    made.trajectories[1].stop = StopReason.ERROR
+    batch = batch_of([made])
+    assert batch.zero_variance_groups == 1  # without the failed one there is nothing to compare
+    assert [s.trajectory_id for s in batch.samples] == [made.trajectories[0].id, made.trajectories[2].id]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_a_group_with_one_episode_left_is_no_variance_and_no_error(algorithm: str) -> None:
+    made = [group(1, [1.0, 0.0]), group(2, [1.0, 0.0])]
+    made[0].trajectories[1].stop = StopReason.ERROR
+    batch = batch_of(made, drop=True, algorithm=algorithm)
+    assert (batch.groups, batch.zero_variance_groups, len(batch.samples)) == (2, 1, 2)
+
+
+def test_a_group_of_failures_is_no_group() -> None:
+    made = group(1, [1.0, 0.0], stop=StopReason.ERROR)
+    batch = batch_of([made])
+    assert (batch.groups, batch.samples, batch.weights) == (0, [], [])
+
+
+def test_an_episode_in_which_nothing_was_sampled_is_left_out() -> None:
+    made = group(1, [1.0, 0.0])
+    unread = [Message("user", "too long to read")]
+    made.trajectories.append(Trajectory("empty", made.task, unread, stop=StopReason.MAX_CONTEXT))
+    assert [s.trajectory_id for s in batch_of([made]).samples] == [t.id for t in made.trajectories[:2]]
+
+
+def test_weights_by_token_and_by_trajectory() -> None:
+    short, long = Sample([1, 2], [False, True]), Sample([1, 2, 3, 4], [False, True, True, True])
+    assert token_weights([short, long], "token") == [0.25, 0.25]
+    assert token_weights([short, long], "trajectory") == [0.5, pytest.approx(1 / 6)]
+    assert token_weights([], "token") == token_weights([], "trajectory") == []
+
+
+def test_a_trained_token_without_a_logprob_is_refused() -> None:
+    sample = Sample([1, 2, 3], [False, True, True], [math.nan, -1.0, math.nan], [0.0] * 3, [-1, 0, 0], "t1")
+    with pytest.raises(ValueError, match=r"t1: a trained token has no log-probability"):
+        micro_batches([sample], [1.0], 100)
+
+
+def test_a_trained_first_token_is_refused() -> None:
+    with pytest.raises(ValueError, match="t2: the first token"):
+        micro_batches([Sample([1, 2], [True, True], trajectory_id="t2")], [1.0], 100)
