@@ -46,7 +46,7 @@ class Updater:
         s = self.settings
         if update < s.warmup_steps:
             return s.lr * (update + 1) / s.warmup_steps
-        progress = min(1.0, (update - s.warmup_steps) / max(1, self.total_updates - s.warmup_steps))
+        progress = min(1.0, (update - s.warmup_steps) / max(1, self.total_updates - 1 - s.warmup_steps))
         left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
         return s.lr * (s.min_lr_ratio + (1.0 - s.min_lr_ratio) * left[s.decay])
 

@@ -1,0 +1,122 @@
+"""Imitation: what the loss is taken on, and that it goes down."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from tokenizers_for_tests import byte_level_bpe
+from training_for_tests import slow_logprobs, tiny_model
+
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.learner import Imitator
+from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
+from agentgym_rl.training.sft import train_sft
+from agentgym_rl.types import Message, Sample
+
+STILL = SFTSettings(optimizer=OptimizerSettings(lr=0.0, max_grad_norm=0.0))
+CONVERSATION = [
+    Message("system", "Walk."),
+    Message("user", "A wall."),
+    Message("assistant", "go north"),
+    Message("user", "A door."),
+    Message("assistant", "open"),
+    Message("user", "You are out."),
+]
+SAMPLES = [
+    Sample([1, 2, 3, 4, 5], [False, False, True, True, False]),
+    Sample([6, 7, 8], [False, True, False]),
+    Sample([9, 10, 11, 12, 13, 14], [False, True, True, False, True, True]),
+]
+torch.set_num_threads(1)
+
+
+def losses(settings: SFTSettings, samples: list[Sample], seed: int = 0) -> list[float]:
+    found: list[float] = []
+    train_sft(tiny_model(), samples, settings, seed, lambda update, metrics: found.append(metrics["loss"]))
+    return found
+
+
+def mean_loss(samples: list[Sample]) -> float:
+    model = tiny_model()
+    values = [
+        -value.item()
+        for sample in samples
+        for value, trained in zip(slow_logprobs(model, sample.token_ids), sample.loss_mask[1:], strict=True)
+        if trained
+    ]
+    return math.fsum(values) / len(values)
+
+
+def test_loss_on_replies_is_the_mean_over_their_tokens() -> None:
+    assert losses(STILL, SAMPLES) == [pytest.approx(mean_loss(SAMPLES), abs=1e-5)]
+
+
+def test_loss_on_everything_covers_all_but_the_first_token() -> None:
+    everything = [replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in SAMPLES]
+    found = losses(replace(STILL, loss_on="everything"), SAMPLES)
+    assert found == [pytest.approx(mean_loss(everything), abs=1e-5)]
+    assert found != losses(STILL, SAMPLES)
+    assert SAMPLES[0].loss_mask == [False, False, True, True, False]  # what was handed in stays as it was
+
+
+def test_a_demonstration_trains_replies_with_their_ends_and_nothing_else() -> None:
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    sample = renderer.demonstration(CONVERSATION)
+    trained = [token for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+    assert trained == [*renderer.reply_ids("go north"), *renderer.reply_ids("open")]
+    assert trained.count(renderer.end_of_turn) == 2
+    other = [token for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if not on]
+    assert "go" not in renderer.tokenizer.decode(other)
+
+
+def test_logits_of_observations_get_no_gradient() -> None:
+    model = tiny_model()
+    imitator = Imitator(model, STILL.optimizer, 1)
+    seen: list[torch.Tensor] = []
+
+    def keep(module: object, arguments: object, output: torch.Tensor) -> None:
+        output.retain_grad()
+        seen.append(output)
+
+    model.model.norm.register_forward_hook(keep)
+    imitator.imitate([SAMPLES[0]])
+    gradient = seen[0].grad
+    assert gradient is not None
+    assert (gradient[0].abs().sum(-1) > 0).tolist() == [False, True, True, False, False]
+
+
+def test_the_loss_goes_down() -> None:
+    settings = SFTSettings(epochs=40, batch_size=2, optimizer=OptimizerSettings(lr=1e-2))
+    found = losses(settings, SAMPLES)
+    assert len(found) == 80  # the last batch of each pass is smaller
+    assert found[-1] < 0.3 * found[0]
+
+
+def test_the_order_comes_from_the_seed_and_differs_between_passes() -> None:
+    settings = replace(STILL, epochs=3, batch_size=1)
+    assert losses(settings, SAMPLES, seed=1) == losses(settings, SAMPLES, seed=1)
+    assert losses(settings, SAMPLES, seed=1) != losses(settings, SAMPLES, seed=2)
+    passes = losses(settings, SAMPLES, seed=1)
+    assert sorted(passes[:3]) == pytest.approx(sorted(passes[3:6]))
+    assert len({tuple(passes[i : i + 3]) for i in (0, 3, 6)}) > 1
+
+
+def test_micro_batches_change_nothing() -> None:
+    whole = losses(STILL, SAMPLES)
+    cut = replace(STILL, optimizer=replace(STILL.optimizer, micro_batch_tokens=1))
+    assert losses(cut, SAMPLES) == pytest.approx(whole, abs=1e-6)
+
+
+def test_the_model_is_left_ready_to_play() -> None:
+    model = tiny_model()
+    train_sft(model, SAMPLES, STILL, 0, lambda *_: None)
+    assert not model.training
+
+
+def test_nothing_to_imitate_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no demonstration to imitate"):
+        train_sft(tiny_model(), [Sample([1, 2], [False, False])], STILL, 0, lambda *_: None)
