@@ -25,17 +25,19 @@ _NAME = re.compile(r"step_(\d{6,})")
 def save_checkpoint(root: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any], keep: int) -> Path:
     """Write `root/step_<step>`: into a temporary folder first, flushed to disk, then renamed."""
     final, temporary = root / f"step_{step:06d}", root / f".step_{step:06d}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
+    for leftover in root.glob(".step_*.tmp"):  # of a process that was killed
+        shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
     export(model, tokenizer, temporary / "model")
     torch.save(state | {"step": step, "random": _random_state()}, temporary / "trainer.pt")
-    for path in temporary.rglob("*"):
+    for path in (*temporary.rglob("*"), temporary):
         _sync(path)
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
     _sync(root)
     for old in list_checkpoints(root)[:-keep] if keep else []:
-        shutil.rmtree(old)
+        doomed = old.rename(root / f".{old.name}.tmp")  # half removed it must not pass for a checkpoint
+        shutil.rmtree(doomed)
     return final
 
 

@@ -1,0 +1,116 @@
+"""Checkpoints: whole or not at all, the last k kept, random states put back."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from tokenizers_for_tests import byte_level_bpe
+from training_for_tests import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.checkpoint import export_checkpoint, list_checkpoints, load_state, save_checkpoint
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_model(vocabulary=420)
+
+
+def save(root: Path, step: int, model: Any, keep: int = 2, **state: Any) -> Path:
+    return save_checkpoint(root, step, model, byte_level_bpe("chatml"), state, keep)
+
+
+def test_what_was_saved_comes_back(tmp_path: Path, model: Any) -> None:
+    state = {"optimizer": {"moments": torch.arange(3.0)}, "evaluations": [{"step": 0, "success": 0.5}], "none": None}
+    folder = save(tmp_path, 7, model, **state)
+    loaded = load_state(folder)
+    assert folder.name == "step_000007"
+    assert loaded["step"] == 7
+    assert torch.equal(loaded["optimizer"]["moments"], torch.arange(3.0))
+    assert (loaded["evaluations"], loaded["none"]) == (state["evaluations"], None)
+    again = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    text = "go north, get 1 oak log"
+    assert AutoTokenizer.from_pretrained(folder / "model").encode(text) == byte_level_bpe("chatml").encode(text)
+
+
+def test_random_states_go_on_as_if_nothing_had_happened(tmp_path: Path, model: Any) -> None:
+    def draw() -> tuple[float, float, float, float]:
+        return random.random(), random.gauss(), float(numpy.random.rand()), float(torch.rand(()))
+
+    draw()  # a Gaussian is kept in reserve by now: part of the state
+    folder = save(tmp_path, 1, model)
+    expected = draw()
+    draw()
+    load_state(folder)
+    assert draw() == expected
+
+
+def test_only_the_last_k_are_kept_in_numeric_order(tmp_path: Path, model: Any) -> None:
+    for step in (2, 999_999, 1_000_000, 1_000_001):
+        save(tmp_path, step, model, keep=3)
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_999999", "step_1000000", "step_1000001"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_1000000", "step_1000001", "step_999999"]
+
+
+def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path: Path, model: Any) -> None:
+    whole = save(tmp_path, 1, model)
+    half = tmp_path / ".step_000002.tmp"
+    shutil.copytree(whole, half)
+    (half / "trainer.pt").write_bytes(b"torn")
+    assert list_checkpoints(tmp_path) == [whole]
+    save(tmp_path, 5, model)  # a later one: the resumed run may save at other steps
+    assert not half.exists()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001", "step_000005"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path, model: Any) -> None:
+    save(tmp_path, 1, model, mark="old")
+    assert load_state(save(tmp_path, 1, model, mark="new"))["mark"] == "new"
+
+
+def test_a_failed_save_leaves_the_earlier_checkpoint_alone(tmp_path: Path, model: Any) -> None:
+    whole = save(tmp_path, 1, model, mark="old")
+    with pytest.raises(Exception, match="pickle"):
+        save(tmp_path, 2, model, mark=lambda: None)
+    assert list_checkpoints(tmp_path) == [whole]
+    assert load_state(whole)["mark"] == "old"
+
+
+def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not a checkpoint: trainer\.pt is missing"):
+        load_state(tmp_path)
+
+
+def test_export_copies_the_model_of_a_step(tmp_path: Path, model: Any) -> None:
+    root = tmp_path / "checkpoints"
+    save(root, 1, model)
+    with torch.no_grad():
+        model.lm_head.weight.add_(1.0)
+    save(root, 2, model)
+    export_checkpoint(root, None, tmp_path / "last")
+    export_checkpoint(root, 1, tmp_path / "deep" / "first")
+    last = AutoModelForCausalLM.from_pretrained(tmp_path / "last")
+    first = AutoModelForCausalLM.from_pretrained(tmp_path / "deep" / "first")
+    assert torch.equal(last.lm_head.weight, model.lm_head.weight)
+    torch.testing.assert_close(first.lm_head.weight, model.lm_head.weight - 1.0)
+    assert not (tmp_path / "last" / "trainer.pt").exists()
+
+
+def test_export_says_what_is_there(tmp_path: Path, model: Any) -> None:
+    root = tmp_path / "checkpoints"
+    with pytest.raises(ConfigError, match="has no checkpoint: there is none"):
+        export_checkpoint(root, None, tmp_path / "out")
+    save(root, 3, model)
+    with pytest.raises(ConfigError, match="of step 4: there is step_000003"):
+        export_checkpoint(root, 4, tmp_path / "out")
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ConfigError, match="exists already"):
+        export_checkpoint(root, 3, tmp_path / "out")
