@@ -30,20 +30,33 @@ from agentgym_rl.training.rl import Hooks, RLState, derive_seed, train_rl
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.sft import train_sft
 from agentgym_rl.training.tasks import TaskSource
-from agentgym_rl.types import Group, Task, Trajectory
+from agentgym_rl.types import EnvPool, Group, StopReason, Task, Trajectory
 
 MAY_CHANGE_ON_RESUME = ("rl.steps", "eval", "checkpoint", "threads", "trackers", "agent.concurrency", "run_dir")
 
 
 async def train(
-    config: Config, folder: Path, *, resume: bool = False, console: Console | None = None
+    config: Config,
+    folder: Path,
+    *,
+    resume: bool = False,
+    console: Console | None = None,
+    pool: EnvPool | None = None,
 ) -> dict[str, Any]:
-    """Run the whole recipe in `folder` and return its summary."""
+    """Run the whole recipe in `folder` and return its summary.
+
+    A `pool` handed in is played instead of the recipe's own environments (their names, splits and subsets must be in
+    it) and is left open.
+    """
+    started = time.monotonic()
     console = console or Console()
     if config.threads:
         torch.set_num_threads(config.threads)
-    pool = wiring.EnvironmentsPool(config.environments, config.agent)
+    playing = pool or wiring.EnvironmentsPool(config.environments, config.agent)
     try:
+        # Before the run directory is made: what cannot be leaves nothing behind.
+        wiring.require_model(config.model)
+        items = await wiring.all_items(playing, config.environments)
         with RunLog.create(
             folder,
             config.model_dump(mode="json"),
@@ -52,56 +65,49 @@ async def train(
             trackers=config.trackers,
         ) as log:
             log.set_status("running", steps=config.rl.steps)
-            run = await _prepare(config, pool, log, console)
+            run, saved = await _prepare(config, playing, items, log, console, started)
             try:
+                await run.begin(saved)
                 return await run.finish()
             finally:
                 await run.engine.close()
     finally:
-        await pool.close()
+        if pool is None:
+            await playing.close()
 
 
-async def _prepare(config: Config, pool: wiring.EnvironmentsPool, log: RunLog, console: Console) -> Run:
-    """A run at its last checkpoint, or at its start: warmed up, evaluated once, with a checkpoint of step 0."""
-    items = {
-        env.name: [i for some in (await wiring.items_by_subset(pool, env, env.split)).values() for i in some]
-        for env in config.environments
-    }
-    tasks = TaskSource(items, config.seed, {env.name: env.weight for env in config.environments})
+async def _prepare(
+    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console, started: float
+) -> tuple[Run, dict[str, Any] | None]:
+    """A run with the model of its last checkpoint and what else that holds; or with a warmed-up model and None."""
+    numbers = {env: [i for some in subsets.values() for i in some] for env, subsets in items.train.items()}
+    tasks = TaskSource(numbers, config.seed, {env.name: env.weight for env in config.environments})
     horizons = {env.name: make_horizon(env.horizon or config.horizon) for env in config.environments}
-    state = RLState(tasks, horizons)
     checkpoints = list_checkpoints(log.checkpoints_dir) if log.resumed else []
     reference_dir = log.root / "reference"
+    saved = None
     if checkpoints:
         saved = load_state(checkpoints[-1])
         model, tokenizer = wiring.load_from(checkpoints[-1] / "model", config.model)
         console.stage("Resuming", f"after step {saved['step']}")
     else:
-        model, tokenizer = await _starting_point(config, pool, log, console)
-        saved = None
+        model, tokenizer = await _starting_point(config, pool, items, log, console)
         if config.rl.kl_coef:
             export(model, tokenizer, reference_dir)
     reference = freeze(wiring.load_from(reference_dir, config.model)[0]) if config.rl.kl_coef else None
-    run = Run(config, pool, log, console, model, tokenizer, state, reference)
-    if saved is None:
-        console.stage("Held-out evaluation", "before RL")
-        await run.evaluate()
-        run.save()
-    else:
-        log.truncate_after(saved["step"])
-        await run.restore(saved)
-    return run
+    state = RLState(tasks, horizons)
+    return Run(config, pool, items, log, console, model, tokenizer, state, reference, started), saved
 
 
 async def _starting_point(
-    config: Config, pool: wiring.EnvironmentsPool, log: RunLog, console: Console
+    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console
 ) -> tuple[Any, Any]:
     """The model RL starts from: loaded or made from nothing, and warmed up if the recipe says so."""
     if config.model.path is not None:
         model, tokenizer = wiring.load_from(config.model.path, config.model)
     if config.warm_start is None:
         return model, tokenizer
-    demonstrations = await _demonstrations(config, pool, log, console)
+    demonstrations = await _demonstrations(config, pool, items, log, console)
     if config.model.scratch is not None:
         texts = [m.content for t in demonstrations for m in t.messages]
         tokenizer = build_tokenizer(texts)
@@ -120,7 +126,7 @@ async def _starting_point(
 
 
 async def _demonstrations(
-    config: Config, pool: wiring.EnvironmentsPool, log: RunLog, console: Console
+    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console
 ) -> list[Trajectory]:
     warm = config.warm_start
     assert warm is not None
@@ -133,16 +139,18 @@ async def _demonstrations(
             config, pool, wiring.demonstrators(warm.policy), 1, "warmstart-", on_trajectory=lambda _: advance()
         )
         for env in config.environments:
-            subsets = await wiring.items_by_subset(pool, env, env.split)
-            chosen = _spread(subsets, share, f"{config.seed}/warmstart")
+            chosen = _spread(items.train[env.name], share, f"{config.seed}/warmstart")
             tasks = [Task(env.name, item) for some in chosen.values() for item in some]
             groups = await collect(tasks, limits, derive_seed(config.seed, "warmstart", env.name))
-            played += [t for g in groups for t in g.usable]
+            played += [t for g in groups for t in g.trajectories]
     for trajectory in played:
         log.write_trajectory(0, trajectory, "warmstart")
+    usable = [t for t in played if t.stop is not StopReason.ERROR]
+    if not usable:
+        raise EnvError(f"warm start: all {len(played)} episodes failed; the first: {played[0].error}")
     if warm.policy == "oracle":
-        return [t for t in played if t.success]
-    return played
+        return [t for t in usable if t.success]
+    return usable
 
 
 def _spread(subsets: dict[str, list[int]], count: int, seed: str) -> dict[str, list[int]]:
@@ -158,18 +166,20 @@ class Run:
     """A run in progress."""
 
     config: Config
-    pool: wiring.EnvironmentsPool
+    pool: EnvPool
+    items: wiring.Items
     log: RunLog
     console: Console
     model: Any
     tokenizer: Any
     state: RLState
     reference: Any | None
+    started: float
+    """When this process began, on the monotonic clock."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """{"step", "success", "episodes", "reward", "turns", "subsets": {name: {"success", "episodes"}}} in order."""
     seconds_before: float = 0.0
     """Wall time of the processes that ran until the checkpoint this one started from."""
-    started: float = field(default_factory=time.monotonic)
     renderer: Renderer = field(init=False)
     engine: NativeEngine = field(init=False)
     learner: RLLearner = field(init=False)
@@ -181,6 +191,16 @@ class Run:
             self.model, decode=self.renderer.decode, max_sessions=agent.concurrency, max_context=agent.max_context
         )
         self.learner = RLLearner(self.model, self.config.rl, agent.temperature, self.reference)
+
+    async def begin(self, saved: dict[str, Any] | None) -> None:
+        """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
+        if saved is None:
+            self.console.stage("Held-out evaluation", "before RL")
+            await self.evaluate()
+            self.save()
+        else:
+            self.log.truncate_after(saved["step"])
+            await self._restore(saved)
 
     async def finish(self) -> dict[str, Any]:
         """The steps that are left, the last evaluation and the summary."""
@@ -223,8 +243,7 @@ class Run:
         limits = wiring.limits_of(config.agent, settings.max_turns)
         by_subset: dict[str, list[Trajectory]] = defaultdict(list)
         for env in config.environments:
-            subsets = await wiring.items_by_subset(self.pool, env, env.eval_split)
-            chosen = _spread(subsets, settings.episodes, "evaluation")
+            chosen = _spread(self.items.held_out[env.name], settings.episodes, "evaluation")
             tasks = [(name, Task(env.name, item)) for name, some in chosen.items() for item in some]
             groups = await collect([task for _, task in tasks], limits, derive_seed("evaluation", env.name))
             for (name, _), group in zip(tasks, groups, strict=True):
@@ -246,7 +265,7 @@ class Run:
         folder = self.log.checkpoints_dir
         save_checkpoint(folder, self.state.step, self.model, self.tokenizer, state, self.config.checkpoint.keep)
 
-    async def restore(self, saved: dict[str, Any]) -> None:
+    async def _restore(self, saved: dict[str, Any]) -> None:
         self.learner.restore(saved["learner"])
         self.state.restore(saved["rl"], saved["step"])
         self.evaluations = saved["evaluations"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -19,8 +21,10 @@ from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig, ModelConf
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.model import load_model
+from agentgym_rl.training.model import load_model, require_folder
 from agentgym_rl.types import EnvPool, EnvSession, Limits, Sampling
+
+transformers_logging.disable_progress_bar()  # a checkpoint would draw one through the console's lines
 
 
 class EnvironmentsPool:
@@ -125,8 +129,34 @@ def make_collector(
     )
 
 
-async def items_by_subset(pool: EnvPool, env: EnvironmentConfig, split: str) -> dict[str, list[int]]:
+def require_model(model: ModelConfig) -> None:
+    """ConfigError now rather than after a warm start, where that can be told without loading anything."""
+    choose_device(model)
+    if model.path is not None:
+        require_folder(model.path)
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """What there is to play: items by environment and subset."""
+
+    train: dict[str, dict[str, list[int]]]
+    held_out: dict[str, dict[str, list[int]]]
+
+
+async def all_items(pool: EnvPool, environments: tuple[EnvironmentConfig, ...]) -> Items:
+    return Items(
+        {env.name: await _items_by_subset(pool, env, env.split) for env in environments},
+        {env.name: await _items_by_subset(pool, env, env.eval_split) for env in environments},
+    )
+
+
+async def _items_by_subset(pool: EnvPool, env: EnvironmentConfig, split: str) -> dict[str, list[int]]:
     """Items of each subset the config names, or all of them under the environment's name."""
     if not env.subsets:
         return {env.name: await pool.items(env.name, split)}
-    return {subset: await pool.items(env.name, split, subset) for subset in env.subsets}
+    found = {subset: await pool.items(env.name, split, subset) for subset in env.subsets}
+    empty = [subset for subset, items in found.items() if not items]
+    if empty:
+        raise ConfigError(f"{env.name} has no items of {', '.join(empty)} in its split {split!r}: leave them out")
+    return found

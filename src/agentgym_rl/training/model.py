@@ -18,10 +18,7 @@ from agentgym_rl.training.batch import MicroBatch
 
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer) from a Hugging Face folder or hub name, ready to sample and to train."""
-    looks_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
-    folder = Path(path).expanduser()
-    if looks_local and not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path = {path!r}: no Hugging Face model folder there (config.json is missing)")
+    folder = require_folder(path)
     name = str(folder) if folder.is_dir() else path
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -29,6 +26,15 @@ def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     return model, tokenizer
+
+
+def require_folder(path: str) -> Path:
+    """The folder that `path` names, which only a hub name (`owner/model`) may lack."""
+    looks_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
+    folder = Path(path).expanduser()
+    if looks_local and not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path = {path!r}: no Hugging Face model folder there (config.json is missing)")
+    return folder
 
 
 def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
