@@ -41,17 +41,27 @@ class EnvironmentConfig(_Section):
 
     name: str
     url: str | None = None
-    """Base address of a server that serves it; None plays it in this process."""
+    """Base address of a server that serves it; None plays it in this process. `agentgym+http://host:36001/webshop` is
+    one of AgentGym's own servers."""
     token_variable: str | None = None
     """Name of the environment variable that holds the server's bearer token; the token itself is never written down."""
     split: str = "train"
     subsets: tuple[str, ...] = ()
     """Subsets to draw items from; empty for all."""
+    items: dict[str, str] = {}
+    """Items of each split instead of the environment's own, such as { train = "0-373", test = "374-473" }, or the path
+    of a task list. AgentGym's own servers need it."""
     eval_split: str = "test"
     weight: float = Field(1.0, gt=0)
     """Share of groups drawn from this environment, relative to the others'."""
     horizon: HorizonSettings | None = None
     """Instead of the run's."""
+
+    @model_validator(mode="after")
+    def _items_or_subsets(self) -> EnvironmentConfig:
+        if self.items and self.subsets:
+            raise ValueError(f"environment {self.name}: set items or subsets, not both")
+        return self
 
 
 class AgentConfig(_Section):

@@ -19,6 +19,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES, Style
 from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig, ModelConfig
 from agentgym_rl.environment import catalog
+from agentgym_rl.environment.agentgym import read_items
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.model import load_model, require_folder
@@ -33,6 +34,7 @@ class EnvironmentsPool:
     def __init__(self, environments: tuple[EnvironmentConfig, ...], agent: AgentConfig) -> None:
         style = STYLES[agent.style]
         self._pools: dict[str, LocalPool | RemotePool] = {}
+        self._items = {env.name: _chosen_items(env) for env in environments if env.items}
         for env in environments:
             common: dict[str, Any] = {
                 "max_sessions": agent.concurrency,
@@ -52,10 +54,24 @@ class EnvironmentsPool:
         return await self._pools[env].open(env)
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
-        return await self._pools[env].items(env, split, subset)
+        if env not in self._items:
+            return await self._pools[env].items(env, split, subset)
+        if split not in self._items[env]:
+            known = ", ".join(self._items[env])
+            raise ConfigError(f"environment {env}: items has no split {split!r}, it has {known}: add it, or set split")
+        return self._items[env][split]
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+
+def _chosen_items(env: EnvironmentConfig) -> dict[str, list[int]]:
+    """Items by split as the config names them; what is trained on is never evaluated on."""
+    items = {split: read_items(text) for split, text in env.items.items()}
+    both = set(items.get(env.split, ())) & set(items.get(env.eval_split, ()))
+    if both and env.split != env.eval_split:
+        raise ConfigError(f"environment {env.name}: item {min(both)} is in both {env.split} and {env.eval_split}")
+    return items
 
 
 def _token(env: EnvironmentConfig) -> str | None:

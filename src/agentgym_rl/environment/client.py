@@ -4,7 +4,7 @@ Every call has a deadline over all it does. It is tried again only where that is
 so nothing was sent, and when the server says it is full. A step that was sent and not answered is never sent twice.
 
 `EnvClient` is the seam for other dialects: a class with the same methods (create, reset, step, close, info, ...) that
-writes and reads other fields can stand in its place; the pool knows nothing of the wire.
+writes and reads other fields can stand in its place; the pool knows nothing of the wire. `agentgym.py` has one.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class EnvClient:
         delay_s = FIRST_DELAY_S
         while True:
             try:
-                answer = await self._json("POST", "/create", {})
-                break
+                return await self._create()
             except wire.Full:
                 # Jitter, so that many who wait for room do not all come back at once.
                 pause_s = delay_s * random.uniform(0.5, 1.5)
@@ -66,6 +65,9 @@ class EnvClient:
                     raise
                 await asyncio.sleep(pause_s)
                 delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    async def _create(self) -> int:
+        answer = await self._json("POST", "/create", {})
         if not isinstance(answer, dict) or type(answer.get("id")) is not int:
             raise EnvError(f"{self.url}/create must answer with an integer id, got {answer!r:.80}")
         return int(answer["id"])
@@ -129,6 +131,13 @@ class EnvClient:
 
     async def _request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Answer:
         """The answer, if it is 200; anything else is an exception."""
+        answer = await self._any_answer(method, path, body, timeout_s)
+        if answer.status != 200:
+            raise wire.error_from(answer.status, answer.body, self.url + path)
+        return answer
+
+    async def _any_answer(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Answer:
+        """The answer, whatever its status."""
         where = self.url + path
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
@@ -137,16 +146,13 @@ class EnvClient:
             raise EnvError(f"{where} cannot be asked what JSON cannot carry: {error}") from None
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await self._send(method, path, content)
+                return await self._send(method, path, content)
         except TimeoutError:
             raise EnvTimeout(f"{where} did not answer within its deadline of {timeout_s:g} s") from None
         except BrokeOff as error:
             raise EnvUnavailable(f"{where} broke off before it answered: {error}") from error
         except CannotConnect as error:
             raise EnvUnavailable(f"{where} cannot be reached ({error}): is the server running?") from error
-        if answer.status != 200:
-            raise wire.error_from(answer.status, answer.body, where)
-        return answer
 
     async def _send(self, method: str, path: str, content: bytes) -> Answer:
         for attempt in range(1, CONNECT_ATTEMPTS):

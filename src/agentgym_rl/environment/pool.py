@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from agentgym_rl.environment import catalog
+from agentgym_rl.environment import agentgym, catalog
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.formats import ActionFormat, action_format
@@ -204,6 +204,7 @@ class RemoteSession:
 class RemotePool(_Pool):
     """Environments on servers: `urls` maps a name to an address such as http://127.0.0.1:36001/textcraft.
 
+    An address agentgym+http://... speaks to one of AgentGym's own servers, which do not list their items.
     `timeout_s` bounds each call; opening also waits up to `wait_timeout_s` for a place here and for room there.
     """
 
@@ -219,7 +220,7 @@ class RemotePool(_Pool):
     ) -> None:
         super().__init__(urls, max_sessions, wait_timeout_s, action_format)
         self._wait_timeout_s = wait_timeout_s
-        self._new_client = {name: partial(EnvClient, url, token, timeout_s) for name, url in urls.items()}
+        self._new_client = {name: _client_maker(name, url, token, timeout_s) for name, url in urls.items()}
         self._idle_clients = {name: [new()] for name, new in self._new_client.items()}
         """Clients whose connection the next session takes over."""
         self._instructions: dict[str, str] = {}
@@ -255,3 +256,9 @@ class RemotePool(_Pool):
         for idle in self._idle_clients.values():
             for client in idle:
                 client.drop()
+
+
+def _client_maker(name: str, url: str, token: str | None, timeout_s: float) -> Callable[[], EnvClient]:
+    if agentgym.is_agentgym(url):
+        return partial(agentgym.AgentGymClient, agentgym.Server(url, name), token, timeout_s)
+    return partial(EnvClient, url, token, timeout_s)

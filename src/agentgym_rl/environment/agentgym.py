@@ -1,0 +1,302 @@
+"""AgentGym's own environment servers, as they are: `agentgym+http://127.0.0.1:36001/textcraft`.
+
+They speak two dialects. One names a session `id` and an item `data_idx`, and reports errors as 200 with
+`{"error": ...}`; the other names a session `env_idx` and the item differently from server to server. Fields that a
+server does not know are ignored by it, so where versions differ an item is sent under every name it may have. Some
+serve under a path, some at the root; some have no /close, and there a finished session is kept and played again.
+
+Such a server does not know its items, splits or instruction: those come from the config.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+from urllib.parse import parse_qsl, urlsplit
+
+from agentgym_rl.environment import wire
+from agentgym_rl.environment.client import EnvClient
+from agentgym_rl.environment.connection import Answer
+from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.types import Step
+
+SCHEMES = {"agentgym+http": "http", "agentgym+https": "https"}
+INSTRUCTION = (
+    "You act in a text environment. Each message tells you what you see or what your last action led to. "
+    "Reply with exactly one action and nothing else."
+)
+_NO_SUCH_PATH = (404, 405)
+_KEPT_INFO = ("success", "valid", "state_key")
+
+SessionKey = Literal["id", "env_idx"]
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    session_key: SessionKey | None = None
+    """Name of the session's number; None takes what /create answers with."""
+    item_keys: tuple[str, ...] = ()
+    """Names of the item in /reset; empty for the usual one, `data_idx` beside `id` and `id` beside `env_idx`."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of /reset."""
+    success_at: float = 1.0
+    """An ended episode is a success when its rewards sum up to this."""
+
+
+KNOWN: dict[str, Dialect] = {
+    "textcraft": Dialect("id", ("data_idx",)),
+    "babyai": Dialect("id", ("data_idx",), success_at=0.5),  # pays 1 less what the moves cost, ends only above 0.5
+    "sciworld": Dialect("id", ("data_idx",), success_at=100.0),
+    "alfworld": Dialect("id", ("data_idx", "game"), {"world_type": "Text"}),
+    "maze": Dialect("id", ("data_idx", "game")),
+    "wordle": Dialect("id", ("data_idx", "seed")),
+    "webshop": Dialect("env_idx", ("session_id",)),
+    "sqlgym": Dialect("env_idx", ("item_id",)),
+    "webarena": Dialect("env_idx", ("idx",), {"seed": 0}),
+    **dict.fromkeys(("searchqa", "weather", "movie", "academia", "sheet", "todo"), Dialect("env_idx", ("id",))),
+}
+
+
+def is_agentgym(url: str) -> bool:
+    return urlsplit(url).scheme in SCHEMES
+
+
+class Server:
+    """Where a server is, how it speaks, and what was learnt of it; shared by all clients of a pool."""
+
+    def __init__(self, url: str, name: str = "") -> None:
+        """`?dialect=`, `?reset_key=` and `?success_at=` override what the path's last word or `name` stands for."""
+        parts = urlsplit(url)
+        if parts.scheme not in SCHEMES:
+            raise ConfigError(
+                f"an AgentGym server's address looks like agentgym+http://host:36001/textcraft, got {url!r}"
+            )
+        path = parts.path.rstrip("/")
+        parent, _, last = path.rpartition("/")
+        known = KNOWN.get(last) or KNOWN.get(name) or Dialect()
+        self.url = f"{SCHEMES[parts.scheme]}://{parts.netloc}"
+        self.dialect = _overridden(known, dict(parse_qsl(parts.query, keep_blank_values=True)), url)
+        self.prefixes = [path, parent] if path else [""]
+        """Paths it may be under: as given, or less the last word, which may be just a name. One once that is known."""
+        self.has_close: bool | None = None
+        """None until it was tried."""
+        self.in_use: set[int] = set()
+        self.idle: list[int] = []
+        """Sessions that ended well on a server without /close."""
+
+
+def _overridden(dialect: Dialect, query: dict[str, str], url: str) -> Dialect:
+    for key, value in sorted(query.items()):  # the dialect first
+        if key == "dialect" and value in ("id", "env_idx"):
+            # Names of the item belong to the dialect they were known for.
+            keys = dialect.item_keys if dialect.session_key == value else ()
+            dialect = replace(dialect, session_key=cast(SessionKey, value), item_keys=keys)
+        elif key == "reset_key" and value:
+            dialect = replace(dialect, item_keys=(value,))
+        elif key == "success_at" and re.fullmatch(r"-?\d+(\.\d+)?", value):
+            dialect = replace(dialect, success_at=float(value))
+        else:
+            raise ConfigError(
+                f"{url}: ?{key}={value} is not understood: known are dialect=id, dialect=env_idx, reset_key=NAME, "
+                "success_at=NUMBER"
+            )
+    return dialect
+
+
+class AgentGymClient(EnvClient):
+    """One connection to an AgentGym server. A call that failed is never made again; its session is not reused."""
+
+    def __init__(self, server: Server, token: str | None = None, timeout_s: float = 60.0) -> None:
+        super().__init__(server.url, token, timeout_s)
+        self._server = server
+        self._paid: dict[int, float] = {}
+        """Rewards since the last reset, of sessions whose last call went well."""
+
+    async def _create(self) -> int:
+        server = self._server
+        session_id = server.idle.pop() if server.idle else await self._new_session()
+        if session_id in server.in_use:
+            raise EnvError(
+                f"{self.url} gave out session {session_id} twice: one of the two would play the other's game"
+            )
+        server.in_use.add(session_id)
+        self._paid[session_id] = 0.0
+        return session_id
+
+    async def _new_session(self) -> int:
+        server = self._server
+        # Some `env_idx` servers want an item already here; reset sets the real one.
+        body = {} if server.dialect.session_key == "id" else {"id": 0}
+        for prefix in server.prefixes:
+            answer = await self._any_answer("POST", f"{prefix}/create", body)
+            if answer.status not in _NO_SUCH_PATH:
+                created = self._read(answer, f"{prefix}/create")
+                server.prefixes = [prefix]
+                return self._session_number(created, f"{self.url}{prefix}/create")
+        tried = " or ".join(f"{self.url}{prefix}/create" for prefix in server.prefixes)
+        raise ConfigError(f"no AgentGym server answers at {tried}: check the address")
+
+    def _session_number(self, created: Any, where: str) -> int:
+        """The number in `{"id": 3}` or `{"env_idx": 3}` or `3`."""
+        server = self._server
+        wanted = server.dialect.session_key
+        keys: tuple[SessionKey, ...] = ("id", "env_idx") if wanted is None else (wanted,)
+        numbers = {key: created.get(key) for key in keys} if isinstance(created, dict) else {"env_idx": created}
+        for key, number in numbers.items():
+            if type(number) is int and key in keys:
+                server.dialect = replace(server.dialect, session_key=key)
+                return number
+        raise EnvError(
+            f"{where} must answer with a session's number under {' or '.join(keys)}, got {created!r:.80}: "
+            "if it speaks the other dialect, say ?dialect=id or ?dialect=env_idx in the address"
+        )
+
+    async def reset(self, session_id: int, item: int) -> Step:
+        self._paid.pop(session_id, None)
+        dialect = self._server.dialect
+        keys = dialect.item_keys or (("data_idx",) if dialect.session_key == "id" else ("id",))
+        body = {self._key: session_id, **dict.fromkeys(keys, item), **dialect.extra}
+        answer, where = await self._call("/reset", body)
+        if isinstance(answer, list) and answer and isinstance(answer[0], str):
+            answer = answer[0]
+        if isinstance(answer, str):
+            answer = {"observation": answer}
+        if not isinstance(answer, dict):
+            raise EnvError(f"{where} must answer with an observation, got {answer!r:.80}")
+        step = self._step({"done": False, **answer, "reward": 0.0}, where)
+        task = answer.get("task_description")
+        if isinstance(task, str) and task not in step.observation:
+            step.observation = f"{task}\n{step.observation}"
+        self._paid[session_id] = 0.0
+        return step
+
+    async def step(self, session_id: int, action: str) -> Step:
+        paid = self._paid.pop(session_id, 0.0)
+        answer, where = await self._call("/step", {self._key: session_id, "action": action})
+        step = self._step(answer, where)
+        paid += step.reward
+        self._paid[session_id] = paid
+        if step.done and "success" not in step.info:
+            step.info["success"] = paid >= self._server.dialect.success_at
+        return step
+
+    async def close(self, session_id: int, timeout_s: float | None = None) -> None:
+        """Close the session, or keep it for the next `create` where the server cannot close."""
+        server = self._server
+        went_well = self._paid.pop(session_id, None) is not None
+        try:
+            if server.has_close is not False:
+                path = f"{server.prefixes[0]}/close"
+                answer = await self._any_answer("POST", path, {self._key: session_id}, timeout_s)
+                if answer.status not in _NO_SUCH_PATH or server.has_close:
+                    self._read(answer, path, plain_text=True)
+                    server.has_close = True
+                    return
+                server.has_close = False
+            if went_well:
+                server.idle.append(session_id)
+        finally:
+            server.in_use.discard(session_id)
+
+    async def actions(self, session_id: int) -> list[str]:
+        path = f"{self._server.prefixes[0]}/available_actions?{self._key}={session_id}"
+        answer = await self._any_answer("GET", path)
+        actions = None if answer.status in _NO_SUCH_PATH else self._read(answer, path)
+        if not isinstance(actions, list) or not all(isinstance(action, str) for action in actions):
+            raise wire.NotSupported(f"{self.url}{path} does not list actions: this AgentGym server offers none")
+        return actions
+
+    async def observation(self, session_id: int) -> str:
+        return str(await self._json("GET", f"{self._server.prefixes[0]}/observation?{self._key}={session_id}"))
+
+    async def oracle(self, session_id: int) -> str:
+        raise wire.NotSupported(f"{self.url}: AgentGym servers have no oracle")
+
+    async def state_key(self, session_id: int) -> str:
+        raise wire.NotSupported(f"{self.url}: AgentGym servers have no state keys")
+
+    async def render(self, session_id: int) -> str | bytes:
+        raise wire.NotSupported(f"{self.url}: AgentGym servers draw no pictures")
+
+    async def info(self) -> dict[str, Any]:
+        return {"instruction": INSTRUCTION, "splits": {}, "subsets": []}
+
+    async def items(self, split: str, subset: str | None = None) -> list[int]:
+        raise ConfigError(
+            f"{self.url}: an AgentGym server does not list its items: set items of the environment, for example "
+            f'items = {{ {split} = "0-373" }}, and no subsets'
+        )
+
+    @property
+    def _key(self) -> str:
+        return self._server.dialect.session_key or "id"
+
+    async def _call(self, path: str, body: Mapping[str, Any]) -> tuple[Any, str]:
+        path = self._server.prefixes[0] + path
+        return await self._json("POST", path, body), self.url + path
+
+    def _read(self, answer: Answer, path: str, *, plain_text: bool = False) -> Any:
+        where = self.url + path
+        if answer.status != 200:
+            raise wire.error_from(answer.status, answer.body, where)
+        try:
+            return wire.read_answer(answer.body, where)
+        except EnvError:
+            if plain_text and not answer.body.lstrip().startswith(b"{"):
+                return answer.body.decode(errors="replace")  # one server says a bare `closed`
+            raise
+
+    def _step(self, answer: Any, where: str) -> Step:
+        """`observation` or `state`; `reward`; `done`, or `terminated` and `truncated`."""
+        if not isinstance(answer, dict):
+            raise EnvError(f"{where} must answer with an object, got {answer!r:.80}")
+        observation = answer["observation"] if "observation" in answer else answer.get("state")
+        if isinstance(observation, dict):
+            observation = observation.get("text")
+        endings = [answer[key] for key in ("done", "terminated", "truncated") if isinstance(answer.get(key), bool)]
+        reward = answer.get("reward")
+        if not isinstance(observation, str) or not endings or not isinstance(reward, int | float):
+            raise EnvError(
+                f"{where} must answer with observation or state, reward, and done or terminated, got {answer!r:.200}"
+            )
+        info = answer.get("info")
+        kept = {key: info[key] for key in _KEPT_INFO if key in info} if isinstance(info, dict) else {}
+        return wire.checked_step(Step(observation, float(reward), any(endings), kept), where)
+
+
+def read_items(text: str) -> list[int]:
+    """Items of `0-373`, of `0-9,20`, or of a JSON file: numbers, or AgentGym's `[{"item_id": "textcraft_12"}]`."""
+    if re.fullmatch(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*", text):
+        items: list[int] = []
+        for part in text.split(","):
+            first, _, last = part.partition("-")
+            items += range(int(first), int(last or first) + 1)
+    else:
+        items = _read_task_list(Path(text))
+    if not items:
+        raise ConfigError(f"items {text!r} name no item: write them as 0-373, or as the path of a task list")
+    return list(dict.fromkeys(items))
+
+
+def _read_task_list(path: Path) -> list[int]:
+    needed = f"items {str(path)!r}: expected numbers such as 0-373 or 0-9,20, or the path of a JSON list of items"
+    if not path.is_file():
+        raise ConfigError(needed)
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{needed}: {error}") from None
+    if not isinstance(rows, list):
+        raise ConfigError(f"{needed}: it holds a {type(rows).__name__}")
+    items = []
+    for row in rows:
+        name = row.get("item_id") if isinstance(row, dict) else row
+        number = re.fullmatch(r"(?:.*_)?(\d+)", str(name))
+        if number is None or isinstance(name, bool):
+            raise ConfigError(f"{needed}: {row!r:.80} is no item")
+        items.append(int(number[1]))
+    return items
