@@ -123,6 +123,20 @@ def export(
     print(f"wrote {folder}")
 
 
+@app.command()
+def index(
+    corpus: Annotated[Path, typer.Argument(help="Passages: a .jsonl file, or a .json file that is one list")],
+    out: Annotated[Path | None, typer.Option(help="Folder to make; by default CORPUS.index beside the corpus")] = None,
+    dense: Annotated[str | None, typer.Option(help="Encoder (Hugging Face folder or name) for dense retrieval")] = None,
+    query_prefix: Annotated[str, typer.Option(help="What the encoder wants before a query")] = "",
+    passage_prefix: Annotated[str, typer.Option(help="What the encoder wants before a passage")] = "",
+) -> None:
+    """Build a search index for searchqa."""
+    from agentgym_rl.environment.envs.searchqa.command import index_corpus
+
+    index_corpus(corpus, out, dense, query_prefix, passage_prefix)
+
+
 def main() -> None:
     """Entry point: errors raised on purpose become one line."""
     try:

@@ -50,6 +50,12 @@ def _maze() -> type[TextEnv]:
     return Maze
 
 
+def _searchqa() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.searchqa import load_searchqa
+
+    return load_searchqa()
+
+
 CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
         _textcraft,
@@ -78,6 +84,13 @@ CATALOG: dict[str, Entry] = {
         package="agentgym_rl",
         extra="",
         licence="Apache-2.0 (our own)",
+    ),
+    "searchqa": Entry(
+        _searchqa,
+        "answer questions of one to three hops by searching a corpus",
+        package="tantivy",
+        extra="searchqa",
+        licence="CC BY 4.0 (GeoNames), Unicode (CLDR)",
     ),
 }
 

