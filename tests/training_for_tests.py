@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
+from functools import cache
 from typing import Any
 
 import torch
+from envs_for_tests import Counting
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.training.scratch import build_model, build_tokenizer
+from agentgym_rl.training.settings import OptimizerSettings, ScratchSettings, SFTSettings
+from agentgym_rl.training.sft import train_sft
 from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory
 
 VOCABULARY = 23
@@ -77,3 +84,39 @@ def slow_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) ->
     """log p(token | all before it) for every token but the first, by one whole unpadded forward pass of the model."""
     logits = model(input_ids=torch.tensor([token_ids])).logits[0] / temperature
     return [logits[i - 1].log_softmax(-1)[token_ids[i]] for i in range(1, len(token_ids))]
+
+
+def counting_conversations(count: int) -> list[list[Message]]:
+    """Random play in the counting game, without its instruction."""
+    rng = random.Random(0)
+    played = []
+    for _ in range(count):
+        env = Counting()
+        messages = [Message("user", env.reset(rng.randrange(100)))]
+        for _ in range(4):
+            action = rng.choice(env.actions())
+            step = env.step(action)
+            messages += [Message("assistant", action), Message("user", step.observation)]
+            if step.done:
+                break
+        env.close()
+        played.append(messages)
+    return played
+
+
+@cache
+def _counting_player() -> tuple[Any, Any]:
+    conversations = counting_conversations(64)
+    tokenizer = build_tokenizer([m.content for messages in conversations for m in messages])
+    shape = ScratchSettings(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2)
+    model = build_model(shape, tokenizer, 0)
+    samples = [Renderer(tokenizer).demonstration(messages) for messages in conversations]
+    settings = SFTSettings(epochs=5, batch_size=16, optimizer=OptimizerSettings(lr=1e-2))
+    train_sft(model, samples, settings, 0, lambda *_: None)
+    return model, tokenizer
+
+
+def counting_player() -> tuple[Any, Any]:
+    """(model, tokenizer): a tiny model that mostly says `up` or `down` and ends its replies."""
+    model, tokenizer = _counting_player()
+    return copy.deepcopy(model), tokenizer

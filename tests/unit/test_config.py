@@ -1,0 +1,169 @@
+"""Recipes: overrides, one clear line for whatever is wrong, and a saved config that is a recipe again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+
+from agentgym_rl.config import Config, load_config
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.runlog import RunLog
+
+RECIPE = """
+name = "tiny"
+[model.scratch]
+hidden_size = 32
+[[environments]]
+name = "babyai"
+subsets = ["GoToLocalS8N7"]
+[warm_start]
+episodes = 10
+[rl]
+steps = 3
+optimizer = { lr = 1e-3 }
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_a_recipe_and_its_defaults(recipe: Path) -> None:
+    config = load_config(recipe, [])
+    assert (config.name, config.rl.steps, config.rl.optimizer.lr) == ("tiny", 3, 1e-3)
+    assert (config.rl.group_size, config.agent.temperature, config.horizon.kind) == (8, 1.0, "fixed")
+    assert config.model.scratch is not None
+    assert config.model.scratch.hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("override", "read", "expected"),
+    [
+        ("rl.steps=50", lambda c: c.rl.steps, 50),
+        ("rl.optimizer.lr=3e-4", lambda c: c.rl.optimizer.lr, 3e-4),
+        ("name=other", lambda c: c.name, "other"),
+        ('name="other"', lambda c: c.name, "other"),
+        ("run_dir=/some/where", lambda c: c.run_dir, "/some/where"),
+        ("environments.0.name=textcraft", lambda c: c.environments[0].name, "textcraft"),
+        ("environments.0.subsets=[]", lambda c: c.environments[0].subsets, ()),
+        ("horizon.turns=[3]", lambda c: c.horizon.turns, (3,)),
+        ("agent.instruction=", lambda c: c.agent.instruction, ""),
+        ("eval.every = 5", lambda c: c.eval.every, 5),
+        ('trackers=["tensorboard"]', lambda c: c.trackers, ("tensorboard",)),
+    ],
+)
+def test_overrides(recipe: Path, override: str, read: Any, expected: object) -> None:
+    assert read(load_config(recipe, [override])) == expected
+
+
+def test_the_last_override_of_a_key_counts(recipe: Path) -> None:
+    assert load_config(recipe, ["rl.steps=5", "rl.steps=6"]).rl.steps == 6
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rl.stepz=5", "rl.stepz: unknown key"),
+        ("rl.optimizer.learning_rate=1", "rl.optimizer.learning_rate: unknown key"),
+        ("colour=red", "colour: unknown key"),
+        ("environments.0.subset=GoTo", "environments.0.subset: unknown key"),
+        ("rl.steps=many", "rl.steps: .*integer.*got 'many'"),
+        ("rl.algorithm=ppo2", "rl.algorithm: .*'grpo'.*got 'ppo2'"),
+        ("rl.steps=-1", "rl: steps must be at least 0, got -1"),
+        ("rl.groups_per_step=0", "rl: groups_per_step must be at least 1, got 0"),
+        ("rl.minibatches=0", "rl: minibatches must be at least 1"),
+        ("rl.epochs=0", "rl: epochs must be at least 1"),
+        ("rl.group_size=1", "rl.group_size: grpo .* at least 2, got 1"),
+        ("rl.kl_coef=-0.1", "rl: kl_coef must be at least 0"),
+        ("rl.importance_cap=0.5", "rl: importance_cap must be at least 1"),
+        ("rl.optimizer.lr=-1.0", "rl.optimizer: lr must be at least 0"),
+        ("rl.optimizer.lr=nan", "rl.optimizer: lr must be at least 0, got nan"),
+        ("warm_start.sft.batch_size=0", "warm_start.sft: batch_size must be at least 1"),
+        ("model.scratch.num_heads=5", "model.scratch: hidden_size must be a multiple"),
+        ("horizon.turns=[8, 4]", "horizon: a fixed horizon needs turns = one number"),
+        ("environments.0.horizon={kind='stepwise', turns=[4, 2]}", "environments.0.horizon: .*ascending turns"),
+        ("agent.temperature=0", "agent.temperature: .*greater than 0"),
+        ("agent.style=reflect", "agent.turns_per_attempt: style 'reflect' needs it"),
+        ("model.path=somewhere", "set exactly one of model.path and model.scratch"),
+        ("environments=[]", "environments: .*at least 1"),
+        ("environments=[{name='a'}, {name='a'}]", "each name once, got a, a"),
+        ("name=a/b", "name: .*pattern"),
+        ("rl.steps", "expected key=value"),
+        ("=5", "expected key=value"),
+        ("environments.1.name=x", "1 is not a place in a list of 1"),
+        ("environments.first.name=x", "first is not a place in a list of 1"),
+        ("name.first=x", "name is a value, not a section"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(recipe: Path, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load_config(recipe, [override])
+    assert "\n" not in str(caught.value)
+
+
+def test_further_mistakes_are_counted(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\(and 1 more\)"):
+        load_config(recipe, ["rl.stepz=1", "rl.stops=1"])
+
+
+def test_a_model_from_nothing_needs_a_warm_start(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('[model.scratch]\n[[environments]]\nname = "babyai"\n')
+    with pytest.raises(ConfigError, match=r"model\.scratch needs warm_start"):
+        load_config(path, [])
+
+
+def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path / "nowhere.toml", [])
+    with pytest.raises(ConfigError, match="no such file"):
+        load_config(tmp_path, [])
+    for content in (b"name = ", b"\xff\xfe"):
+        (tmp_path / "broken.toml").write_bytes(content)
+        with pytest.raises(ConfigError, match="is not valid TOML"):
+            load_config(tmp_path / "broken.toml", [])
+
+
+def test_the_saved_config_is_the_same_recipe(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, ["horizon.kind=stepwise", "horizon.turns=[1, 2]", "eval.temperature=0"])
+    with RunLog.create(tmp_path / "run", config.model_dump(mode="json")):
+        pass
+    assert load_config(tmp_path / "run" / "config.toml", []) == config
+
+
+def test_run_folders_are_fresh_unless_resumed(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config(recipe, [])
+    assert config.folder(resume=False) == config.folder(resume=True) == Path("runs/tiny")
+    Path("runs/tiny").mkdir(parents=True)
+    assert config.folder(resume=False) == Path("runs/tiny-2")
+    assert config.folder(resume=True) == Path("runs/tiny")
+    Path("runs/tiny-2").mkdir()
+    assert config.folder(resume=False) == Path("runs/tiny-3")
+    assert config.folder(resume=True) == Path("runs/tiny-2")
+    assert load_config(recipe, ["run_dir=here"]).folder(resume=False) == Path("here")
+
+
+def test_a_config_is_checked_without_loading_torch(recipe: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from agentgym_rl.config import load_config;"
+        f"load_config(Path({str(recipe)!r}), []); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_configs_cannot_be_changed(recipe: Path) -> None:
+    config = load_config(recipe, [])
+    with pytest.raises(Exception, match="frozen"):
+        config.seed = 4  # type: ignore[misc]
+    assert isinstance(Config.model_validate(config.model_dump()), Config)
+    assert tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))

@@ -1,0 +1,284 @@
+"""One test for each mistake that earlier systems made. Other files test the same things at length."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from envs_for_tests import Counting, Raising
+from servers_for_tests import server_in_thread
+from test_rollout import Corridor
+from tokenizers_for_tests import byte_level_bpe, split_segmentation, word_level
+from training_for_tests import counting_player, group, tiny_model, trajectory
+
+from agentgym_rl.agent.collect import Collector
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.scripted import ScriptedEngine, scripted_logprob
+from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, ScriptedPolicy
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.training.batch import micro_batches, to_batch
+from agentgym_rl.training.horizon import make_horizon
+from agentgym_rl.training.learner import RLLearner
+from agentgym_rl.training.metrics import episode_metrics
+from agentgym_rl.training.rl import Hooks, RLState, train_rl
+from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
+from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.types import Group, Limits, Message, Sampling, StopReason, Task, Trajectory
+
+ROOT = Path(__file__).parents[2]
+LIMITS = Limits(max_turns=3, max_new_tokens=32, max_context=2000)
+SETTINGS = RLSettings(kl_coef=0.0, optimizer=OptimizerSettings(lr=1e-2))
+
+
+def batch_of(groups: list[Group], *, drop: bool = False, aggregate: Any = "token") -> Any:
+    return to_batch(groups, "grpo", normalize_std=True, drop_zero_variance=drop, aggregate=aggregate)
+
+
+async def played(renderer: Renderer, replies: list[Any], sampling: Sampling, reward: float) -> Trajectory:
+    engine = ScriptedEngine(replies)
+    policy = EnginePolicy(engine, renderer, sampling, instruction="Walk.")
+    found = await rollout(Task("corridor", 1), Corridor(), policy, LIMITS, id=f"t{reward}")
+    found.rewards[-1] = reward
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lossy", "other segmentation"])
+async def test_mistake_01_sampled_text_is_never_encoded_again(kind: str) -> None:
+    if kind == "lossy":
+        renderer = Renderer(word_level(), "chatml")
+        unknown = renderer.tokenizer.unk_token_id
+        replies = [[unknown, *renderer.encode("go"), renderer.end_of_turn], renderer.reply_ids("north get")] * 2
+    else:
+        renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+        replies = [[*split_segmentation(renderer.tokenizer, "go north"), renderer.end_of_turn]] * 3
+    again = [renderer.reply_ids(renderer.decode(reply)) for reply in replies]
+    assert again != replies, "this tokenizer must not survive decode and encode"
+    members = [await played(renderer, replies[:3], Sampling(max_new_tokens=1), reward) for reward in (0.0, 1.0)]
+    batch = batch_of([Group(members[0].task, members)])
+    for micro in micro_batches(batch.samples, batch.weights, 1):
+        assert micro.targets_A.tolist() == [token for reply in replies[:3] for token in reply]
+        assert micro.logprobs_A.tolist() == [scripted_logprob(token) for reply in replies[:3] for token in reply]
+
+
+async def test_mistake_01_an_end_of_turn_that_was_not_sampled_is_not_trained_on() -> None:
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    said = renderer.encode("go north")  # ends by a stop string or by its length: no end-of-turn token
+    members = [await played(renderer, [said] * 3, Sampling(max_new_tokens=1), reward) for reward in (0.0, 1.0)]
+    assert members[0].num_turns == 3
+    batch = batch_of([Group(members[0].task, members)])
+    (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
+    assert renderer.end_of_turn not in micro.targets_A.tolist()
+    assert renderer.end_of_turn in members[0].token_ids  # the next prompt does contain it
+
+
+def test_mistake_02_the_final_reward_is_on_tokens_that_are_trained() -> None:
+    won, lost = trajectory(1, turns=4, reward=1.0), trajectory(2, turns=3, reward=0.0)
+    batch = batch_of([Group(won.task, [won, lost])])
+    (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
+    assert (micro.advantages_A != 0).all()
+    assert {round(a, 3) for a in micro.advantages_A.tolist()} == {1.0, -1.0}
+    assert int((micro.advantages_A > 0).sum()) == sum(won.loss_mask)
+
+
+def test_mistake_03_everything_a_loss_sees_has_one_shape() -> None:
+    batch = batch_of([group(1, [0.0, 1.0, 1.0])])
+    for sample in batch.samples:
+        lengths = {len(getattr(sample, n)) for n in ("token_ids", "loss_mask", "logprobs", "advantages", "turn_index")}
+        assert lengths == {len(sample.token_ids)}
+    (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
+    flat = (micro.rows_A, micro.columns_A, micro.targets_A, micro.weights_A, micro.logprobs_A, micro.advantages_A)
+    assert {tuple(t.shape) for t in (*flat, micro.turns_A)} == {(micro.num_actions,)}
+
+
+def test_mistake_04_every_turns_reward_counts_and_a_failure_is_no_zero() -> None:
+    early, never, broken = (trajectory(i, turns=3, reward=0.0) for i in (1, 2, 3))
+    early.rewards[0] = 1.0
+    broken.stop, broken.error = StopReason.ERROR, "EnvError: gone"
+    groups = [Group(early.task, [early, never, broken])]
+    assert {s.trajectory_id: round(max(s.advantages, key=abs)) for s in batch_of(groups).samples} == {"t1": 1, "t2": -1}
+    assert episode_metrics(groups)["reward/mean"] == 0.5
+    assert episode_metrics(groups)["episodes/error"] == 1
+
+
+async def test_mistake_05_the_slowest_environment_gates_nobody() -> None:
+    others_done = asyncio.Event()
+    finished: list[Trajectory] = []
+
+    class Waiting(Corridor):
+        async def step(self, text: str) -> Any:
+            await others_done.wait()  # in lock-step nobody could finish before this one has stepped
+            return await super().step(text)
+
+    class Pool:
+        async def open(self, env: str) -> Any:
+            return Waiting() if env == "waiting" else Corridor()
+
+    def note(ended: Trajectory) -> None:
+        finished.append(ended)
+        if len(finished) == 5:
+            others_done.set()
+
+    collect = Collector(Pool(), lambda session, seed: ScriptedPolicy(["go"] * 3), 1, 6, on_trajectory=note)  # type: ignore[arg-type]
+    tasks = [Task("waiting", 0), *(Task("corridor", i) for i in range(5))]
+    groups = await asyncio.wait_for(collect(tasks, LIMITS, 0), timeout=20)
+    assert [g.trajectories[0].stop for g in groups] == [StopReason.DONE] * 6
+    assert finished[-1].task.env == "waiting"
+
+
+async def test_mistake_06_a_resumed_schedule_skips_nothing_and_no_step_is_missing() -> None:
+    async def run(killed_after: int) -> list[int]:
+        turns: list[int] = []
+        saved: dict[str, Any] = {}
+
+        def fresh() -> RLState:
+            horizon = make_horizon(HorizonSettings(kind="stepwise", turns=(1, 2, 4), steps_per_stage=2))
+            return RLState(TaskSource({"toy": [1, 2, 3]}, 0), {"toy": horizon})
+
+        class Learner:
+            def learn(self, batch: Any, seed: int) -> dict[str, float]:
+                return {}
+
+        async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+            turns.append(limits.max_turns)
+            return [Group(task, group(task.item, [0.0, 1.0]).trajectories) for task in tasks]
+
+        async def nothing(number: int) -> None:
+            saved.update(state.state())
+
+        for steps in (killed_after, 7):
+            state = fresh()
+            if saved:
+                state.restore(saved, killed_after)
+            settings = RLSettings(steps=steps, groups_per_step=1, group_size=2)
+            hooks = Hooks(lambda *_: None, lambda *_: None, nothing)
+            await train_rl(state, Learner(), collect, nothing, {"toy": LIMITS}, settings, hooks, 0)
+        return turns
+
+    for killed_after in range(8):
+        assert await run(killed_after) == [1, 1, 2, 2, 4, 4, 4]
+
+
+async def test_mistake_07_nothing_is_left_open_and_no_id_comes_twice() -> None:
+    pool = LocalPool({"raising": Raising}, max_sessions=3)
+
+    def policy(session: Any, seed: int) -> Any:
+        return ScriptedPolicy(["up", "raise"]) if seed % 2 else OraclePolicy(session)
+
+    collect = Collector(pool, policy, group_size=4, concurrency=3, retries=1)
+    groups = await collect([Task("raising", item) for item in (12, 13, 14, 15)], replace(LIMITS, max_turns=9), 5)
+    stops = {t.stop for g in groups for t in g.trajectories}
+    assert stops == {StopReason.DONE, StopReason.ERROR}
+    ids = [t.id for g in groups for t in g.trajectories]
+    assert len(set(ids)) == len(ids)
+    assert (pool.num_open, Raising.num_alive) == (0, 0)
+
+
+@pytest.mark.parametrize("aggregate", ["token", "trajectory"])
+def test_mistake_08_micro_batches_and_rows_do_not_change_the_weights(aggregate: Any) -> None:
+    groups = [group(1, [0.0, 1.0, 0.0]), group(2, [1.0, 0.0])]
+    usable = [t for g in groups for t in g.trajectories]
+    updates = []
+    for micro_batch_tokens in (1, 30, 10_000):
+        model = tiny_model()
+        optimizer = OptimizerSettings(lr=0.0, max_grad_norm=0.0, micro_batch_tokens=micro_batch_tokens)
+        settings = replace(SETTINGS, optimizer=optimizer, aggregate=aggregate)
+        metrics = RLLearner(model, settings, 1.0).learn(batch_of(groups, aggregate=aggregate), 0)
+        updates.append((metrics["loss"], metrics["grad/norm"]))
+    assert updates[1] == pytest.approx(updates[0], rel=1e-4)
+    assert updates[2] == pytest.approx(updates[0], rel=1e-4)
+    batch = batch_of(groups, aggregate=aggregate)
+    assert len(batch.samples) == len(usable)  # one row each, however many turns
+    shares = [weight * sum(s.loss_mask) for s, weight in zip(batch.samples, batch.weights, strict=True)]
+    tokens = [sum(t.loss_mask) for t in usable]
+    expected = [n / sum(tokens) for n in tokens] if aggregate == "token" else [1 / len(usable)] * len(usable)
+    assert shares == pytest.approx(expected)
+
+
+async def test_mistake_09_nothing_cached_under_old_weights_is_used_again() -> None:
+    model, tokenizer = counting_player()
+    renderer = Renderer(tokenizer)
+    prompt = renderer.prompt([Message("user", "Goal: 4. You are at 0.")])
+    sampling = Sampling(max_new_tokens=6, seed=3)
+    engine = NativeEngine(model, max_sessions=4, max_context=200)
+    first = await engine.generate(prompt, sampling, "session")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    await engine.update_weights(None, 1)
+    longer = [*prompt, *first.token_ids, *renderer.follow_up("You are at 1.")]
+    kept = await engine.generate(longer, sampling, "session")
+    fresh = await NativeEngine(model, max_sessions=4, max_context=200).generate(longer, sampling, "other")
+    assert kept.token_ids == fresh.token_ids
+    assert kept.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+    assert (first.version, kept.version) == (0, 1)
+
+
+def test_mistake_10_placeholders_cannot_reach_a_ratio() -> None:
+    batch = batch_of([group(1, [0.0, 1.0])])
+    for sample in batch.samples:
+        assert all(math.isnan(p) is not trained for p, trained in zip(sample.logprobs, sample.loss_mask, strict=True))
+    metrics = RLLearner(tiny_model(), SETTINGS, 1.0).learn(batch, 0)
+    assert all(math.isfinite(value) for value in metrics.values())
+    batch.samples[0].loss_mask = [False] + [True] * (len(batch.samples[0].loss_mask) - 1)  # a mask that is off
+    with pytest.raises(ValueError, match="no log-probability of its sampling"):
+        RLLearner(tiny_model(), SETTINGS, 1.0).learn(batch, 0)
+
+
+def test_mistake_11_nothing_evaluates_what_a_model_wrote() -> None:
+    for path in sorted((ROOT / "src").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno} calls {node.func.id}"
+
+
+def test_mistake_11_an_error_has_a_status_of_its_own() -> None:
+    with server_in_thread({"counting": Counting}) as server, httpx.Client(base_url=server.url) as http:
+        assert http.post("/step", json={"id": 99, "action": "up"}).status_code == 404
+        assert http.post("/reset", json={"data_idx": "x"}).status_code == 422
+        session = http.post("/create", json={}).json()["id"]
+        assert http.post("/step", json={"id": session, "action": "up"}).status_code == 409
+
+
+def test_mistake_11_every_metric_is_defined() -> None:
+    defined = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    learned = RLLearner(tiny_model(), replace(SETTINGS, kl_coef=0.1), 1.0).learn(batch_of([group(1, [0.0, 1.0])]), 0)
+    names = {*episode_metrics([group(1, [0.0, 1.0])]), *learned, "groups/zero_variance", "samples"}
+    assert [name for name in sorted(names) if f"`{name}`" not in defined] == []
+
+
+@pytest.mark.parametrize("name", ["textcraft", "babyai"])
+def test_mistake_12_train_and_test_share_no_item(name: str) -> None:
+    splits = catalog.load(name).splits
+    seen: set[int] = set()
+    for items in splits.values():
+        assert not seen & set(items)
+        seen |= set(items)
+    assert {"train", "test"} <= set(splits)
+
+
+def test_mistake_12_items_do_not_depend_on_the_hash_seed() -> None:
+    program = (
+        "import hashlib; from agentgym_rl.environment import catalog\n"
+        "for name in ('textcraft', 'babyai'):\n"
+        "    env = catalog.load(name)()\n"
+        "    print(name, hashlib.sha256(''.join(env.reset(i) for i in range(40)).encode()).hexdigest())\n"
+    )
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(said) == 1

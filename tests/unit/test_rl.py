@@ -1,0 +1,215 @@
+"""The RL loop with scripted collaborators, then with a real engine, collector and learner."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from envs_for_tests import Counting
+from training_for_tests import counting_player, trajectory
+
+from agentgym_rl.agent.collect import Collector
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.policy import EnginePolicy
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.errors import EnvError
+from agentgym_rl.training.batch import Batch, micro_batches, to_batch
+from agentgym_rl.training.horizon import make_horizon
+from agentgym_rl.training.learner import RLLearner
+from agentgym_rl.training.model import action_logprobs
+from agentgym_rl.training.rl import Hooks, RLState, derive_seed, train_rl
+from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
+from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.types import Group, Limits, Sampling, StopReason, Task, Trajectory
+
+SETTINGS = RLSettings(steps=7, groups_per_step=4, group_size=2, kl_coef=0.0)
+LIMITS = Limits(max_turns=1, max_new_tokens=4, max_context=200)
+HORIZONS = {
+    "a": HorizonSettings(kind="stepwise", turns=(2, 4), steps_per_stage=3),
+    "b": HorizonSettings(kind="linear", turns=(1, 7), steps_per_stage=6),
+}
+torch.set_num_threads(1)
+
+
+def new_state() -> RLState:
+    tasks = TaskSource({"a": list(range(9)), "b": list(range(50, 57))}, seed=3)
+    return RLState(tasks, {env: make_horizon(settings) for env, settings in HORIZONS.items()})
+
+
+class Bench:
+    """Collect, learner and hooks that write down what they were asked for; rewards are a function of the seed."""
+
+    def __init__(self, *, rewards: tuple[float, float] = (0.0, 1.0), failing: bool = False) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.rows: list[dict[str, float]] = []
+        self.saved: dict[int, dict[str, Any]] = {}
+        self.state = new_state()
+        self._rewards, self._failing = rewards, failing
+
+    async def collect(self, tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+        self.calls.append(("collect", [t.key for t in tasks], limits, seed))
+        groups = []
+        for task in tasks:
+            members = [trajectory(task.item * 10 + i, reward=r) for i, r in enumerate(self._rewards)]
+            for member in members:
+                member.task = task
+                if self._failing:
+                    member.stop, member.error = StopReason.ERROR, "EnvError: the game broke"
+            groups.append(Group(task, members))
+        return groups
+
+    def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+        self.calls.append(("learn", len(batch.samples), seed))
+        return {"loss": 0.5}
+
+    async def publish(self, version: int) -> None:
+        self.calls.append(("publish", version))
+
+    def record(self, step: int, groups: list[Group]) -> None:
+        self.calls.append(("record", step, sum(len(g.trajectories) for g in groups)))
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.calls.append(("log", step))
+        self.rows.append(metrics)
+
+    async def after_step(self, step: int) -> None:
+        self.calls.append(("after", step))
+        self.saved[step] = json.loads(json.dumps(self.state.state()))
+
+    async def run(self, settings: RLSettings = SETTINGS) -> None:
+        limits = {"a": LIMITS, "b": replace(LIMITS, max_new_tokens=9)}
+        hooks = Hooks(self.record, self.log, self.after_step)
+        await train_rl(self.state, self, self.collect, self.publish, limits, settings, hooks, seed=11)
+
+
+async def test_as_many_steps_as_asked_and_each_in_order() -> None:
+    bench = Bench()
+    await bench.run()
+    assert bench.state.step == 7
+    assert [c[1] for c in bench.calls if c[0] == "after"] == list(range(1, 8))
+    names = [c[0] for c in bench.calls if c[0] != "collect"]
+    assert names == ["record", "learn", "publish", "log", "after"] * 7
+    await bench.run()  # nothing is left to do
+    assert len([c for c in bench.calls if c[0] == "learn"]) == 7
+
+
+async def test_each_environment_plays_under_its_own_horizon_and_limits() -> None:
+    bench = Bench()
+    await bench.run()
+    for row, a, b in zip(bench.rows, [2, 2, 2, 4, 4, 4, 4], range(1, 8), strict=True):
+        assert (row["horizon/a"], row["horizon/b"]) == (a, b)
+    for _, keys, limits, _ in (c for c in bench.calls if c[0] == "collect"):
+        (env,) = {key.partition("/")[0] for key in keys}
+        assert limits.max_new_tokens == {"a": 4, "b": 9}[env]
+        assert limits.max_context == 200
+    turns = [(c[1][0][0], c[2].max_turns) for c in bench.calls if c[0] == "collect"]
+    assert [t for env, t in turns if env == "a"] == sorted(t for env, t in turns if env == "a")
+    assert {t for env, t in turns if env == "a"} == {2, 4}
+
+
+@pytest.mark.parametrize("killed_after", range(8))
+async def test_a_run_resumed_after_any_step_asks_for_the_same(killed_after: int) -> None:
+    whole, resumed = Bench(), Bench()
+    start = json.loads(json.dumps(whole.state.state()))
+    await whole.run()
+    resumed.state.restore(whole.saved.get(killed_after, start), killed_after)
+    await resumed.run()
+    first = ("after", killed_after)
+    expected = whole.calls[whole.calls.index(first) + 1 :] if killed_after else whole.calls
+    assert resumed.calls == expected
+    assert len(resumed.rows) == 7 - killed_after
+
+
+async def test_no_variance_anywhere_means_no_update_and_no_new_version() -> None:
+    bench = Bench(rewards=(1.0, 1.0))
+    await bench.run(replace(SETTINGS, steps=1))
+    assert [c[0] for c in bench.calls if c[0] in ("learn", "publish")] == []
+    (row,) = bench.rows
+    assert (row["groups/zero_variance"], row["samples"], row["success/mean"]) == (1.0, 0.0, 1.0)
+    kept = Bench(rewards=(1.0, 1.0))
+    await kept.run(replace(SETTINGS, steps=1, zero_variance="keep"))
+    assert [c[1] for c in kept.calls if c[0] == "learn"] == [8]
+
+
+async def test_all_episodes_failing_is_recorded_and_then_an_error() -> None:
+    bench = Bench(failing=True)
+    with pytest.raises(EnvError, match="step 1: all 8 episodes failed; the first: EnvError: the game broke"):
+        await bench.run()
+    assert bench.calls[-1] == ("record", 1, 8)
+
+
+async def test_seeds_differ_between_steps_environments_and_uses() -> None:
+    bench = Bench()
+    await bench.run()
+    seeds = [c[-1] for c in bench.calls if c[0] in ("collect", "learn")]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= derive_seed(i, "x") < 2**63 for i in range(50))
+
+
+class RealCollector:
+    """Engine, renderer, pool and collector around one model."""
+
+    def __init__(self, model: Any, tokenizer: Any, temperature: float = 1.0) -> None:
+        self.renderer = Renderer(tokenizer)
+        self.engine = NativeEngine(model, decode=self.renderer.decode, max_sessions=32, max_context=200)
+        self.pool = LocalPool({"counting": Counting})
+        sampling = Sampling(max_new_tokens=4, temperature=temperature)
+        self.collect = Collector(
+            self.pool,
+            lambda session, seed: EnginePolicy(self.engine, self.renderer, replace(sampling, seed=seed)),
+            group_size=4,
+            concurrency=32,
+        )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+async def test_engine_and_learner_agree_on_real_multi_turn_episodes(temperature: float) -> None:
+    model, tokenizer = counting_player()
+    real = RealCollector(model, tokenizer, temperature)
+    groups = await real.collect([Task("counting", i) for i in range(8)], replace(LIMITS, max_turns=5), 1)
+    played = [t for g in groups for t in g.trajectories]
+    assert max(t.num_turns for t in played) == 5
+    batch = to_batch(groups, "grpo", normalize_std=True, drop_zero_variance=False, aggregate="token")
+    for micro in micro_batches(batch.samples, batch.weights, 500):
+        learner_A, _ = action_logprobs(model, micro, temperature)
+        assert (learner_A - micro.logprobs_A).abs().max() < 1e-4
+    await real.engine.close()
+    assert real.pool.num_open == 0
+
+
+async def test_the_whole_loop_learns_to_count() -> None:
+    """The smallest real run: engine, collector, learner, weights shared between them."""
+    model, tokenizer = counting_player()
+    real = RealCollector(model, tokenizer)
+    settings = RLSettings(steps=12, groups_per_step=8, group_size=4, kl_coef=0.0, optimizer=OptimizerSettings(lr=3e-3))
+    state = RLState(
+        TaskSource({"counting": list(range(100))}, 0),
+        {"counting": make_horizon(HorizonSettings(kind="stepwise", turns=(3, 6), steps_per_stage=6))},
+    )
+    rows: list[dict[str, float]] = []
+    seen: list[Trajectory] = []
+
+    async def nothing(step: int) -> None:
+        assert real.pool.num_open == 0
+
+    async def publish(version: int) -> None:
+        await real.engine.update_weights(None, version)
+
+    hooks = Hooks(
+        lambda step, groups: seen.extend(t for g in groups for t in g.trajectories),
+        lambda step, metrics: rows.append(copy.copy(metrics)),
+        nothing,
+    )
+    learner = RLLearner(model, settings, 1.0)
+    await train_rl(state, learner, real.collect, publish, {"counting": LIMITS}, settings, hooks, 0)
+    await real.engine.close()
+    assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.3
+    # Sampler and learner are the same weights at every step: old keys and values would show here.
+    assert max(row["mismatch/abs"] for row in rows) < 1e-4
+    assert [t.versions for t in seen if t.versions] == sorted(t.versions for t in seen if t.versions)
+    assert seen[-1].versions == [11]
