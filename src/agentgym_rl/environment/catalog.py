@@ -56,6 +56,12 @@ def _searchqa() -> type[TextEnv]:
     return load_searchqa()
 
 
+def _sciworld() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.sciworld import SciWorld
+
+    return SciWorld
+
+
 CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
         _textcraft,
@@ -91,6 +97,13 @@ CATALOG: dict[str, Entry] = {
         package="tantivy",
         extra="searchqa",
         licence="CC BY 4.0 (GeoNames), Unicode (CLDR)",
+    ),
+    "sciworld": Entry(
+        _sciworld,
+        "carry out science experiments in a simulated house",
+        package="scienceworld",
+        extra="sciworld",
+        licence="Apache-2.0 (scienceworld)",
     ),
 }
 

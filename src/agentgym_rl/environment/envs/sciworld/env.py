@@ -1,0 +1,183 @@
+"""SciWorld as a text game."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import ClassVar
+
+from agentgym_rl.environment.envs.sciworld import tasks
+from agentgym_rl.environment.envs.sciworld.picture import Scene, draw
+from agentgym_rl.environment.envs.sciworld.world import World
+from agentgym_rl.errors import EnvError
+from agentgym_rl.types import Step
+
+INSTRUCTION = """\
+You carry out science experiments in a simulated house with a kitchen, a workshop, a greenhouse and more. The first \
+message gives your task and what you see around you.
+
+Give exactly one action a turn, naming things as they are described to you. OBJ stands for a thing:
+- look around; look at OBJ; look in OBJ; read OBJ
+- inventory: what you carry; task: the task again
+- open OBJ; close OBJ; go PLACE (the door must be open)
+- pick up OBJ; put down OBJ; move OBJ to OBJ; pour OBJ into OBJ; dunk OBJ into OBJ; mix OBJ (what is in a container)
+- activate OBJ; deactivate OBJ; use OBJ; use OBJ on OBJ; connect OBJ to OBJ; disconnect OBJ
+- eat OBJ; flush OBJ
+- wait: let ten moments pass; wait1: let one pass
+- focus on OBJ: say that this is the thing the task asks about. Focus only on what the task tells you to: focusing on \
+something else can end the game as failed.
+
+If an action could mean several things you are shown a numbered list: answer with the number alone."""
+
+NO_MATCH = "No known action matches that input."
+"""The game's own words for what it does not understand."""
+_MAX_CHARS = 300
+"""The longest sensible action has about 150."""
+_AMBIGUOUS = "Ambiguous request:"
+_REFUSED = re.compile(
+    r"(No known action|Unknown action|<?ERROR|I'm not sure |It'?s not clear how |Something can't be |That can't be "
+    r"|That is already |That object (already|does not) |The door doesn't appear |You can't |You must disconnect "
+    r"|Connections must specify ).*"
+    r"|.* (aren't able to move|appears broken, and can't .*|can't be poured out.*|does not contain any liquids .*"
+    r"|is already (activated|closed|deactivated|open)|is already connected, .*|is empty, so there's nothing to pour"
+    r"|is not (a container|closeable|currently passable|edible|movable|moveable|open|openable)"
+    r"|is not something that can be activated|isn't open|isn't open, so you can't see inside)\.",
+    re.DOTALL,
+)
+"""All answers by which the simulator declines an action."""
+
+
+class SciWorld:
+    """30 kinds of experiments in 7,207 variations. Implements TextEnv."""
+
+    name: ClassVar[str] = "sciworld"
+    instruction: ClassVar[str] = INSTRUCTION
+    splits: ClassVar[Mapping[str, range]] = tasks.SPLITS
+    subsets: ClassVar[tuple[str, ...]] = tasks.SUBSETS
+    cheap: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        """Made by the first reset, so that no Java starts for a session that is never played."""
+        self._item = -1
+        self._playing = False
+        self._scene: Scene
+        self._ambiguous = False
+        self._history: list[tuple[str, bool]] = []
+        """Each action, and whether it changed nothing in the game."""
+
+    @classmethod
+    def subsets_of(cls, item: int) -> tuple[str, ...]:
+        return tasks.subsets_of(item)
+
+    def reset(self, item: int) -> str:
+        task, variation = tasks.locate(item)
+        self._playing = False
+        if self._world is None or not self._world.jvm.usable:
+            self._drop()
+            self._world = World()
+        try:
+            description, look, inventory = self._world.load(task.name, variation)
+        except EnvError:
+            self._drop()
+            raise
+        self._item = item
+        self._scene = Scene(task.name, variation, description, look, inventory)
+        self._ambiguous = False
+        self._history = []
+        self._playing = True
+        return f"{description}\n\n{look}"
+
+    def step(self, text: str) -> Step:
+        world = self._running()
+        action = text.strip()
+        problem = _problem(action)
+        if problem:
+            return Step(f"{NO_MATCH} {problem}", info={"valid": False, "score": self._scene.score})
+        try:
+            answer = world.step(action)
+        except EnvError:
+            self._drop()
+            raise
+        scene = self._scene
+        reward = (answer.score - scene.score) / 100
+        done = answer.completed or answer.score < 0
+        self._playing = not done
+        self._ambiguous = answer.text.startswith(_AMBIGUOUS)
+        self._history.append((action, answer.moves == scene.moves and not self._ambiguous))
+        scene.turn += 1
+        scene.last_action, scene.last_answer = action, answer.text
+        scene.score, scene.moves = answer.score, answer.moves
+        scene.look, scene.inventory = answer.look, answer.inventory
+        info: dict[str, bool | int] = {"valid": not _REFUSED.fullmatch(answer.text), "score": answer.score}
+        if done:
+            info["success"] = answer.score == 100
+        return Step(answer.text, reward, done, info)
+
+    def close(self) -> None:
+        self._drop()
+
+    def actions(self) -> list[str]:
+        """Everything possible now, sorted; empty when the episode is over."""
+        return sorted(set(self._running().possible_actions())) if self._playing else []
+
+    def oracle(self) -> str:
+        """The next action of the gold path. EnvError once anything else was done that took time in the game."""
+        self._running()
+        task, variation = tasks.locate(self._item)
+        path = gold_path(task.name, variation)
+        place = 0
+        for action, free in self._history:
+            if place < len(path) and action == path[place]:
+                place += 1
+            elif not free:
+                raise EnvError(f"sciworld's oracle knows the gold path only, and {action!r} has left it: reset")
+        if place == len(path):
+            raise EnvError(f"sciworld's gold path of {task.name}/{variation} ended at a score of {self._scene.score}")
+        return path[place]
+
+    def state_key(self) -> str:
+        """The item and a digest of what can be perceived: room, inventory, score, an open question."""
+        scene = self._scene
+        seen = "\x1f".join((scene.look, scene.inventory, str(scene.score), scene.last_answer * self._ambiguous))
+        return f"{self._item}|{hashlib.sha256(seen.encode()).hexdigest()[:24]}"
+
+    def render(self) -> str:
+        """An SVG: task, score, the room with its things and doors, the inventory, the last action and answer."""
+        if self._item < 0:
+            raise EnvError("sciworld has nothing to draw yet: call reset first")
+        return draw(self._scene)
+
+    def _running(self) -> World:
+        if not self._playing or self._world is None:
+            raise EnvError("sciworld needs a running episode: call reset first")
+        return self._world
+
+    def _drop(self) -> None:
+        self._playing = False
+        if self._world is not None:
+            self._world.close()
+            self._world = None
+
+
+@lru_cache(maxsize=4096)
+def gold_path(task: str, variation: int) -> tuple[str, ...]:
+    """Worked out once and kept: it takes seconds, and a session's own world must not be disturbed."""
+    world = World()
+    try:
+        return world.gold_path(task, variation)
+    finally:
+        world.close()
+
+
+def _problem(action: str) -> str:
+    """Why an action cannot be passed on, or nothing."""
+    if len(action) > _MAX_CHARS:
+        return f"An action of {len(action)} characters is too long."
+    if len(action.splitlines()) > 1:
+        return "Give one action a turn, on one line."
+    if not all(" " <= letter <= "~" for letter in action):
+        return "Use plain letters, digits and punctuation."
+    return ""

