@@ -1,0 +1,145 @@
+"""Kill -9 during training, the same command with --resume, and nothing differs from a run that was left alone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runs_for_tests import (
+    TINY,
+    comparable_metrics,
+    comparable_trajectories,
+    final_weights,
+    finish,
+    train_process,
+    trainer_state,
+)
+
+from agentgym_rl.runlog import read_metrics
+from agentgym_rl.training.checkpoint import list_checkpoints
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("left_alone") / "run"
+    finish(folder)
+    return folder
+
+
+def lines(folder: Path) -> int:
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+MOMENTS: dict[str, Callable[[Path], bool]] = {
+    "in the warm start": lambda run: (run / "trajectories" / "warmstart_000000.jsonl").exists(),
+    "in the first evaluation": lambda run: (run / "trajectories" / "eval_000000.jsonl").exists(),
+    "right after a checkpoint": lambda run: (run / "checkpoints" / "step_000002").exists(),
+    "between checkpoints": lambda run: lines(run) >= 3,
+    "while a checkpoint is written": lambda run: (run / "checkpoints" / ".step_000004.tmp").exists(),
+    "in the last evaluation": lambda run: (run / "trajectories" / "eval_000006.jsonl").exists(),
+}
+
+
+def assert_equal(run: Path, expected: Path) -> None:
+    found, wanted = comparable_metrics(run), comparable_metrics(expected)
+    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine == theirs
+    episodes, expected_episodes = comparable_trajectories(run), comparable_trajectories(expected)
+    assert list(episodes) == list(expected_episodes)
+    for name, rows in expected_episodes.items():
+        assert episodes[name] == rows, name
+    weights, expected_weights = final_weights(run), final_weights(expected)
+    assert weights.keys() == expected_weights.keys()
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+    state, expected_state = trainer_state(run), trainer_state(expected)
+    for name in ("rl", "step", "version"):
+        assert state[name] == expected_state[name]
+    assert state["learner"]["updates"] == expected_state["learner"]["updates"] == 6 * 2 * 2
+    moments, expected_moments = (s["learner"]["optimizer"]["state"] for s in (state, expected_state))
+    assert moments.keys() == expected_moments.keys()
+    for key, value in moments.items():
+        assert all(torch.equal(value[name], expected_moments[key][name]) for name in value)
+
+
+def test_the_reference_run_is_worth_comparing_with(left_alone: Path) -> None:
+    """Otherwise equal could mean empty: episodes differ, weights move, the horizon grows, several updates a step."""
+    rows = comparable_metrics(left_alone)
+    assert [row["horizon/babyai"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert len({row["loss"] for row in rows}) == 6
+    assert any(row["groups/zero_variance"] < 1 for row in rows)
+    assert all(row["grad/norm"] > 0 for row in rows)
+    assert all(row["mismatch/abs"] < 1e-4 for row in rows)
+    tasks = [(row["env"], row["item"]) for row in comparable_trajectories(left_alone)["step_000001.jsonl"]]
+    assert len(set(tasks)) == 4
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_and_resumed_is_as_if_left_alone(moment: str, left_alone: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train_process(run).kill_when(lambda: MOMENTS[moment](run))
+    finish(run, "--resume")
+    assert_equal(run, left_alone)
+    assert not list((run / "checkpoints").glob(".*"))
+
+
+def test_killed_twice_and_resumed_at_other_steps(left_alone: Path, tmp_path: Path) -> None:
+    """Where checkpoints are may change: it changes nothing that is learned."""
+    run = tmp_path / "run"
+    train_process(run, "checkpoint.every=1").kill_when(lambda: lines(run) >= 1)
+    train_process(run, "checkpoint.every=1", "--resume").kill_when(lambda: lines(run) >= 4)
+    finish(run, "--resume")
+    assert_equal(run, left_alone)
+
+
+def test_a_finished_run_resumed_does_nothing_and_can_be_extended(left_alone: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finish(run, "rl.steps=4", "rl.optimizer.decay=constant")
+    assert lines(run) == 4
+    before = final_weights(run)
+    finish(run, "rl.steps=4", "rl.optimizer.decay=constant", "--resume")
+    assert lines(run) == 4
+    assert all(torch.equal(before[name], value) for name, value in final_weights(run).items())
+    finish(run, "rl.steps=6", "rl.optimizer.decay=constant", "--resume")
+    straight = tmp_path / "straight"
+    finish(straight, "rl.optimizer.decay=constant")
+    assert_equal(run, straight)
+
+
+def test_the_command_itself_killed_in_the_middle(left_alone: Path, tmp_path: Path) -> None:
+    """The same once more with nothing between the test and the command a person types."""
+    run, recipe = tmp_path / "run", tmp_path / "tiny.toml"
+    recipe.write_text(TINY)
+    command = [str(Path(sys.executable).with_name("agentgym-rl")), "train", str(recipe), f"run_dir={run}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    give_up_at = time.monotonic() + 120
+    while lines(run) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < give_up_at
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    killed_at = read_metrics(run / "metrics.jsonl")[-1]["step"]
+    assert 3 <= killed_at < 6
+    assert [p.name for p in list_checkpoints(run / "checkpoints")][-1] in ("step_000002", "step_000004")
+    refused = train_process(run)
+    assert refused.wait() == 2
+    assert "add --resume" in refused.output.read_text()
+    finish(run, "--resume")
+    assert_equal(run, left_alone)
+
+
+def test_another_recipe_is_not_resumed(left_alone: Path) -> None:
+    process = train_process(left_alone, "--resume", "rl.group_size=8")
+    assert process.wait() == 2
+    said = process.output.read_text()
+    assert "rl.group_size (saved 4, given 8)" in said
+    assert "Traceback" not in said

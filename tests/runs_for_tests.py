@@ -1,0 +1,146 @@
+"""Whole training runs in processes of their own, small enough for tests, and what can be compared between two."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from agentgym_rl.runlog import read_metrics
+from agentgym_rl.training.checkpoint import list_checkpoints
+
+TINY = """
+name = "tiny"
+threads = 1
+
+[model.scratch]
+hidden_size = 32
+intermediate_size = 64
+num_layers = 2
+num_heads = 2
+
+[[environments]]
+name = "babyai"
+subsets = ["GoToRedBallNoDists", "PickupLoc"]
+
+[agent]
+instruction = ""
+max_new_tokens = 6
+max_context = 512
+
+[warm_start]
+policy = "random"
+episodes = 80
+max_turns = 2
+[warm_start.sft]
+epochs = 5
+batch_size = 16
+optimizer = { lr = 1e-2 }
+
+[horizon]
+kind = "stepwise"
+turns = [1, 2, 3]
+steps_per_stage = 2
+
+[rl]
+steps = 6
+groups_per_step = 4
+group_size = 4
+kl_coef = 0.01
+entropy_coef = 0.001
+zero_variance = "keep"
+epochs = 2
+minibatches = 2
+optimizer = { lr = 1e-3, warmup_steps = 2, decay = "cosine", micro_batch_tokens = 600 }
+
+[eval]
+episodes = 8
+max_turns = 3
+every = 2
+
+[checkpoint]
+every = 2
+keep = 2
+"""
+CLOCK = ("time", "tokens/sampled_per_s")
+"""Metrics, and beginnings of metrics' names, that wall time goes into."""
+
+# A server process that has imported everything once and from which each run is forked: importing takes longest.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["agentgym_rl.train", "agentgym_rl.environment.envs.babyai"])
+
+
+def _command_line(arguments: list[str], output: str) -> None:
+    from agentgym_rl.cli import main
+
+    sys.stdout = sys.stderr = Path(output).open("w")  # noqa: SIM115 - open as long as the process lives
+    sys.argv = ["agentgym-rl", *arguments]
+    main()
+
+
+class Process:
+    """`agentgym-rl <arguments>` in a process of its own."""
+
+    def __init__(self, arguments: list[str], output: Path) -> None:
+        self.output = output
+        self._process = _CONTEXT.Process(target=_command_line, args=(arguments, str(output)))
+        self._process.start()
+
+    def wait(self, timeout_s: float = 120.0) -> int | None:
+        """Its exit code; negative is the signal that killed it."""
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+    def kill_when(self, moment: Callable[[], bool], timeout_s: float = 120.0) -> None:
+        """SIGKILL as soon as `moment` has come."""
+        give_up_at = time.monotonic() + timeout_s
+        while not moment():
+            assert self._process.is_alive(), f"it ended before the moment came:\n{self.output.read_text()}"
+            assert time.monotonic() < give_up_at, "the moment never came"
+            time.sleep(0.0005)
+        self._process.kill()
+        assert self.wait() == -9
+
+
+def train_process(folder: Path, *arguments: str) -> Process:
+    """A run of the tiny recipe in `folder`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    recipe = folder.parent / "tiny.toml"
+    recipe.write_text(TINY)
+    return Process(["train", str(recipe), f"run_dir={folder}", *arguments], folder.parent / f"{folder.name}.out")
+
+
+def finish(folder: Path, *arguments: str) -> None:
+    process = train_process(folder, *arguments)
+    assert process.wait() == 0, process.output.read_text()
+
+
+def comparable_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without what depends on the clock."""
+    rows = read_metrics(folder / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows]
+
+
+def comparable_trajectories(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Every episode by file, without its duration: tasks, order, tokens, log-probabilities, horizon."""
+    found = {}
+    for path in sorted((folder / "trajectories").glob("*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found[path.name] = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+    return found
+
+
+def final_weights(folder: Path) -> dict[str, torch.Tensor]:
+    last = list_checkpoints(folder / "checkpoints")[-1]
+    return load_file(last / "model" / "model.safetensors")
+
+
+def trainer_state(folder: Path) -> dict[str, Any]:
+    return torch.load(list_checkpoints(folder / "checkpoints")[-1] / "trainer.pt", weights_only=True)
