@@ -19,6 +19,8 @@ app = typer.Typer(
     help="Train LLM agents by multi-turn reinforcement learning.",
 )
 
+SUBSETS_SHOWN = 5
+"""Subsets of an environment that the list names; the JSON has all."""
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as key=value, for example rl.steps=50")]
 
 
@@ -47,26 +49,53 @@ def envs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = F
     if as_json:
         print(json.dumps(rows, indent=2))
         return
+    _print_environments(rows)
+
+
+def _print_environments(rows: list[dict[str, Any]]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table("environment", "what it is", "items", "subsets", "licence of its data", box=None, pad_edge=False)
+    table = Table("environment", "what it is", "items", "subsets", box=None, pad_edge=False, header_style="bold")
+    longest = max((len(split) for row in rows for split in row["splits"]), default=0)
     for row in rows:
-        items = ", ".join(f"{split} {count}" for split, count in row["splits"].items()) or row["missing"]
-        table.add_row(row["name"], row["summary"], items, ", ".join(row["subsets"]), row["licence"])
-    Console().print(table)
+        state = ("installed", "green") if row["installed"] else ("not installed", "yellow")
+        items = "\n".join(f"{split:{longest}} {size:>7,}" for split, size in row["splits"].items())
+        subsets = "\n".join(row["subsets"][:SUBSETS_SHOWN])
+        more = len(row["subsets"]) - SUBSETS_SHOWN
+        what = Text.assemble(row["summary"], "\n", (row["licence"], "dim"))
+        if row["missing"]:
+            what.append(f"\n{row['missing'].rpartition(': ')[2]}", "yellow")
+        table.add_row(
+            Text.assemble((row["name"], "bold cyan"), "\n", state),
+            what,
+            items,
+            Text.assemble(subsets, (f"\nand {more} more" if more > 0 else "", "dim")),
+        )
+        table.add_row()
+    Console(highlight=False).print(table)
 
 
 def _describe(name: str, entry: Any) -> dict[str, Any]:
     from agentgym_rl.environment import catalog
 
     row: dict[str, Any] = {"name": name, "summary": entry.summary, "licence": entry.licence, "extra": entry.extra}
+    row["package"] = entry.package
     try:
         env = catalog.load(name)
     except ConfigError as error:
-        return row | {"installed": False, "missing": str(error), "splits": {}, "subsets": []}
+        return row | {"installed": False, "missing": str(error), "splits": {}, "ranges": {}, "subsets": []}
     splits = {split: len(items) for split, items in env.splits.items()}
-    return row | {"installed": True, "missing": "", "splits": splits, "subsets": list(env.subsets)}
+    ranges = {split: [items.start, items.stop] for split, items in env.splits.items()}
+    return row | {
+        "installed": True,
+        "missing": "",
+        "splits": splits,
+        "ranges": ranges,
+        "subsets": list(env.subsets),
+        "cheap": env.cheap,
+    }
 
 
 @app.command()
