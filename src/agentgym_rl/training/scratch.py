@@ -24,6 +24,8 @@ CHAT_TEMPLATE = (
 )
 FREQUENT = 0.0005
 """Share of a text's words that a pair must make up to become one token."""
+Lines = Counter[tuple[str, ...]]
+"""Words of each clause, and how often it was said: an environment repeats itself, so this is short."""
 _WORD = r"[^\W\d_]+|\d"
 """Words and single digits; punctuation and line breaks are dropped."""
 
@@ -33,7 +35,10 @@ def build_tokenizer(texts: Iterable[str]) -> Any:
 
     Decoding joins tokens by single spaces: enough for actions, which are words.
     """
-    lines = [re.findall(_WORD, clause) for text in texts for clause in re.split(r"[^\w ]", text)]
+    clauses = Counter(clause for text in texts for clause in re.split(r"[^\w ]", text))
+    lines: Lines = Counter()
+    for clause, count in clauses.items():
+        lines[tuple(re.findall(_WORD, clause))] += count
     if not any(lines):
         raise ConfigError("a tokenizer needs texts to learn its words from, got none")
     phrases = _phrases(lines)
@@ -54,20 +59,26 @@ def build_tokenizer(texts: Iterable[str]) -> Any:
     )
 
 
-def _phrases(lines: list[list[str]]) -> list[str]:
+def _phrases(lines: Lines) -> list[str]:
     """Glue neighbouring words while one of the two hardly ever appears without the other, then frequent pairs.
 
     The pairs are of single words that are left (`red ball`), so that a name is one token to look up and to say.
     """
     for choose in (_never_part, _frequent):
         while pair := choose(lines):
-            lines = [_glue(line, pair) for line in lines]
+            glued: Lines = Counter()
+            for line, count in lines.items():
+                glued[_glue(line, pair)] += count
+            lines = glued
     return sorted({word for line in lines for word in line if " " in word})
 
 
-def _never_part(lines: list[list[str]]) -> tuple[str, str] | None:
+def _never_part(lines: Lines) -> tuple[str, str] | None:
     """The most frequent pair of which one word appears almost only beside the other."""
-    singles = Counter(word for line in lines for word in line)
+    singles: Counter[str] = Counter()
+    for line, times in lines.items():
+        for word in line:
+            singles[word] += times
     counted = [
         (-count, a, b)
         for (a, b), count in _pairs(lines).items()
@@ -76,26 +87,33 @@ def _never_part(lines: list[list[str]]) -> tuple[str, str] | None:
     return min(counted)[1:] if counted else None
 
 
-def _frequent(lines: list[list[str]]) -> tuple[str, str] | None:
+def _frequent(lines: Lines) -> tuple[str, str] | None:
     """The most frequent pair of single words, if it makes up enough of the text."""
-    least = FREQUENT * sum(map(len, lines))
+    least = FREQUENT * sum(len(line) * times for line, times in lines.items())
     counted = [(-n, a, b) for (a, b), n in _pairs(lines).items() if n >= least and " " not in a and " " not in b]
     return min(counted)[1:] if counted else None
 
 
-def _pairs(lines: list[list[str]]) -> Counter[tuple[str, str]]:
+def _pairs(lines: Lines) -> Counter[tuple[str, str]]:
     """How often two words, no digits, stand side by side."""
-    return Counter(pair for line in lines for pair in pairwise(line) if pair[0][0].isalpha() and pair[1][0].isalpha())
+    counts: Counter[tuple[str, str]] = Counter()
+    for line, times in lines.items():
+        for pair in pairwise(line):
+            if pair[0][0].isalpha() and pair[1][0].isalpha():
+                counts[pair] += times
+    return counts
 
 
-def _glue(line: list[str], pair: tuple[str, str]) -> list[str]:
+def _glue(line: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+    if pair[0] not in line:
+        return line
     result: list[str] = []
     for word in line:
         if result and (result[-1], word) == pair:
             result[-1] = f"{result[-1]} {word}"
         else:
             result.append(word)
-    return result
+    return tuple(result)
 
 
 def build_model(settings: ScratchSettings, tokenizer: Any, seed: int) -> Any:
