@@ -16,6 +16,8 @@ from agentgym_rl.environment.envs.searchqa.questions import HOPS, Fact, Question
 
 NUM_QUESTIONS = {"train": {"hop1": 450, "hop2": 500, "hop3": 500}, "test": {"hop1": 120, "hop2": 120, "hop3": 120}}
 SPLITS = {"train": range(1450), "test": range(1450, 1810)}
+_NOT_ASKED = {"Georgia", "Micronesia"}
+"""Also a state of another country, and a region."""
 _TEST_SHARE = 0.25
 _CITIES_PER_COUNTRY = 6
 _PAIRS_PER_COUNTRY = 8
@@ -107,7 +109,7 @@ def _capital_of(side: _Side) -> Rows:
             yield f"Which country has {city.name} as its capital?", spellings(*x.names), [_has_capital(x, city)]
 
 
-def _attribute(side: _Side, country: Country) -> Iterator[tuple[str, tuple[str, ...], Fact]]:
+def _attributes(country: Country) -> Iterator[tuple[str, tuple[str, ...], Fact]]:
     """("the currency", its answers, where it stands)."""
     if country.currency:
         yield "the currency", spellings(*country.currency), _money(country, "the currency")
@@ -125,7 +127,7 @@ def _attribute(side: _Side, country: Country) -> Iterator[tuple[str, tuple[str, 
 
 def _country_attribute(side: _Side) -> Rows:
     for x in side.countries:
-        for what, answers, fact in _attribute(side, x):
+        for what, answers, fact in _attributes(x):
             yield f"What is {what} of {x.called}?", answers, [fact]
 
 
@@ -142,7 +144,8 @@ def _city_zone(side: _Side) -> Rows:
 def _capital_of_city_country(side: _Side) -> Rows:
     for city in side.cities:
         x = side.of(city)
-        if x.capital:
+        passage = f"{city.name} {city.state} {city.zone}".replace("_", " ")
+        if x.capital and not any(name in passage for name in spellings(*x.capital)):  # as Africa/Banjul would
             facts = [_where(city), _about(x, f"the capital of {x.called}")]
             yield (
                 f"What is the capital of the country in which the city of {city.name} lies?",
@@ -153,7 +156,7 @@ def _capital_of_city_country(side: _Side) -> Rows:
 
 def _attribute_of_city_country(side: _Side) -> Rows:
     for city in side.cities:
-        for what, answers, fact in _attribute(side, side.of(city)):
+        for what, answers, fact in _attributes(side.of(city)):
             yield f"What is {what} of the country in which the city of {city.name} lies?", answers, [_where(city), fact]
 
 
@@ -161,7 +164,7 @@ def _attribute_of_capital_country(side: _Side) -> Rows:
     for x in side.countries:
         city = side.all.capitals.get(x.name)
         if city and city.unique:
-            for what, answers, fact in _attribute(side, x):
+            for what, answers, fact in _attributes(x):
                 yield (
                     f"What is {what} of the country whose capital is {city.name}?",
                     answers,
@@ -194,7 +197,7 @@ def _larger_area(side: _Side) -> Rows:
 def _only_neighbour(side: _Side) -> Rows:
     for x in side.countries:
         for y in side.neighbours(x, 1):
-            for what, answers, fact in _attribute(side, y):
+            for what, answers, fact in _attributes(y):
                 facts = [_about(x, f"which country borders {x.called}"), fact]
                 yield f"What is {what} of the only country that has a land border with {x.called}?", answers, facts
 
@@ -203,7 +206,7 @@ def _zone_of_capital_of_city_country(side: _Side) -> Rows:
     for city in side.cities:
         x = side.of(city)
         capital = side.all.capitals.get(x.name)
-        if capital:
+        if capital and capital.zone != city.zone:  # or the first passage would give it away
             facts = [_where(city), _about(x, f"the capital of {x.called}"), _zone(capital)]
             yield (
                 f"Which time zone of the tz database does the capital of the country with the city {city.name} keep?",
@@ -224,11 +227,30 @@ def _city_country_or_other(side: _Side) -> Rows:
             )
 
 
+def _capital_of_larger(side: _Side) -> Rows:
+    for number, city in enumerate(side.cities):
+        x, y = side.of(city), side.countries[number * 11 % len(side.countries)]
+        if x is not y and (winner := _larger(x, y, x.area, y.area)) and winner.capital:
+            facts = [_where(city), _about(x, f"the area of {x.called}"), _about(y, f"the area of {y.called}")]
+            choice = f"the one with the city {city.name}, or {y.called}"
+            yield f"What is the capital of the larger country by area: {choice}?", spellings(*winner.capital), facts
+
+
+def _neighbour_of_city_country(side: _Side) -> Rows:
+    for city in side.cities:
+        x = side.of(city)
+        for y in side.neighbours(x, 1):
+            for what, answers, fact in _attributes(y):
+                facts = [_where(city), _about(x, f"which country borders {x.called}"), fact]
+                question = f"What is {what} of the only country that borders the country with the city {city.name}?"
+                yield question, answers, facts
+
+
 def _attribute_of_larger(side: _Side) -> Rows:
     for a, b in side.pairs:
         if winner := _larger(a, b, a.area, b.area):
             areas = [_about(a, f"the area of {a.called}"), _about(b, f"the area of {b.called}")]
-            for what, answers, fact in _attribute(side, winner):
+            for what, answers, fact in _attributes(winner):
                 yield (
                     f"What is {what} of the larger country by area, {a.called} or {b.called}?",
                     answers,
@@ -281,6 +303,8 @@ TEMPLATES: dict[str, tuple[Callable[[_Side], Rows], ...]] = {
     "hop3": (
         _zone_of_capital_of_city_country,
         _city_country_or_other,
+        _capital_of_larger,
+        _neighbour_of_city_country,
         _attribute_of_larger,
         _capital_of_more_populous,
         _two_neighbours,
@@ -292,7 +316,7 @@ TEMPLATES: dict[str, tuple[Callable[[_Side], Rows], ...]] = {
 def builtin_questions() -> tuple[Question, ...]:
     """Item number -> question: training questions first, the hops mixed."""
     geography = load_geography()
-    countries = list(geography.countries.values())
+    countries = [country for country in geography.countries.values() if country.name not in _NOT_ASKED]
     drawn = random.Random("searchqa countries of the test split").sample(countries, round(_TEST_SHARE * len(countries)))
     kept = {country.name for country in drawn}
     questions: list[Question] = []

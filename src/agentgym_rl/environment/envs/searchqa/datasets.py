@@ -36,7 +36,7 @@ _NAMES = {
     "musique": ("musique",),
     "bamboogle": ("bamboogle",),
 }
-"""What a file's or folder's name may contain, longest first."""
+"""How a file's or folder's name may call it, from the start of a word and with or without marks between."""
 _ANSWER_KEYS = ("golden_answers", "answers", "answer", "possible_answers", "answer_aliases", "target")
 _ANSWER_PARTS = ("value", "aliases", "normalizedaliases", "normalized_aliases", "text")
 
@@ -74,10 +74,11 @@ def _key(question: str) -> str:
 
 def _dataset_in(name: str) -> str | None:
     """The question set that a path or a `data_source` names; the part furthest right counts."""
-    squeezed = re.sub(r"[^a-z0-9/]", "", name.lower())
-    for part in reversed(squeezed.split("/")):
+    for part in reversed(name.lower().split("/")):
+        words = re.findall(r"[a-z0-9]+", part)
+        starts = ["".join(words[number:]) for number in range(len(words))]
         for dataset, spellings in _NAMES.items():
-            if any(spelling in part for spelling in spellings):
+            if any(start.startswith(spellings) for start in starts):
                 return dataset
     return None
 

@@ -20,6 +20,7 @@ from agentgym_rl.errors import ConfigError
 
 VECTORS_FILE = "vectors.npy"
 ENCODE_BATCH = 32
+_BLOCK = 64 * ENCODE_BATCH
 MAX_TOKENS = 256
 """Tokens of a passage or query that are looked at: passages of about 100 words fit."""
 _ROWS_AT_ONCE = 65_536
@@ -40,11 +41,16 @@ class EncoderSettings:
 
 
 class Encoder:
-    """Texts to unit vectors: the mean of the last hidden states, or the first one where the folder says so."""
+    """Texts to unit vectors: the mean of the last hidden states, or the first one where the folder says so.
+
+    Runs on the GPU where there is one.
+    """
 
     def __init__(self, settings: EncoderSettings) -> None:
         from transformers import AutoModel, AutoTokenizer
+        from transformers.utils import is_torch_cuda_available, logging
 
+        logging.disable_progress_bar()  # it would draw through the index's own
         self.settings = settings
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
@@ -55,7 +61,8 @@ class Encoder:
                 f"dense retrieval needs a Hugging Face encoder at {settings.model!r}: a folder with config, weights "
                 f"and tokenizer, or a hub name ({reason})"
             ) from error
-        self._model.eval().requires_grad_(False)
+        self._device = "cuda" if is_torch_cuda_available() else "cpu"
+        self._model.eval().requires_grad_(False).to(self._device)
         self._first_token = _pools_first_token(Path(settings.model))
         self._lock = threading.Lock()
 
@@ -73,13 +80,14 @@ class Encoder:
         """float32 [texts, dimension], each of length 1."""
         with self._lock:  # the tokenizer's padding is state
             batch = self._tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+            batch = batch.to(self._device)
             hidden = self._model(**batch).last_hidden_state
         if self._first_token:
             vectors = hidden[:, 0]
         else:
             mask = batch["attention_mask"].unsqueeze(-1).to(hidden.dtype)
             vectors = (hidden * mask).sum(1) / mask.sum(1)
-        vectors = vectors.float().numpy()
+        vectors = vectors.float().cpu().numpy()
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
 
 
@@ -136,8 +144,12 @@ def write_vectors(folder: Path, encoder: Encoder, passages: PassageStore) -> Ite
     """Encode all passages into the folder's vectors file; yields how many are done."""
     shape = (len(passages), encoder.dimension)
     vectors = np.lib.format.open_memmap(folder / VECTORS_FILE, mode="w+", dtype=np.float32, shape=shape)
-    for start in range(0, len(passages), ENCODE_BATCH):
-        stop = min(start + ENCODE_BATCH, len(passages))
-        vectors[start:stop] = encoder.passages([passages[place] for place in range(start, stop)])
-        yield stop
+    for start in range(0, len(passages), _BLOCK):
+        # Of similar length together: padding is computed too.
+        block = [(place, passages[place]) for place in range(start, min(start + _BLOCK, len(passages)))]
+        block.sort(key=lambda entry: len(entry[1].contents))
+        for offset in range(0, len(block), ENCODE_BATCH):
+            places, texts = zip(*block[offset : offset + ENCODE_BATCH], strict=True)
+            vectors[list(places)] = encoder.passages(texts)
+            yield start + offset + len(places)
     vectors.flush()

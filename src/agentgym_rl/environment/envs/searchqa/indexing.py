@@ -67,10 +67,14 @@ def build_index(
 def _write_words(corpus: Path, folder: Path, progress: Progress) -> int:
     size = max(1, corpus.stat().st_size)
     words, passages = BM25Writer(folder / "bm25"), PassageWriter(folder)
-    for passage, num_read in read_corpus(corpus):
-        words.add(passage)
-        if passages.add(passage) % 1000 == 0:
-            progress("words", num_read, size)
+    try:
+        for passage, num_read in read_corpus(corpus):
+            words.add(passage)
+            if passages.add(passage) % 1000 == 0:
+                progress("words", num_read, size)
+    except BaseException:
+        words.abandon()
+        raise
     words.close()
     num_passages = passages.close()
     if not num_passages:

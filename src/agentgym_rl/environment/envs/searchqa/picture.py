@@ -25,7 +25,8 @@ main { max-width: 860px; margin: 0 auto; padding: 28px 24px 36px }
 h1 { font-size: 24px; line-height: 1.3; margin: 4px 0 22px }
 section { position: relative; margin: 0 0 18px; padding: 0 0 0 44px }
 section:before { content: attr(data-number); position: absolute; left: 0; top: 2px; width: 28px; height: 28px;
-  border-radius: 14px; background: var(--blue); color: #fff; font: 600 13px/28px inherit; text-align: center }
+  border-radius: 14px; background: var(--blue); color: #fff; font-weight: 600; font-size: 13px; line-height: 28px;
+  text-align: center }
 section:after { content: ""; position: absolute; left: 13px; top: 34px; bottom: -16px; width: 2px;
   background: var(--line) }
 section:last-of-type:after { display: none }

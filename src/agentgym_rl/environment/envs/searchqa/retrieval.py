@@ -74,6 +74,11 @@ class BM25Writer:
         self._writer.add_document(document)
         self._place += 1
 
+    def abandon(self) -> None:
+        """Stop the writer's threads, so that its folder can be removed."""
+        self._writer.rollback()
+        self._writer.wait_merging_threads()
+
     def close(self) -> tantivy.Index:
         self._writer.commit()
         self._writer.wait_merging_threads()

@@ -1,0 +1,181 @@
+"""Question files: each set in the layouts it is handed around in."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgym_rl.environment.envs.searchqa.datasets import load_questions
+from agentgym_rl.environment.envs.searchqa.questions import DATASETS, Question
+from agentgym_rl.errors import ConfigError
+
+HOTPOT_FACTS = [["Ed Wood", 0], ["Scott Derrickson", 0], ["Ed Wood", 2]]
+HOTPOT = {
+    "_id": "5a8b57f25542995d1e6f1371",
+    "question": "Were Scott Derrickson and Ed Wood of the same nationality?",
+    "answer": "yes",
+    "type": "comparison",
+    "supporting_facts": HOTPOT_FACTS,
+    "context": [["Ed Wood", ["Ed Wood was an American filmmaker."]], ["Other", ["Nothing."]]],
+}
+HOTPOT_COLUMNS = HOTPOT | {
+    "supporting_facts": {"title": ["Ed Wood", "Scott Derrickson"], "sent_id": [0, 0]},
+    "context": {"title": ["Ed Wood"], "sentences": [["Ed Wood was an American filmmaker."]]},
+}
+MUSIQUE = {
+    "id": "2hop__1",
+    "question": "When was the institute that owned The Collegian founded?",
+    "paragraphs": [
+        {"idx": 0, "title": "The Collegian", "paragraph_text": "...", "is_supporting": True},
+        {"idx": 1, "title": "Noise", "paragraph_text": "...", "is_supporting": False},
+        {"idx": 2, "title": "Houston Baptist University", "paragraph_text": "...", "is_supporting": True},
+    ],
+    "answer": "1960",
+    "answer_aliases": ["in 1960"],
+    "answerable": True,
+}
+TRIVIA = {"Value": "V", "Aliases": ["V", "W"], "NormalizedAliases": ["v"]}
+LAYOUTS: list[tuple[str, str, Any, tuple[str, ...], tuple[str, ...]]] = [
+    (
+        "nq_open-dev.jsonl",
+        "nq",
+        {"question": "who got the first nobel", "answer": ["Röntgen", "W. Röntgen"]},
+        ("Röntgen", "W. Röntgen"),
+        (),
+    ),
+    ("nq-test.json", "nq", [{"question": "q", "answers": ["a"], "positive_ctxs": []}], ("a",), ()),
+    ("nq/test.jsonl", "nq", {"id": "test_0", "question": "q?", "golden_answers": ["a b", "c"]}, ("a b", "c"), ()),
+    (
+        "triviaqa-unfiltered/wikipedia-dev.json",
+        "triviaqa",
+        {"Data": [{"Question": "Q?", "QuestionId": "1", "Answer": TRIVIA}]},
+        ("V", "W", "v"),
+        (),
+    ),
+    ("trivia_qa.jsonl", "triviaqa", {"question": "Q?", "answer": {"value": "V", "aliases": ["W"]}}, ("V", "W"), ()),
+    (
+        "popQA.json",
+        "popqa",
+        [{"question": "Q?", "obj": "x", "possible_answers": '["politician", "pol."]'}],
+        ("politician", "pol."),
+        (),
+    ),
+    ("hotpot_dev_distractor_v1.json", "hotpotqa", [HOTPOT], ("yes",), ("Ed Wood", "Scott Derrickson")),
+    ("hotpotqa_dev_60.json", "hotpotqa", [HOTPOT_COLUMNS], ("yes",), ("Ed Wood", "Scott Derrickson")),
+    (
+        "2wikimultihopqa/dev.json",
+        "2wikimultihopqa",
+        [HOTPOT | {"evidences": []}],
+        ("yes",),
+        ("Ed Wood", "Scott Derrickson"),
+    ),
+    ("2WikiMultihopQA_dev.jsonl", "2wikimultihopqa", HOTPOT, ("yes",), ("Ed Wood", "Scott Derrickson")),
+    (
+        "musique_ans_v1.0_dev.jsonl",
+        "musique",
+        MUSIQUE,
+        ("1960", "in 1960"),
+        ("The Collegian", "Houston Baptist University"),
+    ),
+    ("bamboogle.json", "bamboogle", [{"Question": "Q?", "Answer": "A"}], ("A",), ()),
+    ("mixed.jsonl", "popqa", {"question": "Q?", "data_source": "popqa", "golden_answers": ["a"]}, ("a",), ()),
+    (
+        "search_r1.jsonl",
+        "musique",
+        {"question": "Q?", "data_source": "musique", "reward_model": {"ground_truth": {"target": ["a"]}}},
+        ("a",),
+        (),
+    ),
+]
+
+
+def write(path: Path, content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("name", "dataset", "content", "answers", "titles"), LAYOUTS, ids=[row[0] for row in LAYOUTS])
+def test_layouts(
+    tmp_path: Path, name: str, dataset: str, content: Any, answers: tuple[str, ...], titles: tuple[str, ...]
+) -> None:
+    write(tmp_path / "data" / name, content)
+    loaded = load_questions(tmp_path / "data")
+    assert loaded["train"] == ()
+    (question,) = loaded["test"]
+    assert isinstance(question, Question)
+    assert (question.subset, question.answers) == (dataset, answers)
+    assert question.text.endswith("?")
+    assert tuple(fact.title for fact in question.facts) == (titles or ("",))
+
+
+def test_every_set_has_a_layout_here() -> None:
+    assert {dataset for _, dataset, *_ in LAYOUTS} == set(DATASETS)
+
+
+def test_splits_follow_the_names_of_files(tmp_path: Path) -> None:
+    write(tmp_path / "train" / "hotpotqa.jsonl", {"question": "one", "answer": "1"})
+    write(tmp_path / "nq_train.jsonl", {"question": "two", "answer": ["2"]})
+    write(tmp_path / "nq-dev.jsonl", {"question": "three", "answer": ["3"]})
+    write(tmp_path / "musique" / "validation.jsonl", {"question": "training a dog?", "answer": "4"})
+    write(tmp_path / "notes.txt", "not read")
+    loaded = load_questions(tmp_path)
+    assert [(q.subset, q.text) for q in loaded["train"]] == [("nq", "two?"), ("hotpotqa", "one?")]
+    assert [(q.subset, q.text) for q in loaded["test"]] == [("musique", "training a dog?"), ("nq", "three?")]
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "nq_train.jsonl", {"question": "two", "answer": ["2"]})
+    assert len(load_questions(file)["train"]) == 1
+
+
+def test_test_questions_are_left_out_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{"question": "Who is the king?", "answer": "a"}, {"question": "Who else?", "answer": "b"}]
+    write(tmp_path / "nq_train.json", [*rows, rows[1]])
+    write(tmp_path / "nq_test.json", [{"question": "who is  king", "answer": "a"}])
+    with caplog.at_level(logging.WARNING):
+        loaded = load_questions(tmp_path)
+    assert [question.text for question in loaded["train"]] == ["Who else?"]
+    assert "1 training questions are also test questions" in caplog.text
+
+
+def test_unanswerable_questions_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path / "musique_dev.json", [MUSIQUE, MUSIQUE | {"question": "No answer?", "answerable": False}])
+    assert len(load_questions(tmp_path)["test"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        (
+            "nq.json",
+            [{"question": "q"}],
+            r"entry 0: needed a question and at least one answer, got the keys \['question'",
+        ),
+        ("nq.json", [{"question": "  ", "answer": "a"}], "needed a question"),
+        ("nq.json", [3], "entry 0: a question is an object, got int"),
+        ("nq.json", "text", "needed a list of questions"),
+        ("questions.json", [{"question": "q", "answer": "a"}], "cannot tell which question set"),
+        ("musique.json", [MUSIQUE | {"answerable": False}], "no question with an answer"),
+    ],
+)
+def test_bad_files_are_named(tmp_path: Path, name: str, content: Any, complaint: str) -> None:
+    write(tmp_path / name, content)
+    with pytest.raises(ConfigError, match=complaint):
+        load_questions(tmp_path)
+
+
+def test_broken_lines_are_named(tmp_path: Path) -> None:
+    (tmp_path / "nq.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": \n')
+    with pytest.raises(ConfigError, match="line 2 is not JSON"):
+        load_questions(tmp_path)
+
+
+def test_no_files(tmp_path: Path) -> None:
+    for place in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="found none"):
+            load_questions(place)
