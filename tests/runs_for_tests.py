@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from agentgym_rl.config import Config
+from agentgym_rl.console import Console
 from agentgym_rl.runlog import read_metrics
 from agentgym_rl.training.checkpoint import list_checkpoints
 
@@ -74,7 +77,40 @@ CLOCK = ("time", "tokens/sampled_per_s")
 
 # A server process that has imported everything once and from which each run is forked: importing takes longest.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["agentgym_rl.train", "agentgym_rl.environment.envs.babyai"])
+_CONTEXT.set_forkserver_preload(
+    ["agentgym_rl.train", "agentgym_rl.environment.envs.babyai", "matplotlib.figure", "matplotlib.backends.backend_agg"]
+)
+
+
+def counting_config(**changes: Any) -> Config:
+    """A run of two steps in the counting game of envs_for_tests, a second or so. Keys are dotted with `__`."""
+    raw: dict[str, Any] = {
+        "threads": 1,
+        "model": {"scratch": {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2}},
+        "environments": [{"name": "counting"}],
+        "agent": {"instruction": "", "max_new_tokens": 4, "max_context": 200, "concurrency": 16},
+        "warm_start": {
+            "policy": "random",
+            "episodes": 48,
+            "max_turns": 3,
+            "sft": {"epochs": 6, "batch_size": 16, "optimizer": {"lr": 1e-2}},
+        },
+        "horizon": {"kind": "stepwise", "turns": [2, 4], "steps_per_stage": 1},
+        "rl": {"steps": 2, "groups_per_step": 4, "group_size": 4, "kl_coef": 0.0, "optimizer": {"lr": 1e-3}},
+        "eval": {"episodes": 6, "max_turns": 4},
+        "checkpoint": {"every": 1},
+    }
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        node = raw
+        for parent in parents:
+            node = node[parent]
+        node[last] = value
+    return Config.model_validate(raw)
+
+
+def quiet() -> Console:
+    return Console(io.StringIO())
 
 
 def _command_line(arguments: list[str], output: str) -> None:

@@ -45,8 +45,8 @@ async def train(
 ) -> dict[str, Any]:
     """Run the whole recipe in `folder` and return its summary.
 
-    A `pool` handed in is played instead of the recipe's own environments (their names, splits and subsets must be in
-    it) and is left open.
+    A `pool` handed in is played instead of the recipe's own environments and is left open: their names, splits and
+    subsets must be in it, and it reads actions in the format of the recipe's style.
     """
     started = time.monotonic()
     console = console or Console()
@@ -276,7 +276,7 @@ class Run:
         return self.seconds_before + time.monotonic() - self.started
 
     def _summarise(self) -> dict[str, Any]:
-        metrics = read_metrics(self.log.metrics_path)
+        metrics = read_metrics(self.log.metrics_path) if self.state.step else []  # rl.steps = 0: only a warm start
         stages = horizon_stages(metrics)
         before, after = self.evaluations[0], self.evaluations[-1]
         summary = {

@@ -1,0 +1,207 @@
+"""Whole runs in this process: what they leave on disk, and the choices a recipe has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from envs_for_tests import Counting
+from runs_for_tests import comparable_metrics, comparable_trajectories, counting_config, final_weights, quiet
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.config import Config, load_config
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.runlog import read_metrics, read_trajectories
+from agentgym_rl.train import train
+from agentgym_rl.types import StopReason
+
+
+class Doubling(Counting):
+    """Another environment beside the first."""
+
+    name = "doubling"
+    num_alive = 0
+
+
+async def run(config: Config, folder: Path, **options: Any) -> dict[str, Any]:
+    style = STYLES[config.agent.style]
+    pool = LocalPool({"counting": Counting, "doubling": Doubling}, action_format=style.action_format)
+    try:
+        return await train(config, folder, console=quiet(), pool=pool, **options)
+    finally:
+        assert pool.num_open == 0
+        assert Counting.num_alive == Doubling.num_alive == 0
+        await pool.close()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    config = counting_config(trackers=["tensorboard"], rl__steps=4, rl__kl_coef=0.01, eval__every=2)
+    asyncio.run(run(config, folder))
+    return folder
+
+
+def test_everything_is_on_disk(finished: Path) -> None:
+    assert {p.name for p in finished.iterdir() if not p.name.startswith(".")} == {
+        *("config.toml", "metrics.jsonl", "trajectories", "checkpoints", "reference"),
+        *("status.json", "summary.json", "curve.png", "tensorboard"),
+    }
+    assert sorted(p.name for p in (finished / "trajectories").iterdir()) == [
+        *("eval_000000.jsonl", "eval_000002.jsonl", "eval_000004.jsonl"),
+        *(f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)),
+        "warmstart_000000.jsonl",
+    ]
+    assert [p.name for p in sorted((finished / "checkpoints").iterdir())] == ["step_000003", "step_000004"]
+    assert (finished / "curve.png").read_bytes().startswith(b"\x89PNG")
+    status = json.loads((finished / "status.json").read_text())
+    assert (status["state"], status["step"], status["steps"]) == ("finished", 4, 4)
+
+
+def test_the_summary_says_what_was_asked_of_it(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    assert (summary["before"]["step"], summary["after"]["step"], summary["steps"]) == (0, 4, 4)
+    for when in ("before", "after"):
+        assert summary[when]["episodes"] == 6
+        assert 0 <= summary[when]["success"] <= 1
+        assert summary[when]["subsets"]["counting"]["episodes"] == 6
+    assert [(s["turns"], s["first_step"], s["last_step"]) for s in summary["stages"]] == [(2, 1, 1), (4, 2, 4)]
+    assert summary["seconds"] > 0
+
+
+def test_every_episode_is_recorded_with_its_tokens(finished: Path) -> None:
+    for step, horizon in ((1, 2), (2, 4), (4, 4)):
+        episodes = list(read_trajectories(finished / "trajectories" / f"step_{step:06d}.jsonl"))
+        assert len(episodes) == 16
+        assert {t.horizon for t in episodes} == {horizon}
+        assert len({t.id for t in episodes}) == 16
+        assert max(t.num_turns for t in episodes) == horizon
+        for t in episodes:
+            assert sum(t.loss_mask) == sum(len(m.token_ids) for m in t.messages if m.role == "assistant")
+    metrics = read_metrics(finished / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4]
+    assert all(row["episodes/usable"] == 16 for row in metrics)
+    assert all(row["mismatch/abs"] < 1e-4 for row in metrics if "mismatch/abs" in row)
+    assert any(row.get("kl/reference", 0) > 0 for row in metrics)
+
+
+def test_held_out_items_are_held_out_and_the_same_every_time(finished: Path) -> None:
+    files = comparable_trajectories(finished)
+    evaluated = [[row["item"] for row in files[f"eval_{step:06d}.jsonl"]] for step in (0, 2, 4)]
+    assert evaluated[0] == evaluated[1] == evaluated[2]
+    assert set(evaluated[0]) <= set(Counting.splits["test"])
+    for name in ("warmstart_000000.jsonl", "step_000001.jsonl", "step_000004.jsonl"):
+        assert {row["item"] for row in files[name]} <= set(Counting.splits["train"])
+
+
+def test_tensorboard_reads_the_same_numbers(finished: Path) -> None:
+    events = EventAccumulator(str(finished / "tensorboard"))
+    events.Reload()
+    rows = read_metrics(finished / "metrics.jsonl")
+    assert "reward/mean" in events.Tags()["scalars"]
+    for name in ("reward/mean", "horizon/counting"):
+        scalars = events.Scalars(name)
+        assert [(e.step, pytest.approx(e.value)) for e in scalars] == [(row["step"], row[name]) for row in rows]
+
+
+def test_the_checkpoint_is_a_hugging_face_folder(finished: Path) -> None:
+    folder = finished / "checkpoints" / "step_000004" / "model"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Goal: 3. You are at 0."}], add_generation_prompt=True, return_tensors="pt"
+    )
+    said = model.generate(ids["input_ids"], max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(said[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip() in ("up", "down")
+
+
+async def test_the_saved_config_repeats_the_run(finished: Path, tmp_path: Path) -> None:
+    config = load_config(finished / "config.toml", [])
+    await run(config, tmp_path / "again")
+    assert comparable_metrics(tmp_path / "again") == comparable_metrics(finished)
+    weights = final_weights(finished)
+    assert all(torch.equal(weights[name], value) for name, value in final_weights(tmp_path / "again").items())
+
+
+async def test_another_seed_is_another_run(finished: Path, tmp_path: Path) -> None:
+    config = counting_config(seed=1, rl__steps=1)
+    await run(config, tmp_path / "other")
+    assert (
+        comparable_trajectories(tmp_path / "other")["step_000001.jsonl"]
+        != (comparable_trajectories(finished)["step_000001.jsonl"])
+    )
+
+
+async def test_two_environments_each_under_its_own_horizon(tmp_path: Path) -> None:
+    environments = [
+        {"name": "counting", "subsets": ["even", "odd"]},
+        {"name": "doubling", "weight": 2.0, "horizon": {"kind": "fixed", "turns": [3]}},
+    ]
+    config = counting_config(environments=environments, rl__groups_per_step=8, rl__steps=3)
+    summary = await run(config, tmp_path / "run")
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [(row["horizon/counting"], row["horizon/doubling"]) for row in rows] == [(2, 3), (4, 3), (4, 3)]
+    assert set(summary["before"]["subsets"]) == {"counting/even", "counting/odd", "doubling/doubling"}
+    for step in (1, 2, 3):
+        for t in read_trajectories(tmp_path / "run" / "trajectories" / f"step_{step:06d}.jsonl"):
+            assert t.horizon == (3 if t.task.env == "doubling" else (2, 4, 4)[step - 1])
+
+
+async def test_without_kl_there_is_no_reference(tmp_path: Path) -> None:
+    await run(counting_config(rl__steps=1), tmp_path / "run")
+    assert not (tmp_path / "run" / "reference").exists()
+
+
+async def test_a_model_from_a_folder_without_a_warm_start(finished: Path, tmp_path: Path) -> None:
+    path = finished / "checkpoints" / "step_000004" / "model"
+    config = counting_config(model={"path": str(path)}, warm_start=None, rl__steps=1, rl__optimizer={"lr": 0.0})
+    summary = await run(config, tmp_path / "run")
+    assert summary["before"] == summary["after"] | {"step": 0}  # nothing was learned, and evaluation is deterministic
+    trained = json.loads((finished / "summary.json").read_text())["after"]
+    assert summary["before"]["success"] == trained["success"]  # it is the model that was trained
+    assert not (tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl").exists()
+
+
+async def test_oracle_demonstrations_teach_the_game(tmp_path: Path) -> None:
+    config = counting_config(
+        warm_start__policy="oracle", warm_start__max_turns=6, eval__max_turns=6, eval__temperature=0.0, rl__steps=0
+    )
+    summary = await run(config, tmp_path / "run")
+    episodes = list(read_trajectories(tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl"))
+    assert {t.stop for t in episodes} == {StopReason.DONE}
+    assert summary["before"] == summary["after"]
+    assert summary["after"]["success"] == 1.0
+
+
+@pytest.mark.parametrize("style", ["react", "reflect"])
+async def test_other_styles_of_play(style: str, tmp_path: Path) -> None:
+    agent = {"style": style, "turns_per_attempt": 2, "max_new_tokens": 16, "max_context": 600}
+    await run(counting_config(agent=agent, rl__steps=1), tmp_path / "run")
+    [first, *_] = read_trajectories(tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl")
+    replies = [m.content for m in first.messages if m.role == "assistant"]
+    assert replies[0].startswith("Thought:")
+    assert "Action:" in replies[0]
+    assert first.infos[0]["valid"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environments": [{"name": "counting", "subsets": ["prime"]}]}, "no subset 'prime'"),
+        ({"environments": [{"name": "counting", "eval_split": "exam"}]}, "no split 'exam'"),
+        ({"model": {"path": "/nowhere/model"}, "warm_start": None}, "no Hugging Face model folder"),
+        ({"model__device": "cuda:0"}, "needs a CUDA device"),
+    ],
+)
+async def test_what_cannot_be_leaves_no_folder_behind(changes: dict, message: str, tmp_path: Path) -> None:
+    if "model__device" in changes and torch.cuda.is_available():
+        changes = {"model__device": "cuda:99"}
+    with pytest.raises(ConfigError, match=message):
+        await run(counting_config(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
