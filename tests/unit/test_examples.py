@@ -1,0 +1,96 @@
+"""The example environment of docs/environments.md: it runs, it is served, it is trained on, and the page shows it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from servers_for_tests import server_in_thread
+
+from agentgym_rl.config import load_config
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
+from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.train import train
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "number_guessing.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("number_guessing", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_it_runs() -> None:
+    done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("Right.") == 3
+    assert done.stdout.startswith("item 0: I have a number from 1 to 100.\n  > 50   Lower.\n")
+
+
+def test_every_item_is_solved_within_seven_turns(example: ModuleType) -> None:
+    env = example.NumberGuessing()
+    for capability in (HasActions, HasOracle, HasStateKey, HasRender):
+        assert isinstance(env, capability)
+    for split in env.splits.values():
+        for item in split:
+            env.reset(item)
+            steps = [env.step(env.oracle())]
+            while not steps[-1].done:
+                assert str(env.secret) in env.actions()
+                steps.append(env.step(env.oracle()))
+            assert steps[-1].info["success"] is True
+            assert len(steps) <= 7
+    with pytest.raises(IndexError):
+        env.reset(100)
+
+
+@pytest.mark.parametrize("action", ["", "fifty", "5.0", "-1", "٣", "9" * 10_000, "50\n50", "<b>50</b>", "\ud800"])
+def test_hostile_actions(example: ModuleType, action: str) -> None:
+    env = example.NumberGuessing()
+    env.reset(3)
+    assert env.step(action).info == {"valid": False}
+
+
+async def test_it_is_played_in_process_and_over_http(example: ModuleType) -> None:
+    name, env_class = "number_guessing", example.NumberGuessing
+    with server_in_thread({name: env_class}) as server:
+        for pool in (LocalPool({name: env_class}), RemotePool({name: server.url})):
+            session = await pool.open(name)
+            await session.reset(80)
+            while not (step := await session.step(await session.oracle())).done:
+                pass
+            assert step.info["success"] is True
+            assert "<svg" in str(await session.render())
+            assert len(await pool.items(name, "train", "low")) + len(await pool.items(name, "train", "high")) == 80
+            await pool.close()
+        assert server.sessions.num_open == 0
+
+
+async def test_its_recipe_trains_on_the_server(example: ModuleType, tmp_path: Path) -> None:
+    with server_in_thread({"number_guessing": example.NumberGuessing}) as server:
+        small = ["rl.steps=2", "rl.groups_per_step=4", "warm_start.episodes=40", "horizon.steps_per_stage=1"]
+        config = load_config(
+            ROOT / "examples" / "number_guessing.toml", [*small, f"environments.0.url={server.url}", "eval.episodes=8"]
+        )
+        summary = await train(config, tmp_path / "run")
+        assert server.sessions.num_open == 0
+    assert summary["steps"] == 2
+    assert [stage["turns"] for stage in summary["stages"]] == [4, 6]
+
+
+def test_the_page_shows_the_example_as_it_is() -> None:
+    page = (ROOT / "docs" / "environments.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    (shown,) = [block for block in blocks if "class NumberGuessing" in block]
+    assert shown.strip() in EXAMPLE.read_text()
+    assert len(shown.strip().splitlines()) <= 40
