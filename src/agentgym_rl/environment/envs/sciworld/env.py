@@ -36,17 +36,15 @@ NO_MATCH = "No known action matches that input."
 _MAX_CHARS = 300
 """The longest sensible action has about 150."""
 _AMBIGUOUS = "Ambiguous request:"
-_REFUSED = re.compile(
+_DECLINED = re.compile(
     r"(No known action|Unknown action|<?ERROR|I'm not sure |It'?s not clear how |Something can't be |That can't be "
-    r"|That is already |That object (already|does not) |The door doesn't appear |You can't |You must disconnect "
-    r"|Connections must specify ).*"
-    r"|.* (aren't able to move|appears broken, and can't .*|can't be poured out.*|does not contain any liquids .*"
-    r"|is already (activated|closed|deactivated|open)|is already connected, .*|is empty, so there's nothing to pour"
-    r"|is not (a container|closeable|currently passable|edible|movable|moveable|open|openable)"
-    r"|is not something that can be activated|isn't open|isn't open, so you can't see inside)\.",
-    re.DOTALL,
+    r"|That object (already|does not) |The door doesn't appear |You can't |You must disconnect |Connections must )"
+    r"|[^\n]* (aren't able to move|appears broken, and can't [^\n]*|can't be poured out[^\n]*"
+    r"|is already connected, [^\n]*|does not contain any liquids [^\n]*|is empty, so there's nothing to pour"
+    r"|is not something that can be activated|isn't open|isn't open, so you can't see inside"
+    r"|is not (a container|closeable|currently passable|edible|movable|moveable|open|openable))\.$"
 )
-"""All answers by which the simulator declines an action."""
+"""Answers by which the simulator declines an action. To open what is open already is not declined: it is as wished."""
 
 
 class SciWorld:
@@ -88,7 +86,7 @@ class SciWorld:
         self._ambiguous = False
         self._history = []
         self._playing = True
-        return f"{description}\n\n{look}"
+        return f"{description}\n\n{look.strip()}"
 
     def step(self, text: str) -> Step:
         world = self._running()
@@ -104,17 +102,18 @@ class SciWorld:
         scene = self._scene
         reward = (answer.score - scene.score) / 100
         done = answer.completed or answer.score < 0
+        observation = answer.text.strip()
         self._playing = not done
-        self._ambiguous = answer.text.startswith(_AMBIGUOUS)
+        self._ambiguous = observation.startswith(_AMBIGUOUS)
         self._history.append((action, answer.moves == scene.moves and not self._ambiguous))
         scene.turn += 1
-        scene.last_action, scene.last_answer = action, answer.text
+        scene.last_action, scene.last_answer = action, observation
         scene.score, scene.moves = answer.score, answer.moves
         scene.look, scene.inventory = answer.look, answer.inventory
-        info: dict[str, bool | int] = {"valid": not _REFUSED.fullmatch(answer.text), "score": answer.score}
+        info: dict[str, bool | int] = {"valid": not _DECLINED.match(observation), "score": answer.score}
         if done:
             info["success"] = answer.score == 100
-        return Step(answer.text, reward, done, info)
+        return Step(observation, reward, done, info)
 
     def close(self) -> None:
         self._drop()

@@ -19,7 +19,7 @@ _DOOR = re.compile(r"A door to the (.+?) \(that is (open|closed)\)")
 _THING = re.compile(
     r"(?:an?|the|some|two|three|several)? ?(?:substance called )?(?P<name>[^.,(]+?)"
     r"(?P<state>, which is [^.]*| \(containing .*\)|, currently .*| \(that .*)?"
-    r"(?:\. (?P<more>.*))?"
+    r"(?:\. ?(?P<more>.*))?"
 )
 _WARM = ("stove", "oven", "furnace", "fire", "lighter", "blast", "heater", "sun")
 _COLD = ("freezer", "fridge", "ice", "water", "sink", "bathtub", "toilet", "fountain")
@@ -150,11 +150,11 @@ def _side(scene: Scene, top: int) -> tuple[list[str], int]:
     if scene.last_action:
         y += 28
         parts.append(_text(left, y, "LAST ACTION", size=12, weight=600, colour=_SOFT))
-        for line in textwrap.wrap(f"> {_plain(scene.last_action)}", 36)[:4]:
+        for line in textwrap.wrap(f"> {_plain(scene.last_action)}", 31)[:4]:
             y += 20
             parts.append(_text(left, y, line, size=14, weight=600))
         y += 6
-        answer = [line for part in scene.last_answer.splitlines() for line in textwrap.wrap(_plain(part), 42)]
+        answer = [line for part in scene.last_answer.splitlines() for line in textwrap.wrap(_plain(part), 38)]
         for line in answer[:10] + (["..."] if len(answer) > 10 else []):
             y += 17
             parts.append(_text(left, y, line, size=13, colour=_SOFT))
@@ -162,11 +162,10 @@ def _side(scene: Scene, top: int) -> tuple[list[str], int]:
 
 
 def _card(thing: _Thing, x: int, y: int, width: int) -> Iterator[str]:
-    yield (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{thing.height - 4}" rx="8" fill="{_PAPER}" stroke="{_LINE}"/>'
-    )
+    fill, border = ("#fff3d6", "#d99a1c") if "turned on" in thing.details else (_PAPER, _LINE)
+    yield f'<rect x="{x}" y="{y}" width="{width}" height="{thing.height - 4}" rx="8" fill="{fill}" stroke="{border}"/>'
     yield f'<circle cx="{x + 19}" cy="{y + 18}" r="9" fill="{_colour(thing.name)}"/>'
-    yield _text(x + 36, y + 23, textwrap.shorten(thing.name, (width - 44) // 7, placeholder="…"), size=14, weight=600)
+    yield _text(x + 36, y + 23, textwrap.shorten(thing.name, (width - 44) // 8, placeholder="…"), size=14, weight=600)
     for row, line in enumerate(thing.details):
         yield _text(x + 14, y + 42 + 16 * row, line, size=12, colour=_SOFT)
 
@@ -201,7 +200,8 @@ def _thing(line: str) -> _Thing:
     if match is None:
         return _Thing(line, ())
     state = (match["state"] or "").strip(" ,()").removeprefix("which is ")
-    sentences = [part for part in (state, match["more"] or "") if part and part != "containing nothing"]
+    more = re.sub(r"(^|(?<=\. ))[IO]n the [^.:]+ is: nothing\.", "", match["more"] or "")
+    sentences = [part for part in (state, more) if part and part != "containing nothing"]
     details = [row for sentence in sentences for row in textwrap.wrap(sentence.strip(), 31)]
     return _Thing(match["name"], tuple(details[:5] + ["…"] * (len(details) > 5)))
 
