@@ -1,0 +1,227 @@
+"""WebArena as a text environment: a real browser, an accessibility tree to read, actions to write."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
+
+from playwright.async_api import Error
+
+from agentgym_rl.environment.envs.webarena.actions import Refused, parse
+from agentgym_rl.environment.envs.webarena.browser import LAUNCH_TIMEOUT_S, Chromium
+from agentgym_rl.environment.envs.webarena.evaluators import evaluate, judge
+from agentgym_rl.environment.envs.webarena.evaluators.program import program_html
+from agentgym_rl.environment.envs.webarena.observation import CLICKABLE, TYPABLE, View
+from agentgym_rl.environment.envs.webarena.tabs import Tabs
+from agentgym_rl.environment.envs.webarena.tasks.config import SUBSETS, TaskConfig
+from agentgym_rl.errors import EnvError
+from agentgym_rl.types import Step
+
+INSTRUCTION = """\
+You do a task in a web browser. The first message gives the objective. Each message shows the page you are on as an \
+accessibility tree: one element a line, as [id] role 'name', indented by where it stands. Only what is in the \
+window is shown; a note says when the page goes on.
+
+Give exactly one action a turn:
+- click [id]: click the element. An option of a drop-down list is chosen by clicking it.
+- type [id] [content] [press_enter_after]: replace the text in a field; the last bracket is 1 (press Enter afterwards, \
+the default) or 0.
+- hover [id]: move the pointer over the element.
+- press [key_comb]: press a key or combination, for example press [Enter] or press [Ctrl+a].
+- scroll [down] or scroll [up]: move the window by about its height.
+- new_tab, tab_focus [n], close_tab: open a tab, go to tab n, close the current one.
+- goto [url]: open an address of the task's sites.
+- go_back, go_forward: move in the tab's history.
+- stop [answer]: end the task. If the objective asks for something, give the answer in the brackets, and nothing \
+else; otherwise leave them empty.
+
+Example: to search for "lamp" in the field [7], write
+type [7] [lamp] [1]"""
+
+PAGE_TIMEOUT_S = 15.0
+CALL_TIMEOUT_S = 40.0
+"""Of one action with everything it loads; less than a session's own deadline, so that the reason is known."""
+
+
+class BrowserEnv(ABC):
+    """What the embedded and the official environment share: playing one task in a context of the shared browser."""
+
+    name: ClassVar[str]
+    instruction: ClassVar[str] = INSTRUCTION
+    splits: ClassVar[Mapping[str, range]]
+    subsets: ClassVar[tuple[str, ...]] = tuple(SUBSETS.values())
+    cheap: ClassVar[bool] = False
+
+    def __init__(self) -> None:
+        self._chromium: Chromium
+        self._addresses: Mapping[str, str] = {}
+        self._task: TaskConfig
+        self._item = -1
+        self._tabs: Tabs | None = None
+        self._view = View((), False, False)
+        self._shown = ""
+        """The page as last told to the agent."""
+        self._playing = False
+
+    @abstractmethod
+    def _load(self, item: int) -> TaskConfig:
+        """The task; ConfigError when something it needs is missing."""
+
+    @abstractmethod
+    def _context_options(self) -> dict[str, Any]:
+        """Cookies and signed-in state of a fresh context."""
+
+    def reset(self, item: int) -> str:
+        if not any(item in split for split in self.splits.values()):
+            raise IndexError(f"{self.name} has items 0 to {max(r.stop for r in self.splits.values()) - 1}, got {item}")
+        self.close()
+        self._task = self._load(item)
+        if self._task.needs_judge:
+            judge.require_judge()
+        self._item = item
+        opening = Tabs.open(
+            self._chromium, self._task.start_urls, self._allowed, PAGE_TIMEOUT_S, **self._context_options()
+        )
+        try:
+            self._tabs = self._run(opening, CALL_TIMEOUT_S + LAUNCH_TIMEOUT_S, "open the task's pages")
+        except Refused as error:
+            raise EnvError(f"{self.name} item {item} could not start: {error}") from error
+        self._playing = True
+        self._look()
+        return f"Objective: {self._task.intent}\n\n{self._shown}"
+
+    def step(self, text: str) -> Step:
+        tabs = self._require_playing()
+        try:
+            action = parse(text)
+        except Refused as refusal:
+            return Step(str(refusal), info={"valid": False})
+        if action.kind == "stop":
+            return self._finish(action.text)
+        before = self._view
+        try:
+            self._run(tabs.act(action, before), CALL_TIMEOUT_S, f"carry out {action.kind}")
+        except Refused as refusal:
+            shown = self._shown
+            self._look()
+            # An address that does not open leaves another page behind; then the agent has to see it.
+            changed = "" if self._shown == shown else f"\n\n{self._shown}"
+            return Step(f"{refusal}{changed}", info={"valid": False})
+        self._taken(text.strip(), before)
+        self._look()
+        return Step(self._with_notes(), info={"valid": True})
+
+    def close(self) -> None:
+        tabs, self._tabs = self._tabs, None
+        self._playing = False
+        if tabs is not None:
+            with contextlib.suppress(EnvError):  # a browser that is gone has nothing left to close
+                self._run(tabs.close(), 10.0, "close a context")
+
+    def actions(self) -> list[str]:
+        """What can be clicked and typed in view, and where to go from here; quoted words of the objective to type."""
+        if not self._playing:
+            return []
+        words = self._words()
+        found = []
+        for element in self._view.elements:
+            if element.visible and element.role in CLICKABLE and ("disabled", True) not in element.properties:
+                found.append(f"click [{element.id}]")
+            elif element.visible and element.role in TYPABLE:
+                enter = int(element.role == "searchbox")
+                found += [f"type [{element.id}] [{word}] [{enter}]" for word in words]
+        if self._view.below:
+            found.append("scroll [down]")
+        if self._view.above:
+            found.append("scroll [up]")
+        return [*found, "go_back", "stop []"]
+
+    def render(self) -> bytes:
+        """A PNG of the browser's window."""
+        if self._tabs is None:
+            raise EnvError(f"{self.name} has nothing to draw yet: call reset first")
+        return self._run(self._tabs.screenshot(), CALL_TIMEOUT_S, "take a picture")
+
+    def _finish(self, answer: str) -> Step:
+        tabs = self._require_playing()
+        check = partial(self._check_pages, tabs)
+        success = evaluate(self._task, answer, tabs.page.url, check)
+        self._playing = False
+        told = "The task is done." if success else "The task ended without success."
+        return Step(told, float(success), True, {"valid": True, "success": success})
+
+    def _check_pages(self, tabs: Tabs, targets: list[Mapping[str, Any]]) -> bool:
+        return self._run(program_html(targets, tabs.page, self._addresses), CALL_TIMEOUT_S, "check the pages")
+
+    def _look(self) -> None:
+        tabs = self._require_playing()
+        header, self._view = self._run(_observed(tabs), CALL_TIMEOUT_S, "read the page")
+        self._shown = f"{header}\n\n{self._view.text}"
+
+    def _with_notes(self) -> str:
+        notes, self._require_playing().notes = self._require_playing().notes, []
+        return "\n".join([*notes, self._shown])
+
+    @abstractmethod
+    def _taken(self, action: str, view: View) -> None:
+        """Note an action that was carried out on the page that `view` showed."""
+
+    def _words(self) -> list[str]:
+        quoted = re.findall(r'"([^"]+)"', self._task.intent)
+        named = re.findall(r"\b[A-Z0-9][\w./-]*(?: (?:[A-Z0-9][\w./-]*|of|the))*", self._task.intent[1:])
+        return list(dict.fromkeys(quoted or [name.rstrip(".") for name in named]))[:4]
+
+    def _allowed(self, url: str) -> bool:
+        """Whether an address is on one of the sites (or an empty tab)."""
+        if url == "about:blank":
+            return True
+        with contextlib.suppress(ValueError):
+            place = urlsplit(url)
+            return any(
+                place.scheme == site.scheme and place.netloc.lower() == site.netloc.lower()
+                for site in map(urlsplit, self._addresses.values())
+                if site.netloc
+            )
+        return False
+
+    def _digest(self, *more: bytes) -> str:
+        """Of what is open and shown, scrolled where it is, and of anything else that makes up the state."""
+        tabs = self._require_open()
+        current, urls = tabs.titles_and_urls
+        digest = hashlib.sha256(f"{current} {urls} {self._view.elements}".encode())
+        for part in more:
+            digest.update(part)
+        return f"{self._item}|{digest.hexdigest()[:24]}"
+
+    def _require_open(self) -> Tabs:
+        if self._tabs is None:
+            raise EnvError(f"{self.name} needs an episode: call reset first")
+        return self._tabs
+
+    def _require_playing(self) -> Tabs:
+        tabs = self._require_open()
+        if not self._playing:
+            raise EnvError(f"{self.name} needs a running episode: call reset first")
+        return tabs
+
+    def _run(self, coroutine: Any, timeout_s: float, what: str) -> Any:
+        return self._chromium.thread.run(coroutine, timeout_s, what)
+
+
+async def _observed(tabs: Tabs) -> tuple[str, View]:
+    """A page may go on to another while it is read: then it is read again."""
+    for attempt in range(3):
+        try:
+            return await tabs.observe()
+        except Error:
+            browser = tabs.context.browser
+            if attempt == 2 or browser is None or not browser.is_connected():
+                raise
+            await tabs.settle()
+    raise AssertionError("unreachable")

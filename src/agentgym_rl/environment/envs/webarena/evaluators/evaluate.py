@@ -1,0 +1,56 @@
+"""A task's evaluators, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentgym_rl.environment.envs.webarena.evaluators import judge
+from agentgym_rl.environment.envs.webarena.evaluators.strings import exact_match, must_include, url_match
+from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig
+from agentgym_rl.errors import ConfigError
+
+CheckPages = Callable[[list[Mapping[str, Any]]], bool]
+"""Looks at program_html's targets in the browser."""
+
+
+def evaluate(task: TaskConfig, answer: str, url: str, check_pages: CheckPages) -> bool:
+    """Whether the episode that ended with `answer` at `url` did what the task asks."""
+    evaluation = task.evaluation
+    for kind in evaluation["eval_types"]:
+        if kind == "string_match":
+            success = string_match(task, answer)
+        elif kind == "url_match":
+            success = url_match(evaluation["reference_url"], url)
+        elif kind == "program_html":
+            success = check_pages(evaluation["program_html"])
+        else:
+            raise ConfigError(f"unknown evaluator {kind!r} in task {task.task_id}")
+        if not success:
+            return False
+    return True
+
+
+def string_match(task: TaskConfig, answer: str) -> bool:
+    for approach, wanted in task.evaluation["reference_answers"].items():
+        if approach == "exact_match":
+            matches = exact_match(wanted, answer)
+        elif approach == "must_include":
+            matches = all(must_include(each, answer, whole_word=len(wanted) == 1) for each in wanted)
+        elif approach == "fuzzy_match":
+            matches = _fuzzy(task, wanted, answer)
+        else:
+            raise ConfigError(f"unknown string_match approach {approach!r} in task {task.task_id}")
+        if not matches:
+            return False
+    return True
+
+
+def _fuzzy(task: TaskConfig, wanted: str | list[str], answer: str) -> bool:
+    """A list: the answer says all of it. N/A: the answer says so, or gives the reason why the task cannot be done."""
+    if wanted == "N/A":
+        if exact_match("N/A", answer):
+            return True
+        return judge.same_reason(task.intent, task.evaluation.get("string_note") or "it cannot be done", answer)
+    references = [wanted] if isinstance(wanted, str) else wanted
+    return all(judge.same_meaning(task.intent, reference, answer) for reference in references)

@@ -1,0 +1,50 @@
+"""Comparing texts as WebArena does: without case, outer spaces and one pair of quotes around the whole."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import parse_qs, urlsplit
+
+OR = " |OR| "
+
+
+def clean(text: str) -> str:
+    text = text.strip()
+    if len(text) >= 2 and text[0] == text[-1] and text[0] in "'\"":
+        text = text[1:-1]
+    return text.lower()
+
+
+def exact_match(reference: str, answer: str) -> bool:
+    return clean(reference) == clean(answer)
+
+
+def must_include(reference: str, answer: str, whole_word: bool = False) -> bool:
+    """`whole_word`: a reference of one character must stand alone, so that 0 is not found in 10."""
+    wanted, given = clean(reference), clean(answer)
+    if whole_word and len(wanted) == 1:
+        return wanted in re.findall(r"\w+|[^\w\s]", given)
+    return wanted in given
+
+
+def any_included(reference: str, answer: str) -> bool:
+    """`a |OR| b`: one of them."""
+    return any(must_include(part, answer) for part in reference.split(OR))
+
+
+def url_match(reference: str, url: str) -> bool:
+    """GOLD in PRED: the address contains one of the references and has every query value that they ask for."""
+    references = [_parts(part) for part in reference.split(OR)]
+    place, query = _parts(url)
+    if not any(wanted in place for wanted, _ in references):
+        return False
+    wanted_values: dict[str, set[str]] = {}
+    for _, asked in references:
+        for key, values in asked.items():
+            wanted_values.setdefault(key, set()).update(values)
+    return all(any(value in query.get(key, ()) for value in values) for key, values in wanted_values.items())
+
+
+def _parts(url: str) -> tuple[str, dict[str, list[str]]]:
+    split = urlsplit(url.strip().rstrip("/"))
+    return split.netloc + split.path.rstrip("/"), parse_qs(split.query)

@@ -1,0 +1,192 @@
+"""The page as text: Chromium's accessibility tree, pruned and numbered as WebArena prints it.
+
+Ids count elements of the whole page in document order. Unlike the browser's own node ids they do not depend on what was
+loaded before, so an item looks the same whenever it is played, and scrolling does not renumber.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+MAX_CHARS = 6000
+"""Of one page's tree; about 2,000 tokens."""
+MAX_NAME = 600
+"""Of one element's name."""
+
+CLICKABLE = frozenset(
+    {"link", "button", "checkbox", "radio", "tab", "menuitem", "menuitemcheckbox", "menuitemradio", "option", "switch"}
+    | {"combobox", "treeitem"}
+)
+TYPABLE = frozenset({"textbox", "searchbox", "spinbutton"})
+_PASSED_OVER = frozenset({"none", "generic", "InlineTextBox", "LineBreak", "ListMarker", "MenuListPopup"})
+"""Never a line of its own; what is inside takes its place."""
+_BARE = frozenset(
+    {"img", "list", "listitem", "paragraph", "strong", "emphasis", "banner", "navigation", "main", "contentinfo"}
+    | {"complementary", "region", "Section", "LabelText", "Legend", "rowgroup", "row", "form", "article", "group"}
+    | {"term", "definition", "DescriptionList", "time", "code", "figure", "Figcaption", "sectionheader"}
+    | {"sectionfooter", "blockquote", "superscript", "subscript", "mark", "search", "Abbr"}
+)
+"""A line only when it has a name."""
+_PROPERTIES = ("focused", "required", "hasPopup", "expanded", "checked", "selected", "pressed", "disabled")
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One line of the tree."""
+
+    id: int
+    depth: int
+    role: str
+    name: str
+    properties: tuple[tuple[str, Any], ...]
+    backend_id: int
+    """Chromium's name of the DOM node; 0 when it has none."""
+    visible: bool
+    """Whether some of it is in the viewport."""
+
+    @property
+    def line(self) -> str:
+        name = self.name if len(self.name) <= MAX_NAME else self.name[: MAX_NAME - 3] + "..."
+        properties = "".join(f" {key}: {value}" for key, value in self.properties)
+        return "\t" * self.depth + f"[{self.id}] {self.role} {name!r}{properties}"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A page as the agent sees it."""
+
+    elements: tuple[Element, ...]
+    above: bool
+    """There is more of the page above the viewport."""
+    below: bool
+
+    def find(self, element_id: int) -> Element | None:
+        """The element of that id if it is in view."""
+        index = element_id - 1
+        if 0 <= index < len(self.elements) and self.elements[index].visible:
+            return self.elements[index]
+        return None
+
+    @property
+    def text(self) -> str:
+        """The visible lines, cut at MAX_CHARS, with a note where there is more."""
+        lines = [element.line for element in self.elements if element.visible]
+        kept: list[str] = []
+        room = MAX_CHARS
+        for line in lines:
+            room -= len(line) + 1
+            if room < 0:
+                break
+            kept.append(line)
+        if len(kept) < len(lines):
+            kept.append(f"(cut here: {len(lines) - len(kept)} more lines in view, scroll [down] shows some of them)")
+        if self.above:
+            kept.append("(the page goes on above: scroll [up])")
+        if self.below:
+            kept.append("(the page goes on below: scroll [down])")
+        return "\n".join(kept)
+
+
+Box = tuple[float, float, float, float]
+"""x, y, width, height in the document."""
+
+
+def boxes(snapshot: Mapping[str, Any]) -> dict[int, Box]:
+    """Where each DOM node of the main document lies, from DOMSnapshot.captureSnapshot."""
+    document = snapshot["documents"][0]
+    backend_ids = document["nodes"]["backendNodeId"]
+    layout = document["layout"]
+    return {
+        backend_ids[node]: tuple(bounds) for node, bounds in zip(layout["nodeIndex"], layout["bounds"], strict=True)
+    }
+
+
+def build(
+    nodes: Iterable[Mapping[str, Any]],
+    places: Mapping[int, Box],
+    scroll: tuple[float, float],
+    viewport: tuple[int, int],
+    page_height: float,
+) -> View:
+    """The view of a page from Accessibility.getFullAXTree, the boxes of its nodes and where it is scrolled to."""
+    by_id = {node["nodeId"]: node for node in nodes}
+    lines = _Lines(by_id, places, scroll, viewport)
+    root = next((node for node in by_id.values() if not node.get("parentId")), None)
+    if root is not None:
+        lines.add(root, depth=0, parent=None, visible=True)
+    return View(tuple(lines.elements), scroll[1] > 1, scroll[1] + viewport[1] < page_height - 1)
+
+
+class _Lines:
+    """Collects elements in document order."""
+
+    def __init__(
+        self,
+        by_id: Mapping[str, Mapping[str, Any]],
+        places: Mapping[int, Box],
+        scroll: tuple[float, float],
+        viewport: tuple[int, int],
+    ) -> None:
+        self.elements: list[Element] = []
+        self._by_id = by_id
+        self._places = places
+        self._scroll = scroll
+        self._viewport = viewport
+
+    def add(self, node: Mapping[str, Any], depth: int, parent: Element | None, visible: bool) -> None:
+        """Add a node and what is inside it, with a stack of its own: pages nest deeper than Python may recurse."""
+        stack = [(node, depth, parent, visible)]
+        while stack:
+            node, depth, parent, visible = stack.pop()
+            visible = self._in_viewport(node, visible)
+            element = self._element(node, depth, parent, visible)
+            if element is not None:
+                self.elements.append(element)
+                parent = element
+                depth += 1
+            children = [self._by_id[child] for child in node.get("childIds", ()) if child in self._by_id]
+            stack.extend((child, depth, parent, visible) for child in reversed(children))
+
+    def _element(self, node: Mapping[str, Any], depth: int, parent: Element | None, visible: bool) -> Element | None:
+        role = _value(node, "role")
+        name = " ".join(_value(node, "name").split())
+        if node.get("ignored") or role in _PASSED_OVER or (not name and role in _BARE):
+            return None
+        if role == "StaticText" and (not name or (parent is not None and name in parent.name)):
+            return None
+        if role == "StaticText" and self._labels_control(node, name):
+            return None
+        found = {entry["name"]: entry["value"].get("value") for entry in node.get("properties", ())}
+        properties = [(key, found[key]) for key in _PROPERTIES if key in found]
+        if role == "combobox":
+            properties.insert(0, ("value", _value(node, "value")))
+        number = len(self.elements) + 1
+        return Element(number, depth, role, name, tuple(properties), node.get("backendDOMNodeId", 0), visible)
+
+    def _labels_control(self, node: Mapping[str, Any], name: str) -> bool:
+        """Whether this text is the label of a control beside it, which carries it as its name."""
+        label = self._by_id.get(node.get("parentId", ""), {})
+        if _value(label, "role") != "LabelText":
+            return False
+        beside = (self._by_id.get(child, {}) for child in label.get("childIds", ()))
+        return any(_value(other, "role") != "StaticText" and name in _value(other, "name") for other in beside)
+
+    def _in_viewport(self, node: Mapping[str, Any], inherited: bool) -> bool:
+        place = self._places.get(node.get("backendDOMNodeId", 0))
+        if place is None or not node.get("parentId"):
+            return inherited
+        x, y = place[0] - self._scroll[0], place[1] - self._scroll[1]
+        if place[2] <= 0 or place[3] <= 0:
+            return False
+        return x < self._viewport[0] and x + place[2] > 0 and y < self._viewport[1] - 2 and y + place[3] > 2
+
+
+def _value(node: Mapping[str, Any], key: str) -> str:
+    return str(node.get(key, {}).get("value") or "")
+
+
+def seen_whole(view: View) -> View:
+    """The same page with every element in view: for looking things up, not for the agent."""
+    return replace(view, elements=tuple(replace(element, visible=True) for element in view.elements))

@@ -1,0 +1,360 @@
+"""One episode's browser context: its tabs, the actions done in them, and what is seen. Runs in the browser's loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.async_api import BrowserContext, CDPSession, Dialog, Error, Page, Request
+
+from agentgym_rl.environment.envs.webarena.actions import Action, Refused, quote
+from agentgym_rl.environment.envs.webarena.browser import Chromium
+from agentgym_rl.environment.envs.webarena.observation import Element, View, boxes, build
+from agentgym_rl.errors import EnvError
+
+VIEWPORT = (1280, 720)
+MAX_TABS = 8
+QUIET_S = 0.03
+"""How long after an action a navigation may still be about to begin."""
+
+_LATER = "() => new Promise(done => setTimeout(() => setTimeout(done, 0), 0))"
+"""Two turns of the page's own loop: a click's handlers and a form's submission have happened by then."""
+_CHOOSE = """function() {
+    const list = this.closest('select');
+    if (!list || list.disabled || this.disabled) return false;
+    if (list.multiple) this.selected = !this.selected; else list.value = this.value;
+    list.dispatchEvent(new Event('input', {bubbles: true}));
+    list.dispatchEvent(new Event('change', {bubbles: true}));
+    return true;
+}"""
+_EDITABLE = """function() {
+    const field = this.nodeType === 1 ? this : this.parentElement;
+    if (!field || field.disabled || field.readOnly) return false;
+    const typable = field.isContentEditable || field.tagName === 'TEXTAREA' || (field.tagName === 'INPUT' &&
+        !['button', 'checkbox', 'color', 'file', 'hidden', 'image', 'radio', 'range', 'reset', 'submit']
+        .includes(field.type));
+    if (!typable) return false;
+    field.focus();
+    if (field.select) field.select(); else document.getSelection().selectAllChildren(field);
+    return true;
+}"""
+
+
+class _Tab:
+    """A page and what is known about its loading."""
+
+    def __init__(self, page: Page, cdp: CDPSession) -> None:
+        self.page = page
+        self.cdp = cdp
+        self.navigating = 0
+        self.crashed = False
+        page.on("request", self._on_request)
+        page.on("requestfailed", self._on_request_end)
+        page.on("requestfinished", self._on_request_end)
+        page.on("crash", self._on_crash)
+
+    def _on_request(self, request: Request) -> None:
+        if request.is_navigation_request() and request.frame == self.page.main_frame:
+            self.navigating += 1
+
+    def _on_request_end(self, request: Request) -> None:
+        if request.is_navigation_request() and request.frame == self.page.main_frame:
+            self.navigating -= 1
+
+    def _on_crash(self, _: Page) -> None:
+        self.crashed = True
+
+
+class Tabs:
+    """The tabs of one episode. `allowed` says whether an address belongs to the sites."""
+
+    def __init__(self, context: BrowserContext, allowed: Callable[[str], bool], load_timeout_s: float) -> None:
+        self.context = context
+        self.notes: list[str] = []
+        """What happened besides the action: dialogs, slow pages. Told with the next observation."""
+        self._allowed = allowed
+        self._load_timeout_s = load_timeout_s
+        self._tabs: list[_Tab] = []
+        self._current = 0
+        self._opening: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def open(
+        cls,
+        chromium: Chromium,
+        urls: Sequence[str],
+        allowed: Callable[[str], bool],
+        load_timeout_s: float,
+        cookies: Sequence[Mapping[str, Any]] = (),
+        **options: Any,
+    ) -> Tabs:
+        """A fresh context with one tab per address, the first in front."""
+        context = await chromium.new_context(
+            viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]},
+            locale="en-GB",
+            timezone_id="UTC",
+            reduced_motion="reduce",
+            accept_downloads=False,
+            service_workers="block",
+            **options,
+        )
+        try:
+            if cookies:
+                await context.add_cookies([dict(cookie) for cookie in cookies])  # type: ignore[misc]
+            tabs = cls(context, allowed, load_timeout_s)
+            context.set_default_timeout(load_timeout_s * 1000)
+            for url in urls:
+                await tabs._add(await context.new_page())
+                await tabs._visit(url)
+            tabs._current = 0
+            await tabs._tab.page.bring_to_front()
+            context.on("page", tabs._on_popup)
+        except BaseException:
+            with contextlib.suppress(Error):
+                await context.close()
+            raise
+        return tabs
+
+    async def close(self) -> None:
+        with contextlib.suppress(Error):
+            await self.context.close()
+
+    @property
+    def page(self) -> Page:
+        return self._tab.page
+
+    @property
+    def titles_and_urls(self) -> tuple[int, list[str]]:
+        return self._current, [tab.page.url for tab in self._tabs]
+
+    async def act(self, action: Action, view: View) -> None:
+        """Carry an action out and wait until the page has settled; Refused says why it cannot be done."""
+        await _DO[action.kind](self, action, view)
+        await self.settle()
+
+    async def observe(self) -> tuple[str, View]:
+        """The line of tabs and the view of the current one."""
+        tab = self._tab
+        if tab.crashed:
+            raise EnvError("the browser's page crashed")
+        titles = [await self._title(each) for each in self._tabs]
+        tree = await tab.cdp.send("Accessibility.getFullAXTree")
+        snapshot = await tab.cdp.send("DOMSnapshot.captureSnapshot", {"computedStyles": []})
+        metrics = await tab.cdp.send("Page.getLayoutMetrics")
+        scrolled, content = metrics["cssVisualViewport"], metrics["cssContentSize"]
+        view = build(
+            tree["nodes"], boxes(snapshot), (scrolled["pageX"], scrolled["pageY"]), VIEWPORT, content["height"]
+        )
+        header = " | ".join(
+            f"Tab {n}{' (current)' if n == self._current else ''}: {title}" for n, title in enumerate(titles)
+        )
+        return f"{header}\nURL: {tab.page.url}", view
+
+    async def screenshot(self) -> bytes:
+        return await self.page.screenshot(type="png", timeout=self._load_timeout_s * 1000)
+
+    @property
+    def _tab(self) -> _Tab:
+        return self._tabs[self._current]
+
+    async def _add(self, page: Page) -> None:
+        cdp = await self.context.new_cdp_session(page)
+        page.on("dialog", self._on_dialog)
+        self._tabs.append(_Tab(page, cdp))
+        self._current = len(self._tabs) - 1
+
+    def _on_popup(self, page: Page) -> None:
+        """A page the site itself opened becomes a tab, as a person would see it."""
+        if any(tab.page == page for tab in self._tabs):
+            return
+        task = asyncio.ensure_future(self._adopt(page))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _adopt(self, page: Page) -> None:
+        with contextlib.suppress(Error):
+            if len(self._tabs) >= MAX_TABS or await page.opener() is None:
+                return
+            await self._add(page)
+
+    async def _on_dialog(self, dialog: Dialog) -> None:
+        self.notes.append(f"The page asked {quote(dialog.message)}; this was accepted.")
+        with contextlib.suppress(Error):
+            await dialog.accept()
+
+    async def _title(self, tab: _Tab) -> str:
+        with contextlib.suppress(Error):
+            return await tab.page.title()
+        return ""
+
+    async def settle(self) -> None:
+        """Wait until no navigation is under way and the page is loaded, but not longer than the deadline."""
+        deadline = asyncio.get_running_loop().time() + self._load_timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                while True:
+                    with contextlib.suppress(Error):  # a navigation ends the document this runs in
+                        await self._tab.page.evaluate(_LATER)
+                    await asyncio.sleep(QUIET_S)
+                    if self._opening:
+                        await asyncio.gather(*self._opening)
+                    elif self._tab.crashed or self._tab.page.is_closed():
+                        break
+                    elif not self._tab.navigating:
+                        await self._tab.page.wait_for_load_state("load", timeout=self._load_timeout_s * 1000)
+                        if not self._tab.navigating:
+                            break
+        except (TimeoutError, Error) as error:
+            if self._tab.crashed or not self.context.browser or not self.context.browser.is_connected():
+                raise EnvError("the browser crashed") from error
+            self.notes.append(f"The page was still loading after {self._load_timeout_s:g} s.")
+        if not self._allowed(self.page.url):
+            left = self.page.url
+            await self._back(1)
+            self.notes.append(f"{quote(left)} is outside the sites of this task; you were taken back.")
+
+    async def _visit(self, url: str) -> None:
+        try:
+            await self._tab.page.goto(url, timeout=self._load_timeout_s * 1000, wait_until="load")
+        except Error as error:
+            if self.context.browser is None or not self.context.browser.is_connected():
+                raise
+            reason = str(error).splitlines()[0].removeprefix("Page.goto: ")
+            raise Refused(f"{quote(url)} could not be opened: {reason}.") from error
+
+    async def _point(self, element: Element) -> tuple[float, float]:
+        """Middle of an element, scrolled into view."""
+        cdp = self._tab.cdp
+        try:
+            await cdp.send("DOM.scrollIntoViewIfNeeded", {"backendNodeId": element.backend_id})
+            quads = (await cdp.send("DOM.getContentQuads", {"backendNodeId": element.backend_id}))["quads"]
+        except Error as error:
+            self._check_alive()
+            raise Refused(f"Element [{element.id}] has no place on the page: nothing happened.") from error
+        if not quads:
+            raise Refused(f"Element [{element.id}] has no place on the page: nothing happened.")
+        quad = quads[0]
+        return sum(quad[0::2]) / 4, sum(quad[1::2]) / 4
+
+    def _check_alive(self) -> None:
+        if self._tab.crashed or self.context.browser is None or not self.context.browser.is_connected():
+            raise EnvError("the browser crashed")
+
+    async def _call_on(self, element: Element, function: str) -> bool:
+        try:
+            node = await self._tab.cdp.send("DOM.resolveNode", {"backendNodeId": element.backend_id})
+            answer = await self._tab.cdp.send(
+                "Runtime.callFunctionOn",
+                {
+                    "functionDeclaration": function,
+                    "objectId": node["object"]["objectId"],
+                    "returnByValue": True,
+                    "userGesture": True,
+                },
+            )
+        except Error as error:
+            self._check_alive()
+            raise Refused(f"Element [{element.id}] is no longer on the page.") from error
+        return bool(answer["result"].get("value"))
+
+    async def _click(self, action: Action, view: View) -> None:
+        element = _element(view, action.element)
+        if element.role == "option" and await self._call_on(element, _CHOOSE):
+            return
+        await self.page.mouse.click(*await self._point(element))
+
+    async def _hover(self, action: Action, view: View) -> None:
+        await self.page.mouse.move(*await self._point(_element(view, action.element)))
+
+    async def _type(self, action: Action, view: View) -> None:
+        element = _element(view, action.element)
+        point = await self._point(element)
+        if not await self._call_on(element, _EDITABLE):
+            raise Refused(f"Element [{element.id}] is a {element.role}: nothing can be typed there.")
+        await self.page.mouse.move(*point)
+        if action.text:
+            await self.page.keyboard.insert_text(action.text)
+        else:
+            await self.page.keyboard.press("Delete")
+        if action.enter:
+            await self.page.keyboard.press("Enter")
+
+    async def _press(self, action: Action, view: View) -> None:
+        await self.page.keyboard.press(action.text)
+
+    async def _scroll(self, action: Action, view: View) -> None:
+        if not (view.below if action.text == "down" else view.above):
+            raise Refused(f"The page does not go on {'below' if action.text == 'down' else 'above'}.")
+        # A little less than the window, so that a line cut at its edge is whole in one of the two views.
+        distance = (VIEWPORT[1] - 40) * (1 if action.text == "down" else -1)
+        await self.page.evaluate("distance => window.scrollBy(0, distance)", distance)
+
+    async def _new_tab(self, action: Action, view: View) -> None:
+        if len(self._tabs) >= MAX_TABS:
+            raise Refused(f"There are {MAX_TABS} tabs open already: close one first.")
+        await self._add(await self.context.new_page())
+
+    async def _tab_focus(self, action: Action, view: View) -> None:
+        if action.element >= len(self._tabs):
+            raise Refused(f"There is no tab {action.element}: tabs are 0 to {len(self._tabs) - 1}.")
+        self._current = action.element
+        await self.page.bring_to_front()
+
+    async def _close_tab(self, action: Action, view: View) -> None:
+        if len(self._tabs) == 1:
+            raise Refused("This is the only tab: it stays open.")
+        closed = self._tabs.pop(self._current)
+        self._current = min(self._current, len(self._tabs) - 1)
+        await closed.page.close()
+        await self.page.bring_to_front()
+
+    async def _goto(self, action: Action, view: View) -> None:
+        url = action.text if "://" in action.text else f"http://{action.text}"
+        if urlsplit(url).scheme not in ("http", "https") or not self._allowed(url):
+            raise Refused(f"{quote(action.text)} is outside the sites of this task: it was not opened.")
+        await self._visit(url)
+
+    async def _go_back(self, action: Action, view: View) -> None:
+        if not await self._back(1):
+            raise Refused("There is no earlier page in this tab.")
+
+    async def _go_forward(self, action: Action, view: View) -> None:
+        if not await self._back(-1):
+            raise Refused("There is no later page in this tab.")
+
+    async def _back(self, steps: int) -> bool:
+        """Move in the tab's history; False when there is nothing there."""
+        history = await self._tab.cdp.send("Page.getNavigationHistory")
+        index = history["currentIndex"] - steps
+        if not 0 <= index < len(history["entries"]) or history["entries"][index]["url"] == "about:blank":
+            return False
+        await self._tab.cdp.send("Page.navigateToHistoryEntry", {"entryId": history["entries"][index]["id"]})
+        url = history["entries"][index]["url"]
+        with contextlib.suppress(Error):
+            await self.page.wait_for_url(lambda now: now == url, timeout=self._load_timeout_s * 1000)
+        return True
+
+
+def _element(view: View, element_id: int) -> Element:
+    element = view.find(element_id)
+    if element is None or not element.backend_id:
+        raise Refused(f"There is no element [{element_id}] in view.")
+    return element
+
+
+_DO: dict[str, Callable[..., Any]] = {
+    "click": Tabs._click,
+    "hover": Tabs._hover,
+    "type": Tabs._type,
+    "press": Tabs._press,
+    "scroll": Tabs._scroll,
+    "new_tab": Tabs._new_tab,
+    "tab_focus": Tabs._tab_focus,
+    "close_tab": Tabs._close_tab,
+    "goto": Tabs._goto,
+    "go_back": Tabs._go_back,
+    "go_forward": Tabs._go_forward,
+}

@@ -1,0 +1,92 @@
+"""The embedded tasks: every instance of every template, numbered, in train and test."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from agentgym_rl.environment.envs.webarena.oracle import Move
+from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
+from agentgym_rl.environment.envs.webarena.tasks import gitlab, reddit, shopping, shopping_admin
+from agentgym_rl.environment.envs.webarena.tasks import map as map_tasks
+from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template
+
+TEMPLATES: tuple[Template, ...] = (
+    *shopping.TEMPLATES,
+    *shopping_admin.TEMPLATES,
+    *reddit.TEMPLATES,
+    *gitlab.TEMPLATES,
+    *map_tasks.TEMPLATES,
+)
+TEST_SHARE = 4
+"""One instance in so many, the last ones of each template, is for testing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A task and how it is done."""
+
+    config: dict[str, Any]
+    """In WebArena's format, with `__SHOPPING__` and so on for the sites."""
+    script: tuple[Move, ...]
+    changes: bool
+
+
+@lru_cache(maxsize=1)
+def problems() -> tuple[Problem, ...]:
+    """All tasks by number: those to train on first, then those to test on."""
+    database = fresh_database()
+    train: list[tuple[int, Instance]] = []
+    test: list[tuple[int, Instance]] = []
+    for number, template in enumerate(TEMPLATES):
+        instances = list(template.make(database))
+        num_test = len(instances) // TEST_SHARE if len(instances) > 1 else 0
+        num_test = max(num_test, int(len(instances) > 1))
+        train += [(number, instance) for instance in instances[: len(instances) - num_test]]
+        test += [(number, instance) for instance in instances[len(instances) - num_test :]]
+    database.close()
+    return tuple(_problem(task_id, *numbered) for task_id, numbered in enumerate([*train, *test]))
+
+
+@lru_cache(maxsize=1)
+def splits() -> dict[str, range]:
+    database = fresh_database()
+    num_test = sum(_num_test(template, database) for template in TEMPLATES)
+    database.close()
+    count = len(problems())
+    return {"train": range(count - num_test), "test": range(count - num_test, count)}
+
+
+def _num_test(template: Template, database: sqlite3.Connection) -> int:
+    count = len(template.make(database))
+    return max(count // TEST_SHARE, int(count > 1))
+
+
+def _problem(task_id: int, number: int, instance: Instance) -> Problem:
+    template = TEMPLATES[number]
+    intent = template.text
+    for name, value in instance.arguments.items():
+        intent = intent.replace("{{" + name + "}}", str(value))
+    config = {
+        "sites": [template.site],
+        "task_id": task_id,
+        "require_login": True,
+        "storage_state": None,
+        "start_url": f"__{template.site.upper()}__/{instance.start}",
+        "geolocation": None,
+        "intent_template": template.text,
+        "instantiation_dict": instance.arguments,
+        "intent": intent,
+        "require_reset": template.changes,
+        "eval": instance.evaluation,
+        "intent_template_id": number,
+    }
+    return Problem(config, instance.script, template.changes)
+
+
+def as_json() -> str:
+    """All tasks as one JSON list, as WebArena publishes its own."""
+    return json.dumps([problem.config for problem in problems()], ensure_ascii=False, indent=1)

@@ -1,0 +1,288 @@
+"""Tasks in the code host."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
+from agentgym_rl.environment.envs.webarena.sites.code_data import ME
+from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+
+CODE = "__GITLAB__"
+
+
+def _project(db: sqlite3.Connection, path: str) -> sqlite3.Row:
+    owner, name = path.split("/")
+    row: sqlite3.Row = db.execute("SELECT * FROM project WHERE owner = ? AND name = ?", (owner, name)).fetchone()
+    return row
+
+
+def _open(path: str) -> tuple[Move, ...]:
+    if path.startswith(f"{ME}/"):
+        return (click("link", path),)
+    return search("Find project", path), click("link", path)
+
+
+def stars(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for path in ("lantern/lantern-ui", "openferry/router", "starfield/plate-solve", "nora/recipe-box"):
+        count = str(_project(db, path)["stars"])
+        found.append(Instance({"project": path}, answer(exact=count), (*_open(path), stop(count))))
+    return found
+
+
+def clone(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for path in ("openferry/feed-parser", "nora/tidewatch", "starfield/observing-planner"):
+        address = f"git@code.test:{path}.git"
+        found.append(Instance({"project": path}, answer(address), (*_open(path), stop(address))))
+    return found
+
+
+def open_issues(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for path in ("nora/tidewatch", "lantern/lantern-docs", "openferry/feed-parser", "nora/garden-log"):
+        sql = "SELECT count(*) FROM issue WHERE project_id = ? AND state = 'open'"
+        count = str(db.execute(sql, (_project(db, path)["id"],)).fetchone()[0])
+        script = (*_open(path), click("link", "Issues"), stop(count))
+        found.append(Instance({"project": path}, answer(exact=count), script))
+    return found
+
+
+def role(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for path in ("nora/recipe-box", "lantern/lantern-ui", "openferry/router", "starfield/plate-solve"):
+        row = db.execute(
+            "SELECT username, role FROM project_member WHERE project_id = ? AND username != ? ORDER BY username",
+            (_project(db, path)["id"], ME),
+        ).fetchone()
+        script = (*_open(path), click("link", "Members"), stop(row["role"]))
+        found.append(Instance({"user": row["username"], "project": path}, answer(row["role"]), script))
+    return found
+
+
+def num_commits(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for path in ("nora/tidewatch", "openferry/router", "lantern/lantern-ui"):
+        row = db.execute(
+            "SELECT author, count(*) AS num FROM revision WHERE project_id = ? AND author != ? GROUP BY author"
+            " ORDER BY num DESC, author",
+            (_project(db, path)["id"], ME),
+        ).fetchone()
+        script = (*_open(path), click("link", "Commits"), stop(str(row["num"])))
+        found.append(Instance({"user": row["author"], "project": path}, answer(exact=str(row["num"])), script))
+    return found
+
+
+def labelled(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        ("nora/tidewatch", "bug"),
+        ("lantern/lantern-ui", "documentation"),
+        ("openferry/router", "help wanted"),
+        ("nora/recipe-box", "feature"),
+    )
+    return [
+        Instance(
+            {"project": path, "label": label},
+            at_url(f"{CODE}/{path}/-/issues?label={label.replace(' ', '+')}"),
+            (*_open(path), click("link", "Issues"), click("link", label), stop()),
+        )
+        for path, label in cases
+    ]
+
+
+def new_issue(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        ("nora/tidewatch", "Wrong tide at new moon", "bug"),
+        ("nora/recipe-box", "Print view for recipes", "feature"),
+        ("openferry/router", "Document the cost function", "documentation"),
+        ("nora/garden-log", "Which weather service is used?", "question"),
+        ("lantern/lantern-docs", "Example of a date field", "documentation"),
+    )
+    found = []
+    for path, title, label in cases:
+        checks = page_has(("last", text_of("h1"), [title]), ("last", text_of("#labels"), label))
+        checks["eval_types"] = ["url_match", "program_html"]
+        checks["reference_url"] = f"{CODE}/{path}/-/issues/"
+        checks["url_note"] = "GOLD in PRED"
+        script = (
+            *_open(path),
+            click("link", "Issues"),
+            click("link", "New issue"),
+            fill("Title", title),
+            choose("Label", label),
+            click("button", "Create issue"),
+            stop(),
+        )
+        found.append(Instance({"project": path, "title": title, "label": label}, checks, script))
+    return found
+
+
+def _issues(db: sqlite3.Connection, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
+    sql = "SELECT * FROM issue WHERE project_id = ? AND number = ?"
+    return [(path, db.execute(sql, (_project(db, path)["id"], number)).fetchone()) for path in paths]
+
+
+def close_issue(db: sqlite3.Connection) -> list[Instance]:
+    paths = ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log")
+    return [
+        Instance(
+            {"title": issue["title"], "project": path},
+            page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#state"), "closed")),
+            (
+                *_open(path),
+                click("link", "Issues"),
+                click("link", issue["title"]),
+                click("button", "Close issue"),
+                stop(),
+            ),
+        )
+        for path, issue in _issues(db, paths, 4)
+    ]
+
+
+def assign(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for path, issue in _issues(db, ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), 1):
+        user = db.execute(
+            "SELECT username FROM project_member WHERE project_id = ? AND username NOT IN (?, ?)"
+            " ORDER BY username DESC",
+            (issue["project_id"], issue["assignee"], ME),
+        ).fetchone()[0]
+        script = (
+            *_open(path),
+            click("link", "Issues"),
+            click("link", issue["title"]),
+            choose("Assign to", user),
+            click("button", "Save issue"),
+            stop(),
+        )
+        checks = page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#assignee"), user))
+        found.append(Instance({"title": issue["title"], "project": path, "user": user}, checks, script))
+    return found
+
+
+def _merge_requests(db: sqlite3.Connection, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
+    sql = "SELECT * FROM merge_request WHERE project_id = ? AND number = ?"
+    return [(path, db.execute(sql, (_project(db, path)["id"], number)).fetchone()) for path in paths]
+
+
+def merge(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    paths = ("nora/tidewatch", "nora/recipe-box", "nora/garden-log", "nora/dotfiles")
+    for place, (path, request) in enumerate(_merge_requests(db, paths, 1)):
+        verb, button, state = (("Merge", "Merge", "merged"), ("Close", "Close merge request", "closed"))[place % 2]
+        script = (
+            *_open(path),
+            click("link", "Merge requests"),
+            click("link", request["title"]),
+            click("button", button),
+            stop(),
+        )
+        checks = page_has((f"{CODE}/{path}/-/merge_requests/1", text_of("#state"), state))
+        found.append(Instance({"verb": verb, "title": request["title"], "project": path}, checks, script))
+    return found
+
+
+def remark(db: sqlite3.Connection) -> list[Instance]:
+    texts = ("Looks good to me.", "Please add a test.", "Can this wait until April?")
+    paths = ("openferry/router", "lantern/lantern-ui", "nora/tidewatch")
+    return [
+        Instance(
+            {"text": text, "title": request["title"], "project": path},
+            page_has((f"{CODE}/{path}/-/merge_requests/2", text_of("#comments"), [text, ME])),
+            (
+                *_open(path),
+                click("link", "Merge requests"),
+                click("link", request["title"]),
+                fill("Write a comment", text),
+                click("button", "Comment"),
+                stop(),
+            ),
+        )
+        for text, (path, request) in zip(texts, _merge_requests(db, paths, 2), strict=True)
+    ]
+
+
+def invite(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    roles = ("Developer", "Reporter", "Maintainer", "Guest")
+    for path, wanted in zip(
+        ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), roles, strict=True
+    ):
+        user = db.execute(
+            "SELECT username FROM developer WHERE username NOT IN (SELECT username FROM project_member WHERE"
+            " project_id = ?) ORDER BY username DESC",
+            (_project(db, path)["id"],),
+        ).fetchone()[0]
+        locator = f"func:gitlab_get_project_memeber_role(__page__, '{user}')"
+        script = (
+            *_open(path),
+            click("link", "Members"),
+            choose("Invite", user),
+            choose("Role", wanted),
+            click("button", "Invite member"),
+            stop(),
+        )
+        checks = page_has((f"{CODE}/{path}/-/members", locator, [wanted]))
+        found.append(Instance({"user": user, "project": path, "role": wanted}, checks, script))
+    return found
+
+
+def star(db: sqlite3.Connection) -> list[Instance]:
+    return [
+        Instance(
+            {"project": path},
+            page_has((f"{CODE}/", text_of("#starred"), [path])),
+            (*_open(path), click("button", "Star"), stop()),
+        )
+        for path in ("lantern/lantern-ui", "starfield/observing-planner", "openferry/feed-parser")
+    ]
+
+
+def new_project(db: sqlite3.Connection) -> list[Instance]:
+    cases = (("bird-notes", "public"), ("kite-plans", "internal"), ("tool-shed", "private"), ("sea-glass", "public"))
+    return [
+        Instance(
+            {"name": name, "visibility": visibility},
+            page_has((f"{CODE}/{ME}/{name}", text_of("#visibility"), visibility)),
+            (
+                click("link", "New project"),
+                fill("Project name", name),
+                choose("Visibility", visibility),
+                click("button", "Create project"),
+                stop(),
+            ),
+        )
+        for name, visibility in cases
+    ]
+
+
+def status(db: sqlite3.Connection) -> list[Instance]:
+    return [
+        Instance(
+            {"text": text},
+            page_has((f"{CODE}/profile", text_of("#user-status"), text)),
+            (click("link", "Profile"), fill("Your status", text), click("button", "Set status"), stop()),
+        )
+        for text in ("On holiday until Monday", "Busy", "Reviewing")
+    ]
+
+
+TEMPLATES = (
+    Template("gitlab", "How many stars does {{project}} have? Answer with the number only.", stars),
+    Template("gitlab", "What is the SSH address to clone {{project}}?", clone),
+    Template("gitlab", "How many open issues does {{project}} have? Answer with the number only.", open_issues),
+    Template("gitlab", "What role does {{user}} have in {{project}}?", role),
+    Template("gitlab", "How many commits did {{user}} make to {{project}}? Answer with the number only.", num_commits),
+    Template("gitlab", 'Show the issues of {{project}} with the label "{{label}}".', labelled),
+    Template("gitlab", 'Open an issue "{{title}}" in {{project}} with the label "{{label}}".', new_issue, True),
+    Template("gitlab", 'Close the issue "{{title}}" in {{project}}.', close_issue, True),
+    Template("gitlab", 'Assign the issue "{{title}}" in {{project}} to {{user}}.', assign, True),
+    Template("gitlab", '{{verb}} the merge request "{{title}}" in {{project}}.', merge, True),
+    Template("gitlab", 'Comment "{{text}}" on the merge request "{{title}}" in {{project}}.', remark, True),
+    Template("gitlab", "Invite {{user}} to {{project}} as {{role}}.", invite, True),
+    Template("gitlab", "Star the project {{project}}.", star, True),
+    Template("gitlab", 'Create a {{visibility}} project named "{{name}}".', new_project, True),
+    Template("gitlab", 'Set my status to "{{text}}".', status, True),
+)

@@ -1,0 +1,159 @@
+"""Tasks on the map."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
+from agentgym_rl.environment.envs.webarena.sites.map_data import STREETS
+from agentgym_rl.environment.envs.webarena.sites.maps import Route, shortest
+from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+
+MAP = "__MAP__"
+
+
+def _place(db: sqlite3.Connection, name: str) -> sqlite3.Row:
+    row: sqlite3.Row = db.execute("SELECT * FROM place WHERE name = ?", (name,)).fetchone()
+    return row
+
+
+def _route(db: sqlite3.Connection, start: str, end: str) -> Route:
+    a, b = _place(db, start), _place(db, end)
+    return shortest((a["x"], a["y"]), (b["x"], b["y"]))
+
+
+def _open(name: str) -> tuple[Move, ...]:
+    return search("Find a place", name), click("link", name)
+
+
+def _directions(start: str, end: str, mode: str = "foot") -> tuple[Move, ...]:
+    by = (choose("By", mode),) if mode != "foot" else ()
+    return click("link", "Directions"), fill("From", start), fill("To", end), *by, click("button", "Go")
+
+
+PAIRS = (
+    ("Maritime Museum", "Blue Heron Cafe"),
+    ("Port Ellery Station", "Grand Harbour Hotel"),
+    ("Central Library", "Victoria Park"),
+    ("Ferry Terminal", "Ellery General Hospital"),
+    ("Tide Cinema", "The Salt Cellar"),
+    ("Hotel Belvedere", "Museum of Clocks"),
+)
+
+
+def distance(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for start, end in PAIRS:
+        metres = str(_route(db, start, end).metres)
+        arguments = {"start": start, "end": end}
+        found.append(Instance(arguments, answer(metres), (*_directions(start, end), stop(f"{metres} m"))))
+    return found
+
+
+def duration(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for place, (end, start) in enumerate(PAIRS):
+        mode = ("bicycle", "car", "foot")[place % 3]
+        minutes = str(_route(db, start, end).minutes(mode))
+        arguments = {"start": start, "end": end, "mode": mode}
+        found.append(Instance(arguments, answer(minutes), (*_directions(start, end, mode), stop(f"{minutes} minutes"))))
+    return found
+
+
+def detail(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        ("Abbey Pharmacy", "phone number", "phone"),
+        ("Museum of Clocks", "opening time", "hours"),
+        ("Northern Bank", "phone number", "phone"),
+        ("Trattoria Nove", "opening time", "hours"),
+        ("Quayside Library", "phone number", "phone"),
+    )
+    found = []
+    for name, what, column in cases:
+        value = _place(db, name)[column]
+        found.append(Instance({"place": name, "what": what}, answer(value), (*_open(name), stop(value))))
+    return found
+
+
+def street(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for name in ("Playhouse Theatre", "St Brendan School", "Lotus Garden", "Lighthouse Gardens"):
+        value = f"{STREETS[_place(db, name)['y']]} Street"
+        found.append(Instance({"place": name}, answer(value), (search("Find a place", name), stop(value))))
+    return found
+
+
+def nearest(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        ("Grand Harbour Hotel", "cafe"),
+        ("Port Ellery Station", "pharmacy"),
+        ("Central Library", "restaurant"),
+        ("The Anchor Inn", "museum"),
+        ("Alder Primary School", "park"),
+        ("Ellery House", "hotel"),
+    )
+    found = []
+    for start, kind in cases:
+        ways = sorted(
+            (_route(db, start, row["name"]).metres, row["name"])
+            for row in db.execute("SELECT * FROM place WHERE category = ?", (kind,)).fetchall()
+        )
+        if ways[0][0] == ways[1][0]:
+            continue  # two are equally near: not a fair question
+        script = (*_open(start), choose("What is near", kind), click("button", "Show nearest"), stop(ways[0][1]))
+        found.append(Instance({"kind": kind, "place": start}, answer(ways[0][1]), script))
+    return found
+
+
+def show_route(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        ("The Copper Kettle", "Playhouse Theatre", "bicycle"),
+        ("Ferry Terminal", "Cafe Meridian", "car"),
+        ("Mill Meadow", "Central Library", "bicycle"),
+        ("Driftwood Coffee", "Harbour Savings Bank", "car"),
+    )
+    found = []
+    for start, end, mode in cases:
+        checks = page_has(("last", text_of("#route"), f"{start} to {end} by {mode}"))
+        found.append(
+            Instance({"start": start, "end": end, "mode": mode}, checks, (*_directions(start, end, mode), stop()))
+        )
+    return found
+
+
+def show_place(db: sqlite3.Connection) -> list[Instance]:
+    return [
+        Instance({"place": name}, at_url(f"{MAP}/place/{_place(db, name)['id']}"), (*_open(name), stop()))
+        for name in ("Ellery General Hospital", "The Old Customs House", "Southside Pharmacy")
+    ]
+
+
+def save(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        ("Maritime Museum", "rainy day"),
+        ("The Salt Cellar", "birthday dinner"),
+        ("Victoria Park", "run on Sunday"),
+        ("Lantern Pharmacy", "open late"),
+        ("Tide Cinema", "with Farah"),
+        ("Northern Bank", "new card"),
+    )
+    return [
+        Instance(
+            {"place": name, "note": note},
+            page_has((f"{MAP}/saved", text_of("#saved"), [name, note])),
+            (*_open(name), fill("Note", note), click("button", "Save place"), stop()),
+        )
+        for name, note in cases
+    ]
+
+
+TEMPLATES = (
+    Template("map", "How far is it from {{start}} to {{end}} on foot, in metres?", distance),
+    Template("map", "How many minutes does it take from {{start}} to {{end}} by {{mode}}?", duration),
+    Template("map", "What is the {{what}} of {{place}}?", detail),
+    Template("map", "In which street is {{place}}?", street),
+    Template("map", "Which {{kind}} is nearest to {{place}}?", nearest),
+    Template("map", "Show me the way from {{start}} to {{end}} by {{mode}}.", show_route),
+    Template("map", "Open the page of {{place}}.", show_place),
+    Template("map", 'Save {{place}} with the note "{{note}}".', save, True),
+)

@@ -1,0 +1,166 @@
+"""Tasks in the forum."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
+from agentgym_rl.environment.envs.webarena.sites.forum_data import ME
+from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+
+FORUM = "__REDDIT__"
+
+
+def _posts(db: sqlite3.Connection, ids: Sequence[int]) -> list[sqlite3.Row]:
+    sql = "SELECT p.*, c.slug FROM post p JOIN community c ON c.id = p.community_id WHERE p.id = ?"
+    return [db.execute(sql, (number,)).fetchone() for number in ids]
+
+
+def _open(post: sqlite3.Row) -> tuple[Move, ...]:
+    return search("Search posts", post["title"]), click("link", post["title"])
+
+
+def _url(post: sqlite3.Row) -> str:
+    return f"{FORUM}/f/{post['slug']}/{post['id']}"
+
+
+def num_comments(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for post in _posts(db, (2, 11, 17, 26)):
+        count = str(db.execute("SELECT count(*) FROM comment WHERE post_id = ?", (post["id"],)).fetchone()[0])
+        found.append(Instance({"title": post["title"]}, answer(exact=count), (*_open(post), stop(count))))
+    return found
+
+
+def top_author(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for slug in ("gardening", "cycling", "bookclub", "astronomy"):
+        author = db.execute(
+            "SELECT author FROM post p JOIN community c ON c.id = p.community_id WHERE slug = ? ORDER BY score DESC",
+            (slug,),
+        ).fetchone()[0]
+        script = (click("link", "Communities"), click("link", slug), click("link", "Top"), stop(author))
+        found.append(Instance({"community": slug}, answer(author), script))
+    return found
+
+
+def best_comment(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for post in _posts(db, (5, 14, 22, 31)):
+        author = db.execute(
+            "SELECT author FROM comment WHERE post_id = ? ORDER BY score DESC, id", (post["id"],)
+        ).fetchone()[0]
+        found.append(Instance({"title": post["title"]}, answer(author), (*_open(post), stop(author))))
+    return found
+
+
+def oldest(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for slug in ("trains", "homebrew", "gardening"):
+        post = db.execute(
+            "SELECT p.*, c.slug FROM post p JOIN community c ON c.id = p.community_id WHERE slug = ?"
+            " ORDER BY day, p.id",
+            (slug,),
+        ).fetchone()
+        script = (
+            click("link", "Communities"),
+            click("link", slug),
+            click("link", "Old"),
+            click("link", post["title"]),
+            stop(),
+        )
+        found.append(Instance({"community": slug}, at_url(_url(post)), script))
+    return found
+
+
+def comment(db: sqlite3.Connection) -> list[Instance]:
+    texts = (
+        "Crushed eggshells helped here.",
+        "The bakery at the lock is the better one.",
+        "I finished it and regret nothing.",
+        "Try the seat reservation by post.",
+        "Was the dog all right?",
+    )
+    return [
+        Instance(
+            {"title": post["title"], "text": text},
+            page_has((_url(post), text_of("#comments"), [text, ME])),
+            (*_open(post), fill("Your comment", text), click("button", "Post comment"), stop()),
+        )
+        for post, text in zip(_posts(db, (2, 10, 16, 27, 31)), texts, strict=True)
+    ]
+
+
+def vote(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for place, post in enumerate(_posts(db, (3, 8, 13, 20, 29, 33))):
+        way = ("Upvote", "Downvote")[place % 2]
+        value = "1" if way == "Upvote" else "-1"
+        checks = page_has((_url(post), "document.querySelector('#votes').getAttribute('data-vote')", value))
+        script = (search("Search posts", post["title"]), click("button", f"{way}: {post['title']}"), stop())
+        found.append(Instance({"way": way, "title": post["title"]}, checks, script))
+    return found
+
+
+def submit(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        ("gardening", "Moving a rhubarb plant", "It is ten years old and in the way."),
+        ("cycling", "Mudguards for wide tyres", "Which ones do not rattle?"),
+        ("astronomy", "Comet visible this week", "Low in the west after sunset."),
+        ("trains", "Luggage lockers at Eastmere", "Do they still take coins?"),
+        ("homebrew", "Scale with a timer", "Mine stopped at 300 grams."),
+    )
+    last = "func:reddit_get_post_url('__last_url__')"
+    return [
+        Instance(
+            {"community": slug, "title": title, "body": body},
+            page_has((last, text_of("h1"), title), (last, text_of("#body"), body), (last, text_of(".card"), [slug])),
+            (
+                click("link", "Submit"),
+                fill("Title", title),
+                fill("Body", body),
+                choose("Community", slug),
+                click("button", "Create post"),
+                stop(),
+            ),
+        )
+        for slug, title, body in cases
+    ]
+
+
+def subscribe(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for slug in ("cycling", "astronomy", "trains", "bookclub"):
+        now = db.execute("SELECT subscribed FROM community WHERE slug = ?", (slug,)).fetchone()[0]
+        verb, other = ("Unsubscribe", "Subscribe") if now else ("Subscribe", "Unsubscribe")
+        there = f"{FORUM}/f/{slug}"
+        checks = page_has((there, "document.querySelector('form.inline button').innerText", other))
+        script = (click("link", "Communities"), click("link", slug), click("button", verb), stop())
+        found.append(Instance({"what": "Leave" if now else "Subscribe to", "community": slug}, checks, script))
+    return found
+
+
+def biography(db: sqlite3.Connection) -> list[Instance]:
+    texts = ("Night trains and strong coffee.", "Gardener by the sea.", "Reads on the ferry.")
+    return [
+        Instance(
+            {"text": text},
+            page_has((f"{FORUM}/user/{ME}", text_of("#bio"), text)),
+            (click("link", "My profile"), fill("Biography", text), click("button", "Save biography"), stop()),
+        )
+        for text in texts
+    ]
+
+
+TEMPLATES = (
+    Template("reddit", 'How many comments does the post "{{title}}" have? Answer with the number only.', num_comments),
+    Template("reddit", "Who wrote the post with the highest score in {{community}}?", top_author),
+    Template("reddit", 'Who wrote the best rated comment on "{{title}}"?', best_comment),
+    Template("reddit", "Open the oldest post in {{community}}.", oldest),
+    Template("reddit", 'Comment "{{text}}" on the post "{{title}}".', comment, True),
+    Template("reddit", '{{way}} the post "{{title}}".', vote, True),
+    Template("reddit", 'Post in {{community}} with the title "{{title}}" and the body "{{body}}".', submit, True),
+    Template("reddit", "{{what}} the community {{community}}.", subscribe, True),
+    Template("reddit", 'Change my biography to "{{text}}".', biography, True),
+)

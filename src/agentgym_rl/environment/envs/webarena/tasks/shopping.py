@@ -1,0 +1,204 @@
+"""Tasks in the shop."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
+from agentgym_rl.environment.envs.webarena.sites.shop import money
+from agentgym_rl.environment.envs.webarena.sites.shop_data import CUSTOMER
+from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+
+SHOP = "__SHOPPING__"
+
+
+def _products(db: sqlite3.Connection, ids: Sequence[int]) -> list[sqlite3.Row]:
+    return [db.execute("SELECT * FROM product WHERE id = ?", (number,)).fetchone() for number in ids]
+
+
+def _find(product: sqlite3.Row) -> tuple[Move, ...]:
+    return search("Find", product["name"]), click("link", product["name"])
+
+
+def price(db: sqlite3.Connection) -> list[Instance]:
+    return [
+        Instance({"product": p["name"]}, answer(f"{p['price'] / 100:.2f}"), (*_find(p), stop(money(p["price"]))))
+        for p in _products(db, (4, 13, 27, 38, 49, 60))
+    ]
+
+
+def detail(db: sqlite3.Connection) -> list[Instance]:
+    pairs = zip(_products(db, (2, 18, 33, 41, 57)), ("material", "colour", "weight", "material", "colour"), strict=True)
+    return [
+        Instance(
+            {"product": p["name"], "detail": what},
+            answer(str(p[what])),
+            (*_find(p), stop(str(p[what]))),
+        )
+        for p, what in pairs
+    ]
+
+
+def cheapest(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for slug, name in db.execute("SELECT slug, name FROM category ORDER BY id LIMIT 5").fetchall():
+        best = db.execute(
+            "SELECT p.name FROM product p JOIN category c ON c.id = p.category_id WHERE slug = ? ORDER BY price",
+            (slug,),
+        ).fetchone()[0]
+        script = (click("link", name), click("link", "Price, lowest first"), stop(best))
+        found.append(Instance({"category": name}, answer(best), script))
+    return found
+
+
+def unhappy(db: sqlite3.Connection) -> list[Instance]:
+    rows = db.execute(
+        "SELECT p.name, count(*) AS num_bad, group_concat(author) AS author FROM review r JOIN product p"
+        " ON p.id = r.product_id WHERE rating <= 2 AND status = 'approved'"
+        " GROUP BY p.id HAVING num_bad = 1 ORDER BY p.id"
+    ).fetchall()[:4]
+    return [
+        Instance(
+            {"product": row["name"]},
+            answer(row["author"]),
+            (search("Find", row["name"]), click("link", row["name"]), stop(row["author"])),
+        )
+        for row in rows
+    ]
+
+
+def order_total(db: sqlite3.Connection) -> list[Instance]:
+    rows = db.execute(
+        "SELECT o.id, o.shipping + sum(l.price * l.quantity) AS total FROM orders o JOIN order_line l"
+        " ON l.order_id = o.id WHERE customer_id = ? GROUP BY o.id ORDER BY o.id",
+        (CUSTOMER,),
+    ).fetchall()[1:5]
+    return [
+        Instance(
+            {"order": row["id"]},
+            answer(f"{row['total'] / 100:,.2f}"),
+            (click("link", "My orders"), stop(money(row["total"]))),
+        )
+        for row in rows
+    ]
+
+
+def sorted_listing(db: sqlite3.Connection) -> list[Instance]:
+    cases = (("Garden", "price-desc"), ("Lighting", "rating"), ("Textiles", "price"), ("Outdoors", "price-desc"))
+    words = {"price-desc": "Price, highest first", "rating": "Best rated", "price": "Price, lowest first"}
+    return [
+        Instance(
+            {"category": category, "order": words[key].lower()},
+            at_url(f"{SHOP}/category/{category.lower()}?sort={key}"),
+            (click("link", category), click("link", words[key]), stop()),
+        )
+        for category, key in cases
+    ]
+
+
+def into_basket(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for p, quantity in zip(_products(db, (6, 15, 29, 44, 52, 64)), (3, 2, 3, 2, 1, 2), strict=True):
+        field = f"document.querySelector('[aria-label=\"Quantity of {p['name']}\"]').value"
+        amount = (fill("Quantity", str(quantity)),) if quantity > 1 else ()
+        script = (*_find(p), *amount, click("button", "Add to basket"), stop())
+        arguments = {"product": p["name"], "quantity": quantity}
+        found.append(Instance(arguments, page_has((f"{SHOP}/basket", field, str(quantity))), script))
+    return found
+
+
+def wish(db: sqlite3.Connection) -> list[Instance]:
+    return [
+        Instance(
+            {"product": p["name"]},
+            page_has((f"{SHOP}/wishlist", text_of("#wishlist"), [p["name"]])),
+            (*_find(p), click("button", "Add to wish list"), stop()),
+        )
+        for p in _products(db, (9, 21, 36, 47, 58))
+    ]
+
+
+def buy(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    ways = (("express", "Express, 8.90", "$8.90"), ("pickup", "Pick-up, free", "$0.00"))
+    for place, p in enumerate(_products(db, (1, 19, 24, 39, 55))):
+        way, label, cost = ways[place % 2]
+        checks = page_has(
+            (f"{SHOP}/orders/latest", text_of("#lines"), [p["name"]]),
+            (f"{SHOP}/orders/latest", text_of("#shipping"), cost),
+        )
+        script = (
+            *_find(p),
+            click("button", "Add to basket"),
+            click("link", "Basket (1)"),
+            click("link", "Proceed to checkout"),
+            click("radio", label),
+            click("button", "Place order"),
+            stop(),
+        )
+        found.append(Instance({"product": p["name"], "way": way}, checks, script))
+    return found
+
+
+def review(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    titles = ("Better than the old one", "Not for me", "Sturdy and simple", "Fine for the price")
+    for p, title, stars in zip(_products(db, (5, 22, 35, 50)), titles, (5, 2, 4, 3), strict=True):
+        here = f"{SHOP}/product/{p['id']}"
+        first = text_of("article")
+        checks = page_has((here, first, [title, f"{stars} of 5 stars, by Nora Lindqvist"]))
+        script = (
+            *_find(p),
+            click("link", "Write a review"),
+            click("radio", f"{stars} of 5"),
+            fill("Title", title),
+            click("button", "Submit review"),
+            stop(),
+        )
+        found.append(Instance({"product": p["name"], "title": title, "stars": stars}, checks, script))
+    return found
+
+
+def account(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        ("phone number", "Phone", "phone", "0441 555 0199"),
+        ("email address", "Email", "email", "nora@lindqvist.test"),
+        ("street and number", "Street and number", "street", "7 Lighthouse Row"),
+        ("city", "City", "city", "Greyhaven"),
+    )
+    return [
+        Instance(
+            {"what": what, "value": value},
+            page_has((f"{SHOP}/account", f"document.querySelector('[name={key}]').value", value)),
+            (click("link", "My account"), fill(label, value), click("button", "Save changes"), stop()),
+        )
+        for what, label, key, value in cases
+    ]
+
+
+def newsletter(db: sqlite3.Connection) -> list[Instance]:
+    field = "document.querySelector('[name=newsletter]').value"
+    script = (
+        click("link", "My account"),
+        choose("Newsletter", "Yes"),
+        click("button", "Save changes"),
+        stop(),
+    )
+    return [Instance({}, page_has((f"{SHOP}/account", field, "1")), script)]
+
+
+TEMPLATES = (
+    Template("shopping", "What is the price of the {{product}}?", price),
+    Template("shopping", "What is the {{detail}} of the {{product}}?", detail),
+    Template("shopping", "Which product in the {{category}} category is the cheapest?", cheapest),
+    Template("shopping", "Who wrote the only review of the {{product}} with one or two stars?", unhappy),
+    Template("shopping", "What was the total of my order {{order}}, shipping included?", order_total),
+    Template("shopping", "Show me the {{category}} category, sorted by {{order}}.", sorted_listing),
+    Template("shopping", "Put {{quantity}} of the {{product}} into my basket.", into_basket, True),
+    Template("shopping", "Add the {{product}} to my wish list.", wish, True),
+    Template("shopping", "Order one {{product}} with {{way}} shipping.", buy, True),
+    Template("shopping", 'Review the {{product}} with {{stars}} stars and the title "{{title}}".', review, True),
+    Template("shopping", 'Change the {{what}} in my account to "{{value}}".', account, True),
+    Template("shopping", "Subscribe me to the newsletter.", newsletter, True),
+)

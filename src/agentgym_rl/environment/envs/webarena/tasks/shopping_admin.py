@@ -1,0 +1,238 @@
+"""Tasks in the shop's administration."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+
+from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
+from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+
+ADMIN = "__SHOPPING_ADMIN__"
+SHOP = "__SHOPPING__"
+
+
+def _products(db: sqlite3.Connection, ids: Sequence[int]) -> list[sqlite3.Row]:
+    return [db.execute("SELECT * FROM product WHERE id = ?", (number,)).fetchone() for number in ids]
+
+
+def _product(p: sqlite3.Row) -> tuple[Move, ...]:
+    return click("link", "Products"), search("Name or SKU", p["sku"]), click("link", p["name"])
+
+
+def _order(number: int) -> tuple[Move, ...]:
+    return click("link", "Orders"), search("Customer or number", str(number)), click("link", f"Order {number}")
+
+
+def bestseller(db: sqlite3.Connection) -> list[Instance]:
+    rows = db.execute(
+        "SELECT p.name FROM order_line l JOIN product p ON p.id = l.product_id JOIN orders o ON o.id = l.order_id"
+        " WHERE o.status != 'cancelled' GROUP BY p.id ORDER BY sum(l.quantity) DESC, p.id LIMIT 3"
+    ).fetchall()
+    return [
+        Instance({"rank": rank}, answer(row["name"]), (stop(row["name"]),))
+        for rank, row in zip(("best", "second best", "third best"), rows, strict=True)
+    ]
+
+
+def contact(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for number, what in ((4, "email address"), (9, "phone number"), (15, "email address"), (22, "phone number")):
+        row = db.execute("SELECT * FROM customer WHERE id = ?", (number,)).fetchone()
+        value = row["email" if what == "email address" else "phone"]
+        script = (click("link", "Customers"), search("Name, email or phone", row["name"]), stop(value))
+        found.append(Instance({"customer": row["name"], "what": what}, answer(value), script))
+    return found
+
+
+def num_orders(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for status in ("pending", "processing", "complete", "cancelled"):
+        count = str(db.execute("SELECT count(*) FROM orders WHERE status = ?", (status,)).fetchone()[0])
+        script = (click("link", "Orders"), click("link", status), stop(count))
+        found.append(Instance({"status": status}, answer(exact=count), script))
+    return found
+
+
+def stock(db: sqlite3.Connection) -> list[Instance]:
+    return [
+        Instance(
+            {"sku": p["sku"]},
+            answer(exact=str(p["quantity"])),
+            (click("link", "Products"), search("Name or SKU", p["sku"]), stop(str(p["quantity"]))),
+        )
+        for p in _products(db, (3, 14, 31, 45, 59))
+    ]
+
+
+def customer_orders(db: sqlite3.Connection) -> list[Instance]:
+    rows = db.execute(
+        "SELECT c.name, count(o.id) AS num_orders FROM customer c JOIN orders o ON o.customer_id = c.id"
+        " WHERE c.id > 1 GROUP BY c.id ORDER BY num_orders DESC, c.id LIMIT 4"
+    ).fetchall()
+    return [
+        Instance(
+            {"customer": row["name"]},
+            answer(exact=str(row["num_orders"])),
+            (
+                click("link", "Customers"),
+                search("Name, email or phone", row["name"]),
+                click("link", row["name"]),
+                stop(str(row["num_orders"])),
+            ),
+        )
+        for row in rows
+    ]
+
+
+def open_orders(db: sqlite3.Connection) -> list[Instance]:
+    return [
+        Instance(
+            {"status": status},
+            at_url(f"{ADMIN}/orders?status={status}"),
+            (click("link", "Orders"), click("link", status), stop()),
+        )
+        for status in ("pending", "cancelled", "processing")
+    ]
+
+
+def set_price(db: sqlite3.Connection) -> list[Instance]:
+    prices = ("24.50", "9.99", "61.00", "118.75", "33.20")
+    return [
+        Instance(
+            {"product": p["name"], "price": price},
+            page_has((f"{ADMIN}/products/{p['id']}", "document.querySelector('[name=price]').value", price)),
+            (
+                click("link", "Products"),
+                search("Name or SKU", p["name"]),
+                click("link", p["name"]),
+                fill("Price", price),
+                click("button", "Save product"),
+                stop(),
+            ),
+        )
+        for p, price in zip(_products(db, (7, 16, 28, 40, 61)), prices, strict=True)
+    ]
+
+
+def restock(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for p, units in zip(_products(db, (10, 23, 37, 53)), (25, 40, 12, 60), strict=True):
+        total = str(p["quantity"] + units)
+        field = "document.querySelector('[name=quantity]').value"
+        script = (*_product(p), fill("Stock", total), click("button", "Save product"), stop())
+        checks = page_has((f"{ADMIN}/products/{p['id']}", field, total))
+        found.append(Instance({"sku": p["sku"], "units": units}, checks, script))
+    return found
+
+
+def disable(db: sqlite3.Connection) -> list[Instance]:
+    return [
+        Instance(
+            {"product": p["name"]},
+            page_has((f"{ADMIN}/products/{p['id']}", "document.querySelector('[name=enabled]').value", "0")),
+            (*_product(p), choose("State", "disabled"), click("button", "Save product"), stop()),
+        )
+        for p in _products(db, (12, 26, 48))
+    ]
+
+
+def set_status(db: sqlite3.Connection) -> list[Instance]:
+    rows = db.execute(
+        "SELECT id FROM orders WHERE status IN ('pending', 'processing') AND customer_id > 1 ORDER BY id LIMIT 5"
+    ).fetchall()
+    wanted = ("complete", "cancelled", "complete", "cancelled", "complete")
+    return [
+        Instance(
+            {"order": row["id"], "status": status},
+            page_has((f"{ADMIN}/orders/{row['id']}", text_of("#status"), status)),
+            (*_order(row["id"]), choose("Order status", status), click("button", "Save order"), stop()),
+        )
+        for row, status in zip(rows, wanted, strict=False)
+    ]
+
+
+def deliver_to(db: sqlite3.Connection) -> list[Instance]:
+    cases = ((4090, "3 Abbey Close, Norvale"), (4083, "51 Quay Street, Calder Bay"), (4077, "12 Mill Street, Eastmere"))
+    return [
+        Instance(
+            {"order": order, "address": address},
+            page_has((f"{ADMIN}/orders/{order}", text_of("#address"), address)),
+            (*_order(order), fill("Address", address), click("button", "Save order"), stop()),
+        )
+        for order, address in cases
+    ]
+
+
+def note(db: sqlite3.Connection) -> list[Instance]:
+    cases = (
+        (4088, "Customer asked for gift wrapping"),
+        (4071, "Parcel was returned by the carrier"),
+        (4064, "Refund agreed by telephone"),
+    )
+    return [
+        Instance(
+            {"order": order, "comment": comment},
+            page_has((f"{ADMIN}/orders/{order}", text_of("#notes"), [comment])),
+            (*_order(order), fill("Comment", comment), click("button", "Submit comment"), stop()),
+        )
+        for order, comment in cases
+    ]
+
+
+def judge_review(db: sqlite3.Connection) -> list[Instance]:
+    rows = db.execute(
+        "SELECT r.id, p.id AS product_id, p.name, r.author FROM review r JOIN product p ON p.id = r.product_id"
+        " WHERE r.status = 'pending' ORDER BY r.id LIMIT 5"
+    ).fetchall()
+    found = []
+    for place, row in enumerate(rows):
+        verb = ("Approve", "Reject")[place % 2]
+        listed = "[...document.querySelectorAll('article')].map(each => each.innerText)"
+        there = f"{listed}.some(text => text.includes('by {row['author']}')).toString()"
+        waiting = f"{listed}.some(text => text.includes('{row['name']}, ')).toString()"
+        checks = page_has(
+            (f"{SHOP}/product/{row['product_id']}", there, "true" if verb == "Approve" else "false"),
+            (f"{ADMIN}/reviews", waiting, "false"),
+        )
+        script = (click("link", "Reviews"), click("button", f"{verb} review of {row['name']}"), stop())
+        found.append(Instance({"verb": verb, "product": row["name"], "author": row["author"]}, checks, script))
+    return found
+
+
+def group(db: sqlite3.Connection) -> list[Instance]:
+    found = []
+    for number in (6, 13, 27):
+        row = db.execute("SELECT * FROM customer WHERE id = ?", (number,)).fetchone()
+        kind = "retail" if row["kind"] == "wholesale" else "wholesale"
+        script = (
+            click("link", "Customers"),
+            search("Name, email or phone", row["name"]),
+            click("link", row["name"]),
+            choose("Group", kind),
+            click("button", "Save customer"),
+            stop(),
+        )
+        checks = page_has((f"{ADMIN}/customers/{number}", "document.querySelector('[name=kind]').value", kind))
+        found.append(Instance({"customer": row["name"], "group": kind}, checks, script))
+    return found
+
+
+TEMPLATES = (
+    Template("shopping_admin", "Which product sells {{rank}}?", bestseller),
+    Template("shopping_admin", "What is the {{what}} of the customer {{customer}}?", contact),
+    Template("shopping_admin", "How many orders are {{status}}? Answer with the number only.", num_orders),
+    Template("shopping_admin", "How many units of SKU {{sku}} are in stock? Answer with the number only.", stock),
+    Template(
+        "shopping_admin", "How many orders has {{customer}} placed? Answer with the number only.", customer_orders
+    ),
+    Template("shopping_admin", "Show the list of {{status}} orders.", open_orders),
+    Template("shopping_admin", "Set the price of the {{product}} to {{price}}.", set_price, True),
+    Template("shopping_admin", "We received {{units}} more units of SKU {{sku}}: update the stock.", restock, True),
+    Template("shopping_admin", "Take the {{product}} out of the shop by disabling it.", disable, True),
+    Template("shopping_admin", "Change the status of order {{order}} to {{status}}.", set_status, True),
+    Template("shopping_admin", 'Change the address of order {{order}} to "{{address}}".', deliver_to, True),
+    Template("shopping_admin", 'Add the comment "{{comment}}" to order {{order}}.', note, True),
+    Template("shopping_admin", "{{verb}} the waiting review of the {{product}} by {{author}}.", judge_review, True),
+    Template("shopping_admin", "Move the customer {{customer}} to the group {{group}}.", group, True),
+)
