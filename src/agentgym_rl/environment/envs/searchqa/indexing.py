@@ -31,7 +31,7 @@ from agentgym_rl.environment.envs.searchqa.retrieval import BM25Retriever, BM25W
 from agentgym_rl.errors import ConfigError
 
 FORMAT = 1
-CHEAP_PASSAGES = 200_000
+CHEAP_PASSAGES = 100_000
 """Up to here a BM25 query stays within a few milliseconds; with more, searches leave the event loop."""
 Kind = Literal["auto", "bm25", "dense", "hybrid"]
 Progress = Callable[[str, int, int], None]

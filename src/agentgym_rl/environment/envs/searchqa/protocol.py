@@ -10,6 +10,8 @@ from typing import Literal
 
 from agentgym_rl.environment.envs.searchqa.passages import Passage
 
+MAX_REPLY_CHARS = 50_000
+"""More than any model writes in a turn; the game runs on the event loop and must not be kept busy."""
 MAX_QUERY_CHARS = 500
 MAX_PASSAGE_CHARS = 2000
 """Passages are about 100 words; of a corpus with whole articles only the beginning is shown."""
@@ -35,6 +37,8 @@ class Action:
 
 def read_reply(reply: str) -> Action:
     """The one action of a reply, thoughts aside. Takes time in proportion to the reply's length, whatever is in it."""
+    if len(reply) > MAX_REPLY_CHARS:
+        raise Refused(f"The reply has {len(reply)} characters: at most {MAX_REPLY_CHARS} are read.")
     tags = list(_TAG.finditer(reply))
     last_thought_end = max((n for n, tag in enumerate(tags) if _is(tag, "think", closing=True)), default=-1)
     found: list[tuple[str, str]] = []
