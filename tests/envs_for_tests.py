@@ -191,3 +191,50 @@ class ClosingAloud(Counting):
 
     def close(self) -> None:
         print("closed", flush=True)
+
+
+class Treacherous(Counting):
+    """Fails in another way for each of five kinds of items, whatever is said to it; see `kind_of`."""
+
+    name: ClassVar[str] = "treacherous"
+    cheap: ClassVar[bool] = False
+    num_alive: ClassVar[int] = 0
+    release: ClassVar[threading.Event] = threading.Event()
+    """Ends every hang; set it when the test is over."""
+    failed_once: ClassVar[set[int]] = set()
+
+    @staticmethod
+    def kind_of(item: int) -> str:
+        return ("raises", "hangs", "garbage", "fails once", "works")[item % 5]
+
+    def reset(self, item: int) -> str:
+        self.item, self.kind = item, self.kind_of(item)
+        if self.kind == "fails once" and item not in self.failed_once:
+            self.failed_once.add(item)
+            raise ConnectionError("only the first time")
+        return super().reset(item)
+
+    def step(self, text: str) -> Step:
+        if self.kind == "raises":
+            raise ZeroDivisionError("the game broke")
+        if self.kind == "hangs":
+            self.release.wait(60)
+        if self.kind == "garbage":
+            return None  # type: ignore[return-value]
+        return super().step(text)
+
+
+class Fuse(Counting):
+    """Works, and calls `blow` once after `steps_left` steps of all instances: something elsewhere breaks then."""
+
+    name: ClassVar[str] = "fuse"
+    num_alive: ClassVar[int] = 0
+    steps_left: ClassVar[int] = 0
+    blow: ClassVar[Any] = None
+
+    def step(self, text: str) -> Step:
+        cls = type(self)
+        cls.steps_left -= 1
+        if cls.steps_left == 0:
+            cls.blow()
+        return super().step(text)

@@ -1,0 +1,214 @@
+"""The command line in processes of its own: what it prints, and one clear line with exit code 2 for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs_for_tests import TINY, Process, finish
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+COMMAND = str(Path(sys.executable).with_name("agentgym-rl"))
+
+
+def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=120, cwd=cwd, check=False)
+
+
+def forked(tmp_path: Path, *arguments: str) -> tuple[int | None, str]:
+    """For commands that load torch: the same entry point in a forked process, which saves the import."""
+    process = Process(list(arguments), tmp_path / "output")
+    return process.wait(), (tmp_path / "output").read_text()
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> str:
+    path = tmp_path / "tiny.toml"
+    path.write_text(TINY)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run") / "run"
+    finish(folder, "rl.steps=2", "warm_start.sft.epochs=1", "eval.every=0")
+    return folder
+
+
+def one_clear_line(said: str, *words: str) -> None:
+    assert said.count("\n") == 1, said
+    assert said.startswith("agentgym-rl: ")
+    assert "Traceback" not in said
+    for word in words:
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rl.stepz=3"], ["rl.stepz", "unknown key"]),
+        (["rl.steps=many"], ["rl.steps", "'many'"]),
+        (["rl.groups_per_step=0"], ["groups_per_step must be at least 1"]),
+        (["horizon.turns=[4, 2]"], ["ascending"]),
+        (["nonsense"], ["expected key=value"]),
+    ],
+)
+def test_a_bad_config(recipe: str, overrides: list[str], words: list[str], tmp_path: Path) -> None:
+    done = command("train", recipe, *overrides, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    one_clear_line(done.stderr, *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_recipe_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
+    done = command("train", str(tmp_path / "nowhere.toml"))
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "no such file")
+    (tmp_path / "broken.toml").write_text("name = ")
+    done = command("train", str(tmp_path / "broken.toml"))
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "not valid TOML")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["environments.0.name=chess"], ["unknown environment 'chess'", "babyai", "textcraft"]),
+        (["environments.0.subsets=['Chess']"], ["no subset 'Chess'", "GoToLocalS8N7"]),
+        (["environments.0.eval_split=exam"], ["no split 'exam'"]),
+        (["model={path='/nowhere/model'}"], ["/nowhere/model", "config.json is missing"]),
+    ],
+)
+def test_what_is_found_once_the_run_is_wired(
+    recipe: str, overrides: list[str], words: list[str], tmp_path: Path
+) -> None:
+    code, said = forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'run'}", *overrides)
+    assert code == 2
+    one_clear_line(said, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_directory_that_is_taken(run: Path, recipe: str, tmp_path: Path) -> None:
+    code, said = forked(tmp_path, "train", recipe, f"run_dir={run}")
+    assert code == 2
+    one_clear_line(said, "already holds a run", "--resume")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    code, said = forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'full'}")
+    assert code == 2
+    one_clear_line(said, "not empty", "thesis.tex")
+
+
+def test_a_server_that_cannot_be_reached_is_one_line_and_code_1(recipe: str, tmp_path: Path) -> None:
+    url = "environments.0.url=http://127.0.0.1:9"
+    code, said = forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'run'}", url)
+    assert code == 1
+    one_clear_line(said, "127.0.0.1:9")
+
+
+def test_an_unknown_environment_and_an_item_out_of_range() -> None:
+    done = command("play", "chess", "--oracle")
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "unknown environment 'chess'", "textcraft")
+    done = command("play", "textcraft", "--oracle", "--item", "99999")
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "no item 99999", "train 0-")
+    done = command("serve", "chess", "--port", "0")
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "unknown environment 'chess'")
+
+
+def test_a_port_that_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = command("serve", "textcraft", "--port", str(port))
+    assert done.returncode == 2
+    one_clear_line(done.stderr, f"port {port}", "in use")
+
+
+def test_an_open_address_needs_a_token() -> None:
+    done = command("serve", "textcraft", "--host", "0.0.0.0", "--port", "0")
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "token")
+
+
+def test_envs_lists_what_there_is() -> None:
+    rows = {row["name"]: row for row in json.loads(command("envs", "--json").stdout)}
+    assert rows["textcraft"]["subsets"] == ["depth1", "depth2", "depth3", "depth4"]
+    assert rows["textcraft"]["splits"]["train"] == 374
+    assert rows["babyai"]["installed"] is True
+    assert {"GoTo", "Pickup", "ActionObjDoor", "FindObjS7", "OneRoomS20", "SynthLoc"} <= set(rows["babyai"]["subsets"])
+
+
+def test_the_oracle_plays() -> None:
+    done = command("play", "textcraft", "--oracle", "--item", "3")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Goal: craft" in done.stdout
+    assert "success  done" in done.stdout
+
+
+def test_a_person_plays() -> None:
+    done = subprocess.run(
+        [COMMAND, "play", "textcraft", "--item", "3", "--max-turns", "2"],
+        input="?\n!\ninventory\ninventory\n",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stdout.count("Inventory") == 1  # the answer to the last one is not shown: the episode is over
+    assert "max_turns, 2 turns" in done.stdout
+
+
+def test_show_prints_episodes(run: Path, tmp_path: Path) -> None:
+    done = command("show", str(run), "--step", "1", "-n", "2")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("babyai/") == 2
+    assert "2 of the episodes in" in done.stdout
+    done = command("show", str(run), "--step", "77")
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "no training episodes of step 77")
+    done = command("show", str(tmp_path))
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "no training episodes")
+
+
+def test_export_gives_a_folder_that_transformers_loads(run: Path, tmp_path: Path) -> None:
+    code, said = forked(tmp_path, "export", str(run), str(tmp_path / "model"))
+    assert (code, said) == (0, f"wrote {tmp_path / 'model'}\n")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert tokenizer.decode(tokenizer.encode("turn left")) == "turn left"
+    for arguments, words in (
+        ([str(run), str(tmp_path / "model")], ["exists already"]),
+        ([str(run), str(tmp_path / "other"), "--step", "9"], ["no checkpoint of step 9", "step_000002"]),
+        ([str(tmp_path), str(tmp_path / "other")], ["no checkpoint", "there is none"]),
+    ):
+        code, said = forked(tmp_path, "export", *arguments)
+        assert code == 2
+        one_clear_line(said, *words)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
+def test_help_is_fast(arguments: list[str]) -> None:
+    """By what it does not load: torch alone takes two seconds."""
+    program = (
+        "import sys; from agentgym_rl.cli import app\n"
+        f"try: app({arguments!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'matplotlib', 'fastapi', 'numpy', 'minigrid'}\n"
+        "print('LOADED', sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "recipe" in done.stdout.lower()
+    assert done.stdout.rstrip().endswith("LOADED []")
+
+
+def test_no_command_shows_the_help() -> None:
+    done = command()
+    for name in ("train", "envs", "serve", "play", "show", "export"):
+        assert name in done.stdout + done.stderr

@@ -1,0 +1,66 @@
+"""Every recipe can be read; those meant for small machines really run two steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs_for_tests import Process
+
+from agentgym_rl.config import load_config
+from agentgym_rl.environment import catalog
+from agentgym_rl.runlog import read_metrics
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ALL = sorted(RECIPES.rglob("*.toml"))
+SMALL = [RECIPES / "quickstart.toml", *sorted(RECIPES.glob("*/tiny.toml"))]
+PROGRAMS = sorted(RECIPES.rglob("*.py"))
+TWO_STEPS = ["rl.steps=2", "rl.groups_per_step=4", "rl.group_size=3", "eval.episodes=6", "eval.every=0", "threads=1"]
+SHORT_WARM_START = ["warm_start.episodes=40", "warm_start.sft.epochs=1"]
+
+
+def name(path: Path) -> str:
+    return str(path.relative_to(RECIPES))
+
+
+def test_there_are_recipes() -> None:
+    assert RECIPES / "quickstart.toml" in ALL
+    assert PROGRAMS, "recipes/unrolled_grpo.py is part of the project"
+
+
+@pytest.mark.parametrize("recipe", ALL, ids=name)
+def test_a_recipe_is_valid(recipe: Path) -> None:
+    config = load_config(recipe, [])
+    for env in config.environments:
+        env_class = catalog.load(env.name)
+        assert {env.split, env.eval_split} <= set(env_class.splits)
+        assert set(env.subsets) <= set(env_class.subsets)
+
+
+@pytest.mark.parametrize("recipe", SMALL, ids=name)
+def test_a_small_recipe_runs_two_steps(recipe: Path, tmp_path: Path) -> None:
+    warm = load_config(recipe, []).warm_start is not None
+    overrides = [*TWO_STEPS, *(SHORT_WARM_START if warm else []), f"run_dir={tmp_path / 'run'}"]
+    process = Process(["train", str(recipe), *overrides], tmp_path / "output")
+    assert process.wait() == 0, (tmp_path / "output").read_text()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["after"]["episodes"] > 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=name)
+def test_a_program_says_how_to_use_it(program: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(program), "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "usage" in done.stdout.lower()
