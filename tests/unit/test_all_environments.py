@@ -21,6 +21,8 @@ from agentgym_rl.types import Step
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(catalog.CATALOG)
 MAX_TURNS = 120
+SHORT = {"sciworld": "Lifespan"}
+"""Subset of an environment whose solutions are short where those of its first items are not."""
 RANDOM = random.Random("hostile")
 HOSTILE = {
     "empty": "",
@@ -50,9 +52,13 @@ def load(name: str) -> type[TextEnv]:
     return catalog.load(name)
 
 
+def an_item(env_class: type[TextEnv]) -> int:
+    return catalog.items(env_class, "test", SHORT.get(env_class.name))[0]
+
+
 def some_items(env_class: type[TextEnv]) -> list[int]:
-    """The first of test for slow environments; for others also the last of each split."""
-    first = env_class.splits["test"][0]
+    """One of test for slow environments; for others also the last of each split."""
+    first = an_item(env_class)
     return [first] if not env_class.cheap else [first, *(split[-1] for split in env_class.splits.values())]
 
 
@@ -162,7 +168,7 @@ def test_the_same_item_is_the_same_game(name: str, env: TextEnv) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_hostile_actions_are_answered_in_the_games_own_words(name: str, env: TextEnv) -> None:
-    assert isinstance(env, HasOracle)
+    assert isinstance(env, HasStateKey)
     item = some_items(type(env))[0]
     env.reset(item)
     for kind, action in HOSTILE.items():
@@ -176,7 +182,7 @@ def test_hostile_actions_are_answered_in_the_games_own_words(name: str, env: Tex
         assert not step.info.get("success"), kind
         if step.done:
             env.reset(item)
-    assert isinstance(env.oracle(), str)  # the game goes on
+    assert env.state_key()  # the game goes on
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -227,7 +233,7 @@ async def test_the_oracle_wins_over_http(name: str, server: RunningServer) -> No
     try:
         session = await pool.open(name)
         assert session.instruction == env_class.instruction
-        item = env_class.splits["test"][0]
+        item = an_item(env_class)
         assert item in await pool.items(name, "test")
         step = await session.reset(item)
         paid = 0.0
