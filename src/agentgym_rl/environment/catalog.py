@@ -62,6 +62,18 @@ def _sciworld() -> type[TextEnv]:
     return SciWorld
 
 
+def _webarena() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.webarena import WebArena
+
+    return WebArena
+
+
+def _webarena_official() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.webarena import WebArenaOfficial
+
+    return WebArenaOfficial
+
+
 CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
         _textcraft,
@@ -104,6 +116,20 @@ CATALOG: dict[str, Entry] = {
         package="scienceworld",
         extra="sciworld",
         licence="Apache-2.0 (scienceworld)",
+    ),
+    "webarena": Entry(
+        _webarena,
+        "do tasks in a real browser on embedded sites: shop, administration, forum, code host, map",
+        package="playwright",
+        extra="webarena",
+        licence="Apache-2.0 (our own)",
+    ),
+    "webarena-official": Entry(
+        _webarena_official,
+        "the 812 published WebArena tasks, on sites that you run",
+        package="playwright",
+        extra="webarena",
+        licence="Apache-2.0 (WebArena)",
     ),
 }
 

@@ -7,7 +7,7 @@ loaded before, so an item looks the same whenever it is played, and scrolling do
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 MAX_CHARS = 6000
@@ -26,7 +26,7 @@ _BARE = frozenset(
     {"img", "list", "listitem", "paragraph", "strong", "emphasis", "banner", "navigation", "main", "contentinfo"}
     | {"complementary", "region", "Section", "LabelText", "Legend", "rowgroup", "row", "form", "article", "group"}
     | {"term", "definition", "DescriptionList", "time", "code", "figure", "Figcaption", "sectionheader"}
-    | {"sectionfooter", "blockquote", "superscript", "subscript", "mark", "search", "Abbr"}
+    | {"sectionfooter", "blockquote", "superscript", "subscript", "mark", "search", "Abbr", "status"}
 )
 """A line only when it has a name."""
 _PROPERTIES = ("focused", "required", "hasPopup", "expanded", "checked", "selected", "pressed", "disabled")
@@ -93,46 +93,50 @@ Box = tuple[float, float, float, float]
 """x, y, width, height in the document."""
 
 
-def boxes(snapshot: Mapping[str, Any]) -> dict[int, Box]:
-    """Where each DOM node of the main document lies, from DOMSnapshot.captureSnapshot."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things are on a page."""
+
+    boxes: Mapping[int, Box]
+    """By the DOM node's backend id."""
+    scroll: tuple[float, float]
+    height: float
+    """Of the whole page."""
+    title: str
+
+
+def read_layout(snapshot: Mapping[str, Any]) -> Layout:
+    """The main document's layout from DOMSnapshot.captureSnapshot."""
     document = snapshot["documents"][0]
     backend_ids = document["nodes"]["backendNodeId"]
     layout = document["layout"]
-    return {
+    boxes = {
         backend_ids[node]: tuple(bounds) for node, bounds in zip(layout["nodeIndex"], layout["bounds"], strict=True)
     }
+    scroll = (document.get("scrollOffsetX", 0), document.get("scrollOffsetY", 0))
+    strings = snapshot["strings"]
+    title = strings[document["title"]] if document["title"] >= 0 else ""
+    return Layout(boxes, scroll, document.get("contentHeight", 0), title)
 
 
-def build(
-    nodes: Iterable[Mapping[str, Any]],
-    places: Mapping[int, Box],
-    scroll: tuple[float, float],
-    viewport: tuple[int, int],
-    page_height: float,
-) -> View:
-    """The view of a page from Accessibility.getFullAXTree, the boxes of its nodes and where it is scrolled to."""
+def build(nodes: Iterable[Mapping[str, Any]], layout: Layout, viewport: tuple[int, int]) -> View:
+    """The view of a page from Accessibility.getFullAXTree and its layout."""
     by_id = {node["nodeId"]: node for node in nodes}
-    lines = _Lines(by_id, places, scroll, viewport)
+    lines = _Lines(by_id, layout, viewport)
     root = next((node for node in by_id.values() if not node.get("parentId")), None)
     if root is not None:
         lines.add(root, depth=0, parent=None, visible=True)
-    return View(tuple(lines.elements), scroll[1] > 1, scroll[1] + viewport[1] < page_height - 1)
+    top = layout.scroll[1]
+    return View(tuple(lines.elements), top > 1, top + viewport[1] < layout.height - 1)
 
 
 class _Lines:
     """Collects elements in document order."""
 
-    def __init__(
-        self,
-        by_id: Mapping[str, Mapping[str, Any]],
-        places: Mapping[int, Box],
-        scroll: tuple[float, float],
-        viewport: tuple[int, int],
-    ) -> None:
+    def __init__(self, by_id: Mapping[str, Mapping[str, Any]], layout: Layout, viewport: tuple[int, int]) -> None:
         self.elements: list[Element] = []
         self._by_id = by_id
-        self._places = places
-        self._scroll = scroll
+        self._layout = layout
         self._viewport = viewport
 
     def add(self, node: Mapping[str, Any], depth: int, parent: Element | None, visible: bool) -> None:
@@ -154,7 +158,7 @@ class _Lines:
         name = " ".join(_value(node, "name").split())
         if node.get("ignored") or role in _PASSED_OVER or (not name and role in _BARE):
             return None
-        if role == "StaticText" and (not name or (parent is not None and name in parent.name)):
+        if role == "StaticText" and (not name or (parent is not None and _says(parent, name))):
             return None
         if role == "StaticText" and self._labels_control(node, name):
             return None
@@ -174,19 +178,19 @@ class _Lines:
         return any(_value(other, "role") != "StaticText" and name in _value(other, "name") for other in beside)
 
     def _in_viewport(self, node: Mapping[str, Any], inherited: bool) -> bool:
-        place = self._places.get(node.get("backendDOMNodeId", 0))
+        place = self._layout.boxes.get(node.get("backendDOMNodeId", 0))
         if place is None or not node.get("parentId"):
             return inherited
-        x, y = place[0] - self._scroll[0], place[1] - self._scroll[1]
+        x, y = place[0] - self._layout.scroll[0], place[1] - self._layout.scroll[1]
         if place[2] <= 0 or place[3] <= 0:
             return False
         return x < self._viewport[0] and x + place[2] > 0 and y < self._viewport[1] - 2 and y + place[3] > 2
 
 
+def _says(parent: Element, text: str) -> bool:
+    """Whether the line above already tells a text: it is in the name, or the name stands for it (an arrow's label)."""
+    return text in parent.name or (parent.role in ("button", "link") and bool(parent.name))
+
+
 def _value(node: Mapping[str, Any], key: str) -> str:
     return str(node.get(key, {}).get("value") or "")
-
-
-def seen_whole(view: View) -> View:
-    """The same page with every element in view: for looking things up, not for the agent."""
-    return replace(view, elements=tuple(replace(element, visible=True) for element in view.elements))

@@ -12,7 +12,7 @@ from playwright.async_api import BrowserContext, CDPSession, Dialog, Error, Page
 
 from agentgym_rl.environment.envs.webarena.actions import Action, Refused, quote
 from agentgym_rl.environment.envs.webarena.browser import Chromium
-from agentgym_rl.environment.envs.webarena.observation import Element, View, boxes, build
+from agentgym_rl.environment.envs.webarena.observation import Element, View, build, read_layout
 from agentgym_rl.errors import EnvError
 
 VIEWPORT = (1280, 720)
@@ -49,6 +49,8 @@ class _Tab:
     def __init__(self, page: Page, cdp: CDPSession) -> None:
         self.page = page
         self.cdp = cdp
+        self.title = ""
+        """As it was when the tab was last looked at."""
         self.navigating = 0
         self.crashed = False
         page.on("request", self._on_request)
@@ -109,6 +111,7 @@ class Tabs:
             for url in urls:
                 await tabs._add(await context.new_page())
                 await tabs._visit(url)
+                tabs._tab.title = await tabs.page.title()
             tabs._current = 0
             await tabs._tab.page.bring_to_front()
             context.on("page", tabs._on_popup)
@@ -140,18 +143,16 @@ class Tabs:
         tab = self._tab
         if tab.crashed:
             raise EnvError("the browser's page crashed")
-        titles = [await self._title(each) for each in self._tabs]
-        tree = await tab.cdp.send("Accessibility.getFullAXTree")
-        snapshot = await tab.cdp.send("DOMSnapshot.captureSnapshot", {"computedStyles": []})
-        metrics = await tab.cdp.send("Page.getLayoutMetrics")
-        scrolled, content = metrics["cssVisualViewport"], metrics["cssContentSize"]
-        view = build(
-            tree["nodes"], boxes(snapshot), (scrolled["pageX"], scrolled["pageY"]), VIEWPORT, content["height"]
+        tree, snapshot = await asyncio.gather(
+            tab.cdp.send("Accessibility.getFullAXTree"),
+            tab.cdp.send("DOMSnapshot.captureSnapshot", {"computedStyles": []}),
         )
+        layout = read_layout(snapshot)
+        tab.title = layout.title
         header = " | ".join(
-            f"Tab {n}{' (current)' if n == self._current else ''}: {title}" for n, title in enumerate(titles)
+            f"Tab {n}{' (current)' if n == self._current else ''}: {each.title}" for n, each in enumerate(self._tabs)
         )
-        return f"{header}\nURL: {tab.page.url}", view
+        return f"{header}\nURL: {tab.page.url}", build(tree["nodes"], layout, VIEWPORT)
 
     async def screenshot(self) -> bytes:
         return await self.page.screenshot(type="png", timeout=self._load_timeout_s * 1000)
@@ -184,11 +185,6 @@ class Tabs:
         self.notes.append(f"The page asked {quote(dialog.message)}; this was accepted.")
         with contextlib.suppress(Error):
             await dialog.accept()
-
-    async def _title(self, tab: _Tab) -> str:
-        with contextlib.suppress(Error):
-            return await tab.page.title()
-        return ""
 
     async def settle(self) -> None:
         """Wait until no navigation is under way and the page is loaded, but not longer than the deadline."""

@@ -109,6 +109,12 @@ def picture(places: list[sqlite3.Row], way: Route | None = None) -> Html:
         upper, lower = spot((x, RIVER_ROW))[1], spot((x, RIVER_ROW + 1))[1]
         ends = f"M{across} 10V{bottom + 12}" if x in BRIDGES else f"M{across} 10V{upper}M{across} {lower}V{bottom + 12}"
         parts.append(f'<path d="{ends}" stroke="#fff" stroke-width="7"/>')
+    label = 'font-size="9" fill="#7a8088"'
+    parts += [f'<text x="4" y="{spot((0, y))[1] + 3}" {label}>{name}</text>' for y, name in enumerate(STREETS)]
+    parts += [
+        f'<text x="{spot((x, 0))[0]}" y="{bottom + 23}" text-anchor="middle" {label}>{name}</text>'
+        for x, name in enumerate(AVENUES)
+    ]
     if way is not None:
         points = " ".join(f"{x},{y}" for x, y in map(spot, way.corners))
         parts.append(f'<polyline points="{points}" fill="none" stroke="#d2452d" stroke-width="5" opacity=".85"/>')

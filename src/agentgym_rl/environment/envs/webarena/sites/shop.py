@@ -60,7 +60,7 @@ def _page(visit: Visit, title: str, *body: Child) -> Html:
 
 
 def _card(product: sqlite3.Row) -> Html:
-    hue = product["category_id"] * 57 % 360
+    hue = (product["category_id"] * 57 + product["id"] * 13) % 360
     rating = (
         f"{product['rating']:.1f} of 5, {product['num_reviews']} reviews" if product["num_reviews"] else "no reviews"
     )
@@ -131,7 +131,7 @@ def product(visit: Visit) -> Html:
         "SELECT * FROM review WHERE product_id = ? AND status = 'approved' ORDER BY day DESC, id DESC", row["id"]
     )
     wished = visit.value("SELECT count(*) FROM wishlist WHERE product_id = ?", row["id"])
-    hue = row["category_id"] * 57 % 360
+    hue = (row["category_id"] * 57 + row["id"] * 13) % 360
     about = el(
         "div",
         el("div", row["name"].split()[1][0], class_="thumb big", style=f"--h:{hue}", aria_hidden="true"),

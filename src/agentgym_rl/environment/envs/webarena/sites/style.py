@@ -22,7 +22,7 @@ a{color:var(--link)} p{margin:4px 0 8px}
 .two{display:grid;grid-template-columns:2fr 1fr;gap:16px;align-items:start}
 .thumb{height:64px;border-radius:6px;margin-bottom:7px;display:flex;align-items:center;justify-content:center;font-size:24px;
 font-weight:700;color:#fffc;background:linear-gradient(135deg,hsl(var(--h) 45% 62%),hsl(var(--h) 50% 42%))}
-.big{height:150px;font-size:48px}
+.inline+.card{margin-top:10px}.big{height:150px;font-size:48px}
 .price{font-weight:700} .muted{color:#66707c;font-size:13px} .flash{background:#e5f6e8;border:1px solid #9fd3a8;
 border-radius:8px;padding:8px 14px;margin:0 0 10px}.tag{display:inline-block;background:#e9edf3;border-radius:10px;
 padding:0 9px;font-size:12.5px;margin-right:4px}
