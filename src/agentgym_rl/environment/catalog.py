@@ -68,12 +68,6 @@ def _webarena() -> type[TextEnv]:
     return WebArena
 
 
-def _webarena_official() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.webarena import WebArenaOfficial
-
-    return WebArenaOfficial
-
-
 CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
         _textcraft,
@@ -119,17 +113,10 @@ CATALOG: dict[str, Entry] = {
     ),
     "webarena": Entry(
         _webarena,
-        "do tasks in a real browser on embedded sites: shop, administration, forum, code host, map",
+        "do tasks in a real browser: a shop, its administration, a forum, code, a map",
         package="playwright",
         extra="webarena",
-        licence="Apache-2.0 (our own)",
-    ),
-    "webarena-official": Entry(
-        _webarena_official,
-        "the 812 published WebArena tasks, on sites that you run",
-        package="playwright",
-        extra="webarena",
-        licence="Apache-2.0 (WebArena)",
+        licence="Apache-2.0 (our own; WebArena)",
     ),
 }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
@@ -14,12 +13,17 @@ from urllib.parse import urlsplit
 from playwright.async_api import Error
 
 from agentgym_rl.environment.envs.webarena.actions import Refused, parse
-from agentgym_rl.environment.envs.webarena.browser import LAUNCH_TIMEOUT_S, Chromium
+from agentgym_rl.environment.envs.webarena.browser import LAUNCH_TIMEOUT_S, find_chromium
+from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate, judge
 from agentgym_rl.environment.envs.webarena.evaluators.program import program_html
 from agentgym_rl.environment.envs.webarena.observation import CLICKABLE, TYPABLE, View
+from agentgym_rl.environment.envs.webarena.official import OfficialStage
+from agentgym_rl.environment.envs.webarena.stage import Stage
 from agentgym_rl.environment.envs.webarena.tabs import Tabs
 from agentgym_rl.environment.envs.webarena.tasks.config import SUBSETS, TaskConfig
+from agentgym_rl.environment.envs.webarena.tasks.embedded import embedded_splits, embedded_subsets
+from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_subsets
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -49,18 +53,18 @@ CALL_TIMEOUT_S = 40.0
 """Of one action with everything it loads; less than a session's own deadline, so that the reason is known."""
 
 
-class BrowserEnv(ABC):
-    """What the embedded and the official environment share: playing one task in a context of the shared browser."""
+class WebArena:
+    """240 tasks on embedded sites and the 812 published ones on sites that the user runs. Implements TextEnv."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "webarena"
     instruction: ClassVar[str] = INSTRUCTION
-    splits: ClassVar[Mapping[str, range]]
+    splits: ClassVar[Mapping[str, range]] = {**embedded_splits(), "official": OFFICIAL}
     subsets: ClassVar[tuple[str, ...]] = tuple(SUBSETS.values())
     cheap: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        self._chromium: Chromium
-        self._addresses: Mapping[str, str] = {}
+        find_chromium()  # so that a missing browser is known before anything is played
+        self._stage: Stage
         self._task: TaskConfig
         self._item = -1
         self._tabs: Tabs | None = None
@@ -69,29 +73,30 @@ class BrowserEnv(ABC):
         """The page as last told to the agent."""
         self._playing = False
 
-    @abstractmethod
-    def _load(self, item: int) -> TaskConfig:
-        """The task; ConfigError when something it needs is missing."""
+    @classmethod
+    def subsets_of(cls, item: int) -> tuple[str, ...]:
+        cls._check(item)
+        return official_subsets(item) if item in OFFICIAL else embedded_subsets(item)
 
-    @abstractmethod
-    def _context_options(self) -> dict[str, Any]:
-        """Cookies and signed-in state of a fresh context."""
+    @classmethod
+    def _check(cls, item: int) -> None:
+        if not any(item in split for split in cls.splits.values()):
+            known = ", ".join(f"{split.start} to {split.stop - 1}" for split in cls.splits.values())
+            raise IndexError(f"webarena has items {known}, got {item}")
 
     def reset(self, item: int) -> str:
-        if not any(item in split for split in self.splits.values()):
-            raise IndexError(f"{self.name} has items 0 to {max(r.stop for r in self.splits.values()) - 1}, got {item}")
+        self._check(item)
         self.close()
-        self._task = self._load(item)
+        stage: Stage = OfficialStage() if item in OFFICIAL else EmbeddedStage()
+        self._stage, self._item = stage, item
+        self._task, options = stage.begin(item)
         if self._task.needs_judge:
             judge.require_judge()
-        self._item = item
-        opening = Tabs.open(
-            self._chromium, self._task.start_urls, self._allowed, PAGE_TIMEOUT_S, **self._context_options()
-        )
+        opening = Tabs.open(stage.chromium, self._task.start_urls, self._allowed, PAGE_TIMEOUT_S, **options)
         try:
             self._tabs = self._run(opening, CALL_TIMEOUT_S + LAUNCH_TIMEOUT_S, "open the task's pages")
         except Refused as error:
-            raise EnvError(f"{self.name} item {item} could not start: {error}") from error
+            raise EnvError(f"webarena item {item} could not start: {error}") from error
         self._playing = True
         self._look()
         return f"Objective: {self._task.intent}\n\n{self._shown}"
@@ -113,7 +118,7 @@ class BrowserEnv(ABC):
             # An address that does not open leaves another page behind; then the agent has to see it.
             changed = "" if self._shown == shown else f"\n\n{self._shown}"
             return Step(f"{refusal}{changed}", info={"valid": False})
-        self._taken(text.strip(), before)
+        self._stage.taken(text.strip(), before)
         self._look()
         return Step(self._with_notes(), info={"valid": True})
 
@@ -123,6 +128,21 @@ class BrowserEnv(ABC):
         if tabs is not None:
             with contextlib.suppress(EnvError):  # a browser that is gone has nothing left to close
                 self._run(tabs.close(), 10.0, "close a context")
+        if self._item >= 0:
+            self._stage.end()
+
+    def oracle(self) -> str:
+        """The next action of the scripted solution; the published tasks have none."""
+        self._require_playing()
+        return self._stage.oracle(self._view)
+
+    def state_key(self) -> str:
+        """The item and a digest of tabs, page, scrolling and (embedded sites only) the episode's data."""
+        current, urls = self._require_open().tabs
+        shown = [(element.line, element.visible) for element in self._view.elements]
+        digest = hashlib.sha256(f"{current} {urls} {shown}".encode("utf-8", "replace"))
+        digest.update(self._stage.data())
+        return f"{self._item}|{digest.hexdigest()[:24]}"
 
     def actions(self) -> list[str]:
         """What can be clicked and typed in view, and where to go from here; quoted words of the objective to type."""
@@ -145,7 +165,7 @@ class BrowserEnv(ABC):
     def render(self) -> bytes:
         """A PNG of the browser's window."""
         if self._tabs is None:
-            raise EnvError(f"{self.name} has nothing to draw yet: call reset first")
+            raise EnvError("webarena has nothing to draw yet: call reset first")
         return self._run(self._tabs.screenshot(), CALL_TIMEOUT_S, "take a picture")
 
     def _finish(self, answer: str) -> Step:
@@ -157,7 +177,7 @@ class BrowserEnv(ABC):
         return Step(told, float(success), True, {"valid": True, "success": success})
 
     def _check_pages(self, tabs: Tabs, targets: list[Mapping[str, Any]]) -> bool:
-        return self._run(program_html(targets, tabs.page, self._addresses), CALL_TIMEOUT_S, "check the pages")
+        return self._run(program_html(targets, tabs.page, self._stage.addresses), CALL_TIMEOUT_S, "check the pages")
 
     def _look(self) -> None:
         tabs = self._require_playing()
@@ -167,10 +187,6 @@ class BrowserEnv(ABC):
     def _with_notes(self) -> str:
         notes, self._require_playing().notes = self._require_playing().notes, []
         return "\n".join([*notes, self._shown])
-
-    @abstractmethod
-    def _taken(self, action: str, view: View) -> None:
-        """Note an action that was carried out on the page that `view` showed."""
 
     def _words(self) -> list[str]:
         quoted = re.findall(r'"([^"]+)"', self._task.intent)
@@ -185,33 +201,24 @@ class BrowserEnv(ABC):
             place = urlsplit(url)
             return any(
                 place.scheme == site.scheme and place.netloc.lower() == site.netloc.lower()
-                for site in map(urlsplit, self._addresses.values())
+                for site in map(urlsplit, self._stage.addresses.values())
                 if site.netloc
             )
         return False
 
-    def _digest(self, *more: bytes) -> str:
-        """Of what is open and shown, scrolled where it is, and of anything else that makes up the state."""
-        tabs = self._require_open()
-        current, urls = tabs.titles_and_urls
-        digest = hashlib.sha256(f"{current} {urls} {self._view.elements}".encode())
-        for part in more:
-            digest.update(part)
-        return f"{self._item}|{digest.hexdigest()[:24]}"
-
     def _require_open(self) -> Tabs:
         if self._tabs is None:
-            raise EnvError(f"{self.name} needs an episode: call reset first")
+            raise EnvError("webarena needs an episode: call reset first")
         return self._tabs
 
     def _require_playing(self) -> Tabs:
         tabs = self._require_open()
         if not self._playing:
-            raise EnvError(f"{self.name} needs a running episode: call reset first")
+            raise EnvError("webarena needs a running episode: call reset first")
         return tabs
 
     def _run(self, coroutine: Any, timeout_s: float, what: str) -> Any:
-        return self._chromium.thread.run(coroutine, timeout_s, what)
+        return self._stage.chromium.thread.run(coroutine, timeout_s, what)
 
 
 async def _observed(tabs: Tabs) -> tuple[str, View]:

@@ -1,57 +1,50 @@
-"""The environment `webarena-official`: WebArena's 812 tasks against sites that the user runs."""
+"""Playing the published tasks on sites that the user runs, which keep what episodes change until he resets them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from agentgym_rl.environment.envs.webarena.browser import shared_chromium
-from agentgym_rl.environment.envs.webarena.env import BrowserEnv
 from agentgym_rl.environment.envs.webarena.observation import View
-from agentgym_rl.environment.envs.webarena.tasks.config import SITES, TaskConfig, read, subsets_of
-from agentgym_rl.environment.envs.webarena.tasks.official import SPLITS, official_tasks
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.environment.envs.webarena.tasks.config import SITES, TaskConfig, read
+from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_tasks
+from agentgym_rl.errors import ConfigError, EnvError
 
 
-class WebArenaOfficial(BrowserEnv):
-    """The published benchmark. Its sites keep what episodes change: resetting them is up to who runs them."""
-
-    name: ClassVar[str] = "webarena-official"
-    splits: ClassVar[Mapping[str, range]] = SPLITS
+class OfficialStage:
+    """WebArena's sites at the addresses that the usual environment variables give. Implements Stage."""
 
     def __init__(self) -> None:
-        super().__init__()
-        official_tasks()  # so that a missing list is known before anything is played
-        self._chromium = shared_chromium()
-        self._addresses = {site: os.environ.get(site, "").rstrip("/") for site in SITES}
-        if not any(self._addresses.values()):
-            raise ConfigError(
-                f"webarena-official needs the addresses of its sites in the environment variables {', '.join(SITES)}; "
-                "the environment 'webarena' needs none"
-            )
+        self.chromium = shared_chromium()
+        self.addresses: Mapping[str, str] = {site: os.environ.get(site, "").rstrip("/") for site in SITES}
 
-    @classmethod
-    def subsets_of(cls, item: int) -> tuple[str, ...]:
-        if not any(item in split for split in cls.splits.values()):
-            raise IndexError(f"webarena-official has items 0 to 811, got {item}")
-        return subsets_of(official_tasks()[item])
+    def begin(self, item: int) -> tuple[TaskConfig, dict[str, Any]]:
+        task = read(official_tasks()[item - OFFICIAL.start], self.addresses)
+        return task, self._signed_in(task)
 
-    def _load(self, item: int) -> TaskConfig:
-        return read(official_tasks()[item], self._addresses)
-
-    def _context_options(self) -> dict[str, Any]:
-        if self._task.storage_state is None:
+    def _signed_in(self, task: TaskConfig) -> dict[str, Any]:
+        if task.storage_state is None:
             return {}
         folder = Path(os.environ.get("WEBARENA_AUTH", ".auth"))
-        state = folder / Path(self._task.storage_state).name
+        state = folder / Path(task.storage_state).name
         if not state.is_file():
             raise ConfigError(
-                f"task {self._task.task_id} needs to be signed in and {state} does not exist: sign in to the sites "
-                "with a browser, save Playwright's storage state there, and set WEBARENA_AUTH to its folder"
+                f"task {task.task_id} needs to be signed in and {state} does not exist: sign in to the sites with a "
+                "browser, save Playwright's storage state there, and set WEBARENA_AUTH to its folder"
             )
         return {"storage_state": str(state)}
 
-    def _taken(self, action: str, view: View) -> None:
-        """The published tasks come without solutions, so there is nothing to follow."""
+    def taken(self, action: str, view: View) -> None:
+        """There is no solution to follow."""
+
+    def oracle(self, view: View) -> str:
+        raise EnvError("the published WebArena tasks come without solutions: the other splits have an oracle")
+
+    def data(self) -> bytes:
+        return b""
+
+    def end(self) -> None:
+        """The sites stay as they are."""

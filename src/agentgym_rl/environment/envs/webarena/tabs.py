@@ -130,7 +130,8 @@ class Tabs:
         return self._tab.page
 
     @property
-    def titles_and_urls(self) -> tuple[int, list[str]]:
+    def tabs(self) -> tuple[int, list[str]]:
+        """Number of the current tab and the addresses of all."""
         return self._current, [tab.page.url for tab in self._tabs]
 
     async def act(self, action: Action, view: View) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +46,8 @@ def read(raw: Mapping[str, Any], addresses: Mapping[str, str]) -> TaskConfig:
     )
 
 
-def subsets_of(raw: Mapping[str, Any]) -> tuple[str, ...]:
-    return tuple(SUBSETS[site] for site in raw["sites"] if site in SUBSETS)
+def subsets_of(sites: Iterable[str]) -> tuple[str, ...]:
+    return tuple(SUBSETS[site] for site in sites if site in SUBSETS)
 
 
 def _fill(value: Any, addresses: Mapping[str, str]) -> Any:

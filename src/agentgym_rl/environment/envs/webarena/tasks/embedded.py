@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,6 +11,7 @@ from agentgym_rl.environment.envs.webarena.oracle import Move
 from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
 from agentgym_rl.environment.envs.webarena.tasks import gitlab, reddit, shopping, shopping_admin
 from agentgym_rl.environment.envs.webarena.tasks import map as map_tasks
+from agentgym_rl.environment.envs.webarena.tasks.config import subsets_of
 from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template
 
 TEMPLATES: tuple[Template, ...] = (
@@ -36,33 +36,34 @@ class Problem:
 
 
 @lru_cache(maxsize=1)
-def problems() -> tuple[Problem, ...]:
-    """All tasks by number: those to train on first, then those to test on."""
+def _instances() -> tuple[list[tuple[int, Instance]], list[tuple[int, Instance]]]:
+    """To train on and to test on, each with the number of its template."""
     database = fresh_database()
     train: list[tuple[int, Instance]] = []
     test: list[tuple[int, Instance]] = []
     for number, template in enumerate(TEMPLATES):
-        instances = list(template.make(database))
-        num_test = len(instances) // TEST_SHARE if len(instances) > 1 else 0
-        num_test = max(num_test, int(len(instances) > 1))
-        train += [(number, instance) for instance in instances[: len(instances) - num_test]]
-        test += [(number, instance) for instance in instances[len(instances) - num_test :]]
+        instances = [(number, instance) for instance in template.make(database)]
+        num_test = max(len(instances) // TEST_SHARE, int(len(instances) > 1))
+        train += instances[: len(instances) - num_test]
+        test += instances[len(instances) - num_test :]
     database.close()
-    return tuple(_problem(task_id, *numbered) for task_id, numbered in enumerate([*train, *test]))
+    return train, test
 
 
 @lru_cache(maxsize=1)
-def splits() -> dict[str, range]:
-    database = fresh_database()
-    num_test = sum(_num_test(template, database) for template in TEMPLATES)
-    database.close()
-    count = len(problems())
-    return {"train": range(count - num_test), "test": range(count - num_test, count)}
+def problems() -> tuple[Problem, ...]:
+    """All tasks by number: those to train on first, then those to test on."""
+    train, test = _instances()
+    return tuple(_problem(task_id, *numbered) for task_id, numbered in enumerate([*train, *test]))
 
 
-def _num_test(template: Template, database: sqlite3.Connection) -> int:
-    count = len(template.make(database))
-    return max(count // TEST_SHARE, int(count > 1))
+def embedded_splits() -> dict[str, range]:
+    train, test = _instances()
+    return {"train": range(len(train)), "test": range(len(train), len(train) + len(test))}
+
+
+def embedded_subsets(item: int) -> tuple[str, ...]:
+    return subsets_of(problems()[item].config["sites"])
 
 
 def _problem(task_id: int, number: int, instance: Instance) -> Problem:

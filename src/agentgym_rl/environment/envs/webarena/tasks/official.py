@@ -4,18 +4,45 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from agentgym_rl.environment.envs.webarena.tasks.config import subsets_of
 from agentgym_rl.errors import ConfigError
 
 PACKAGES = (("webarena", "test.raw.json"), ("webarena_verified", "assets/dataset/test.raw.json"))
 """Where the list lies in `libwebarena` and in `webarena-verified`."""
 NUM_TASKS = 812
-SPLITS = {"train": range(653), "test": range(653, NUM_TASKS)}
-"""Items are task ids. The cut is where fewest templates (8 tasks of the test) have instances on both sides."""
+OFFICIAL = range(1000, 1000 + NUM_TASKS)
+"""Items of the split `official`: 1000 + the published task_id."""
+_SITES = """
+a7 m4 a5 m5 s6 r5 m9 a3 g3 s5 m10 a4 r4 m7 a3 m14 a2 s1 mw1 m4 g5 a10 s2 a5 s3 a5 g5 m4 s10 m5 g1 a1 s10 g15 a5
+s5 a12 g3 a10 m7 s11 m2 s5 a5 m10 g2 s5 wm4 s18 m1 a5 g5 s5 g10 s1 g5 s20 g5 a5 g2 s5 m1 g1 s5 m5 s1 m5 a2 s1 m7
+s5 g10 r12 g12 a1 wm7 s10 g12 a12 s5 a5 g11 a20 s16 g6 s5 g5 a14 gr4 gw6 gr5 g4 s5 g4 r5 s5 g5 r58 s5 g13 sr5 a5
+rg8 s5 a20 r22 g1 wm5 g15 m2 ma2 m7 a15 g7 a1 gr1 s7 g13
+"""
+"""Which sites each task uses, so that subsets are known without the list: letters and how many tasks in a row."""
+_LETTERS = {
+    "a": "shopping_admin",
+    "g": "gitlab",
+    "m": "map",
+    "r": "reddit",
+    "s": "shopping",
+    "w": "wikipedia",
+}
+
+
+@lru_cache(maxsize=1)
+def _sites() -> tuple[str, ...]:
+    runs = re.findall(r"([a-z]+)([0-9]+)", _SITES)
+    return tuple(letters for letters, count in runs for _ in range(int(count)))
+
+
+def official_subsets(item: int) -> tuple[str, ...]:
+    return subsets_of(_LETTERS[letter] for letter in _sites()[item - OFFICIAL.start])
 
 
 def find_tasks() -> Path:
@@ -32,7 +59,7 @@ def find_tasks() -> Path:
             if path.is_file():
                 return path
     raise ConfigError(
-        "webarena-official needs WebArena's task list: pip install --no-deps libwebarena, or set WEBARENA_TASKS to a "
+        "the split official needs WebArena's task list: pip install --no-deps libwebarena, or set WEBARENA_TASKS to a "
         "file test.raw.json"
     )
 

@@ -27,7 +27,8 @@ def _order(number: int) -> tuple[Move, ...]:
 def bestseller(db: sqlite3.Connection) -> list[Instance]:
     rows = db.execute(
         "SELECT p.name, sum(l.quantity) AS sold FROM order_line l JOIN product p ON p.id = l.product_id"
-        " JOIN orders o ON o.id = l.order_id WHERE o.status != 'cancelled' GROUP BY p.id ORDER BY sold DESC, p.id LIMIT 6"
+        " JOIN orders o ON o.id = l.order_id WHERE o.status != 'cancelled' GROUP BY p.id"
+        " ORDER BY sold DESC, p.id LIMIT 6"
     ).fetchall()
     amounts = [row["sold"] for row in rows]
     ranks = ("best", "second best", "third best", "fourth best", "fifth best")
