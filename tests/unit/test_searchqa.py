@@ -36,6 +36,7 @@ from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
 QUESTIONS = builtin_questions()
+BY_TITLE = {passage.title: passage for passage in reversed(corpus())}
 
 
 def item_of(text: str) -> int:
@@ -103,8 +104,7 @@ def test_no_place_is_in_both_splits() -> None:
 
 
 def passages_needed(question: Question) -> list[Passage]:
-    by_title = {passage.title: passage for passage in reversed(corpus())}
-    return [by_title[fact.title] for fact in question.facts]
+    return [BY_TITLE[fact.title] for fact in question.facts]
 
 
 def test_every_answer_follows_from_its_passages() -> None:

@@ -122,10 +122,15 @@ def test_splits_follow_the_names_of_files(tmp_path: Path) -> None:
     write(tmp_path / "nq_train.jsonl", {"question": "two", "answer": ["2"]})
     write(tmp_path / "nq-dev.jsonl", {"question": "three", "answer": ["3"]})
     write(tmp_path / "musique" / "validation.jsonl", {"question": "training a dog?", "answer": "4"})
+    write(tmp_path / "train" / "popqa-test.jsonl", {"question": "five", "answer": "5"})
     write(tmp_path / "notes.txt", "not read")
     loaded = load_questions(tmp_path)
     assert [(q.subset, q.text) for q in loaded["train"]] == [("nq", "two?"), ("hotpotqa", "one?")]
-    assert [(q.subset, q.text) for q in loaded["test"]] == [("musique", "training a dog?"), ("nq", "three?")]
+    assert [(q.subset, q.text) for q in loaded["test"]] == [
+        ("musique", "training a dog?"),
+        ("nq", "three?"),
+        ("popqa", "five?"),
+    ]
 
 
 def test_a_single_file(tmp_path: Path) -> None:

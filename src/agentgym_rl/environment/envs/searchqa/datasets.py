@@ -37,6 +37,7 @@ _NAMES = {
     "bamboogle": ("bamboogle",),
 }
 """How a file's or folder's name may call it, from the start of a word and with or without marks between."""
+_TEST_WORDS = frozenset({"test", "dev", "val", "valid", "validation", "eval"})
 _ANSWER_KEYS = ("golden_answers", "answers", "answer", "possible_answers", "answer_aliases", "target")
 _ANSWER_PARTS = ("value", "aliases", "normalizedaliases", "normalized_aliases", "text")
 
@@ -53,7 +54,7 @@ def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
     found: dict[str, dict[str, Question]] = {"train": {}, "test": {}}
     for file in files:
         name = "/".join(file.relative_to(place.parent).parts).lower()
-        split = "train" if "train" in re.split(r"[^a-z]+", name) else "test"
+        split = _split_in(name)
         for question in _questions(file, _dataset_in(name)):
             found[split].setdefault(_key(question.text), question)
     both = found["train"].keys() & found["test"].keys()
@@ -70,6 +71,17 @@ def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
 
 def _key(question: str) -> str:
     return normalise(question)
+
+
+def _split_in(name: str) -> str:
+    """The part of a path furthest right that names a split counts; a file of an unnamed one is for testing."""
+    for part in reversed(name.split("/")):
+        words = set(re.findall(r"[a-z]+", part))
+        if words & _TEST_WORDS:
+            return "test"
+        if "train" in words:
+            return "train"
+    return "test"
 
 
 def _dataset_in(name: str) -> str | None:

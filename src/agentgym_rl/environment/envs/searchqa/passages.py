@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -98,7 +99,7 @@ class PassageWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._file = (folder / PASSAGES_FILE).open("wb")
-        self._offsets = [0]
+        self._offsets = array("q", [0])  # tens of millions in a large corpus
 
     def add(self, passage: Passage) -> int:
         """The passage's place."""
@@ -110,7 +111,7 @@ class PassageWriter:
     def close(self) -> int:
         """Finish; the number of passages."""
         self._file.close()
-        np.save(self._folder / OFFSETS_FILE, np.asarray(self._offsets, dtype=np.int64))
+        np.save(self._folder / OFFSETS_FILE, np.frombuffer(self._offsets, dtype=np.int64))
         return len(self._offsets) - 1
 
 
@@ -127,10 +128,3 @@ class MappedPassages:
 
     def __getitem__(self, place: int) -> Passage:
         return Passage(*orjson.loads(self._data[self._offsets[place] : self._offsets[place + 1]]))
-
-
-def write_passages(folder: Path, passages: Iterable[Passage]) -> int:
-    writer = PassageWriter(folder)
-    for passage in passages:
-        writer.add(passage)
-    return writer.close()
