@@ -40,7 +40,6 @@ def lines(folder: Path) -> int:
 
 MOMENTS: dict[str, Callable[[Path], bool]] = {
     "in the warm start": lambda run: (run / "trajectories" / "warmstart_000000.jsonl").exists(),
-    "in the first evaluation": lambda run: (run / "trajectories" / "eval_000000.jsonl").exists(),
     "right after a checkpoint": lambda run: (run / "checkpoints" / "step_000002").exists(),
     "between checkpoints": lambda run: lines(run) >= 3,
     "while a checkpoint is written": lambda run: (run / "checkpoints" / ".step_000004.tmp").exists(),
