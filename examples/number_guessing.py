@@ -33,7 +33,7 @@ class NumberGuessing:
         return "I have a number from 1 to 100."
 
     def step(self, text: str) -> Step:
-        text = text.strip()
+        text = "".join(text.split())  # small models write digits apart
         if not (text.isascii() and text.isdigit() and len(text) <= 3):  # what a model says is never trusted
             return Step("Reply with a number.", info={"valid": False})
         guess = int(text)

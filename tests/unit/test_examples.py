@@ -54,7 +54,7 @@ def test_every_item_is_solved_within_seven_turns(example: ModuleType) -> None:
         env.reset(100)
 
 
-@pytest.mark.parametrize("action", ["", "fifty", "5.0", "-1", "٣", "9" * 10_000, "50\n50", "<b>50</b>", "\ud800"])
+@pytest.mark.parametrize("action", ["", "fifty", "5.0", "-1", "٣", "9" * 10_000, "50\n501", "<b>50</b>", "\ud800"])
 def test_hostile_actions(example: ModuleType, action: str) -> None:
     env = example.NumberGuessing()
     env.reset(3)
