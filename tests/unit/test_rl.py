@@ -210,6 +210,8 @@ async def test_the_whole_loop_learns_to_count() -> None:
     await real.engine.close()
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.3
     # Sampler and learner are the same weights at every step: old keys and values would show here.
-    assert max(row["mismatch/abs"] for row in rows) < 1e-4
+    learned = [step for step, row in enumerate(rows, 1) if row["samples"]]
+    assert len(learned) > 3
+    assert max(rows[step - 1]["mismatch/abs"] for step in learned) < 1e-4
     assert [t.versions for t in seen if t.versions] == sorted(t.versions for t in seen if t.versions)
-    assert seen[-1].versions == [11]
+    assert seen[-1].versions == [max(step for step in learned if step < 12)]
