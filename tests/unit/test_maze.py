@@ -67,7 +67,7 @@ def test_splits_are_disjoint_also_in_what_they_show() -> None:
         split = "test" if item in Maze.splits["test"] else "train"
         walls[split].add(str(sorted(layout(item).exits.items())))
     assert len(walls["test"]) > 300
-    assert len(walls["train"]) > 1000
+    assert len(walls["train"]) > 800
     assert not walls["test"] & walls["train"]
 
 
