@@ -38,8 +38,8 @@ OPTIONS = (
     "-XX:hashCode=2",
     "--add-opens=java.base/java.util=ALL-UNNAMED",  # the state of the random generator, see simulator.py
 )
-MAX_WORLDS = 64
-"""Worlds in one process: about 1.5 MB each of its 400 MB, while making one takes some 40 MB for a moment."""
+MAX_WORLDS = 256
+"""Worlds in one process: half a megabyte each of its 400, and ten more for a moment while one is made."""
 PROCESSES_VARIABLE = "AGENTGYM_SCIWORLD_JVMS"
 _START_TIMEOUT_S = 60.0
 _ANSWER_TIMEOUT_S = 50.0

@@ -154,7 +154,7 @@ def _side(scene: Scene, top: int) -> tuple[list[str], int]:
             y += 20
             parts.append(_text(left, y, line, size=14, weight=600))
         y += 6
-        answer = [line for part in scene.last_answer.splitlines() for line in textwrap.wrap(_plain(part), 38)]
+        answer = [line for part in scene.last_answer.splitlines() for line in textwrap.wrap(_plain(part), 36)]
         for line in answer[:10] + (["..."] if len(answer) > 10 else []):
             y += 17
             parts.append(_text(left, y, line, size=13, colour=_SOFT))
