@@ -1,7 +1,8 @@
 """The page as text: Chromium's accessibility tree, pruned and numbered as WebArena prints it.
 
-Ids count elements of the whole page in document order. Unlike the browser's own node ids they do not depend on what was
-loaded before, so an item looks the same whenever it is played, and scrolling does not renumber.
+Ids count elements of the whole page in document order, and an element keeps its id as long as the page is not left:
+what appears later gets higher ones. Unlike the browser's own node ids they do not depend on what was loaded before, so
+an item looks the same whenever it is played.
 """
 
 from __future__ import annotations
@@ -64,10 +65,7 @@ class View:
 
     def find(self, element_id: int) -> Element | None:
         """The element of that id if it is in view."""
-        index = element_id - 1
-        if 0 <= index < len(self.elements) and self.elements[index].visible:
-            return self.elements[index]
-        return None
+        return next((each for each in self.elements if each.id == element_id and each.visible), None)
 
     @property
     def text(self) -> str:
@@ -119,12 +117,38 @@ def read_layout(snapshot: Mapping[str, Any]) -> Layout:
     return Layout(boxes, scroll, document.get("contentHeight", 0), title)
 
 
-def build(nodes: Iterable[Mapping[str, Any]], layout: Layout, viewport: tuple[int, int]) -> View:
+class Numbering:
+    """The ids given to a page's elements so far; another page starts anew."""
+
+    def __init__(self) -> None:
+        self._page = 0
+        self._given: dict[int, int] = {}
+        self._last = 0
+
+    def start(self, page: int) -> None:
+        """`page`: backend id of the document."""
+        if page != self._page:
+            self._page = page
+            self._given = {}
+            self._last = 0
+
+    def id_of(self, backend_id: int) -> int:
+        number = self._given.get(backend_id)
+        if number is None:
+            self._last += 1
+            number = self._last
+            if backend_id:
+                self._given[backend_id] = number
+        return number
+
+
+def build(nodes: Iterable[Mapping[str, Any]], layout: Layout, viewport: tuple[int, int], numbering: Numbering) -> View:
     """The view of a page from Accessibility.getFullAXTree and its layout."""
     by_id = {node["nodeId"]: node for node in nodes}
-    lines = _Lines(by_id, layout, viewport)
+    lines = _Lines(by_id, layout, viewport, numbering)
     root = next((node for node in by_id.values() if not node.get("parentId")), None)
     if root is not None:
+        numbering.start(root.get("backendDOMNodeId", 0))
         lines.add(root, depth=0, parent=None, visible=True)
     top = layout.scroll[1]
     return View(tuple(lines.elements), top > 1, top + viewport[1] < layout.height - 1)
@@ -133,7 +157,14 @@ def build(nodes: Iterable[Mapping[str, Any]], layout: Layout, viewport: tuple[in
 class _Lines:
     """Collects elements in document order."""
 
-    def __init__(self, by_id: Mapping[str, Mapping[str, Any]], layout: Layout, viewport: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        by_id: Mapping[str, Mapping[str, Any]],
+        layout: Layout,
+        viewport: tuple[int, int],
+        numbering: Numbering,
+    ) -> None:
+        self._numbering = numbering
         self.elements: list[Element] = []
         self._by_id = by_id
         self._layout = layout
@@ -166,8 +197,8 @@ class _Lines:
         properties = [(key, found[key]) for key in _PROPERTIES if key in found]
         if role == "combobox":
             properties.insert(0, ("value", _value(node, "value")))
-        number = len(self.elements) + 1
-        return Element(number, depth, role, name, tuple(properties), node.get("backendDOMNodeId", 0), visible)
+        backend_id = node.get("backendDOMNodeId", 0)
+        return Element(self._numbering.id_of(backend_id), depth, role, name, tuple(properties), backend_id, visible)
 
     def _labels_control(self, node: Mapping[str, Any], name: str) -> bool:
         """Whether this text is the label of a control beside it, which carries it as its name."""

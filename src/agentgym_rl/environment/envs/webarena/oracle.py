@@ -69,8 +69,8 @@ class Guide:
         if element is None:
             raise EnvError(f"the oracle needs a {move.role} {move.name!r} on this page, and there is none")
         if not element.visible:
-            below = element.id > max((each.id for each in view.elements if each.visible), default=0)
-            return f"scroll [{'down' if below else 'up'}]"
+            last_seen = max((place for place, each in enumerate(view.elements) if each.visible), default=0)
+            return f"scroll [{'down' if view.elements.index(element) > last_seen else 'up'}]"
         if move.kind == "click":
             return f"click [{element.id}]"
         return f"type [{element.id}] [{move.text}] [{int(move.enter)}]"

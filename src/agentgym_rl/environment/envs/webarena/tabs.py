@@ -12,7 +12,7 @@ from playwright.async_api import BrowserContext, CDPSession, Dialog, Error, Page
 
 from agentgym_rl.environment.envs.webarena.actions import Action, Refused, quote
 from agentgym_rl.environment.envs.webarena.browser import Chromium
-from agentgym_rl.environment.envs.webarena.observation import Element, View, build, read_layout
+from agentgym_rl.environment.envs.webarena.observation import Element, Numbering, View, build, read_layout
 from agentgym_rl.errors import EnvError
 
 VIEWPORT = (1280, 720)
@@ -20,7 +20,7 @@ MAX_TABS = 8
 QUIET_S = 0.03
 """How long after an action a navigation may still be about to begin."""
 
-_LATER = "() => new Promise(done => setTimeout(() => setTimeout(done, 0), 0))"
+_LATER = "new Promise(done => setTimeout(() => setTimeout(done, 0), 0))"
 """Two turns of the page's own loop: a click's handlers and a form's submission have happened by then."""
 _CHOOSE = """function() {
     const list = this.closest('select');
@@ -51,6 +51,7 @@ class _Tab:
         self.cdp = cdp
         self.title = ""
         """As it was when the tab was last looked at."""
+        self.numbering = Numbering()
         self.navigating = 0
         self.crashed = False
         page.on("request", self._on_request)
@@ -81,7 +82,11 @@ class Tabs:
         self._load_timeout_s = load_timeout_s
         self._tabs: list[_Tab] = []
         self._current = 0
-        self._opening: set[asyncio.Task[None]] = set()
+        self._making = False
+        self._arrived: list[Page] = []
+        """Windows that the site opened and that are no tab yet."""
+        self._windows_due = 0
+        """Windows that the site asked for and that have not arrived."""
 
     @classmethod
     async def open(
@@ -109,12 +114,12 @@ class Tabs:
             tabs = cls(context, allowed, load_timeout_s)
             context.set_default_timeout(load_timeout_s * 1000)
             for url in urls:
-                await tabs._add(await context.new_page())
+                await tabs._make()
                 await tabs._visit(url)
                 tabs._tab.title = await tabs.page.title()
             tabs._current = 0
             await tabs._tab.page.bring_to_front()
-            context.on("page", tabs._on_popup)
+            context.on("page", tabs._on_page)
         except BaseException:
             with contextlib.suppress(Error):
                 await context.close()
@@ -153,7 +158,7 @@ class Tabs:
         header = " | ".join(
             f"Tab {n}{' (current)' if n == self._current else ''}: {each.title}" for n, each in enumerate(self._tabs)
         )
-        return f"{header}\nURL: {tab.page.url}", build(tree["nodes"], layout, VIEWPORT)
+        return f"{header}\nURL: {tab.page.url}", build(tree["nodes"], layout, VIEWPORT, tab.numbering)
 
     async def screenshot(self) -> bytes:
         return await self.page.screenshot(type="png", timeout=self._load_timeout_s * 1000)
@@ -162,25 +167,38 @@ class Tabs:
     def _tab(self) -> _Tab:
         return self._tabs[self._current]
 
+    async def _make(self) -> None:
+        """A new tab of the agent's own, in front."""
+        self._making = True
+        try:
+            page = await self.context.new_page()
+        finally:
+            self._making = False
+        await self._add(page)
+
     async def _add(self, page: Page) -> None:
         cdp = await self.context.new_cdp_session(page)
         page.on("dialog", self._on_dialog)
+        cdp.on("Page.windowOpen", self._on_window_open)
+        await cdp.send("Page.enable")
         self._tabs.append(_Tab(page, cdp))
         self._current = len(self._tabs) - 1
 
-    def _on_popup(self, page: Page) -> None:
-        """A page the site itself opened becomes a tab, as a person would see it."""
-        if any(tab.page == page for tab in self._tabs):
-            return
-        task = asyncio.ensure_future(self._adopt(page))
-        self._opening.add(task)
-        task.add_done_callback(self._opening.discard)
+    def _on_window_open(self, _: Any) -> None:
+        self._windows_due += 1
+
+    def _on_page(self, page: Page) -> None:
+        if not self._making:
+            self._arrived.append(page)
 
     async def _adopt(self, page: Page) -> None:
-        with contextlib.suppress(Error):
-            if len(self._tabs) >= MAX_TABS or await page.opener() is None:
-                return
+        """A window that the site itself opened becomes a tab, as a person would see it."""
+        self._windows_due = max(0, self._windows_due - 1)
+        if len(self._tabs) < MAX_TABS:
             await self._add(page)
+        else:
+            await page.close()
+            self.notes.append(f"The site wanted another window; there are {MAX_TABS} tabs open already.")
 
     async def _on_dialog(self, dialog: Dialog) -> None:
         self.notes.append(f"The page asked {quote(dialog.message)}; this was accepted.")
@@ -194,20 +212,24 @@ class Tabs:
             async with asyncio.timeout_at(deadline):
                 while True:
                     with contextlib.suppress(Error):  # a navigation ends the document this runs in
-                        await self._tab.page.evaluate(_LATER)
+                        await self._tab.cdp.send("Runtime.evaluate", {"expression": _LATER, "awaitPromise": True})
                     await asyncio.sleep(QUIET_S)
-                    if self._opening:
-                        await asyncio.gather(*self._opening)
-                    elif self._tab.crashed or self._tab.page.is_closed():
+                    while self._arrived:
+                        await self._adopt(self._arrived.pop(0))
+                    if self._tab.crashed or self._tab.page.is_closed():
                         break
-                    elif not self._tab.navigating:
-                        await self._tab.page.wait_for_load_state("load", timeout=self._load_timeout_s * 1000)
-                        if not self._tab.navigating:
-                            break
+                    if self._tab.navigating or self._windows_due:
+                        continue
+                    await self._tab.page.wait_for_load_state("load", timeout=self._load_timeout_s * 1000)
+                    if not self._tab.navigating:
+                        break
         except (TimeoutError, Error) as error:
             if self._tab.crashed or not self.context.browser or not self.context.browser.is_connected():
                 raise EnvError("the browser crashed") from error
-            self.notes.append(f"The page was still loading after {self._load_timeout_s:g} s.")
+            self._windows_due = 0
+            # Left alone it would hold up whatever is asked of this tab next.
+            await self._tab.cdp.send("Page.stopLoading")
+            self.notes.append(f"The page was still loading after {self._load_timeout_s:g} s and was stopped.")
         if not self._allowed(self.page.url):
             left = self.page.url
             await self._back(1)
@@ -292,7 +314,7 @@ class Tabs:
     async def _new_tab(self, action: Action, view: View) -> None:
         if len(self._tabs) >= MAX_TABS:
             raise Refused(f"There are {MAX_TABS} tabs open already: close one first.")
-        await self._add(await self.context.new_page())
+        await self._make()
 
     async def _tab_focus(self, action: Action, view: View) -> None:
         if action.element >= len(self._tabs):

@@ -1,0 +1,430 @@
+"""WebArena in the real browser: every kind of task by the oracle, isolation, crashes, hostile actions, other sites."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from servers_for_tests import server_in_thread, wait_until
+
+from agentgym_rl.environment.envs.webarena import WebArena
+from agentgym_rl.environment.envs.webarena import env as env_module
+from agentgym_rl.environment.envs.webarena.browser import shared_chromium
+from agentgym_rl.environment.envs.webarena.sites.server import site_server
+from agentgym_rl.environment.envs.webarena.tasks.embedded import problems
+from agentgym_rl.environment.pool import RemotePool
+from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.types import Step
+
+EVERYTHING = "WEBARENA_TEST_EVERYTHING"
+"""Set to play all tasks instead of one of every third kind."""
+
+
+def chosen_items() -> list[int]:
+    if os.environ.get(EVERYTHING):
+        return list(range(len(problems())))
+    first = {problem.config["intent_template_id"]: item for item, problem in reversed(list(enumerate(problems())))}
+    return [first[template] for template in sorted(first)][::3]
+
+
+def item_of(intent: str) -> int:
+    return next(item for item, problem in enumerate(problems()) if intent in problem.config["intent"])
+
+
+def solve(env: WebArena, item: int) -> tuple[Step, int]:
+    env.reset(item)
+    for turn in range(1, 16):
+        step = env.step(env.oracle())
+        if step.done:
+            return step, turn
+        assert step.info["valid"], (item, step.observation)
+    raise AssertionError(f"item {item} was not done in 15 turns")
+
+
+@pytest.fixture
+def env() -> Iterator[WebArena]:
+    made = WebArena()
+    yield made
+    made.close()
+
+
+def valid(env: WebArena, action: str) -> str:
+    step = env.step(action)
+    assert step.info == {"valid": True}, step.observation
+    return step.observation
+
+
+def refused(env: WebArena, action: str) -> str:
+    step = env.step(action)
+    assert step.info == {"valid": False}, step.observation
+    assert (step.reward, step.done) == (0.0, False)
+    return step.observation
+
+
+def id_of(observation: str, element: str) -> str:
+    """The id of the line that contains `element`."""
+    (line,) = [line for line in observation.splitlines() if element in line]
+    return line.strip().split("]")[0] + "]"
+
+
+def num_contexts() -> int:
+    return shared_chromium(*site_server().resolver_flags).num_contexts + shared_chromium().num_contexts
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(900)
+def test_the_oracle_solves_the_tasks_four_at_once() -> None:
+    items = chosen_items()
+
+    def play(lane: int) -> list[int]:
+        env = WebArena()
+        try:
+            return [item for item in items[lane::4] if not solve(env, item)[0].info["success"]]
+        finally:
+            env.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        failed = [item for lane in pool.map(play, range(4)) for item in lane]
+    assert failed == []
+    assert num_contexts() == 0
+    assert len(site_server().episodes) == 0
+
+
+def test_doing_nothing_is_no_success(env: WebArena) -> None:
+    for intent in ("into my basket", "Which cafe is nearest"):
+        env.reset(item_of(intent))
+        step = env.step("stop []")
+        assert (step.done, step.reward, step.info["success"]) == (True, 0.0, False)
+        with pytest.raises(EnvError, match="call reset"):
+            env.step("go_back")
+
+
+def test_the_oracle_finds_back_after_a_detour(env: WebArena) -> None:
+    env.reset(item_of("to my wish list"))
+    valid(env, env.oracle())
+    valid(env, "goto [http://shop.test/orders]")
+    assert env.oracle() == "goto [http://shop.test/]"
+    for _ in range(8):
+        step = env.step(env.oracle())
+        if step.done:
+            break
+    assert step.info["success"]
+
+
+async def test_a_rollout_over_http() -> None:
+    with server_in_thread({"webarena": WebArena}) as server:
+        pool = RemotePool({"webarena": f"{server.url}/webarena"}, timeout_s=120)
+        session = await pool.open("webarena")
+        step = await session.reset(item_of("Change my biography"))
+        assert step.observation.startswith("Objective: Change my biography")
+        assert "click [2]" in await session.actions()
+        while not step.done:
+            step = await session.step(await session.oracle())
+        assert (step.reward, step.info["success"]) == (1.0, True)
+        assert (await session.render())[:4] == b"\x89PNG"
+        await session.close()
+        await pool.close()
+        assert server.sessions.num_open == 0
+    assert num_contexts() == 0
+
+
+# --- what is seen ----------------------------------------------------------------------------------------------------
+
+GOLDEN = """\
+Tab 0 (current): Directions - Atlas of Port Ellery
+URL: http://map.test/directions
+
+[1] RootWebArea 'Directions - Atlas of Port Ellery' focused: True
+	[2] link 'Atlas of Port Ellery'
+	[3] link 'Directions'
+	[4] link 'Categories'
+	[5] link 'Saved places'
+	[6] searchbox 'Find a place'
+	[7] button 'Search'
+	[8] heading 'Directions'
+	[9] textbox 'From' required: False
+	[10] textbox 'To' required: False
+	[11] combobox 'By' value: foot hasPopup: menu expanded: False
+		[12] option 'foot' selected: True
+		[13] option 'bicycle' selected: False
+		[14] option 'car' selected: False
+	[15] button 'Go'"""
+
+
+def test_a_page_is_told_as_webarena_tells_it(env: WebArena) -> None:
+    first = env.reset(item_of("How far is it from"))
+    objective = "How far is it from Maritime Museum to Blue Heron Cafe on foot, in metres?"
+    assert first.startswith(f"Objective: {objective}\n\nTab 0 (current): Map - Atlas of Port Ellery")
+    assert valid(env, "click [3]") == GOLDEN
+
+
+def test_the_same_item_looks_the_same_and_states_differ(env: WebArena) -> None:
+    item = item_of("into my basket")
+    first, key = env.reset(item), env.state_key()
+    other = WebArena()
+    assert (other.reset(item), other.state_key()) == (first, key)
+    other.close()
+    valid(env, "goto [http://shop.test/product/1]")
+    before = env.state_key()
+    observation = valid(env, f"click {id_of(valid(env, 'scroll [down]'), 'Write a review')}")
+    valid(env, "go_back")
+    assert "Your review of" in observation
+    assert env.state_key() != key
+    valid(env, f"click {id_of(valid(env, 'goto [http://shop.test/product/1]'), 'Add to basket')}")
+    assert env.state_key() != before
+    assert env.reset(item) == first
+    assert env.state_key() == key  # the basket is empty again
+
+
+def test_episodes_do_not_see_each_other(env: WebArena) -> None:
+    item = item_of("into my basket")
+    other = WebArena()
+    env.reset(item)
+    other.reset(item)
+    page = valid(env, "goto [http://shop.test/product/1]")
+    valid(env, f"click {id_of(page, 'Add to basket')}")
+    assert "Brightwater Chef Knife 20 cm" in valid(env, "goto [http://shop.test/basket]")
+    assert "Your basket is empty." in valid(other, "goto [http://shop.test/basket]")
+    other.close()
+    assert "Brightwater Chef Knife 20 cm" in valid(env, "goto [http://shop.test/basket]")
+
+
+def test_scrolling_keeps_ids_and_hides_what_is_out_of_view(env: WebArena) -> None:
+    env.reset(item_of("Open the oldest post"))
+    top = valid(env, "goto [http://forum.test/]")
+    assert top.endswith("(the page goes on below: scroll [down])")
+    bottom = valid(env, "scroll [down]")
+    assert "(the page goes on above: scroll [up])" in bottom
+    assert "heading 'All posts'" in top
+    assert "heading 'All posts'" not in bottom
+    both = set(top.splitlines()[3:]) & set(bottom.splitlines()[3:])
+    assert any("link" in line for line in both)  # the overlap carries the same ids
+    assert "There is no element [11] in view" in refused(env, "click [11]")
+    assert "does not go on below" in refused(env, "scroll [down]")
+
+
+# --- actions ---------------------------------------------------------------------------------------------------------
+
+
+def test_tabs_and_history(env: WebArena) -> None:
+    env.reset(item_of("to my wish list"))
+    assert "only tab" in refused(env, "close_tab")
+    assert "no earlier page" in refused(env, "go_back")
+    opened = valid(env, "new_tab")
+    assert opened.startswith("Tab 0: Home goods - Harbour & Hearth | Tab 1 (current): \nURL: about:blank")
+    assert "Tab 1 (current): All posts - Commonboard" in valid(env, "goto [forum.test]")
+    assert "URL: http://forum.test/communities" in valid(env, "goto [http://forum.test/communities]")
+    assert "URL: http://forum.test/\n" in valid(env, "go_back")
+    assert "URL: http://forum.test/communities" in valid(env, "go_forward")
+    assert "no later page" in refused(env, "go_forward")
+    assert valid(env, "tab_focus [0]").startswith("Tab 0 (current): Home goods")
+    assert "There is no tab 5" in refused(env, "tab_focus [5]")
+    assert "Tab 1" not in valid(env, "close_tab")
+    for _ in range(7):
+        valid(env, "new_tab")
+    assert "close one first" in refused(env, "new_tab")
+
+
+def test_typing_choosing_pressing_hovering(env: WebArena) -> None:
+    env.reset(item_of("Show me the way from"))
+    page = valid(env, "goto [http://map.test/directions]")
+    start, end = id_of(page, "textbox 'From'"), id_of(page, "textbox 'To'")
+    valid(env, f"type {start} [wrong] [0]")
+    valid(env, f"type {start} [Tide Cinema] [0]")  # replaces
+    assert "focused: True" in valid(env, f"hover {end}")
+    assert "Tide Cinemax" in valid(env, "press [x]")
+    assert "Tide Cinema'" in valid(env, "press [Backspace]")
+    valid(env, f"click {id_of(page, chr(39) + 'car')}")
+    assert "Tide Cinema to Northern Bank by car" in valid(env, f"type {end} [Northern Bank]")
+    page = valid(env, "goto [http://map.test/]")
+    assert "nothing can be typed" in refused(env, f"type {id_of(page, 'Saved places')} [x]")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://example.com/", "https://shop.test/", "javascript:alert(1)", "file:///etc/passwd", "data:text/html,x",
+     "chrome://settings", "http://shop.test@evil.example/", "http://127.0.0.1/", "view-source:http://shop.test/"],
+)  # fmt: skip
+def test_other_places_are_not_opened(env: WebArena, url: str) -> None:
+    env.reset(item_of("to my wish list"))
+    told = refused(env, f"goto [{url}]")
+    assert "outside the sites" in told
+    assert "URL:" not in told
+
+
+def test_what_people_write_stays_text(env: WebArena) -> None:
+    env.reset(item_of("Post in gardening"))
+    page = valid(env, "goto [http://forum.test/submit]")
+    attack = "<script>document.title='owned'</script>'); DROP TABLE post;--"
+    page = valid(env, f"type {id_of(page, 'Title')} [{attack}] [1]")
+    assert "Tab 0 (current): <script>" in page  # as a title's text
+    assert "owned" not in page.splitlines()[0].replace(attack, "")
+    assert "All posts" in valid(env, "goto [http://forum.test/]")
+    assert "Page not found" in valid(env, "goto [http://shop.test/product/999999999999999999999999]")
+
+
+def test_actions_are_ready_to_use(env: WebArena) -> None:
+    env.reset(item_of("Set my status to"))
+    assert "type [8] [On holiday until Monday] [1]" in env.actions()
+    for action in env.actions()[:3]:
+        valid(env, action)
+
+
+# --- failures --------------------------------------------------------------------------------------------------------
+
+
+def chromium_pid() -> int:
+    """Of the browser this process started for the embedded sites: its flags name the port of our own server."""
+    mark = f"127.0.0.1:{site_server().port}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if mark in command and b"--type=" not in command and b"chrom" in command:
+            return int(folder.name)
+    raise AssertionError("the browser is not running")
+
+
+def test_a_crashed_browser_is_an_error_and_then_replaced(env: WebArena) -> None:
+    env.reset(0)
+    os.kill(chromium_pid(), signal.SIGKILL)
+    wait_until(lambda: num_contexts() == 0)
+    with pytest.raises(EnvError, match="browser"):
+        env.step("click [2]")
+    env.close()
+    assert solve(env, 0)[0].info["success"]
+    env.close()
+    assert num_contexts() == 0
+
+
+def test_a_closed_episode_leaves_nothing(env: WebArena) -> None:
+    for _ in range(3):
+        env.reset(0)
+    assert num_contexts() == 1
+    assert len(site_server().episodes) == 1
+    env.close()
+    env.close()
+    assert num_contexts() == 0
+    assert len(site_server().episodes) == 0
+
+
+# --- published tasks on another site ---------------------------------------------------------------------------------
+
+PAGES = {
+    "/": '<title>Front</title><h1>Front</h1><a href="/two" target="_blank">New window</a> <a href="/slow">Slow</a> '
+    '<a href="http://127.0.0.1:1/x">Away</a> <button onclick="alert(1);document.title=7">Ask</button>'
+    '<p id="colour">Deep Blue</p>',
+    "/two": '<title>Two</title><h1>Second page</h1><table><tr><td data-label="Account">Ko <span>@koush</span></td>'
+    '<td class="col-max-role">Developer</td></tr></table>',
+}
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        if self.path == "/slow":
+            time.sleep(6)
+        content = PAGES.get(self.path, "<title>None</title>").encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *arguments: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A site of our own as SHOPPING, and a list in the published format with tasks on it."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    colour = "document.querySelector('#colour').outerText"
+    programs = [
+        [{"url": "last", "locator": colour, "required_contents": {"exact_match": "deep blue"}}],
+        [{"url": "__SHOPPING__/two", "locator": "", "required_contents": {"must_include": ["first |OR| second page"]}}],
+        [{"url": "__SHOPPING__/two", "locator": colour, "required_contents": {"must_include": ["blue"]}}],
+        [{
+            "url": "__SHOPPING__/two",
+            "locator": "func:gitlab_get_project_memeber_role(__page__, 'koush')",
+            "required_contents": {"must_include": ["Developer"]},
+        }],
+        [{
+            "url": "last",
+            "prep_actions": ["document.querySelector('#colour').innerText = 'red'"],
+            "locator": colour,
+            "required_contents": {"exact_match": "red"},
+        }],
+    ]  # fmt: skip
+    judged = {"eval_types": ["string_match"], "reference_answers": {"fuzzy_match": ["x"]}, "program_html": []}
+    tasks = [
+        {
+            "task_id": number,
+            "sites": ["shopping"],
+            "intent": "Look",
+            "start_url": "__SHOPPING__/ |AND| __SHOPPING__/two",
+            "storage_state": None,
+            "eval": judged
+            if number == 5
+            else {"eval_types": ["program_html"], "program_html": programs[min(number, 4)], "reference_answers": None},
+        }
+        for number in range(812)
+    ]
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
+    monkeypatch.setenv("WEBARENA_TASKS", str(tmp_path / "tasks.json"))
+    monkeypatch.setenv("SHOPPING", url)
+    yield url
+    server.shutdown()
+    server.server_close()
+
+
+def test_program_html_on_a_site_given_by_its_variable(env: WebArena, site: str) -> None:
+    for number, success in enumerate((True, True, False, True, True)):
+        first = env.reset(1000 + number)
+        assert "Tab 0 (current): Front | Tab 1: Two" in first
+        step = env.step("stop [done]")
+        assert step.info["success"] is success, number
+
+
+def test_a_task_that_needs_a_judge_does_not_start_without(
+    env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEBARENA_JUDGE_URL", raising=False)
+    with pytest.raises(ConfigError, match="WEBARENA_JUDGE_URL"):
+        env.reset(1005)
+    assert num_contexts() == 0
+
+
+def test_windows_dialogs_other_sites_and_slow_pages(env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(env_module, "PAGE_TIMEOUT_S", 2.0)
+    page = env.reset(1000)
+    with pytest.raises(EnvError, match="without solutions"):
+        env.oracle()
+    opened = valid(env, f"click {id_of(page, 'New window')}")
+    assert "Tab 2 (current): Two" in opened
+    page = valid(env, "tab_focus [0]")
+    assert 'The page asked "1"; this was accepted.' in valid(env, f"click {id_of(page, 'Ask')}")
+    page = valid(env, f"click {id_of(page, 'Away')}")
+    assert "outside the sites of this task; you were taken back" in page
+    assert f"URL: {site}/" in page
+    started = time.monotonic()
+    page = valid(env, f"click {id_of(page, 'Slow')}")
+    assert "still loading after 2 s and was stopped" in page
+    assert time.monotonic() - started < 5
+    assert "could not be opened" in refused(env, f"goto [{site}/slow]")
+    env.close()
+    wait_until(lambda: num_contexts() == 0)

@@ -1,0 +1,112 @@
+"""WebArena's actions: what is understood, what is refused in words, and that nothing the agent writes can do more."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentgym_rl.environment.envs.webarena.actions import FORMS, MAX_CHARS, Action, Refused, key_combination, parse
+
+
+@pytest.mark.parametrize(
+    ("text", "action"),
+    [
+        ("click [12]", Action("click", 12)),
+        ("click 12", Action("click", 12)),
+        ("  `click [ 12 ]` ", Action("click", 12)),
+        ("```click [12]```", Action("click", 12)),
+        ("hover [3]", Action("hover", 3)),
+        ("type [7] [blue lamp]", Action("type", 7, "blue lamp", True)),
+        ("type [7] [blue lamp] [0]", Action("type", 7, "blue lamp", False)),
+        ("type [7] [blue lamp] [press_enter_after=1]", Action("type", 7, "blue lamp", True)),
+        ("type [7] [a [bracket] inside] [0]", Action("type", 7, "a [bracket] inside", False)),
+        ("type [7] [two\nlines] [0]", Action("type", 7, "two\nlines", False)),
+        ("type [7] []", Action("type", 7, "", True)),
+        ("press [Ctrl+a]", Action("press", text="Control+a")),
+        ("press [enter]", Action("press", text="Enter")),
+        ("press [+]", Action("press", text="+")),
+        ("scroll [down]", Action("scroll", text="down")),
+        ("scroll up", Action("scroll", text="up")),
+        ("scroll [direction=down]", Action("scroll", text="down")),
+        ("new_tab", Action("new_tab")),
+        ("tab_focus [1]", Action("tab_focus", 1)),
+        ("close_tab", Action("close_tab")),
+        ("goto [http://shop.test/a?b=c]", Action("goto", text="http://shop.test/a?b=c")),
+        ("go_back", Action("go_back")),
+        ("go_forward []", Action("go_forward")),
+        ("stop [$12.50]", Action("stop", text="$12.50")),
+        ("stop [[1] and [2]]", Action("stop", text="[1] and [2]")),
+        ("stop", Action("stop")),
+        ("stop []", Action("stop")),
+    ],
+)
+def test_what_is_understood(text: str, action: Action) -> None:
+    assert parse(text) == action
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "click",
+        "click [abc]",
+        "click [1] and click [2]",
+        "click [1]\nclick [2]",
+        "clicking [1]",
+        "CLICK [1]",
+        "click [99999999999]",
+        "type [7]",
+        "type [7] [\x1b[31m]",
+        "type [7] [\ud800]",
+        "press [F13+Q]",
+        "press [ctrl+alt+entr]",
+        "press []",
+        "scroll [left]",
+        "tab_focus [-1]",
+        "goto []",
+        "goto [two words]",
+        "stop [never closed",
+        "I think I should click [5]",
+        "__import__('os').system('true')",
+        "x" * (MAX_CHARS + 1),
+        "stop [" + "x" * MAX_CHARS + "]",
+    ],
+)
+def test_what_is_refused_in_words(text: str) -> None:
+    with pytest.raises(Refused) as refusal:
+        parse(text)
+    told = str(refusal.value)
+    assert 10 < len(told) < 600
+    assert told.isprintable()
+
+
+def test_a_refusal_says_how_to_write_it() -> None:
+    with pytest.raises(Refused, match=r"Write it as: type \[id\] \[content\]"):
+        parse("type 5 hello")
+    with pytest.raises(Refused, match="Actions: click") as refusal:
+        parse("dance")
+    assert all(form in str(refusal.value) for form in FORMS)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.one_of(st.text(max_size=300), st.from_regex(r"(click|type|press|goto|stop|scroll) ?\[.{0,30}\]?.{0,30}")))
+def test_any_text_is_an_action_or_refused(text: str) -> None:
+    try:
+        told = parse(text).kind
+    except Refused as refusal:
+        told = str(refusal)
+    assert told in {form.split()[0] for form in FORMS} or 10 < len(told) < 600
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 999_999), st.text(st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"]), max_size=80))
+def test_what_was_written_is_what_is_typed(number: int, content: str) -> None:
+    assert parse(f"type [{number}] [{content}] [0]") == Action("type", number, content, False)
+
+
+def test_key_combinations() -> None:
+    assert key_combination("ctrl+shift+ArrowLeft") == "Control+Shift+ArrowLeft"
+    assert key_combination("cmd+c") == "Meta+c"
+    with pytest.raises(Refused, match="Modifiers are"):
+        key_combination("hyper+a")
