@@ -127,6 +127,8 @@ def build_model(settings: ScratchSettings, tokenizer: Any, seed: int) -> Any:
         num_key_value_heads=settings.num_heads,
         max_position_embeddings=settings.max_context,
         tie_word_embeddings=True,
+        # The usual 0.02 is for wide models: a narrow one would take most of its budget to leave uniform attention.
+        initializer_range=settings.hidden_size**-0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
