@@ -31,7 +31,7 @@ FLAGS = (
     "--disable-component-update",
     "--disable-sync",
 )
-LAUNCH_TIMEOUT_S = 30.0
+LAUNCH_TIMEOUT_S = 25.0
 
 
 def find_chromium() -> str:
@@ -80,6 +80,7 @@ class Chromium:
         self._playwright: Playwright | None = None
         self._browser: Browser | None = None
         self._starting = asyncio.Lock()
+        self._closing: set[asyncio.Future[None]] = set()
 
     @property
     def num_contexts(self) -> int:
@@ -87,7 +88,22 @@ class Chromium:
 
     async def new_context(self, **options: Any) -> BrowserContext:
         """A context of its own (cookies, storage), in a browser that is alive."""
+        making = asyncio.ensure_future(self._new_context(options))
+        try:
+            return await asyncio.shield(making)
+        except asyncio.CancelledError:
+            # Whoever asked has given up. The browser has not: what it still makes would stay open for ever.
+            making.add_done_callback(self._close_late)
+            raise
+
+    async def _new_context(self, options: dict[str, Any]) -> BrowserContext:
         return await (await self._alive()).new_context(**options)
+
+    def _close_late(self, making: asyncio.Future[BrowserContext]) -> None:
+        if not making.cancelled() and making.exception() is None:
+            closing = asyncio.ensure_future(making.result().close())
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
 
     async def _alive(self) -> Browser:
         async with self._starting:

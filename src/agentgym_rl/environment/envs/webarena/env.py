@@ -49,8 +49,9 @@ Example: to search for "lamp" in the field [7], write
 type [7] [lamp] [1]"""
 
 PAGE_TIMEOUT_S = 15.0
-CALL_TIMEOUT_S = 40.0
-"""Of one action with everything it loads; less than a session's own deadline, so that the reason is known."""
+CALL_TIMEOUT_S = 30.0
+"""Of one action with everything it loads; with LAUNCH_TIMEOUT_S less than a session's deadline, so that the reason is
+known."""
 
 
 class WebArena:
