@@ -108,13 +108,13 @@ def play(
 
 def warm_start(updates: int, rng: random.Random) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """A small model that has read random play."""
-    demonstrations = [random_play(rng, rng.choice(LEVELS)) for _ in range(2000)]
+    demonstrations = [random_play(rng, rng.choice(LEVELS)) for _ in range(8 * updates)]
     tokenizer = build_tokenizer(text for turns in demonstrations for turn in turns for text in turn)
     model = build_model(ScratchSettings(num_layers=2), tokenizer, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(updates):
         batch = []
-        for turns in rng.sample(demonstrations, 8):
+        for turns in rng.choices(demonstrations, k=8):
             episode = Episode(BabyAI(), "")
             for observation, action in turns:
                 episode.add(ask(tokenizer, observation), sampled=bool(episode.ids))
