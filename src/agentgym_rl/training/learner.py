@@ -91,9 +91,13 @@ class RLLearner(Updater):
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         """epochs x minibatches updates over one step's samples. `seed` orders the minibatches."""
         settings = self._rl
-        once = settings.epochs == settings.minibatches == 1
-        parts = self._minibatches(batch, seed) if not once else [self._micro(batch.samples, batch.weights)]
-        old = [[None if once else self._evaluate(self.model, micro) for micro in part] for part in parts]
+        parts = self._minibatches(batch, seed)
+        # The first update is made by the policy that the samples are from: its old log-probabilities are its own.
+        needs_old = [settings.epochs > 1 or i > 0 for i in range(len(parts))]
+        old = [
+            [self._evaluate(self.model, micro) if needed else None for micro in part]
+            for part, needed in zip(parts, needs_old, strict=True)
+        ]
         reference = [[self._evaluate(self._reference, micro) for micro in part] for part in parts]
         results = []
         for _ in range(settings.epochs):
@@ -102,17 +106,15 @@ class RLLearner(Updater):
                 results.append(self.update(part, lambda m, extra=extra: self._loss(m, *extra[id(m)])))  # type: ignore[misc]
         return _average(results)
 
-    def _micro(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
-        return micro_batches(samples, weights, self.settings.micro_batch_tokens, self.model.device)
-
     def _minibatches(self, batch: Batch, seed: int) -> list[list[MicroBatch]]:
         """Equal shares of the samples; weights are scaled so that each share is normalised like a whole batch."""
         order = list(range(len(batch.samples)))
         random.Random(seed).shuffle(order)
         count = min(self._rl.minibatches, len(order))
         shares = [order[i::count] for i in range(count)]
+        limit, device = self.settings.micro_batch_tokens, self.model.device
         return [
-            self._micro([batch.samples[i] for i in share], [batch.weights[i] * count for i in share])
+            micro_batches([batch.samples[i] for i in share], [batch.weights[i] * count for i in share], limit, device)
             for share in shares
         ]
 
