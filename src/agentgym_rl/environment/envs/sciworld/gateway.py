@@ -77,6 +77,11 @@ class Gateway:
         """
         return [self._ask(command) for command in commands]
 
+    def set_deadline(self, timeout_s: float) -> None:
+        """From now on each answer may take this long."""
+        self._timeout_s = timeout_s
+        self._socket.settimeout(timeout_s)
+
     def close(self) -> None:
         for part in (self._answers, self._socket):
             with contextlib.suppress(OSError):

@@ -42,8 +42,8 @@ MAX_WORLDS = 256
 """Worlds in one process: half a megabyte each of its 400, and ten more for a moment while one is made."""
 PROCESSES_VARIABLE = "AGENTGYM_SCIWORLD_JVMS"
 _START_TIMEOUT_S = 60.0
-_ANSWER_TIMEOUT_S = 50.0
-"""Under the 60 s a session waits by default, so that it is told the cause. A gold path takes a few seconds."""
+ANSWER_TIMEOUT_S = 50.0
+"""Under the 60 s a session waits by default, so that it is told the cause."""
 
 
 def max_processes() -> int:
@@ -79,7 +79,7 @@ class Jvm:
         return not self._stopped and (self._process is None or self._process.poll() is None)
 
     @contextlib.contextmanager
-    def speaking(self) -> Iterator[Simulator]:
+    def speaking(self, timeout_s: float | None = None) -> Iterator[Simulator]:
         """The simulator, for one caller at a time, started if need be; a lost one ends the process."""
         with self.lock:
             try:
@@ -88,6 +88,7 @@ class Jvm:
                 if self._simulator is None:
                     self._start()
                 assert self._simulator is not None
+                self._simulator.gateway.set_deadline(timeout_s or ANSWER_TIMEOUT_S)
                 yield self._simulator
             except GatewayLost as error:
                 last_words = self.stop()
@@ -159,7 +160,7 @@ class Jvm:
             self._process.stdout.close()  # the simulator chats there; Java ignores that nobody listens
         if not port.isdecimal():
             raise GatewayLost("it did not start")
-        self._simulator = Simulator(Gateway(int(port), token, _ANSWER_TIMEOUT_S))
+        self._simulator = Simulator(Gateway(int(port), token, ANSWER_TIMEOUT_S))
 
 
 class JvmPool:

@@ -11,6 +11,8 @@ from agentgym_rl.environment.envs.sciworld.simulator import Globals, reference
 from agentgym_rl.errors import EnvError
 
 _SEPARATOR = "\x1f"
+_GOLD_TIMEOUT_S = 600.0
+"""A gold path is a whole episode in one answer: seconds, or minutes on a machine that has no time for us."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,8 @@ class World:
             POOL.give_back(self.jvm)
 
     def _load(self, task: str, variation: int, *, gold_path: bool) -> None:
-        (error,) = self._ask(self._call("load", task, variation, "", gold_path))
+        timeout_s = _GOLD_TIMEOUT_S if gold_path else None
+        (error,) = self._ask(self._call("load", task, variation, "", gold_path), timeout_s=timeout_s)
         if error:
             raise EnvError(f"sciworld's simulator cannot load variation {variation} of {task}: {error}")
 
@@ -105,9 +108,9 @@ class World:
     def _call(self, method: str, *arguments: Value) -> str:
         return call(reference(self._interface), method, *arguments)
 
-    def _ask(self, *commands: str) -> list[Value]:
+    def _ask(self, *commands: str, timeout_s: float | None = None) -> list[Value]:
         if self._closed:
             raise EnvError("this sciworld world is closed: make another")
-        with self.jvm.speaking() as simulator:
+        with self.jvm.speaking(timeout_s) as simulator:
             answers, self._globals = simulator.ask(self._globals, *commands)
         return answers
