@@ -26,8 +26,8 @@ class ModelConfig(_Section):
     chat_template: str | None = None
     """Name of a built-in template or path of a Jinja file, instead of the tokenizer's own."""
     device: str = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto: bfloat16 on CUDA, float32 elsewhere."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights. The optimizer works on them as they are: in bfloat16 a small learning rate rounds to nothing."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:

@@ -85,12 +85,11 @@ def _token(env: EnvironmentConfig) -> str | None:
 
 
 def choose_device(model: ModelConfig) -> tuple[str, torch.dtype]:
-    """(device, dtype): CUDA in bfloat16 where there is one, else CPU in float32, unless the config says otherwise."""
+    """(device, dtype): CUDA where there is one, else the CPU, unless the config says otherwise."""
     device = model.device if model.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"model.device = {device!r} needs a CUDA device, none is here: use device = 'cpu'")
-    auto = torch.bfloat16 if device.startswith("cuda") else torch.float32
-    return device, auto if model.dtype == "auto" else getattr(torch, model.dtype)
+    return device, getattr(torch, model.dtype)
 
 
 def load_from(folder: str | Path, model: ModelConfig) -> tuple[Any, Any]:
