@@ -35,6 +35,7 @@ def one_process() -> Iterator[None]:
     """Java takes seconds to start: the tests of this file share one process, unless they ask for another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(jvm.PROCESSES_VARIABLE, "1")
+        POOL.close()  # tests of other files may have left processes running
         yield
         POOL.close()
 
