@@ -25,7 +25,7 @@ class ModelConfig(_Section):
     """A small model from random weights with a word tokenizer of its own; needs a warm start."""
     chat_template: str | None = None
     """Name of a built-in template or path of a Jinja file, instead of the tokenizer's own."""
-    device: str = "auto"
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights. The optimizer works on them as they are: in bfloat16 a small learning rate rounds to nothing."""
 
@@ -72,7 +72,7 @@ class AgentConfig(_Section):
     """reflect: turns of one attempt; the horizon bounds all attempts and reflections together."""
     instruction: str | None = None
     """System message instead of the environment's own; an empty string means none."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, gt=0, le=100)
     max_new_tokens: int = Field(512, ge=1)
     max_context: int = Field(8192, ge=2)
     concurrency: int = Field(256, ge=1)
@@ -117,7 +117,7 @@ class Config(_Section):
     run_dir: str | None = None
     """Where the run is kept; by default runs/<name>, or runs/<name>-2 and so on when that is taken."""
     seed: int = 0
-    threads: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0, le=1024)
     """Torch threads on the CPU; 0 leaves torch's own choice."""
     model: ModelConfig
     environments: tuple[EnvironmentConfig, ...] = Field(min_length=1)
@@ -146,15 +146,22 @@ class Config(_Section):
         return self
 
     def folder(self, *, resume: bool) -> Path:
-        """Where to keep this run: a fresh place, or with `resume` the newest that holds a run of this name."""
+        """Where to keep this run: a fresh place, or with `resume` the newest that holds a run of this name and seed."""
         if self.run_dir:
             return Path(self.run_dir)
         fresh, number = Path("runs") / self.name, 1
-        newest = fresh
+        found = [fresh]
         while fresh.exists():
-            newest, number = fresh, number + 1
+            found.append(fresh)
+            number += 1
             fresh = Path("runs") / f"{self.name}-{number}"
-        return newest if resume else fresh
+        same_seed = [path for path in found if _seed_of(path) == self.seed]
+        return (same_seed or found)[-1] if resume else fresh
+
+
+def _seed_of(run: Path) -> int | None:
+    saved = run / "config.toml"
+    return tomllib.loads(saved.read_text(encoding="utf-8")).get("seed") if saved.is_file() else None
 
 
 def load_config(path: Path | None, overrides: list[str]) -> Config:

@@ -94,7 +94,7 @@ class RunLog:
         if exists:
             _require_same(config_path, resolved, may_change)
         for folder in (root, root / "trajectories", root / "checkpoints"):
-            folder.mkdir(parents=True, exist_ok=True)
+            _make(folder)
         lock = _lock(root)
         for leftover in root.glob(".*.tmp"):
             leftover.unlink()
@@ -320,6 +320,13 @@ def _require_trackers(trackers: Collection[str]) -> None:
             "the tensorboard tracker needs the package tensorboard, which is not installed: "
             "pip install 'agentgym-rl[tensorboard]', or leave it out of trackers"
         )
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the run directory {folder} cannot be made: {error.strerror or error}") from error
 
 
 def _require_empty(root: Path) -> None:

@@ -110,7 +110,8 @@ async def _starting_point(
     demonstrations = await _demonstrations(config, pool, items, log, console)
     if config.model.scratch is not None:
         texts = [m.content for t in demonstrations for m in t.messages]
-        tokenizer = build_tokenizer(texts)
+        replies = [m.content for t in demonstrations for m in t.messages if m.role == "assistant"]
+        tokenizer = build_tokenizer(texts, replies)
         device, dtype = wiring.choose_device(config.model)
         model = build_model(config.model.scratch, tokenizer, config.seed).to(device, dtype)
         console.note(
@@ -209,7 +210,7 @@ class Run:
         self.console.stage("Reinforcement learning", f"{config.rl.algorithm} with a {kind} horizon, {total} steps")
         policies = wiring.engine_policies(self.engine, self.renderer, config.agent, config.agent.temperature)
         collect = wiring.make_collector(config, self.pool, policies, config.rl.group_size, "train-")
-        limits = {env.name: wiring.limits_of(config.agent, 1) for env in config.environments}
+        limits = {env.name: wiring.limits_of(config.agent, 1, self.engine.max_context) for env in config.environments}
         with self.console.steps(total, start=self.state.step):
             hooks = Hooks(self._record, self._log_step, self._after_step)
             await train_rl(self.state, self.learner, collect, self._publish, limits, config.rl, hooks, config.seed)
@@ -240,7 +241,7 @@ class Run:
         config, settings, step = self.config, self.config.eval, self.state.step
         policies = wiring.engine_policies(self.engine, self.renderer, config.agent, settings.temperature)
         collect = wiring.make_collector(config, self.pool, policies, 1, f"eval{step}-")
-        limits = wiring.limits_of(config.agent, settings.max_turns)
+        limits = wiring.limits_of(config.agent, settings.max_turns, self.engine.max_context)
         by_subset: dict[str, list[Trajectory]] = defaultdict(list)
         for env in config.environments:
             chosen = _spread(self.items.held_out[env.name], settings.episodes, "evaluation")

@@ -20,6 +20,7 @@ from agentgym_rl.agent.styles import STYLES, Style
 from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig, ModelConfig
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import read_items
+from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.model import load_model, require_folder
@@ -98,8 +99,10 @@ def load_from(folder: str | Path, model: ModelConfig) -> tuple[Any, Any]:
     return load_model(str(folder), device=device, dtype=dtype)
 
 
-def limits_of(agent: AgentConfig, max_turns: int) -> Limits:
-    return Limits(max_turns=max_turns, max_new_tokens=agent.max_new_tokens, max_context=agent.max_context)
+def limits_of(agent: AgentConfig, max_turns: int, room: int | None = None) -> Limits:
+    """`room` is what the engine can hold: an episode that outgrows it ends as max_context, not as an error."""
+    most = agent.max_context if room is None else min(agent.max_context, room)
+    return Limits(max_turns=max_turns, max_new_tokens=agent.max_new_tokens, max_context=most)
 
 
 def wrap_of(agent: AgentConfig) -> Callable[[EnvSession], EnvSession]:
@@ -108,7 +111,9 @@ def wrap_of(agent: AgentConfig) -> Callable[[EnvSession], EnvSession]:
 
     def wrap(session: EnvSession) -> EnvSession:
         if agent.instruction is not None:
-            session.instruction = agent.instruction
+            # Only the environment's part: how to write an action is still to be told.
+            explain = action_format(style.action_format).explain
+            session.instruction = "\n\n".join(text for text in (agent.instruction, explain) if text)
         return style.wrap(session, agent.turns_per_attempt)
 
     return wrap

@@ -86,3 +86,13 @@ def test_a_real_environment(name):
             assert nonsense["done"] is False
             client.close()
         assert server.sessions.num_open == 0
+
+
+def test_create_answers_what_the_textcraft_client_of_agentgym_reads() -> None:
+    """Its constructor posts a goal that our server does not need and reads an observation before any reset."""
+    with server_in_thread({"textcraft": catalog.load("textcraft")}) as server:
+        body = {"minecraft_dir": "agentenv_textcraft/", "commands": None, "goal": None}
+        answer = httpx.post(f"{server.url}/create", json=body, timeout=10.0, trust_env=False).json()
+    assert isinstance(answer["id"], int)
+    assert isinstance(answer["observation"], str)
+    assert (answer["reward"], answer["score"], answer["done"]) == (0.0, 0.0, False)

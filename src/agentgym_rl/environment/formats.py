@@ -33,7 +33,7 @@ def parse_plain(reply: str) -> str:
     return reply.strip()
 
 
-_ACTION = re.compile(r"(?<!\w)Action:\**")
+_ACTION = re.compile(r"(?<!\w)Action ?:\**")
 _AFTER_ACTION = re.compile(r"^\s*\**(?:Thought|Observation):", re.MULTILINE)
 
 

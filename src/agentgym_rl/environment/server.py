@@ -28,6 +28,7 @@ from agentgym_rl.environment import catalog, wire
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, TextEnv
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
+from agentgym_rl.types import Step
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,11 @@ class Sessions:
         self.counts["created"] += 1
         return session_id
 
+    def touch(self, session_id: int) -> None:
+        """A call has ended: a session is idle from then on, however long the call took."""
+        if session_id in self._open:
+            self._last_used[session_id] = time.monotonic()
+
     def get(self, env: str, session_id: int) -> LocalSession:
         name, session = self._open.get(session_id, ("", None))
         if session is None or name != env:
@@ -141,7 +147,9 @@ def hot_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
     """The paths a rollout spends its time in."""
 
     async def create(_: bytes) -> bytes:
-        return wire.dump({"id": await sessions.create(env)})
+        # AgentGym's TextCraft client reads an observation here, before it has chosen an item.
+        waiting = Step("Reset this session with an item to begin.")
+        return wire.dump(wire.step_answer(waiting, 0.0, await sessions.create(env)))
 
     async def reset(raw: bytes) -> bytes:
         body = wire.read_body(raw)
@@ -152,6 +160,8 @@ def hot_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
         except EnvError as error:
             sessions.failed(session_id, error)
             raise
+        finally:
+            sessions.touch(session_id)
         return wire.dump(wire.step_answer(step, session.score, session_id))
 
     async def step(raw: bytes) -> bytes:
@@ -163,6 +173,8 @@ def hot_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
         except EnvError as error:
             sessions.failed(session_id, error)
             raise
+        finally:
+            sessions.touch(session_id)
         return wire.dump(wire.step_answer(step, session.score))
 
     async def close(raw: bytes) -> bytes:
@@ -219,13 +231,13 @@ class Gate:
 
     async def _body(self, receive: Receive) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            message = await receive()
-            body = message.get("body", b"")
-            while message.get("more_body"):
+            body, more = b"", True
+            while more:
                 message = await receive()
                 body += message.get("body", b"")
                 if len(body) > self._max_request_bytes:
                     raise self._too_large("more")
+                more = message.get("more_body", False)
         return body
 
     def _too_large(self, size: str) -> wire.TooLarge:

@@ -25,8 +25,12 @@ def clipped_policy_loss(
 
 
 def k1(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
-    """log(pi / ref): unbiased for KL(pi || ref), may be negative. As a loss its expected gradient is zero: use k2."""
-    return logprobs_A - reference_A
+    """log(pi / ref): unbiased for KL(pi || ref), may be negative.
+
+    Its own gradient is zero in expectation and would hold nothing, so as a loss it has the gradient of k2.
+    """
+    pull_A = k2(logprobs_A, reference_A)
+    return pull_A + (logprobs_A - reference_A - pull_A).detach()
 
 
 def k2(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +24,7 @@ def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path = {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
     return model, tokenizer
 

@@ -27,14 +27,16 @@ FREQUENT = 0.0005
 Lines = Counter[tuple[str, ...]]
 """Words of each clause, and how often it was said: an environment repeats itself, so this is short."""
 _WORD = r"[^\W\d_]+|\d"
-"""Words and single digits; punctuation and line breaks are dropped."""
+"""Words and single digits."""
 
 
-def build_tokenizer(texts: Iterable[str]) -> Any:
+def build_tokenizer(texts: Iterable[str], replies: Iterable[str] = ()) -> Any:
     """One token per word and per phrase of words that never part (`in front of you`), so that sequences are short.
 
-    Decoding joins tokens by single spaces: enough for actions, which are words.
+    Of punctuation only the marks that `replies` use are known, because they have to be said. Decoding joins tokens by
+    single spaces: enough for actions, which are words.
     """
+    marks = sorted({mark for reply in replies for mark in reply if not (mark.isalnum() or mark.isspace())})
     clauses = Counter(clause for text in texts for clause in re.split(r"[^\w ]", text))
     lines: Lines = Counter()
     for clause, count in clauses.items():
@@ -43,10 +45,10 @@ def build_tokenizer(texts: Iterable[str]) -> Any:
         raise ConfigError("a tokenizer needs texts to learn its words from, got none")
     phrases = _phrases(lines)
     vocabulary = sorted({word for line in lines for word in line} | {"system", "user", "assistant"})
-    tokens = [UNKNOWN, START, END, *vocabulary, *phrases]
+    tokens = [UNKNOWN, START, END, *vocabulary, *phrases, *marks]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN))
     longest_first = sorted(phrases, key=lambda p: (-len(p), p))
-    pattern = "|".join([*(rf"\b{re.escape(phrase)}\b" for phrase in longest_first), _WORD])
+    pattern = "|".join([*(rf"\b{re.escape(phrase)}\b" for phrase in longest_first), _WORD, *map(re.escape, marks)])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
     tokenizer.add_special_tokens([UNKNOWN, START, END])
     return PreTrainedTokenizerFast(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -57,6 +58,8 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         _require(self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1)
+        if not (all(0.0 <= beta < 1.0 for beta in self.betas) and math.isfinite(self.lr)):
+            raise ValueError(f"betas must lie in [0, 1) and lr be finite, got {self.betas} and {self.lr}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
