@@ -66,7 +66,8 @@ def _ask(instruction: str, case: dict[str, str]) -> bool:
         reply = str(response.json()["choices"][0]["message"]["content"])
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise EnvError(f"the judge at {url} did not answer as a chat endpoint does: {error!r:.200}") from error
-    verdict = re.search(r"\b(incorrect|correct)\b", reply.lower())
-    if verdict is None:
+    verdict = re.sub(r"<think>.*?</think>", "", reply.lower(), flags=re.DOTALL).strip(" \n\t.*\"'`")
+    if verdict not in ("correct", "incorrect"):
+        # Half a verdict ("partially correct", "not correct") is no success, and to guess at one would be worse.
         raise EnvError(f"the judge had to reply correct or incorrect, got {reply!r:.80}")
-    return verdict[1] == "correct"
+    return verdict == "correct"

@@ -23,7 +23,7 @@ def must_include(reference: str, answer: str, whole_word: bool = False) -> bool:
     """`whole_word`: a reference of one character must stand alone, so that 0 is not found in 10."""
     wanted, given = clean(reference), clean(answer)
     if whole_word and len(wanted) == 1:
-        return wanted in re.findall(r"\w+|[^\w\s]", given)
+        return wanted in re.findall(r"\d+(?:[.,:/-]\d+)*|\w+|[^\w\s]", given)
     return wanted in given
 
 

@@ -59,6 +59,12 @@ def _page(visit: Visit, title: str, *body: Child) -> Html:
     return page(look, title, *body, flash=visit.flash(), below=categories)
 
 
+def initial(name: str) -> str:
+    """The letter on a product's picture: of its second word, since the first is the maker; names can be edited."""
+    words = name.split() or ["?"]
+    return words[min(1, len(words) - 1)][0]
+
+
 def _card(product: sqlite3.Row) -> Html:
     hue = (product["category_id"] * 57 + product["id"] * 13) % 360
     rating = (
@@ -66,7 +72,7 @@ def _card(product: sqlite3.Row) -> Html:
     )
     return el(
         "div",
-        el("div", product["name"].split()[1][0], class_="thumb", style=f"--h:{hue}", aria_hidden="true"),
+        el("div", initial(product["name"]), class_="thumb", style=f"--h:{hue}", aria_hidden="true"),
         a(product["name"], f"/product/{product['id']}"),
         el("div", money(product["price"]), class_="price"),
         el("div", rating, class_="muted"),
@@ -134,7 +140,7 @@ def product(visit: Visit) -> Html:
     hue = (row["category_id"] * 57 + row["id"] * 13) % 360
     about = el(
         "div",
-        el("div", row["name"].split()[1][0], class_="thumb big", style=f"--h:{hue}", aria_hidden="true"),
+        el("div", initial(row["name"]), class_="thumb big", style=f"--h:{hue}", aria_hidden="true"),
         el("p", row["description"]),
         facts(
             ("SKU", row["sku"]),
