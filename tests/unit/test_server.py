@@ -13,7 +13,7 @@ from envs_for_tests import Bare, Counting, Garbage, Hanging, Raising, RaisingInT
 from servers_for_tests import server_in_thread, server_process, wait_until
 
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.server import create_app, serve
+from agentgym_rl.environment.server import Sessions, create_app, serve
 from agentgym_rl.errors import ConfigError
 
 ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThread, Hanging, Garbage, Bare)}
@@ -356,3 +356,28 @@ def test_a_missing_package_is_one_clear_line(monkeypatch):
     monkeypatch.setitem(catalog.CATALOG, "babyai", entry)
     with pytest.raises(ConfigError, match=r"needs the package 'no_such_package': pip install 'agentgym-rl\[babyai\]'"):
         catalog.load("babyai")
+
+
+async def test_shutdown_waits_for_a_call_in_a_thread_and_closes_its_environment():
+    closed = []
+
+    class Slow(Counting):
+        cheap = False
+
+        def step(self, text):
+            time.sleep(0.5)
+            return super().step(text)
+
+        def close(self):
+            closed.append(self)
+
+    sessions = Sessions({"slow": Slow}, max_sessions=4, idle_timeout_s=60.0, step_timeout_s=60.0)
+    session = sessions.get("slow", await sessions.create("slow"))
+    await session.reset(0)
+    step = asyncio.create_task(session.step("up"))
+    await asyncio.sleep(0.1)
+    step.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await step
+    await sessions.close_all()
+    assert len(closed) == 1

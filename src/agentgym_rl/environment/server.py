@@ -37,6 +37,8 @@ Handler = Callable[[bytes], Awaitable[bytes]]
 
 CAPABILITIES = {"actions": HasActions, "oracle": HasOracle, "state_key": HasStateKey, "render": HasRender}
 MAX_ITEMS_PER_ANSWER = 100_000
+SHUTDOWN_GRACE_S = 10.0
+"""How long a shutdown waits for calls in threads to come back, so that their environments are closed too."""
 BODY_TIMEOUT_S = 30.0
 """A client that announces a body and does not send it is dropped after this long."""
 
@@ -131,6 +133,9 @@ class Sessions:
         self._last_used.clear()
         self.counts["closed"] += len(sessions)
         await asyncio.gather(*(session.close() for session in sessions))
+        deadline = time.monotonic() + SHUTDOWN_GRACE_S
+        while any(session.ending for session in sessions) and time.monotonic() < deadline:  # noqa: ASYNC110, threads do not set events of a loop that ends
+            await asyncio.sleep(0.02)
 
     def _forget(self, session_id: int) -> None:
         self._open.pop(session_id, None)

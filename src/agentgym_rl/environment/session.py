@@ -29,7 +29,12 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name=f"environment-{name}", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=f"environment-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -179,6 +184,11 @@ class LocalSession:
             await self._call("close", self._env.close)
         if self._worker is not None and not self.hung:
             self._worker.stop()
+
+    @property
+    def ending(self) -> bool:
+        """Closed, but its thread still has a call to come back from before it closes the environment."""
+        return self.closed and self._worker is not None and self._worker.alive
 
     def _reset(self, item: int) -> Step:
         observation = self._env.reset(item)
