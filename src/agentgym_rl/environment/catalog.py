@@ -50,6 +50,12 @@ def _maze() -> type[TextEnv]:
     return Maze
 
 
+def _keydoor() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.keydoor import KeyDoor
+
+    return KeyDoor
+
+
 def _searchqa() -> type[TextEnv]:
     from agentgym_rl.environment.envs.searchqa import load_searchqa
 
@@ -93,6 +99,13 @@ CATALOG: dict[str, Entry] = {
     "maze": Entry(
         _maze,
         "find the way through a maze, seeing only the walls around you",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
+    "keydoor": Entry(
+        _keydoor,
+        "fetch the key of the right door: two rooms, thirty words, learned in a minute",
         package="agentgym_rl",
         extra="",
         licence="Apache-2.0 (our own)",
