@@ -136,11 +136,6 @@ class Config(_Section):
             raise ValueError(f"environments: each name once, got {', '.join(names)}")
         if self.model.scratch is not None and self.warm_start is None:
             raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
-        if self.rl.group_size < 2:
-            raise ValueError(
-                f"rl.group_size: {self.rl.algorithm} compares the episodes of a group, so it needs at least 2, "
-                f"got {self.rl.group_size}"
-            )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self

@@ -2,7 +2,10 @@
 
     <root>/config.toml                      the resolved config
     <root>/metrics.jsonl                    one JSON object per line, with `step` and `time`
+    <root>/doctor.jsonl                     one JSON object per warning of the doctor; absent as long as there is none
     <root>/trajectories/step_000012.jsonl   every training episode of step 12, before any filtering
+    <root>/trajectories/learned_000012.jsonl  what was trained on in step 12: advantages, entropies and the learner's
+                                            log-probabilities of every sampled token
     <root>/trajectories/eval_000012.jsonl   the episodes of an evaluation after step 12
     <root>/checkpoints/                     written by the trainer
     <root>/status.json                      running, finished, stopped or failed; replaced atomically
@@ -32,7 +35,7 @@ import orjson
 import tomli_w
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.types import Trajectory
+from agentgym_rl.types import Sample, Trajectory
 
 if sys.platform != "win32":
     import fcntl
@@ -52,6 +55,7 @@ class RunLog:
         self.resumed = resumed
         """True when the directory already held a run."""
         self.metrics_path = root / "metrics.jsonl"
+        self.doctor_path = root / "doctor.jsonl"
         self.trajectories_dir = root / "trajectories"
         self.checkpoints_dir = root / "checkpoints"
         self.summary_path = root / "summary.json"
@@ -101,8 +105,9 @@ class RunLog:
         write_atomically(config_path, tomli_w.dumps(resolved).encode())
         tensorboard = TensorBoard(root / "tensorboard") if "tensorboard" in trackers else None
         log = cls(root, resumed=exists, lock=lock, tensorboard=tensorboard)
-        if log.metrics_path.is_file():
-            _rewrite_metrics(log.metrics_path, read_metrics(log.metrics_path))
+        for path in (log.metrics_path, log.doctor_path):
+            if path.is_file():
+                _rewrite_metrics(path, read_metrics(path))
         log.set_status("running")
         return log
 
@@ -118,6 +123,10 @@ class RunLog:
             self._tensorboard.scalars(step, {n: float(v) for n, v in values.items() if not isinstance(v, str)})
         self.set_status("running", step=step)
 
+    def log_finding(self, finding: Mapping[str, Any]) -> None:
+        """Append one line to doctor.jsonl: `step`, `rule`, `severity`, `message`, `since`."""
+        _append(self.doctor_path, orjson.dumps(dict(finding)) + b"\n")
+
     def write_trajectory(self, step: int, trajectory: Trajectory, kind: Kind = "train") -> None:
         """Append one episode to the file of its step and kind.
 
@@ -131,6 +140,20 @@ class RunLog:
             self._begun.add(path)
         _append(path, line.encode())
 
+    def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
+        """One line per trained trajectory, in one write; A = its sampled tokens, numbers to 5 significant digits."""
+        rows = (
+            {
+                "id": sample.trajectory_id,
+                "advantages": [float(f"{x:.5g}") for x in sample.advantages],
+                "entropies": [float(f"{x:.5g}") for x in sample.entropies],
+                "logprobs": [float(f"{x:.5g}") for x in sample.old_logprobs],
+            }
+            for sample in samples
+        )
+        path = self.trajectories_dir / f"learned_{step:06d}.jsonl"
+        write_atomically(path, b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+
     def trajectories_path(self, step: int, kind: Kind = "train") -> Path:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"
 
@@ -140,9 +163,9 @@ class RunLog:
             if int(path.stem.rpartition("_")[2]) > step:
                 path.unlink()
                 self._begun.discard(path)
-        if self.metrics_path.is_file():
-            kept = [row for row in read_metrics(self.metrics_path) if row["step"] <= step]
-            _rewrite_metrics(self.metrics_path, kept)
+        for path in (self.metrics_path, self.doctor_path):
+            if path.is_file():
+                _rewrite_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])
         if self._tensorboard:
             self._tensorboard.purge(step + 1)
         self.set_status("running", step=step)
@@ -210,7 +233,7 @@ class TensorBoard:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, without a torn last one. Several lines may bear one step."""
+    """The lines of a metrics.jsonl or doctor.jsonl, without a torn last one. Several lines may bear one step."""
     return [orjson.loads(line) for line in _whole_lines(path)]
 
 

@@ -6,9 +6,11 @@ played again and comes out the same.
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,11 @@ from agentgym_rl.errors import EnvError
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, save_checkpoint
+from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
-from agentgym_rl.training.learner import RLLearner, freeze
+from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.rl import Hooks, RLState, derive_seed, train_rl
+from agentgym_rl.training.rl_learner import Lent, RLLearner
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.sft import train_sft
 from agentgym_rl.training.tasks import TaskSource
@@ -94,9 +98,17 @@ async def _prepare(
         model, tokenizer = await _starting_point(config, pool, items, log, console)
         if config.rl.kl_coef:
             export(model, tokenizer, reference_dir)
-    reference = freeze(wiring.load_from(reference_dir, config.model)[0]) if config.rl.kl_coef else None
+    reference = _reference(reference_dir, config)
     state = RLState(tasks, horizons)
     return Run(config, pool, items, log, console, model, tokenizer, state, reference, started), saved
+
+
+def _reference(folder: Path, config: Config) -> Lent | None:
+    """The model RL started from, frozen; None where no KL term needs it."""
+    if not config.rl.kl_coef:
+        return None
+    model = freeze(wiring.load_from(folder, config.model)[0])
+    return lambda: nullcontext(model)
 
 
 async def _starting_point(
@@ -174,13 +186,14 @@ class Run:
     model: Any
     tokenizer: Any
     state: RLState
-    reference: Any | None
+    reference: Lent | None
     started: float
     """When this process began, on the monotonic clock."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """{"step", "success", "episodes", "reward", "turns", "subsets": {name: {"success", "episodes"}}} in order."""
     seconds_before: float = 0.0
     """Wall time of the processes that ran until the checkpoint this one started from."""
+    doctor: Doctor = field(default_factory=Doctor)
     renderer: Renderer = field(init=False)
     engine: NativeEngine = field(init=False)
     learner: RLLearner = field(init=False)
@@ -188,8 +201,10 @@ class Run:
     def __post_init__(self) -> None:
         agent = self.config.agent
         self.renderer = Renderer(self.tokenizer, self.config.model.chat_template)
+        # Under overlap the learner changes its weights while episodes are played: the engine has a copy of its own.
+        played = freeze(copy.deepcopy(self.model)) if self.config.rl.overlap else self.model
         self.engine = NativeEngine(
-            self.model, decode=self.renderer.decode, max_sessions=agent.concurrency, max_context=agent.max_context
+            played, decode=self.renderer.decode, max_sessions=agent.concurrency, max_context=agent.max_context
         )
         self.learner = RLLearner(self.model, self.config.rl, agent.temperature, self.reference)
 
@@ -212,21 +227,24 @@ class Run:
         collect = wiring.make_collector(config, self.pool, policies, config.rl.group_size, "train-")
         limits = {env.name: wiring.limits_of(config.agent, 1, self.engine.max_context) for env in config.environments}
         with self.console.steps(total, start=self.state.step):
-            hooks = Hooks(self._record, self._log_step, self._after_step)
+            hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
             await train_rl(self.state, self.learner, collect, self._publish, limits, config.rl, hooks, config.seed)
         return self._summarise()
 
     async def _publish(self, version: int) -> None:
-        await self.engine.update_weights(None, version)
+        await self.engine.update_weights(self.model.state_dict() if self.config.rl.overlap else None, version)
 
     def _record(self, step: int, groups: list[Group]) -> None:
         for group in groups:
             for trajectory in group.trajectories:
                 self.log.write_trajectory(step, trajectory)
 
-    def _log_step(self, step: int, metrics: dict[str, float]) -> None:
+    def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         self.log.log(step, metrics)
         self.console.step(step, metrics)
+        for finding in self.doctor.observe({"step": step, **metrics}):
+            self.log.log_finding(finding.line())
+            self.console.warn(f"doctor: {finding.message}")
 
     async def _after_step(self, step: int) -> None:
         last = step == self.config.rl.steps
@@ -271,7 +289,8 @@ class Run:
         self.state.restore(saved["rl"], saved["step"])
         self.evaluations = saved["evaluations"]
         self.seconds_before = saved["seconds"]
-        await self.engine.update_weights(None, saved["version"])
+        self.doctor = Doctor(read_metrics(self.log.metrics_path) if self.state.step else ())
+        await self._publish(saved["version"])
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started

@@ -211,18 +211,36 @@ class Group:
 
 @dataclass(slots=True)
 class Sample:
-    """All a learner sees of one trajectory."""
+    """All a learner sees of one trajectory: T tokens, of which A were sampled.
+
+    What is known of sampled tokens has one entry for each of them and none for the rest, so that nothing can leak from
+    a token that nobody sampled. Everything after `loss_mask` is empty for supervised samples or until it is computed.
+    """
 
     token_ids: list[int]
     """T."""
     loss_mask: list[bool]
-    """T: True where the loss is taken."""
+    """T: True where the loss is taken; A of them."""
     logprobs: list[float] = field(default_factory=list)
-    """T: the sampler's, NaN where loss_mask is False; empty for supervised samples."""
-    advantages: list[float] = field(default_factory=list)
-    """T: 0 where loss_mask is False; empty for supervised samples."""
+    """A: the sampler's."""
     turn_index: list[int] = field(default_factory=list)
-    """T: the turn of each sampled token, -1 elsewhere; empty for supervised samples."""
+    """A: the turn of each sampled token, from 0."""
+    versions: list[int] = field(default_factory=list)
+    """A: version of the weights that sampled each token."""
+    advantages: list[float] = field(default_factory=list)
+    """A."""
+    old_logprobs: list[float] = field(default_factory=list)
+    """A: the learner's, before the step's updates."""
+    reference_logprobs: list[float] = field(default_factory=list)
+    """A: the reference model's."""
+    entropies: list[float] = field(default_factory=list)
+    """A: of the learner's distribution at each token, before the step's updates."""
+    values: list[float] = field(default_factory=list)
+    """A: the critic's, of the state before each token."""
+    returns: list[float] = field(default_factory=list)
+    """A: what the critic should have said."""
+    last_value: float = 0.0
+    """The critic's, of the state after the last token."""
     trajectory_id: str = ""
 
 

@@ -313,6 +313,9 @@ class Watched:
             await asyncio.sleep(3600)
         return Reply([Message("user", observation)], Message("assistant", "go"))
 
+    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+        return [Message("user", observation)]
+
     async def close(self) -> None:
         self.closed += 1
         if self.fail_close:

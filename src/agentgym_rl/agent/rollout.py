@@ -55,6 +55,8 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
     try:
         while not step.done:
             if trajectory.num_turns >= limits.max_turns:
+                messages += policy.unanswered(messages, step.observation, limits)
+                unread = None
                 return StopReason.MAX_TURNS
             reply = await policy.reply(messages, step.observation, limits)
             messages += reply.observation

@@ -1,20 +1,18 @@
-"""From trajectories to samples to padded micro-batches.
-
-Shapes: B rows, L columns of a micro-batch; A action tokens in it. Everything a loss sees is flat over action tokens,
-gathered by (row, column), so an observation token or a padding token cannot leak into it.
-"""
+"""From the groups of a step to the samples to learn from, with their advantages and weights."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
-from torch import Tensor
 
-from agentgym_rl.training.advantages import ESTIMATORS, zero_variance
-from agentgym_rl.types import Group, Sample, Trajectory
+from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
+from agentgym_rl.training.losses import KL_ESTIMATORS
+from agentgym_rl.training.settings import RLSettings
+from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory
+
+_OVERLONG = (StopReason.LENGTH, StopReason.MAX_CONTEXT)
 
 
 @dataclass(slots=True)
@@ -23,120 +21,125 @@ class Batch:
 
     samples: list[Sample] = field(default_factory=list)
     """Those to run through the model."""
+    episodes: list[Episode] = field(default_factory=list)
+    """What the estimator is told of each sample."""
+    truncated: list[bool] = field(default_factory=list)
+    """By sample: the episode did not truly end, so that there is something to bootstrap from."""
+    masked: list[bool] = field(default_factory=list)
+    """By sample: compared with, but not trained on."""
     weights: list[float] = field(default_factory=list)
-    """Loss weight of every action token of each sample; dropped samples included, they add up to 1 over the batch."""
+    """Loss weight of every action token of each sample; set by `estimate`."""
     zero_variance_groups: int = 0
     groups: int = 0
     """Groups with at least one usable trajectory."""
 
 
-@dataclass(slots=True)
-class MicroBatch:
-    """Rows padded on the right: a causal model needs no mask for that."""
-
-    input_ids_BL: Tensor
-    rows_A: Tensor
-    """Row of each action token."""
-    columns_A: Tensor
-    """Column of each action token; its prediction is made one column to the left."""
-    targets_A: Tensor
-    """The action tokens."""
-    weights_A: Tensor
-    logprobs_A: Tensor
-    """The sampler's; empty for supervised samples."""
-    advantages_A: Tensor
-    turns_A: Tensor
-
-    @property
-    def num_actions(self) -> int:
-        return len(self.targets_A)
+def equal_rewards(group: Group) -> bool:
+    """True when no episode of the group did better than another, so that a comparison says nothing."""
+    rewards = [t.reward for t in group.usable]
+    return not rewards or max(rewards) - min(rewards) < EPSILON
 
 
-def to_sample(trajectory: Trajectory, advantages: list[float]) -> Sample:
-    """`advantages` has one entry per turn. Example: ids [o o a a o a] with advantages [.5, -1] -> [0 0 .5 .5 0 -1]."""
-    turns = trajectory.turn_index
+def to_sample(trajectory: Trajectory, *, keep_tail: bool = False) -> Sample:
+    """What was sampled, token for token. `keep_tail` keeps what came after the last reply, for a critic to look at."""
+    mask = trajectory.loss_mask
+    end = len(mask) if keep_tail else len(mask) - (mask[::-1].index(True) if True in mask else 0)
+    replies = [m for m in trajectory.messages if m.logprobs is not None]
     return Sample(
-        token_ids=trajectory.token_ids,
-        loss_mask=trajectory.loss_mask,
-        logprobs=trajectory.logprobs,
-        advantages=[advantages[k] if k >= 0 else 0.0 for k in turns],
-        turn_index=turns,
+        token_ids=trajectory.token_ids[:end],
+        loss_mask=mask[:end],
+        logprobs=[p for m in replies for p in m.logprobs or ()],
+        turn_index=[k for k in trajectory.turn_index if k >= 0],
+        versions=[m.version or 0 for m in replies for _ in m.token_ids],
         trajectory_id=trajectory.id,
     )
 
 
-def to_batch(
-    groups: list[Group],
-    algorithm: str,
-    *,
-    normalize_std: bool,
-    drop_zero_variance: bool,
-    aggregate: Literal["token", "trajectory"],
-) -> Batch:
-    """Estimate advantages group by group; failed episodes and those in which nothing was sampled are left out."""
+def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limits] | None = None) -> Batch:
+    """Usable trajectories as samples; failed ones and those in which nothing was sampled are left out.
+
+    `limits` by environment is needed for the penalty on overlong replies only.
+    """
     batch = Batch()
-    kept: list[tuple[Sample, bool]] = []
-    for group in groups:
+    for number, group in enumerate(groups):
         trajectories = [t for t in group.usable if any(t.loss_mask)]
-        if not trajectories:
-            continue
-        flat = zero_variance(trajectories)
-        batch.groups += 1
-        batch.zero_variance_groups += flat
-        # Of a group that lost all but one episode to failures nothing can be estimated: that is no variance, no error.
-        nothing = [[0.0] * t.num_turns for t in trajectories]
-        advantages = nothing if flat else ESTIMATORS[algorithm](trajectories, normalize_std)
-        kept += [(to_sample(t, a), flat) for t, a in zip(trajectories, advantages, strict=True)]
-    weights = token_weights([sample for sample, _ in kept], aggregate)
-    for (sample, flat), weight in zip(kept, weights, strict=True):
-        if not (flat and drop_zero_variance):
+        batch.groups += bool(trajectories)
+        for trajectory in trajectories:
+            sample = to_sample(trajectory, keep_tail=settings.algorithm == "ppo")
+            counts = [0] * trajectory.num_turns
+            for turn in sample.turn_index:
+                counts[turn] += 1
+            rewards = list(trajectory.rewards)
+            if settings.overlong == "penalty":
+                assert limits is not None
+                longest = limits[trajectory.task.env].max_new_tokens
+                rewards = [r - overlong_penalty(n, longest, settings) for r, n in zip(rewards, counts, strict=True)]
             batch.samples.append(sample)
-            batch.weights.append(weight)
+            batch.episodes.append(
+                Episode(number, rewards, counts, states=[info.get("state_key") for info in trajectory.infos])
+            )
+            batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated)
+            batch.masked.append(settings.overlong == "mask" and trajectory.stop in _OVERLONG)
     return batch
 
 
-def token_weights(samples: list[Sample], aggregate: Literal["token", "trajectory"]) -> list[float]:
-    """Weight of each action token, by sample. token: 1 / all action tokens. trajectory: 1 / (samples * own tokens)."""
+def overlong_penalty(tokens: int, max_new_tokens: int, settings: RLSettings) -> float:
+    """0 up to max_new_tokens - buffer, then rising to 1 at max_new_tokens. Yu et al. 2025, DAPO (arXiv 2503.14476)."""
+    buffer = min(settings.overlong_buffer, max_new_tokens)
+    return min(1.0, max(0.0, (tokens - (max_new_tokens - buffer)) / buffer))
+
+
+def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
+    """The batch with advantages and weights, less what there is nothing to learn from.
+
+    For ppo the samples hold values; for KL in the reward they hold old and reference log-probabilities, and `kl_coef`
+    is its weight now.
+    """
+    for sample, episode, truncated in zip(batch.samples, batch.episodes, batch.truncated, strict=True):
+        if settings.kl_in == "reward" and kl_coef:
+            old, reference = torch.tensor(sample.old_logprobs), torch.tensor(sample.reference_logprobs)
+            episode.penalties = (kl_coef * KL_ESTIMATORS[settings.kl_estimator](old, reference)).tolist()
+        episode.values = sample.values
+        episode.last_value = sample.last_value if truncated else 0.0
+    found = ESTIMATORS[settings.algorithm](batch.episodes, settings)
+    for sample, advantages in zip(batch.samples, found.advantages, strict=True):
+        sample.advantages = advantages
+    for sample, returns in zip(batch.samples, found.returns, strict=False):
+        sample.returns = returns
+    flat = _flat_groups(batch, settings)
+    trained = [i for i, masked in enumerate(batch.masked) if not masked]
+    weights = token_weights([batch.samples[i] for i in trained], settings.aggregate, settings.aggregate_length)
+    dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ("grpo", "rloo") else set()
+    kept = [(i, w) for i, w in zip(trained, weights, strict=True) if batch.episodes[i].group not in dropped]
+    return Batch(
+        samples=[batch.samples[i] for i, _ in kept],
+        episodes=[batch.episodes[i] for i, _ in kept],
+        truncated=[batch.truncated[i] for i, _ in kept],
+        masked=[False] * len(kept),
+        weights=[w for _, w in kept],
+        zero_variance_groups=len(flat),
+        groups=batch.groups,
+    )
+
+
+def _flat_groups(batch: Batch, settings: RLSettings) -> set[int]:
+    """Groups that say nothing: no advantage, or, where advantages are not the group's own, no difference in reward."""
+    spread: dict[int, list[float]] = {}
+    for episode, sample in zip(batch.episodes, batch.samples, strict=True):
+        said = sample.advantages if settings.algorithm in ("grpo", "rloo") else [episode.total]
+        low, high = spread.get(episode.group, [said[0], said[0]])
+        spread[episode.group] = [min(low, *said), max(high, *said)]
+    return {group for group, (low, high) in spread.items() if high - low < EPSILON}
+
+
+def token_weights(samples: list[Sample], aggregate: str, aggregate_length: int = 1) -> list[float]:
+    """Weight of each action token, by sample.
+
+    token: 1 / all action tokens. trajectory: 1 / (samples * own tokens). constant: 1 / (samples * aggregate_length).
+    """
     counts = [sum(s.loss_mask) for s in samples]
     if aggregate == "token":
         return [1.0 / sum(counts)] * len(counts) if counts else []
+    if aggregate == "constant":
+        return [1.0 / (len(counts) * aggregate_length)] * len(counts)
     return [1.0 / (len(counts) * count) for count in counts]
-
-
-def micro_batches(
-    samples: list[Sample], weights: list[float], max_tokens: int, device: torch.device | str = "cpu"
-) -> list[MicroBatch]:
-    """Samples of similar length together, at most `max_tokens` padded tokens each (or one sample, if it is longer)."""
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids), reverse=True)
-    chunks: list[list[int]] = []
-    for i in order:
-        longest = len(samples[chunks[-1][0]].token_ids) if chunks else 0
-        if chunks and (len(chunks[-1]) + 1) * longest <= max_tokens:
-            chunks[-1].append(i)
-        else:
-            chunks.append([i])
-    return [_pad([samples[i] for i in chunk], [weights[i] for i in chunk], device) for chunk in chunks]
-
-
-def _pad(samples: list[Sample], weights: list[float], device: torch.device | str) -> MicroBatch:
-    longest = max(len(s.token_ids) for s in samples)
-    positions = [[c for c, trained in enumerate(s.loss_mask) if trained] for s in samples]
-    for sample, columns in zip(samples, positions, strict=True):
-        if columns and columns[0] == 0:
-            raise ValueError(f"{sample.trajectory_id}: the first token of a sample cannot be trained on")
-        if sample.logprobs and any(math.isnan(sample.logprobs[c]) for c in columns):
-            raise ValueError(f"{sample.trajectory_id}: a trained token has no log-probability of its sampling")
-
-    def gather(name: str) -> list[float]:
-        return [getattr(s, name)[c] for s, cs in zip(samples, positions, strict=True) if getattr(s, name) for c in cs]
-
-    return MicroBatch(
-        input_ids_BL=torch.tensor([s.token_ids + [0] * (longest - len(s.token_ids)) for s in samples], device=device),
-        rows_A=torch.tensor([r for r, cs in enumerate(positions) for _ in cs], device=device, dtype=torch.long),
-        columns_A=torch.tensor([c for cs in positions for c in cs], device=device, dtype=torch.long),
-        targets_A=torch.tensor(gather("token_ids"), device=device, dtype=torch.long),
-        weights_A=torch.tensor([w for w, cs in zip(weights, positions, strict=True) for _ in cs], device=device),
-        logprobs_A=torch.tensor(gather("logprobs"), device=device, dtype=torch.float32),
-        advantages_A=torch.tensor(gather("advantages"), device=device, dtype=torch.float32),
-        turns_A=torch.tensor(gather("turn_index"), device=device, dtype=torch.long),
-    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.batch import MicroBatch
+from agentgym_rl.training.microbatch import MicroBatch
 
 
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -43,14 +43,28 @@ def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[
 
     The head runs on action positions only: observations never meet the vocabulary.
     """
-    hidden_BLH = model.get_decoder()(input_ids=batch.input_ids_BL, use_cache=False).last_hidden_state
-    hidden_AH = hidden_BLH[batch.rows_A, batch.columns_A - 1]
+    hidden_AH = states_before_actions(hidden_states(model.get_decoder(), batch), batch)
     logits_AV = model.get_output_embeddings()(hidden_AH).float()
     if temperature != 1.0:
         logits_AV = logits_AV / temperature
     logprobs_AV = logits_AV.log_softmax(-1)
     entropy_A = -(logprobs_AV.exp() * logprobs_AV).sum(-1)
     return logprobs_AV.gather(-1, batch.targets_A[:, None]).squeeze(-1), entropy_A
+
+
+def hidden_states(decoder: Any, batch: MicroBatch) -> Tensor:
+    """BLH: what the decoder makes of every token."""
+    return decoder(input_ids=batch.input_ids_BL, use_cache=False).last_hidden_state
+
+
+def states_before_actions(hidden_BLH: Tensor, batch: MicroBatch) -> Tensor:
+    """AH: where each action token is predicted, one token before it."""
+    return hidden_BLH[batch.rows_A, batch.columns_A - 1]
+
+
+def states_at_end(hidden_BLH: Tensor, batch: MicroBatch) -> Tensor:
+    """BH: after the last token of each sample."""
+    return hidden_BLH[torch.arange(len(batch.lengths_B), device=hidden_BLH.device), batch.lengths_B - 1]
 
 
 @torch.no_grad()

@@ -5,22 +5,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from agentgym_rl.errors import EnvError
-from agentgym_rl.training.batch import Batch, to_batch
+from agentgym_rl.errors import EngineError, EnvError
+from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
 from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.training.tasks import TaskSource
-from agentgym_rl.types import Collect, Group, Limits, StopReason, Task
+from agentgym_rl.types import Collect, Group, Limits, Sample, StopReason, Task, Trajectory
 
 
 class Learner(Protocol):
     """What learns from a step's samples."""
 
+    @property
+    def kl_coef(self) -> float: ...
+    def assess(self, samples: list[Sample]) -> None: ...
     def learn(self, batch: Batch, seed: int) -> dict[str, float]: ...
 
 
@@ -30,7 +33,9 @@ class Hooks:
 
     record: Callable[[int, list[Group]], None]
     """Every episode of a step, before any filtering. Steps are numbered from 1 in what is written down."""
-    log: Callable[[int, dict[str, float]], None]
+    learned: Callable[[int, list[Sample]], None]
+    """What was trained on, with advantages and what the learner made of every token."""
+    log: Callable[[int, dict[str, float | str]], None]
     """A finished step's metrics."""
     after_step: Callable[[int], Awaitable[None]]
     """Called with the number of finished steps: checkpoints and evaluations."""
@@ -44,14 +49,29 @@ class RLState:
     horizons: dict[str, Horizon]
     step: int = 0
     """Finished steps."""
+    version: int = 0
+    """Of the weights that were published last."""
+    played: list[Group] = field(default_factory=list)
+    """Under overlap: the next step's episodes, played with weights that are gone."""
+    played_s: float = 0.0
+    """How long playing them took."""
 
     def state(self) -> dict[str, Any]:
-        return {"tasks": self.tasks.state(), "horizons": {e: h.state() for e, h in self.horizons.items()}}
+        return {
+            "tasks": self.tasks.state(),
+            "horizons": {e: h.state() for e, h in self.horizons.items()},
+            "version": self.version,
+            "played": [[t.to_json() for t in group.trajectories] for group in self.played],
+            "played_s": self.played_s,
+        }
 
-    def restore(self, state: dict[str, Any], step: int) -> None:
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
         self.tasks.restore(state["tasks"])
         for env, horizon in self.horizons.items():
             horizon.restore(state["horizons"][env])
+        groups = [[Trajectory.from_json(line) for line in lines] for lines in state["played"]]
+        self.played = [Group(trajectories[0].task, trajectories) for trajectories in groups]
+        self.version, self.played_s = state["version"], state["played_s"]
         self.step = step
 
 
@@ -65,37 +85,94 @@ async def train_rl(
     hooks: Hooks,
     seed: int,
 ) -> None:
-    """Run until `settings.steps` steps are finished. `limits` is by environment; max_turns is the horizon's to set."""
+    """Run until `settings.steps` steps are finished. `limits` is by environment; max_turns is the horizon's to set.
+
+    With `overlap` the next step's episodes are played, under the weights of this one's, while the learner works in a
+    thread. The engine then needs weights of its own.
+    """
+
     while state.step < settings.steps:
-        step = state.step
-        started = time.perf_counter()
-        tasks = state.tasks.take(settings.groups_per_step)
-        groups = await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, "rollout", step))
-        collected = time.perf_counter()
+        step, started = state.step, time.perf_counter()
+        if not state.played:
+            await _play(step, state, collect, limits, settings, seed)
+        groups, rollout_s = state.played, state.played_s
+        state.played = []
         hooks.record(step + 1, groups)
-        metrics = episode_metrics(groups)
-        if not metrics["episodes/usable"]:
-            failures = [t.error for g in groups for t in g.trajectories if t.error]
-            raise EnvError(f"step {step + 1}: all {len(failures)} episodes failed; the first: {failures[0]}")
-        batch = to_batch(
-            groups,
-            settings.algorithm,
-            normalize_std=settings.normalize_std,
-            drop_zero_variance=settings.zero_variance == "drop",
-            aggregate=settings.aggregate,
-        )
-        metrics["groups/zero_variance"] = batch.zero_variance_groups / max(1, batch.groups)
-        metrics["samples"] = float(len(batch.samples))
-        if batch.samples:
-            metrics |= learner.learn(batch, derive_seed(seed, "minibatches", step))
-            await publish(step + 1)
-        learned = time.perf_counter()
+        metrics: dict[str, float | str] = {**episode_metrics(groups)}
+        _require_episodes(groups, step)
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
-        metrics |= _times(started, collected, learned, metrics.get("tokens/sampled", 0.0))
         _advance(state.horizons, groups)
+        learning_since = time.perf_counter()
+        if settings.overlap and step + 1 < settings.steps:
+            async with asyncio.TaskGroup() as both:
+                both.create_task(_play(step + 1, state, collect, limits, settings, seed))
+                work = both.create_task(asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed))
+            found, samples = work.result()
+        else:
+            found, samples = _learn(groups, state, learner, limits, settings, seed)
+        if samples:
+            state.version = step + 1
+            await publish(state.version)
+        now = time.perf_counter()
+        metrics |= found | _times(rollout_s, now - learning_since, now - started, metrics)
+        hooks.learned(step + 1, samples)
         state.step += 1
         hooks.log(state.step, metrics)
         await hooks.after_step(state.step)
+
+
+def _learn(
+    groups: list[Group],
+    state: RLState,
+    learner: Learner,
+    limits: Mapping[str, Limits],
+    settings: RLSettings,
+    seed: int,
+) -> tuple[dict[str, float | str], list[Sample]]:
+    """(metrics, what was trained on)."""
+    batch = gather(groups, settings, limits)
+    if settings.algorithm == "ppo" or settings.kl_in == "reward":
+        learner.assess(batch.samples)
+    batch = estimate(batch, settings, learner.kl_coef)
+    metrics: dict[str, float | str] = {
+        "groups/zero_variance": batch.zero_variance_groups / max(1, batch.groups),
+        "samples": float(len(batch.samples)),
+        "importance": settings.importance,
+        **_staleness(batch.samples, state.version, settings.overlap),
+    }
+    if batch.samples:
+        metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
+    return metrics, batch.samples
+
+
+def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, float]:
+    """How many versions old the weights were that sampled each token. More than `bound` is an error, not a metric."""
+    ages = [version - v for sample in samples for v in sample.versions]
+    if not ages:
+        return {}
+    if max(ages) > bound:
+        raise EngineError(
+            f"episodes must be at most {bound} versions old, one was sampled by version {version - max(ages)} and the "
+            f"learner is at {version}: the engine did not take the last update"
+        )
+    return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
+
+
+async def _play(
+    step: int, state: RLState, collect: Collect, limits: dict[str, Limits], settings: RLSettings, seed: int
+) -> None:
+    """Play a step's groups into `state.played`. With resample_rounds, new ones make up for those of equal rewards."""
+    started = time.perf_counter()
+    groups: list[Group] = []
+    wanted = settings.groups_per_step
+    for attempt in range(settings.resample_rounds + 1):
+        tasks = state.tasks.take(wanted)
+        parts = ("rollout", step) if attempt == 0 else ("rollout", step, attempt)
+        groups += await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, *parts))
+        wanted = settings.groups_per_step - sum(not equal_rewards(g) for g in groups)
+        if wanted <= 0:
+            break
+    state.played, state.played_s = groups, time.perf_counter() - started
 
 
 async def _collect(
@@ -116,6 +193,12 @@ async def _collect(
     return [group for part in parts for group in part]
 
 
+def _require_episodes(groups: list[Group], step: int) -> None:
+    if not any(g.usable for g in groups):
+        failures = [t.error for g in groups for t in g.trajectories if t.error]
+        raise EnvError(f"step {step + 1}: all {len(failures)} episodes failed; the first: {failures[0]}")
+
+
 def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:
     """Tell each horizon how its environment went."""
     for env, horizon in horizons.items():
@@ -127,13 +210,14 @@ def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:
             horizon.advance(None, None)
 
 
-def _times(started: float, collected: float, learned: float, sampled: float) -> dict[str, float]:
-    rollout_s, learn_s = collected - started, learned - collected
+def _times(rollout_s: float, learn_s: float, step_s: float, metrics: Mapping[str, float | str]) -> dict[str, float]:
+    """Under overlap the rollout ran beside the step before, so that the parts add up to more than the step."""
+    sampled = float(metrics.get("tokens/sampled", 0.0))
     return {
         "time/rollout_s": rollout_s,
         "time/learn_s": learn_s,
-        "time/step_s": rollout_s + learn_s,
-        "tokens/sampled_per_s": sampled / rollout_s,
+        "time/step_s": step_s,
+        "tokens/sampled_per_s": sampled / rollout_s if rollout_s else 0.0,
     }
 
 

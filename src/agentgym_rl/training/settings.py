@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -80,26 +81,84 @@ class SFTSettings:
         _require(self, epochs=1, batch_size=1)
 
 
+Algorithm = Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "ppo"]
+Credit = Literal["outcome", "turns", "two_level", "anchor"]
+
+GROUP_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "rloo", "reinforce++-baseline")
+"""Those that compare the episodes of a group."""
+
+INVALID: dict[tuple[str, str], str] = {
+    ("grpo", "two_level"): "it is built of the values of a critic, which only ppo has",
+    ("rloo", "two_level"): "it is built of the values of a critic, which only ppo has",
+    ("reinforce++", "two_level"): "it is built of the values of a critic, which only ppo has",
+    ("reinforce++-baseline", "two_level"): "it is built of the values of a critic, which only ppo has",
+    ("reinforce++", "anchor"): "it compares the episodes of a group, which reinforce++ does not",
+    ("reinforce++-baseline", "anchor"): "its normalisation over the batch would undo that within anchor states",
+    ("ppo", "anchor"): "the critic's value is a baseline for every state already",
+}
+"""(algorithm, credit) that do not go together, and why. docs/algorithms.md shows the same as a table."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RLSettings:
-    """Online RL. Defaults are the paper's GRPO."""
+class CriticSettings:
+    """PPO's value function: a copy of the starting model (with LoRA: an adapter of its own) under a scalar head."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
-    algorithm: Literal["grpo", "rloo"] = "grpo"
+    clip: float = 0.2
+    """A value may move this far from what it was before the step's updates; 0 for no bound."""
+    warmup_steps: int = 0
+    """Steps in which only the critic learns."""
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+
+    def __post_init__(self) -> None:
+        _require(self, clip=0, warmup_steps=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLSettings:
+    """Online RL. Defaults are the paper's GRPO; docs/algorithms.md has the formulas and which settings go together."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    algorithm: Algorithm = "grpo"
+    credit: Credit = "outcome"
+    """How a trajectory's rewards reach its turns. outcome: their sum, to every turn. turns: to each turn what was paid
+    from there on, discounted. two_level: GAE over turns, then over the tokens of each. anchor: outcome plus a
+    comparison among turns taken in the same state (GiGPO)."""
     steps: int = 100
     groups_per_step: int = 16
     group_size: int = 8
     normalize_std: bool = True
-    """Divide a group's advantages by its standard deviation (GRPO) or not (Dr. GRPO)."""
+    """Divide advantages by their standard deviation (GRPO: of the group; PPO: of the batch) or not (Dr. GRPO)."""
+    turn_discount: float = 1.0
+    """Per turn, for every credit but outcome."""
+    token_discount: float = 1.0
+    """Per token within a turn; ppo."""
+    gae_lambda: float = 1.0
+    """Between tokens; ppo."""
+    turn_lambda: float = 0.95
+    """Between turns; ppo with two_level."""
+    anchor_weight: float = 1.0
+    """Weight of the comparison within anchor states against that of whole episodes."""
     zero_variance: Literal["drop", "keep"] = "drop"
-    """Groups whose rewards are all equal carry no policy gradient: `drop` saves their forward pass, `keep` runs it
+    """Groups whose advantages are all 0 carry no policy gradient: `drop` saves their forward pass, `keep` runs it
     (needed if the KL or entropy term shall see them). The batch is normalised over all of them either way."""
-    aggregate: Literal["token", "trajectory"] = "token"
-    """Mean over all action tokens of the batch, or mean over trajectories of the mean over their action tokens."""
+    resample_rounds: int = 0
+    """Dynamic sampling: play up to this many further rounds of new tasks in place of groups whose rewards are equal."""
+    overlong: Literal["keep", "mask", "penalty"] = "keep"
+    """Episodes cut by max_new_tokens or max_context. mask: not trained on. penalty: a reply's reward sinks by up to 1
+    over the last `overlong_buffer` tokens before max_new_tokens."""
+    overlong_buffer: int = 64
+    loss: Literal["clip", "gspo", "cispo"] = "clip"
+    """clip: PPO's, a ratio per token. gspo: one ratio per trajectory. cispo: clips the weight, never the gradient."""
+    aggregate: Literal["token", "trajectory", "constant"] = "token"
+    """Mean over all action tokens of the batch; or over trajectories of the mean over their action tokens; or over
+    trajectories of the sum divided by `aggregate_length`, so that length carries no weight (Dr. GRPO)."""
+    aggregate_length: int = 1024
     clip_low: float = 0.2
     clip_high: float = 0.2
-    """The ratio between new and old policy is clipped to [1 - clip_low, 1 + clip_high]."""
+    """The ratio between new and old policy is clipped to [1 - clip_low, 1 + clip_high]. DAPO: clip_high = 0.28."""
     epochs: int = 1
     """Passes over a step's samples."""
     minibatches: int = 1
@@ -107,16 +166,54 @@ class RLSettings:
     kl_coef: float = 0.001
     """Weight of the KL term to the reference model; 0 skips the reference altogether."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_in: Literal["loss", "reward"] = "loss"
+    kl_target: float = 0.0
+    """KL per token that kl_coef is steered towards after every step; 0 leaves kl_coef as it is."""
+    kl_rate: float = 0.1
+    """The most kl_coef may change in one step while it is steered, as a share."""
     entropy_coef: float = 0.0
     """Bonus on the entropy of the policy."""
-    importance: Literal["truncated", "none"] = "truncated"
-    """Correction for a sampler that differs from the learner: weight min(learner / sampler, cap) per token."""
+    overlap: int = 0
+    """1: the next step's episodes are played while this one's are learned from, with weights one update old."""
+    importance: Literal["token", "sequence_mask", "none"] = "token"
+    """Correction for a sampler that differs from the learner. token: weight min(learner / sampler, cap) per token.
+    sequence_mask: trajectories whose mean ratio lies outside [1 / cap, cap] are left out."""
     importance_cap: float = 2.0
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    critic: CriticSettings = field(default_factory=CriticSettings)
 
     def __post_init__(self) -> None:
-        _require(self, steps=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
-        _require(self, clip_low=0, clip_high=0, kl_coef=0, importance_cap=1)
+        _require(self, steps=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1, resample_rounds=0)
+        _require(self, clip_low=0, clip_high=0, kl_coef=0, kl_target=0, kl_rate=0, importance_cap=1, overlap=0)
+        _require(self, overlong_buffer=1, aggregate_length=1, anchor_weight=0)
+        for name in ("turn_discount", "token_discount", "gae_lambda", "turn_lambda"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+        for problem in self._problems():
+            raise ValueError(problem)
+
+    def _problems(self) -> Iterator[str]:
+        """What does not go together."""
+        algorithm, credit = self.algorithm, self.credit
+        if (algorithm, credit) in INVALID:
+            yield f"credit = {credit!r} cannot be used with {algorithm}: {INVALID[algorithm, credit]}"
+        if algorithm in GROUP_ALGORITHMS and self.group_size < 2:
+            yield (
+                f"group_size: {algorithm} compares the episodes of a group, so it needs at least 2, "
+                f"got {self.group_size}"
+            )
+        if self.loss == "gspo" and algorithm == "ppo":
+            yield "loss = 'gspo' cannot be used with ppo: it has one ratio a trajectory, GAE one advantage a token"
+        if self.resample_rounds and self.group_size < 2:
+            yield f"resample_rounds needs groups of at least 2 to compare, got group_size = {self.group_size}"
+        if self.kl_target and not self.kl_coef:
+            yield "kl_target steers kl_coef, which is 0: set a kl_coef to start from"
+        if self.overlap > 1:
+            yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.epochs * self.minibatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,208 @@
+"""The learner of online RL: assesses samples, then makes one or more updates on them.
+
+Shapes: A action tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentgym_rl.training.batch import Batch
+from agentgym_rl.training.critic import Critic, ValueModel
+from agentgym_rl.training.learner import Updater, freeze
+from agentgym_rl.training.losses import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from agentgym_rl.training.microbatch import MicroBatch, micro_batches
+from agentgym_rl.training.model import action_logprobs, check_plain_head
+from agentgym_rl.training.settings import RLSettings
+from agentgym_rl.types import Sample
+
+Lent = Callable[[], AbstractContextManager[Any]]
+"""Opens a model for a while: a second one, or the same with its adapters switched."""
+
+WEIGHTED = ("entropy/mean", "clip/fraction", "mismatch/abs", "mismatch/kl", "kl/reference", "importance/kept")
+MOST_TURNS = 8
+"""Turns with a metric of their own; later ones share one."""
+
+
+class RLLearner(Updater):
+    """Policy gradient on token-exact samples."""
+
+    def __init__(
+        self,
+        model: Any,
+        settings: RLSettings,
+        temperature: float,
+        reference: Lent | None = None,
+        critic: ValueModel | None = None,
+    ) -> None:
+        check_plain_head(model)
+        total = settings.steps * settings.updates_per_step
+        super().__init__(model, settings.optimizer, total)
+        self._rl, self._temperature = settings, temperature
+        self.kl_coef = settings.kl_coef
+        """Its weight now; `kl_target` moves it."""
+        self.steps = 0
+        if settings.kl_coef == 0.0:
+            reference = None
+        elif reference is None:
+            frozen = freeze(copy.deepcopy(model))
+            reference = lambda: nullcontext(frozen)  # noqa: E731
+        self._reference = reference
+        self.critic: Critic | None = None
+        if settings.algorithm == "ppo":
+            value_model = critic or ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
+            self.critic = Critic(value_model, settings.critic, total)
+
+    def assess(self, samples: list[Sample]) -> None:
+        """Add to the samples what the estimator or the loss needs of the model before any update, where it is missing.
+
+        Log-probabilities of this policy if it will be updated more than once or KL is paid in the reward, those of the
+        reference if it is used, the critic's values if there is one.
+        """
+        old = self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
+        todo = [s for s in samples if not (s.old_logprobs if old else s.reference_logprobs or s.values)]
+        if not (todo and (old or self._reference or self.critic)):
+            return
+        for micro in self._micro_batches(todo, [0.0] * len(todo)):
+            rows = [todo[i] for i in micro.indices]
+            if old:
+                self.model.eval()
+                with torch.no_grad():
+                    logprobs_A, entropy_A = action_logprobs(self.model, micro, self._temperature)
+                _put(rows, "old_logprobs", micro.by_row(logprobs_A))
+                _put(rows, "entropies", micro.by_row(entropy_A))
+            if self._reference is not None:
+                with self._reference() as reference, torch.no_grad():
+                    logprobs_A, _ = action_logprobs(reference, micro, self._temperature)
+                _put(rows, "reference_logprobs", micro.by_row(logprobs_A))
+            if self.critic is not None:
+                values_A, last_B = self.critic.values(micro)
+                _put(rows, "values", micro.by_row(values_A))
+                for sample, value in zip(rows, last_B.tolist(), strict=True):
+                    sample.last_value = value
+
+    def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+        """epochs x minibatches updates over one step's samples. `seed` orders the minibatches."""
+        self.assess(batch.samples)
+        policy_waits = self.critic is not None and self.steps < self._rl.critic.warmup_steps
+        parts = self._minibatches(batch, seed)
+        results = []
+        for _ in range(self._rl.epochs):
+            for samples, part in parts:
+                result = {} if policy_waits else self.update(part, lambda m, s=samples: self._loss(m, s))  # type: ignore[misc]
+                if self.critic is not None:
+                    result |= self.critic.learn(part)
+                results.append(result)
+        self.steps += 1
+        metrics = _average(results) | _by_turn(batch.samples)
+        if self._reference is not None and "kl/reference" in metrics:
+            metrics["kl/coef"] = self.kl_coef
+            self._steer_kl(metrics["kl/reference"])
+        return metrics
+
+    def state(self) -> dict[str, Any]:
+        critic = None if self.critic is None else self.critic.state()
+        return {**super().state(), "kl_coef": self.kl_coef, "steps": self.steps, "critic": critic}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        super().restore(state)
+        self.kl_coef, self.steps = state["kl_coef"], state["steps"]
+        if self.critic is not None:
+            self.critic.restore(state["critic"])
+
+    def _micro_batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
+        return micro_batches(samples, weights, self.settings.micro_batch_tokens, self.model.device)
+
+    def _minibatches(self, batch: Batch, seed: int) -> list[tuple[list[Sample], list[MicroBatch]]]:
+        """Equal shares of the samples; weights are scaled so that each share is normalised like a whole batch."""
+        order = list(range(len(batch.samples)))
+        random.Random(seed).shuffle(order)
+        count = min(self._rl.minibatches, len(order))
+        shares = [order[i::count] for i in range(count)]
+        parts = []
+        for share in shares:
+            samples = [batch.samples[i] for i in share]
+            parts.append((samples, self._micro_batches(samples, [batch.weights[i] * count for i in share])))
+        return parts
+
+    def _loss(self, micro: MicroBatch, samples: list[Sample]) -> tuple[Tensor, dict[str, Tensor]]:
+        settings, weights_A = self._rl, micro.weights_A
+        logprobs_A, entropy_A = action_logprobs(self.model, micro, self._temperature)
+        if len(micro.old_logprobs_A):
+            old_A = micro.old_logprobs_A
+        else:
+            # The only update is made by the policy that the samples are compared with: its old ones are its own.
+            old_A = logprobs_A.detach()
+            rows = [samples[i] for i in micro.indices]
+            _put(rows, "old_logprobs", micro.by_row(logprobs_A))
+            _put(rows, "entropies", micro.by_row(entropy_A))
+        loss_A, clipped_A = POLICY_LOSSES[settings.loss](
+            logprobs_A, old_A, micro.advantages_A, micro.rows_A, settings.clip_low, settings.clip_high
+        )
+        gap_A = (old_A - micro.logprobs_A).detach()
+        kept_A = torch.ones_like(gap_A)
+        if settings.importance != "none":
+            kept_A = CORRECTIONS[settings.importance](old_A, micro.logprobs_A, micro.rows_A, settings.importance_cap)
+        metrics = {
+            "policy_loss": (weights_A * kept_A * loss_A).sum(),
+            "entropy/mean": (weights_A * entropy_A).sum(),
+            "clip/fraction": (weights_A * clipped_A).sum(),
+            "mismatch/abs": (weights_A * gap_A.abs()).sum(),
+            "mismatch/kl": (weights_A * (gap_A.exp() - 1.0 - gap_A)).sum(),
+            "importance/kept": (weights_A * (kept_A > 0)).sum(),
+            "covered": weights_A.sum(),
+        }
+        value = metrics["policy_loss"]
+        if len(micro.reference_logprobs_A):
+            kl_A = KL_ESTIMATORS[settings.kl_estimator](logprobs_A, micro.reference_logprobs_A)
+            metrics["kl/reference"] = (weights_A * kl_A).sum()
+            if settings.kl_in == "loss":
+                value = value + self.kl_coef * metrics["kl/reference"]
+        if settings.entropy_coef != 0.0:
+            value = value - settings.entropy_coef * metrics["entropy/mean"]
+        return value, metrics
+
+    def _steer_kl(self, measured: float) -> None:
+        """Move kl_coef in proportion to how far KL is from its target. Ziegler et al. 2019 (arXiv 1909.08593)."""
+        target = self._rl.kl_target
+        if target:
+            error = max(-1.0, min(1.0, measured / target - 1.0))
+            self.kl_coef *= 1.0 + self._rl.kl_rate * error
+
+
+def _put(samples: list[Sample], name: str, values: list[list[float]]) -> None:
+    for sample, some in zip(samples, values, strict=True):
+        setattr(sample, name, some)
+
+
+def _by_turn(samples: list[Sample]) -> dict[str, float]:
+    """Mean entropy and |learner - sampler| over each turn's tokens: `entropy/turn_1`, ...; late turns share a name."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for sample in samples:
+        if not sample.entropies:
+            continue
+        gaps = (abs(p - q) for p, q in zip(sample.old_logprobs, sample.logprobs, strict=True))
+        for turn, entropy, gap in zip(sample.turn_index, sample.entropies, gaps, strict=True):
+            name = f"turn_{turn + 1}" if turn < MOST_TURNS else f"turn_{MOST_TURNS + 1}+"
+            found[f"entropy/{name}"].append(entropy)
+            found[f"mismatch/{name}"].append(gap)
+    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+
+
+def _average(results: list[dict[str, float]]) -> dict[str, float]:
+    """Mean over updates. Sums weighted by token weights become means over the tokens that were run (`covered`)."""
+    names = sorted({name for result in results for name in result})
+    means = {}
+    for name in names:
+        values = [result[name] for result in results if name in result]
+        means[name] = sum(values) / len(values)
+    covered = means.pop("covered", 1.0)
+    return {name: value / covered if name in WEIGHTED else value for name, value in means.items()}
