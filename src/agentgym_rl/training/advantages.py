@@ -147,8 +147,8 @@ def two_level_gae(episode: Episode, settings: RLSettings) -> list[float]:
     """GAE over turns, whose lambda-return is then the reward at the end of a GAE over the tokens of each turn.
 
     With V_k the value before a turn's first token, target_k = r_k + gamma (V_{k+1} + lambda A_{k+1}) and
-    A_k = target_k - V_k; within the turn delta_t = V_{t+1} - V_t, and target_k - V_t at its last token. After the Bi-Level GAE of Wang et al.
-    2025 (VAGEN), which gives A_k itself to the last token and so counts V_k twice.
+    A_k = target_k - V_k; within the turn delta_t = V_{t+1} - V_t, and target_k - V_t at its last token. After the
+    Bi-Level GAE of Wang et al. 2025 (VAGEN), which gives A_k itself to the last token and so counts V_k twice.
     """
     gamma, lam = settings.turn_discount, settings.turn_lambda
     advantages: list[float] = [0.0] * len(episode.values)
