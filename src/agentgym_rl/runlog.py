@@ -40,10 +40,10 @@ from agentgym_rl.types import Sample, Trajectory
 if sys.platform != "win32":
     import fcntl
 
-Kind = Literal["train", "eval", "warmstart"]
+Kind = Literal["train", "eval", "warmstart", "data"]
 State = Literal["running", "finished", "stopped", "failed"]
 
-_FILE_PREFIX: dict[Kind, str] = {"train": "step", "eval": "eval", "warmstart": "warmstart"}
+_FILE_PREFIX: dict[Kind, str] = {"train": "step", "eval": "eval", "warmstart": "warmstart", "data": "data"}
 _RESERVED = frozenset({"step", "time", "nonfinite"})
 
 

@@ -7,9 +7,7 @@ played again and comes out the same.
 from __future__ import annotations
 
 import copy
-import random
 import time
-from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,19 +20,18 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
-from agentgym_rl.errors import EnvError
+from agentgym_rl.heldout import evaluate
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics
+from agentgym_rl.starting import starting_point
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, save_checkpoint
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.rl import Hooks, RLState, derive_seed, train_rl
+from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.rl_learner import Lent, RLLearner
-from agentgym_rl.training.scratch import build_model, build_tokenizer
-from agentgym_rl.training.sft import train_sft
 from agentgym_rl.training.tasks import TaskSource
-from agentgym_rl.types import EnvPool, Group, StopReason, Task, Trajectory
+from agentgym_rl.types import EnvPool, Group
 
 MAY_CHANGE_ON_RESUME = ("rl.steps", "eval", "checkpoint", "threads", "trackers", "agent.concurrency", "run_dir")
 
@@ -95,7 +92,7 @@ async def _prepare(
         model, tokenizer = wiring.load_from(checkpoints[-1] / "model", config.model)
         console.stage("Resuming", f"after step {saved['step']}")
     else:
-        model, tokenizer = await _starting_point(config, pool, items, log, console)
+        model, tokenizer = await starting_point(config, pool, items, log, console)
         if config.rl.kl_coef:
             export(model, tokenizer, reference_dir)
     reference = _reference(reference_dir, config)
@@ -109,69 +106,6 @@ def _reference(folder: Path, config: Config) -> Lent | None:
         return None
     model = freeze(wiring.load_from(folder, config.model)[0])
     return lambda: nullcontext(model)
-
-
-async def _starting_point(
-    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console
-) -> tuple[Any, Any]:
-    """The model RL starts from: loaded or made from nothing, and warmed up if the recipe says so."""
-    if config.model.path is not None:
-        model, tokenizer = wiring.load_from(config.model.path, config.model)
-    if config.warm_start is None:
-        return model, tokenizer
-    demonstrations = await _demonstrations(config, pool, items, log, console)
-    if config.model.scratch is not None:
-        texts = [m.content for t in demonstrations for m in t.messages]
-        replies = [m.content for t in demonstrations for m in t.messages if m.role == "assistant"]
-        tokenizer = build_tokenizer(texts, replies)
-        device, dtype = wiring.choose_device(config.model)
-        model = build_model(config.model.scratch, tokenizer, config.seed).to(device, dtype)
-        console.note(
-            f"a model of {model.num_parameters() / 1e6:.2f}M parameters and {len(tokenizer)} words, from nothing"
-        )
-    renderer = Renderer(tokenizer, config.model.chat_template)
-    samples = [renderer.demonstration(t.messages) for t in demonstrations if t.num_turns]
-    settings = config.warm_start.sft
-    updates = settings.epochs * -(-len(samples) // settings.batch_size)
-    with console.progress("imitation", updates) as advance:
-        train_sft(model, samples, settings, config.seed, lambda _, m: advance(1, f"loss {m['loss']:.3f}"))
-    return model, tokenizer
-
-
-async def _demonstrations(
-    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console
-) -> list[Trajectory]:
-    warm = config.warm_start
-    assert warm is not None
-    console.stage("Warm start", f"{warm.episodes} episodes of {warm.policy} play")
-    share = -(-warm.episodes // len(config.environments))
-    limits = wiring.limits_of(config.agent, warm.max_turns)
-    played: list[Trajectory] = []
-    with console.progress(f"{warm.policy} play", share * len(config.environments)) as advance:
-        collect = wiring.make_collector(
-            config, pool, wiring.demonstrators(warm.policy), 1, "warmstart-", on_trajectory=lambda _: advance()
-        )
-        for env in config.environments:
-            chosen = _spread(items.train[env.name], share, f"{config.seed}/warmstart")
-            tasks = [Task(env.name, item) for some in chosen.values() for item in some]
-            groups = await collect(tasks, limits, derive_seed(config.seed, "warmstart", env.name))
-            played += [t for g in groups for t in g.trajectories]
-    for trajectory in played:
-        log.write_trajectory(0, trajectory, "warmstart")
-    usable = [t for t in played if t.stop is not StopReason.ERROR]
-    if not usable:
-        raise EnvError(f"warm start: all {len(played)} episodes failed; the first: {played[0].error}")
-    if warm.policy == "oracle":
-        return [t for t in usable if t.success]
-    return usable
-
-
-def _spread(subsets: dict[str, list[int]], count: int, seed: str) -> dict[str, list[int]]:
-    """About `count` items, the same number of each subset, chosen by `seed`; fewer where a subset has fewer."""
-    each = -(-count // len(subsets))
-    return {
-        name: random.Random(f"{seed}/{name}").sample(items, min(each, len(items))) for name, items in subsets.items()
-    }
 
 
 @dataclass(slots=True)
@@ -256,20 +190,8 @@ class Run:
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""
-        config, settings, step = self.config, self.config.eval, self.state.step
-        policies = wiring.engine_policies(self.engine, self.renderer, config.agent, settings.temperature)
-        collect = wiring.make_collector(config, self.pool, policies, 1, f"eval{step}-")
-        limits = wiring.limits_of(config.agent, settings.max_turns, self.engine.max_context)
-        by_subset: dict[str, list[Trajectory]] = defaultdict(list)
-        for env in config.environments:
-            chosen = _spread(self.items.held_out[env.name], settings.episodes, "evaluation")
-            tasks = [(name, Task(env.name, item)) for name, some in chosen.items() for item in some]
-            groups = await collect([task for _, task in tasks], limits, derive_seed("evaluation", env.name))
-            for (name, _), group in zip(tasks, groups, strict=True):
-                by_subset[name if len(config.environments) == 1 else f"{env.name}/{name}"] += group.usable
-                for trajectory in group.trajectories:
-                    self.log.write_trajectory(step, trajectory, "eval")
-        result = _evaluation(step, by_subset)
+        step = self.state.step
+        result = await evaluate(self.config, self.pool, self.items, self.log, self.engine, self.renderer, step)
         self.evaluations.append(result)
         self.console.evaluation(step, result["success"], result["episodes"])
 
@@ -323,20 +245,3 @@ class Run:
             }
         )
         return summary
-
-
-def _evaluation(step: int, by_subset: dict[str, list[Trajectory]]) -> dict[str, Any]:
-    everything = [t for some in by_subset.values() for t in some]
-    if not everything:
-        raise EnvError("evaluation: every episode failed; see the eval file among the run's trajectories for why")
-
-    def rate(some: list[Trajectory]) -> dict[str, Any]:
-        return {"success": sum(t.success for t in some) / max(1, len(some)), "episodes": len(some)}
-
-    return {
-        "step": step,
-        **rate(everything),
-        "reward": sum(t.reward for t in everything) / len(everything),
-        "turns": sum(t.num_turns for t in everything) / len(everything),
-        "subsets": {name: rate(some) for name, some in by_subset.items()},
-    }

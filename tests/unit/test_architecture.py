@@ -32,6 +32,8 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "scale": LEAVES | {"agent", "training"},
     "viewer": LEAVES,
     "wiring": ALL,
+    "starting": ALL,
+    "heldout": ALL,
     "train": ALL,
     "play": ALL,
     "cli": ALL,
