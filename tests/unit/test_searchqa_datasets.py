@@ -64,6 +64,66 @@ LAYOUTS: list[tuple[str, str, Any, tuple[str, ...], tuple[str, ...]]] = [
         ("politician", "pol."),
         (),
     ),
+    (
+        "popqa-python.jsonl",
+        "popqa",
+        {"question": "Q?", "possible_answers": "['politician', \"O'Hara\", 'pol.', 7]"},
+        ("politician", "O'Hara", "pol.", "7"),
+        (),
+    ),
+    ("nq-text.jsonl", "nq", {"question": "Q?", "answer": "['a', 'b']"}, ("a", "b"), ()),
+    ("nq-odd.jsonl", "nq", {"question": "Q?", "answer": "[3, 4]"}, ("[3, 4]",), ()),
+    ("nq-odder.jsonl", "nq", {"question": "Q?", "answers": ["['a' is one]", " "]}, ("['a' is one]",), ()),
+    (
+        "triviaqa-text.jsonl",
+        "triviaqa",
+        {"question": "Q?", "answer": {"value": "V", "aliases": "['V', 'W']"}},
+        ("V", "W"),
+        (),
+    ),
+    (
+        "hotpotqa_python.jsonl",
+        "hotpotqa",
+        HOTPOT | {"supporting_facts": str(HOTPOT_FACTS)},
+        ("yes",),
+        ("Ed Wood", "Scott Derrickson"),
+    ),
+    (
+        "hotpotqa_tuples.jsonl",
+        "hotpotqa",
+        HOTPOT | {"supporting_facts": "[('Ed Wood', 0), ('Scott Derrickson', 0)]"},
+        ("yes",),
+        ("Ed Wood", "Scott Derrickson"),
+    ),
+    (
+        "hotpotqa_columns_python.jsonl",
+        "hotpotqa",
+        HOTPOT | {"supporting_facts": str(HOTPOT_COLUMNS["supporting_facts"])},
+        ("yes",),
+        ("Ed Wood", "Scott Derrickson"),
+    ),
+    (
+        "hotpotqa_columns_inside.jsonl",
+        "hotpotqa",
+        HOTPOT | {"supporting_facts": {"title": "['Ed Wood', 'Scott Derrickson']"}},
+        ("yes",),
+        ("Ed Wood", "Scott Derrickson"),
+    ),
+    (
+        "2wikimultihopqa/text.jsonl",
+        "2wikimultihopqa",
+        HOTPOT | {"supporting_facts": json.dumps(HOTPOT_FACTS)},
+        ("yes",),
+        ("Ed Wood", "Scott Derrickson"),
+    ),
+    ("hotpotqa_empty.jsonl", "hotpotqa", HOTPOT | {"supporting_facts": ""}, ("yes",), ()),
+    (
+        "musique_text.jsonl",
+        "musique",
+        MUSIQUE | {"paragraphs": str(MUSIQUE["paragraphs"]), "answer_aliases": "[]"},
+        ("1960",),
+        ("The Collegian", "Houston Baptist University"),
+    ),
     ("hotpot_dev_distractor_v1.json", "hotpotqa", [HOTPOT], ("yes",), ("Ed Wood", "Scott Derrickson")),
     ("hotpotqa_dev_60.json", "hotpotqa", [HOTPOT_COLUMNS], ("yes",), ("Ed Wood", "Scott Derrickson")),
     (
@@ -133,9 +193,31 @@ def test_splits_follow_the_names_of_files(tmp_path: Path) -> None:
     ]
 
 
-def test_a_single_file(tmp_path: Path) -> None:
-    file = write(tmp_path / "nq_train.jsonl", {"question": "two", "answer": ["2"]})
-    assert len(load_questions(file)["train"]) == 1
+@pytest.mark.parametrize(
+    ("name", "split", "dataset"),
+    [
+        ("nq_train.jsonl", "train", "nq"),
+        ("hotpotqa/dev.jsonl", "test", "hotpotqa"),
+        ("hotpotqa/train.jsonl", "train", "hotpotqa"),
+        ("train/popqa.jsonl", "train", "popqa"),
+        ("musique/nq-dev.jsonl", "test", "nq"),
+    ],
+)
+def test_a_single_file_and_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, split: str, dataset: str
+) -> None:
+    file = write(tmp_path / name, {"question": "two", "answer": ["2"]})
+    monkeypatch.chdir(file.parent)
+    for place in (file, Path(file.name), file.parent, Path()):
+        if place.is_file() or file.parent != tmp_path:
+            (question,) = load_questions(place)[split]
+            assert question.subset == dataset
+
+
+def test_folders_further_up_do_not_count(tmp_path: Path) -> None:
+    file = write(tmp_path / "hotpotqa" / "data" / "dev.jsonl", {"question": "two", "answer": ["2"]})
+    with pytest.raises(ConfigError, match="cannot tell which question set"):
+        load_questions(file)
 
 
 def test_test_questions_are_left_out_of_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -166,6 +248,23 @@ def test_unanswerable_questions_are_left_out(tmp_path: Path) -> None:
         ("nq.json", "text", "needed a list of questions"),
         ("questions.json", [{"question": "q", "answer": "a"}], "cannot tell which question set"),
         ("musique.json", [MUSIQUE | {"answerable": False}], "no question with an answer"),
+        (
+            "popqa.json",
+            [{"question": "p", "possible_answers": "['a']"}, {"question": "q", "possible_answers": "['a', b]"}],
+            r"entry 1: possible_answers looks like a list .* got \"\['a', b\]\": mend it",
+        ),
+        ("popqa.json", [{"question": "q", "possible_answers": "['a', 'b"}], "entry 0: possible_answers looks like"),
+        ("popqa.json", [{"question": "q", "possible_answers": "['a' 'b']"}], "commas are missing"),
+        ("popqa.json", [{"question": "q", "possible_answers": "[__import__('os').getpid()]"}], "cannot be read"),
+        ("nq.json", [{"question": "q", "answer": "['a' + ]"}], "entry 0: answer looks like a list"),
+        ("popqa.json", [{"question": "q", "possible_answers": "[]"}], "at least one answer"),
+        (
+            "hotpotqa.json",
+            [HOTPOT | {"supporting_facts": "array(['Ed Wood'], dtype=object)"}],
+            "entry 0: supporting_facts looks like",
+        ),
+        ("hotpotqa.json", [HOTPOT | {"supporting_facts": "[" * 5000}], "cannot be read"),
+        ("musique.json", [MUSIQUE | {"paragraphs": "[{'title': "}], "entry 0: paragraphs looks like"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, content: Any, complaint: str) -> None:

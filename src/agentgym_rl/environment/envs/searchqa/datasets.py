@@ -8,11 +8,14 @@ hotpotqa, 2wikimultihopqa
 musique           {"question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}], "answerable"}
 bamboogle         {"Question", "Answer"}
 any of them       {"question", "golden_answers": [...], "data_source"?}  (one question a line)
+
+Lists of answers and supporting facts may be written as text, in JSON or Python notation.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from typing import Any
 
 import orjson
 
+from agentgym_rl.environment.envs.searchqa.literals import read_literal
 from agentgym_rl.environment.envs.searchqa.passages import parse_json
 from agentgym_rl.environment.envs.searchqa.protocol import normalise, one_line
 from agentgym_rl.environment.envs.searchqa.questions import DATASETS, Fact, Question
@@ -40,20 +44,25 @@ _NAMES = {
 _TEST_WORDS = frozenset({"test", "dev", "val", "valid", "validation", "eval"})
 _ANSWER_KEYS = ("golden_answers", "answers", "answer", "possible_answers", "answer_aliases", "target")
 _ANSWER_PARTS = ("value", "aliases", "normalizedaliases", "normalized_aliases", "text")
+_ONE_ANSWER = ("answer", "target", "value", "text")
+"""Keys of a list or of one answer, which may look a bit like a list itself; all others hold lists."""
 
 
 def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
     """Questions of a file, or of all .json and .jsonl files under a folder, as {"train": ..., "test": ...}.
 
-    A file belongs to the split and the question set that its path names (`hotpotqa/train.jsonl`, `nq_test.json`);
-    dev and validation files are test files. A training question that is also a test question is left out.
+    A file belongs to the split and the question set that its path names (`hotpotqa/train.jsonl`, `nq_test.json`), from
+    the folder that was given or, for a single file, the one it lies in; dev and validation files are test files. A
+    training question that is also a test question is left out.
     """
+    place = Path(os.path.abspath(place))  # "." has no name, and a link's own name is what counts
     files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.suffix in (".json", ".jsonl"))
     if not files:
         raise ConfigError(f"searchqa data {place}: needed a .json or .jsonl file, or a folder with some; found none")
     found: dict[str, dict[str, Question]] = {"train": {}, "test": {}}
+    root = place.parent.parent if place.is_file() else place.parent
     for file in files:
-        name = "/".join(file.relative_to(place.parent).parts).lower()
+        name = "/".join(file.relative_to(root).parts).lower()
         split = _split_in(name)
         for question in _questions(file, _dataset_in(name)):
             found[split].setdefault(_key(question.text), question)
@@ -111,11 +120,15 @@ def _questions(file: Path, dataset: str | None) -> Iterator[Question]:
                 f"{', '.join(DATASETS)}, or give each question a data_source"
             )
         text = fields.get("question", fields.get("query"))
-        answers = tuple(dict.fromkeys(_answers(fields)))
+        try:
+            answers = tuple(dict.fromkeys(_answers(fields)))
+            titles = list(dict.fromkeys(_supporting_titles(fields)))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}") from error
         if not isinstance(text, str) or not one_line(text) or not answers:
             raise ConfigError(f"{where}: needed a question and at least one answer, got the keys {sorted(row)[:10]}")
         text = one_line(text)
-        yield Question(text if text.endswith("?") else f"{text}?", answers, own, _facts(text, fields))
+        yield Question(text if text.endswith("?") else f"{text}?", answers, own, _facts(text, titles))
 
 
 def _rows(file: Path) -> Iterator[tuple[Any, str]]:
@@ -137,50 +150,62 @@ def _rows(file: Path) -> Iterator[tuple[Any, str]]:
 
 def _answers(fields: dict[str, Any]) -> Iterator[str]:
     for key in _ANSWER_KEYS:
-        yield from _strings(fields.get(key))
+        yield from _strings(fields.get(key), key)
     if isinstance(model := fields.get("reward_model"), dict) and isinstance(truth := model.get("ground_truth"), dict):
-        yield from _strings(truth.get("target"))
+        yield from _strings(truth.get("target"), "target")
 
 
-def _strings(value: Any) -> Iterator[str]:
-    """Strings in a string, a number, a list, a list written as a string, or an object with a value and aliases."""
-    if isinstance(value, str):
-        if value.startswith('["') and value.endswith("]"):
-            try:
-                yield from _strings(orjson.loads(value))
-                return
-            except orjson.JSONDecodeError:
-                pass  # it only looked like a list
+def _strings(value: Any, key: str) -> Iterator[str]:
+    """Strings in a string, a number, a list, a list written as text, or an object with a value and aliases."""
+    if isinstance(value, str) and _looks_like_a_list(value, key):
+        value = read_literal(value, key)
+    if isinstance(value, list | tuple):
+        for part in value:  # a string in a list is an answer, whatever it looks like
+            yield from [one_line(part)] if isinstance(part, str) and one_line(part) else _strings(part, key)
+    elif isinstance(value, str):
         if one_line(value):
             yield one_line(value)
     elif isinstance(value, bool):
         yield "yes" if value else "no"
     elif isinstance(value, int | float):
         yield str(value)
-    elif isinstance(value, list):
-        for part in value:
-            yield from _strings(part)
     elif isinstance(value, dict):
-        lower = {key.lower(): part for key, part in value.items()}
-        for key in _ANSWER_PARTS:
-            yield from _strings(lower.get(key))
+        lower = {name.lower(): part for name, part in value.items()}
+        for name in _ANSWER_PARTS:
+            yield from _strings(lower.get(name), name)
 
 
-def _facts(question: str, fields: dict[str, Any]) -> tuple[Fact, ...]:
+def _looks_like_a_list(text: str, key: str) -> bool:
+    text = text.strip()
+    if not text.startswith("["):
+        return False
+    quoted, closed = text[1:].lstrip().startswith(("'", '"')), text.endswith("]")
+    return (quoted and closed) if key in _ONE_ANSWER else (quoted or closed)
+
+
+def _facts(question: str, titles: list[str]) -> tuple[Fact, ...]:
     """Supporting passages where the set names them; otherwise the question itself is the only search."""
-    titles = list(dict.fromkeys(_supporting_titles(fields)))
     if not titles:
         return (Fact(question, "", "I need to search for this."),)
     return tuple(Fact(title, title, f"I need to read about {title}.") for title in titles)
 
 
 def _supporting_titles(fields: dict[str, Any]) -> Iterable[str]:
-    supporting = fields.get("supporting_facts")
+    supporting = _unpacked(fields.get("supporting_facts"), "supporting_facts")
     if isinstance(supporting, dict):
-        return [title for title in supporting.get("title", []) if isinstance(title, str)]
-    if isinstance(supporting, list):
-        return [pair[0] for pair in supporting if isinstance(pair, list) and pair and isinstance(pair[0], str)]
-    paragraphs = fields.get("paragraphs")
-    if isinstance(paragraphs, list):
+        titles = _unpacked(supporting.get("title"), "supporting_facts.title")
+        return [title for title in titles or [] if isinstance(title, str)]
+    if isinstance(supporting, list | tuple):
+        pairs = [pair for pair in supporting if isinstance(pair, list | tuple) and pair]
+        return [pair[0] for pair in pairs if isinstance(pair[0], str)]
+    paragraphs = _unpacked(fields.get("paragraphs"), "paragraphs")
+    if isinstance(paragraphs, list | tuple):
         return [p["title"] for p in paragraphs if isinstance(p, dict) and p.get("is_supporting") and "title" in p]
     return []
+
+
+def _unpacked(value: Any, key: str) -> Any:
+    """What a text stands for; an empty one stands for nothing."""
+    if not isinstance(value, str):
+        return value
+    return read_literal(value, key) if value.strip() else None

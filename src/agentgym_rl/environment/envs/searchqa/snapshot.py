@@ -43,6 +43,15 @@ TWO_CONTINENTS = {"AM", "AZ", "CY", "EG", "GE", "ID", "KZ", "RU", "TL", "TR"}
 """Partly on another continent, or counted to another by some."""
 CURRENCIES = {"BG": "EUR"}
 """Changed since the packages were made."""
+NO_LANGUAGE = {
+    # Another language has been made official beside it, or in its place, where the sources are behind or disagree.
+    *("BF", "ET", "GE", "GN", "IQ", "KR", "LY", "MD", "ML", "MK", "NE", "SY"),
+    # Other languages are official in parts of the country by its constitution.
+    *("CO", "NI", "VE"),
+    # In use as one, but no law says so, or the one that does is contested.
+    *("AR", "AU", "CL", "GB", "JP", "MX", "US", "UY"),
+}
+"""Official languages that are disputed, or changed in the last years."""
 DISPUTED_ZONES = {"Europe/Simferopol"}
 CONTINENTS = {
     "AF": "Africa",
@@ -104,7 +113,7 @@ def country(code: str, rows: dict[str, Any], cities: list[dict[str, Any]]) -> di
         fact["calling"] = row["phone"]
     official = importlib.import_module("babel.languages").get_official_languages(code, de_facto=True)
     first = row["languages"].split(",")[0].split("-")[0]
-    if official == (first,):
+    if official == (first,) and code not in NO_LANGUAGE:
         fact["language"] = english.languages[first]
     borders = agreed_borders(code, rows)
     if borders is not None and code not in NO_BORDERS:
