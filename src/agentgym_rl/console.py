@@ -149,6 +149,29 @@ class Console:
             )
         self.rich.print(table)
 
+    def diagnosis(self, diagnosis: Mapping[str, Any]) -> None:
+        """Signals, findings and verdict, as `training.doctor.diagnose` gives them."""
+        table = _table("signal", "first", "best", "last")
+        for name, values in diagnosis["signals"].items():
+            table.add_row(name, *(_formatted(values[column], "{:.3g}".format) for column in ("first", "best", "last")))
+        self.rich.print(table)
+        self.note("means over the first, the best and the last 5 steps; docs/runs.md says what each signal is")
+        for finding in diagnosis["findings"]:
+            severe = finding["severity"] == "severe"
+            until = "" if finding["until"] is None else f", until step {finding['until']}"
+            self.rich.print()
+            self.rich.print(
+                Text.assemble(
+                    ("  ! ", "bold red" if severe else "bold yellow"),
+                    (finding["rule"], "bold"),
+                    (f"  {finding['severity']}, noticed at step {finding['step']}{until}", "dim"),
+                ),
+                soft_wrap=True,
+            )
+            self.rich.print(Text(f"    {finding['message']}"), soft_wrap=True)
+        style = "bold green" if diagnosis["healthy"] else "bold red"
+        self.rich.print(Text.assemble("\n", (f"  {diagnosis['verdict']}", style)), soft_wrap=True)
+
     def files(self, lines: Mapping[str, object]) -> None:
         """Where to look next: a name and a path or command each."""
         width = max(map(len, lines), default=0)

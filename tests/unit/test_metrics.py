@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import time
+from collections.abc import Callable
+
 import pytest
 from training_for_tests import group, trajectory
 
-from agentgym_rl.training.metrics import episode_metrics
+from agentgym_rl.training.metrics import episode_metrics, input_dependence, surprise
 from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory
 
 
@@ -37,8 +41,10 @@ def test_means_over_usable_episodes() -> None:
         "truncated/rate": 3 / 4,
         "truncated/horizon_rate": 1 / 4,
         "truncated/length_rate": 1 / 4,
+        "truncated/context_rate": 1 / 4,
         "actions/invalid_rate": 2 / 7,
         "actions/repeated_rate": 1 / 3,
+        "actions/alternating_rate": 0.0,
         "tokens/per_reply": (1 + 1 + 2 + 1 + 1 + 4 + 1) / 7,
         "tokens/per_episode": (10 + 6 + 6 + 3) / 4,
         "tokens/sampled": 11,
@@ -47,7 +53,9 @@ def test_means_over_usable_episodes() -> None:
     assert metrics["a/success/mean"] == 0.5
     assert metrics["b/success/mean"] == 0.0
     assert metrics["b/truncated/rate"] == 1.0
-    assert set(metrics) == set(expected) | {
+    surprise = {f"surprise/turn_{turn}": 1.0 for turn in (1, 2, 3)}
+    assert {name: metrics[name] for name in surprise} == surprise
+    assert set(metrics) == set(expected) | set(surprise) | {
         f"{env}/{name}" for env in "ab" for name in expected if not name.startswith("episodes/")
     }
 
@@ -65,3 +73,118 @@ def test_an_episode_without_a_reply_is_counted_and_divides_nothing_by_zero() -> 
     unread = Trajectory("t", Task("a", 0), [Message("user", "long")], stop=StopReason.MAX_CONTEXT)
     metrics = episode_metrics([Group(unread.task, [unread])])
     assert (metrics["episodes/usable"], metrics["truncated/rate"], metrics["tokens/per_reply"]) == (1, 1, 0)
+
+
+def test_loops_of_two() -> None:
+    rates = [
+        episode_metrics([Group(Task("a", 0), [episode("a", list(said), StopReason.DONE)])])["actions/alternating_rate"]
+        for said in ("xyxyxy", "xyxyzz", "xxxxxx", "xyx", "xyzxyz")
+    ]
+    assert rates == [1.0, 1 / 3, 0.0, 0.0, 0.0]
+
+
+def test_surprise_is_the_sampler_s_own_estimate_of_the_entropy_of_each_turn() -> None:
+    def sampled(turns: list[list[float]]) -> Trajectory:
+        messages = [Message("system", "s")]
+        for logprobs in turns:
+            messages += [Message("user", "o"), Message("assistant", "a", [1] * len(logprobs), logprobs)]
+        return Trajectory("t", Task("a", 0), messages, [0.0] * len(turns), [{} for _ in turns], StopReason.DONE)
+
+    found = surprise([sampled([[-1.0, -2.0], [-4.0]]), sampled([[-6.0]])])
+    assert found == {"surprise/turn_1": 3.0, "surprise/turn_2": 4.0}
+    long = surprise([sampled([[-float(turn)] for turn in range(1, 11)])])
+    assert set(long) == {*(f"surprise/turn_{turn}" for turn in range(1, 9)), "surprise/turn_9+"}
+    assert long["surprise/turn_9+"] == 9.5
+
+
+def answered(
+    reply: Callable[[int, int, random.Random], str],
+    *,
+    tasks: int = 16,
+    group_size: int = 8,
+    turns: int = 3,
+    shown: Callable[[int, int], str] = lambda item, turn: f"task {item} turn {turn}",
+) -> float | None:
+    """The measure over a batch in which task `item` shows `shown` and is answered with `reply(item, turn, rng)`."""
+    rng = random.Random(0)
+    played = []
+    for item in range(tasks):
+        for place in range(group_size):
+            messages = [Message("system", "rules")]
+            for turn in range(turns):
+                messages += [Message("user", shown(item, turn)), Message("assistant", reply(item, turn, rng))]
+            played.append(Trajectory(f"{item}-{place}", Task("a", item), messages, [0.0] * turns, [{}] * turns))
+    return input_dependence(played)
+
+
+@pytest.mark.parametrize(
+    ("reply", "expected"),
+    [
+        (lambda item, turn, rng: "always the same", 0.0),
+        (lambda item, turn, rng: f"always the same in turn {turn}", 0.0),
+        (lambda item, turn, rng: "", 0.0),
+        (lambda item, turn, rng: f"take {item}", 1.0),
+        (lambda item, turn, rng: ("left", "right")[item % 2], 1.0),
+        (lambda item, turn, rng: "left" if item else "right", 1.0),
+    ],
+    ids=["constant", "constant by turn", "empty", "function", "function into two", "function, nearly constant"],
+)
+def test_dependence_of_replies_that_are_certain(reply: Callable[..., str], expected: float) -> None:
+    assert answered(reply) == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        lambda item, turn, rng: rng.choice(["left", "right"]),
+        lambda item, turn, rng: rng.choices(["left", "right"], [0.97, 0.03])[0],
+        lambda item, turn, rng: f"go to the {rng.choice(['red', 'blue', 'grey'])} {rng.choice(['ball', 'key'])}",
+        lambda item, turn, rng: " ".join(rng.choice("abcdefghijklmnop") for _ in range(200)),
+    ],
+    ids=["two actions", "one rare", "phrases", "long"],
+)
+def test_replies_drawn_without_looking_depend_on_nothing(reply: Callable[..., str]) -> None:
+    assert answered(reply) == pytest.approx(0.0, abs=0.04)
+
+
+def test_dependence_falls_with_the_share_of_replies_that_look() -> None:
+    def looks(share: float) -> Callable[[int, int, random.Random], str]:
+        return lambda item, turn, rng: f"take {item}" if rng.random() < share else "take 0"
+
+    measured = [answered(looks(share)) for share in (1.0, 0.7, 0.4, 0.1)]
+    assert measured == sorted(measured, reverse=True)
+    assert measured[0] == pytest.approx(1.0)
+    assert measured[-1] < 0.1
+
+
+def test_words_in_common_are_not_taken_for_dependence_and_words_of_the_task_are() -> None:
+    def thinks(about: Callable[[int, random.Random], str]) -> Callable[[int, int, random.Random], str]:
+        return lambda item, turn, rng: (
+            f"I should think step {rng.randrange(100)} by step {rng.randrange(100)} and then take {about(item, rng)}"
+        )
+
+    assert answered(thinks(lambda item, rng: str(rng.randrange(1000)))) == pytest.approx(0.0, abs=0.04)
+    assert answered(thinks(lambda item, rng: f"the {item} of {item} and {item}")) > 0.25
+
+
+def test_a_screen_that_all_tasks_share_is_not_an_input_to_depend_on() -> None:
+    constant = answered(lambda item, turn, rng: "crane", shown=lambda item, turn: "Guess!", turns=1)
+    assert constant is None
+    after = answered(
+        lambda item, turn, rng: "crane" if turn == 0 else f"word {item}",
+        shown=lambda item, turn: "Guess!" if turn == 0 else f"feedback {item}",
+        turns=2,
+    )
+    assert after == pytest.approx(1.0)
+
+
+def test_dependence_needs_an_input_answered_twice() -> None:
+    assert answered(lambda item, turn, rng: "x", group_size=1) is None
+    assert answered(lambda item, turn, rng: "x", tasks=1) is None
+
+
+def test_dependence_is_cheap() -> None:
+    words = " ".join(f"w{i}" for i in range(1000))
+    started = time.perf_counter()
+    answered(lambda item, turn, rng: f"{words} {item}", tasks=32, group_size=8, turns=4)
+    assert time.perf_counter() - started < 4.0
