@@ -140,6 +140,27 @@ def show(
 
 
 @app.command()
+def doctor(
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not, or its metrics.jsonl")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Diagnose a run: its signals, what went wrong since when, and what to try. Exit code 1 if a rule fired."""
+    from agentgym_rl.console import Console
+    from agentgym_rl.runlog import read_metrics
+    from agentgym_rl.training.doctor import diagnose
+
+    metrics = run / "metrics.jsonl" if run.is_dir() else run
+    if metrics.suffix != ".jsonl" or not metrics.is_file():
+        raise ConfigError(f"the doctor needs a run directory with a metrics.jsonl in it, {run} is none")
+    diagnosis = diagnose(read_metrics(metrics))
+    if as_json:
+        print(json.dumps(diagnosis, indent=2))
+    else:
+        Console().diagnosis(diagnosis)
+    raise typer.Exit(0 if diagnosis["healthy"] else 1)
+
+
+@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="A run directory")],
     folder: Annotated[Path, typer.Argument(help="Where to write the Hugging Face folder")],
