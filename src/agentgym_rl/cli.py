@@ -84,6 +84,7 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
     row["package"] = entry.package
     try:
         env = catalog.load(name)
+        entry.check()
     except ConfigError as error:
         return row | {"installed": False, "missing": str(error), "splits": {}, "ranges": {}, "subsets": []}
     splits = {split: len(items) for split, items in env.splits.items()}
@@ -171,6 +172,82 @@ def export(
 
     export_checkpoint(run / "checkpoints", step, folder)
     print(f"wrote {folder}")
+
+
+def _option(panel: str, text: str, **bounds: Any) -> Any:
+    """An option of `eval` under a heading of its own in the help."""
+    return typer.Option(help=text, rich_help_panel=panel, **bounds)
+
+
+@app.command("eval")
+def evaluate(
+    agent: Annotated[str, typer.Option(help="oracle, random, a model folder or hub name, RUN, RUN@STEP, openai:MODEL")],
+    suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27")] = None,
+    env: Annotated[str | None, typer.Option(help="One environment instead of a suite")] = None,
+    subset: Annotated[list[str] | None, typer.Option(help="Subset of --env; may be given several times")] = None,
+    items: Annotated[str | None, typer.Option(help="Items of --env: 0-99 or 3,5,8 or the path of a task list")] = None,
+    split: Annotated[str, typer.Option(help="Split the items are taken from")] = "test",
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many items of each task, evenly spaced")] = None,
+    turns: Annotated[str | None, typer.Option(help="Turns allowed, one number or several: 2,4,8,16,32")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Episodes of each item, for avg@k and pass@k")] = 1,
+    seed: Annotated[int, typer.Option(help="Of sampling and of random play")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default evals/AGENT-SUITE")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the agent in the tables")] = None,
+    compare: Annotated[str | None, typer.Option(help="`published` adds the paper's rows to the table")] = None,
+    temperature: Annotated[float | None, _option("Model", "0 for greedy; 1, or the run's own", min=0)] = None,
+    max_new_tokens: Annotated[int | None, _option("Model", "Of a reply; 512, or the run's own", min=1)] = None,
+    max_context: Annotated[int | None, _option("Model", "Tokens of an episode; the scenario's or run's", min=2)] = None,
+    style: Annotated[str | None, _option("Model", "act, react or plan; the scenario's or the run's own")] = None,
+    chat_template: Annotated[str | None, _option("Model", "Instead of the tokenizer's own")] = None,
+    device: Annotated[str, _option("Model", "auto, cpu, cuda or cuda:1")] = "auto",
+    dtype: Annotated[str, _option("Model", "float32 or bfloat16")] = "float32",
+    base_url: Annotated[str, _option("API", "Where it is")] = "https://api.openai.com/v1",
+    key_variable: Annotated[str, _option("API", "Variable that holds the key; empty for none")] = "OPENAI_API_KEY",
+    price_prompt: Annotated[float | None, _option("API", "Dollars a million prompt tokens", min=0)] = None,
+    price_completion: Annotated[float | None, _option("API", "Dollars a million sampled tokens", min=0)] = None,
+    price_cached: Annotated[float | None, _option("API", "Dollars a million cached prompt tokens", min=0)] = None,
+    requests_per_minute: Annotated[float | None, _option("API", "At most so many", min=0.01)] = None,
+    request_timeout: Annotated[float, _option("API", "Seconds for one request", min=0.01)] = 120.0,
+    request_retries: Annotated[int, _option("API", "Further tries of a request", min=0)] = 5,
+    max_tokens_field: Annotated[str, _option("API", "max_tokens or max_completion_tokens")] = "max_tokens",
+    concurrency: Annotated[int | None, _option("Pace", "Episodes at once; 32, or 8 of heavy ones", min=1)] = None,
+    retries: Annotated[int, _option("Pace", "Further attempts at an episode that failed", min=0)] = 2,
+    step_timeout: Annotated[float, _option("Pace", "Seconds a step of an environment may take", min=0.01)] = 60.0,
+    episode_timeout: Annotated[float, _option("Pace", "Seconds an episode may take", min=0.01)] = 1800.0,
+    url: Annotated[str | None, _option("Pace", "Server of --env, instead of this process")] = None,
+    token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
+) -> None:
+    """Evaluate an agent: success with intervals, turns, tokens, cost. The same command goes on after a kill."""
+    given = dict(locals())  # the options by their names, before there is anything else here
+    from agentgym_rl.evaluate import evaluate as run
+    from agentgym_rl.evaluate import request_of
+
+    asyncio.run(run(request_of(given)))
+
+
+@app.command()
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of evaluations: each becomes a row")],
+    compare: Annotated[str | None, typer.Option(help="`published` adds the paper's rows")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the tables as a Markdown file")] = None,
+) -> None:
+    """Combine evaluations into one table: rows are agents, columns are scenarios and tasks."""
+    from agentgym_rl.evaluation.command import report as run
+
+    run(folders, compare, out)
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Folder of an evaluation")],
+    second: Annotated[Path, typer.Argument(help="Folder of another on the same items")],
+    turns: Annotated[int | None, typer.Option(min=1, help="Which of several horizons; the longest by default")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Tell whether one evaluation beats another: paired by item, with p-values."""
+    from agentgym_rl.evaluation.command import compare as run
+
+    run(first, second, turns, as_json=as_json)
 
 
 @app.command()

@@ -26,14 +26,14 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
 EVERYTHING = "WEBARENA_TEST_EVERYTHING"
-"""Set to play all tasks instead of one of every third kind."""
+"""Set to play all tasks instead of one of every kind."""
 
 
 def chosen_items() -> list[int]:
     if os.environ.get(EVERYTHING):
         return list(range(len(problems())))
     first = {problem.config["intent_template_id"]: item for item, problem in reversed(list(enumerate(problems())))}
-    return [first[template] for template in sorted(first)][::3]
+    return [first[template] for template in sorted(first)]
 
 
 def item_of(intent: str) -> int:
@@ -108,6 +108,17 @@ def test_doing_nothing_is_no_success(env: WebArena) -> None:
         assert (step.done, step.reward, step.info["success"]) == (True, 0.0, False)
         with pytest.raises(EnvError, match="call reset"):
             env.step("go_back")
+
+
+def test_nearly_right_is_no_success(env: WebArena) -> None:
+    env.reset(item_of("Show me the way from The Copper Kettle to Playhouse Theatre by bicycle"))
+    address = "http://map.test/directions?from=The+Copper+Kettle&to=Playhouse+Theatre&mode"
+    assert "by car" in valid(env, f"goto [{address}=car]")
+    assert not env.step("stop []").info["success"]
+    env.reset(item_of("Put 3 of the Corvus Salad Spinner"))
+    page = valid(env, "goto [http://shop.test/product/6]")
+    valid(env, f"type {id_of(page, 'Quantity')} [2] [1]")
+    assert not env.step("stop []").info["success"]
 
 
 def test_the_oracle_finds_back_after_a_detour(env: WebArena) -> None:
@@ -251,6 +262,13 @@ def test_typing_choosing_pressing_hovering(env: WebArena) -> None:
     assert "nothing can be typed" in refused(env, f"type {id_of(page, 'Saved places')} [x]")
 
 
+def test_a_port_that_goes_unsaid_may_be_said(env: WebArena) -> None:
+    env.reset(item_of("to my wish list"))
+    assert "URL: http://shop.test/account" in valid(env, "goto [http://shop.test:80/account]")
+    assert "URL: http://forum.test/" in valid(env, "goto [FORUM.test:80]")
+    assert "outside the sites" in refused(env, "goto [http://shop.test:81/account]")
+
+
 @pytest.mark.parametrize(
     "url",
     ["http://example.com/", "https://shop.test/", "javascript:alert(1)", "file:///etc/passwd", "data:text/html,x",
@@ -331,10 +349,13 @@ PAGES = {
 }
 
 
+visited: list[str] = []
+
+
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        if self.path == "/slow":
-            time.sleep(12)
+        visited.append(self.path)
+        time.sleep({"/slow": 12.0, "/unhurried": 1.5}.get(self.path, 0.0))
         content = PAGES.get(self.path, "<title>None</title>").encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/html")
@@ -369,6 +390,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             "locator": colour,
             "required_contents": {"exact_match": "red"},
         }],
+        [],
+        [{"url": "__SHOPPING__/unhurried", "locator": "", "required_contents": {"must_include": ["None"]}}] * 4,
+        [
+            {"url": "__SHOPPING__/two", "locator": "", "required_contents": {"must_include": ["none such"]}},
+            {"url": "__SHOPPING__/later", "locator": "", "required_contents": {"must_include": ["None"]}},
+        ],
     ]  # fmt: skip
     judged = {"eval_types": ["string_match"], "reference_answers": {"fuzzy_match": ["x"]}, "program_html": []}
     tasks = [
@@ -380,7 +407,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             "storage_state": None,
             "eval": judged
             if number == 5
-            else {"eval_types": ["program_html"], "program_html": programs[min(number, 4)], "reference_answers": None},
+            else {"eval_types": ["program_html"], "program_html": programs[min(number, 7)], "reference_answers": None},
         }
         for number in range(812)
     ]
@@ -398,6 +425,21 @@ def test_program_html_on_a_site_given_by_its_variable(env: WebArena, site: str) 
         assert "Tab 0 (current): Front | Tab 1: Two" in first
         step = env.step("stop [done]")
         assert step.info["success"] is success, number
+
+
+def test_every_page_to_check_has_a_deadline_of_its_own(
+    env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env.reset(1006)
+    monkeypatch.setattr(env_module, "CALL_TIMEOUT_S", 4.0)
+    started = time.monotonic()
+    assert env.step("stop [done]").info["success"]
+    assert time.monotonic() - started > 4.0  # all of them together took longer than one may
+    env.reset(1007)
+    visited.clear()
+    assert not env.step("stop [done]").info["success"]
+    assert "/two" in visited
+    assert "/later" not in visited  # what comes after the first miss is not looked at
 
 
 def test_a_task_that_needs_a_judge_does_not_start_without(

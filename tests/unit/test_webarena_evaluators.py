@@ -11,9 +11,17 @@ from typing import Any
 import pytest
 
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate
+from agentgym_rl.environment.envs.webarena.evaluators.data import only_changed
 from agentgym_rl.environment.envs.webarena.evaluators.helpers import HELPERS, Call, Surroundings, call, read_call
 from agentgym_rl.environment.envs.webarena.evaluators.judge import VARIABLES, require_judge
-from agentgym_rl.environment.envs.webarena.evaluators.strings import any_included, exact_match, must_include, url_match
+from agentgym_rl.environment.envs.webarena.evaluators.strings import (
+    any_included,
+    exact_match,
+    must_include,
+    same_url,
+    url_match,
+)
+from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
 from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig
 from agentgym_rl.errors import ConfigError, EnvError
 
@@ -22,9 +30,13 @@ def task(**evaluation: Any) -> TaskConfig:
     return TaskConfig(0, ("shopping",), "What does it cost?", ("http://a.test/",), None, evaluation)
 
 
+def no_data(changes: Any) -> bool:
+    pytest.fail("no data is looked at")
+
+
 def answered(answers: dict[str, Any], answer: str, note: str = "") -> bool:
     case = task(eval_types=["string_match"], reference_answers=answers, string_note=note)
-    return evaluate(case, answer, "http://a.test/", lambda targets: pytest.fail("no page is looked at"))
+    return evaluate(case, answer, "http://a.test/", lambda targets: pytest.fail("no page is looked at"), no_data)
 
 
 # --- texts and addresses ---------------------------------------------------------------------------------------------
@@ -65,7 +77,52 @@ def test_must_include() -> None:
 def test_url_match(reference: str, url: str, matches: bool) -> None:
     assert url_match(reference, url) is matches
     case = task(eval_types=["url_match"], reference_url=reference)
-    assert evaluate(case, "", url, lambda targets: True) is matches
+    assert evaluate(case, "", url, lambda targets: True, no_data) is matches
+
+
+@pytest.mark.parametrize(
+    ("reference", "url", "same"),
+    [
+        ("http://a.test/x/5", "http://a.test/x/5/", True),
+        ("http://a.test/x/5", "http://a.test/x/50", False),
+        ("http://a.test/x/5", "http://a.test/x/5/edit", False),
+        ("http://a.test/x/5", "http://b.test/x/5", False),
+        ("http://a.test/x?b=1&a=2", "http://a.test/x?a=2&b=1", True),
+        ("http://a.test/x?a=2", "http://a.test/x?a=2&page=1", True),
+        ("http://a.test/x?a=2", "http://a.test/x?a=2&page=2", False),
+        ("http://a.test/x?a=2", "http://a.test/x?a=2&a=3", False),
+        ("http://a.test/x?page=2", "http://a.test/x?page=1", False),
+    ],
+)
+def test_an_exact_address(reference: str, url: str, same: bool) -> None:
+    assert same_url(reference, url) is same
+    case = task(eval_types=["url_match"], reference_url=reference, url_note="EXACT")
+    assert evaluate(case, "", url, lambda targets: True, no_data) is same
+
+
+def test_data_must_have_changed_as_asked_and_not_otherwise() -> None:
+    wanted = [
+        {"table": "customer", "row": 1, "values": {"city": "Norvale"}},
+        {"table": "basket", "row": "new", "values": {"quantity": 2}},
+    ]
+    before, after = fresh_database(), fresh_database()
+    assert only_changed([], before, after)
+    assert not only_changed(wanted, before, after)
+    after.execute("UPDATE customer SET city = 'Norvale' WHERE id = 1")
+    assert not only_changed(wanted, before, after)
+    after.execute("INSERT INTO basket VALUES (7, 2)")
+    assert only_changed(wanted, before, after)
+    for too_much in (
+        "UPDATE customer SET phone = '1' WHERE id = 1",
+        "UPDATE customer SET city = 'Norvale' WHERE id = 2",
+        "INSERT INTO basket VALUES (8, 2)",
+        "UPDATE basket SET quantity = 20",
+        "DELETE FROM product WHERE id = 3",
+    ):
+        other = fresh_database()
+        other.deserialize(after.serialize())
+        other.execute(too_much)
+        assert not only_changed(wanted, before, other), too_much
 
 
 def test_all_evaluators_must_be_content() -> None:
@@ -81,16 +138,16 @@ def test_all_evaluators_must_be_content() -> None:
         seen.append(targets)
         return len(seen) == 1
 
-    assert evaluate(case, "yes", "http://a.test/x", check)
-    assert not evaluate(case, "yes", "http://a.test/x", check)
-    assert not evaluate(case, "no", "http://a.test/x", check)
-    assert not evaluate(case, "yes", "http://a.test/", check)
+    assert evaluate(case, "yes", "http://a.test/x", check, no_data)
+    assert not evaluate(case, "yes", "http://a.test/x", check, no_data)
+    assert not evaluate(case, "no", "http://a.test/x", check, no_data)
+    assert not evaluate(case, "yes", "http://a.test/", check, no_data)
     assert seen == [[{"url": "last"}]] * 2  # not looked at when it is lost already
 
 
 def test_an_unknown_evaluator_is_an_error_not_a_zero() -> None:
     with pytest.raises(ConfigError, match="unknown evaluator 'telepathy'"):
-        evaluate(task(eval_types=["telepathy"]), "", "", lambda targets: True)
+        evaluate(task(eval_types=["telepathy"]), "", "", lambda targets: True, no_data)
 
 
 # --- the judge -------------------------------------------------------------------------------------------------------
@@ -165,6 +222,7 @@ def test_fuzzy_match_asks_the_judge(judge: Server) -> None:
     assert path == "/v1/chat/completions"
     assert (body["model"], body["temperature"], key) == ("grader", 0, "Bearer secret")
     assert json.loads(body["messages"][1]["content"])["question"] == "What does it cost?"
+    assert not any("tokens" in name for name in body)  # a judge that reasons first needs room
 
 
 def test_every_reference_of_a_list_is_judged(judge: Server) -> None:
@@ -194,6 +252,42 @@ def test_without_a_judge_there_is_a_clear_error(monkeypatch: pytest.MonkeyPatch)
 def test_a_judge_that_fails_is_an_error_not_a_zero(judge: Server, reply: Any) -> None:
     judge.answers["/v1/chat/completions"] = reply
     with pytest.raises(EnvError, match="judge"):
+        answered({"fuzzy_match": ["Paris"]}, "Paris")
+
+
+def says(content: str | None, finish: str = "stop") -> dict[str, Any]:
+    return {"choices": [{"message": {"content": content}, "finish_reason": finish}]}
+
+
+@pytest.mark.parametrize(
+    ("reply", "success"),
+    [
+        ("correct", True),
+        (" **Correct.** ", True),
+        ("<think>Is it incorrect? No.</think>\ncorrect", True),
+        ("Incorrect", False),
+        ("<think>correct, at first sight</think>incorrect", False),
+    ],
+)
+def test_a_whole_verdict_counts(judge: Server, reply: str, success: bool) -> None:
+    judge.answers["/v1/chat/completions"] = says(reply)
+    assert answered({"fuzzy_match": ["Paris"]}, "Paris") is success
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["partially correct", "not correct", "correct or incorrect", "correct, mostly", "yes", "", None, "<think>correct"],
+)
+def test_half_a_verdict_is_none(judge: Server, reply: str | None) -> None:
+    judge.answers["/v1/chat/completions"] = says(reply)
+    with pytest.raises(EnvError, match="had to reply correct or incorrect"):
+        answered({"fuzzy_match": ["Paris"]}, "Paris")
+
+
+@pytest.mark.parametrize("reply", ["<think>Paris is the capital, so", "correct", "in", None])
+def test_a_verdict_cut_short_is_none(judge: Server, reply: str | None) -> None:
+    judge.answers["/v1/chat/completions"] = says(reply, "length")
+    with pytest.raises(EnvError, match="ran out of tokens"):
         answered({"fuzzy_match": ["Paris"]}, "Paris")
 
 

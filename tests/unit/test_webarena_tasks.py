@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from agentgym_rl.cli import app
 from agentgym_rl.environment.envs.webarena import WebArena
 from agentgym_rl.environment.envs.webarena.browser import find_chromium
 from agentgym_rl.environment.envs.webarena.evaluators.helpers import read_call
@@ -60,7 +62,11 @@ def test_configs_are_webarenas_format() -> None:
         assert config["task_id"] == number
         task = read(config, ADDRESSES)
         assert "__" not in task.start_urls[0]
-        assert set(task.evaluation["eval_types"]) <= {"string_match", "url_match", "program_html"}
+        # The last is our own; without it a task can still be graded, less strictly, by what WebArena knows.
+        graded = set(task.evaluation["eval_types"])
+        assert graded <= {"string_match", "url_match", "program_html", "changed_data"}
+        assert ("changed_data" in graded) == problems()[number].changes
+        assert graded != {"changed_data"}
 
 
 def test_tasks_and_data_do_not_depend_on_the_process() -> None:
@@ -189,3 +195,17 @@ def test_a_missing_browser_is_told_with_the_command(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("WEBARENA_CHROMIUM", "no-such-browser")
     with pytest.raises(ConfigError, match="WEBARENA_CHROMIUM"):
         WebArena()
+
+
+def test_without_a_browser_it_is_not_listed_as_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("WEBARENA_CHROMIUM", raising=False)
+
+    def listed() -> dict[str, Any]:
+        done = CliRunner().invoke(app, ["envs", "--json"])
+        assert done.exit_code == 0, done.output
+        return next(row for row in json.loads(done.stdout) if row["name"] == "webarena")
+
+    assert listed()["installed"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not listed()["installed"]
+    assert "apt-get install chromium" in listed()["missing"]

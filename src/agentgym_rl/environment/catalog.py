@@ -24,6 +24,8 @@ class Entry:
     """Name of the pip extra that installs it."""
     licence: str
     """Licence of the data or game behind it."""
+    check: Callable[[], object] = object
+    """Raises ConfigError when it cannot be played here for want of something that is no package."""
 
 
 def _textcraft() -> type[TextEnv]:
@@ -72,6 +74,12 @@ def _webarena() -> type[TextEnv]:
     from agentgym_rl.environment.envs.webarena import WebArena
 
     return WebArena
+
+
+def _chromium() -> str:
+    from agentgym_rl.environment.envs.webarena.browser import find_chromium
+
+    return find_chromium()
 
 
 CATALOG: dict[str, Entry] = {
@@ -130,6 +138,7 @@ CATALOG: dict[str, Entry] = {
         package="playwright",
         extra="webarena",
         licence="Apache-2.0 (our own; WebArena)",
+        check=_chromium,
     ),
 }
 

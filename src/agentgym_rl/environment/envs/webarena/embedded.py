@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentgym_rl.environment.envs.webarena.browser import shared_chromium
+from agentgym_rl.environment.envs.webarena.evaluators.data import only_changed
 from agentgym_rl.environment.envs.webarena.observation import View
 from agentgym_rl.environment.envs.webarena.oracle import Guide
 from agentgym_rl.environment.envs.webarena.sites.server import HOSTS, site_server
+from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
 from agentgym_rl.environment.envs.webarena.sites.visit import COOKIE
 from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read
 from agentgym_rl.environment.envs.webarena.tasks.embedded import problems
@@ -42,6 +44,15 @@ class EmbeddedStage:
     def data(self) -> bytes:
         store = self._episodes.get(self._token)
         return store.db.serialize() if store else b""
+
+    def only_changed(self, wanted: list[Mapping[str, Any]]) -> bool:
+        before, after = fresh_database(), fresh_database()
+        after.deserialize(self.data())  # a copy: the server may still be using the original
+        try:
+            return only_changed(wanted, before, after)
+        finally:
+            before.close()
+            after.close()
 
     def end(self) -> None:
         self._episodes.close(self._token)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from playwright.async_api import Error
 
@@ -16,7 +16,7 @@ from agentgym_rl.environment.envs.webarena.actions import Refused, parse
 from agentgym_rl.environment.envs.webarena.browser import LAUNCH_TIMEOUT_S, find_chromium
 from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate, judge
-from agentgym_rl.environment.envs.webarena.evaluators.program import program_html
+from agentgym_rl.environment.envs.webarena.evaluators.program import holds
 from agentgym_rl.environment.envs.webarena.observation import CLICKABLE, TYPABLE, View
 from agentgym_rl.environment.envs.webarena.official import OfficialStage
 from agentgym_rl.environment.envs.webarena.stage import Stage
@@ -172,13 +172,17 @@ class WebArena:
     def _finish(self, answer: str) -> Step:
         tabs = self._require_playing()
         check = partial(self._check_pages, tabs)
-        success = evaluate(self._task, answer, tabs.page.url, check)
+        success = evaluate(self._task, answer, tabs.page.url, check, self._stage.only_changed)
         self._playing = False
         told = "The task is done." if success else "The task ended without success."
         return Step(told, float(success), True, {"valid": True, "success": success})
 
     def _check_pages(self, tabs: Tabs, targets: list[Mapping[str, Any]]) -> bool:
-        return self._run(program_html(targets, tabs.page, self._stage.addresses), CALL_TIMEOUT_S, "check the pages")
+        """Every page with a deadline of its own: some tasks name ten. The first miss ends it."""
+        return all(
+            self._run(holds(target, tabs.page, self._stage.addresses), CALL_TIMEOUT_S, "check a page")
+            for target in targets
+        )
 
     def _look(self) -> None:
         tabs = self._require_playing()
@@ -201,9 +205,7 @@ class WebArena:
         with contextlib.suppress(ValueError):
             place = urlsplit(url)
             return any(
-                place.scheme == site.scheme and place.netloc.lower() == site.netloc.lower()
-                for site in map(urlsplit, self._stage.addresses.values())
-                if site.netloc
+                _origin(place) == _origin(site) for site in map(urlsplit, self._stage.addresses.values()) if site.netloc
             )
         return False
 
@@ -220,6 +222,13 @@ class WebArena:
 
     def _run(self, coroutine: Any, timeout_s: float, what: str) -> Any:
         return self._stage.chromium.thread.run(coroutine, timeout_s, what)
+
+
+def _origin(place: SplitResult) -> tuple[str, str, int | None]:
+    """Scheme, host (with whatever account stands before it) and port, also where it is the one that goes unsaid."""
+    port = place.port if place.port is not None else {"http": 80, "https": 443}.get(place.scheme)
+    account, _, _ = place.netloc.rpartition("@")
+    return place.scheme, f"{account}@{place.hostname}", port
 
 
 async def _observed(tabs: Tabs) -> tuple[str, View]:

@@ -46,5 +46,8 @@ class OfficialStage:
     def data(self) -> bytes:
         return b""
 
+    def only_changed(self, wanted: list[Mapping[str, Any]]) -> bool:
+        raise ConfigError("the data of published sites cannot be looked into: changed_data is for embedded tasks")
+
     def end(self) -> None:
         """The sites stay as they are."""

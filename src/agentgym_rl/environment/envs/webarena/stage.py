@@ -31,6 +31,10 @@ class Stage(Protocol):
         """The sites' data as far as it is known: part of an episode's state."""
         ...
 
+    def only_changed(self, wanted: list[Mapping[str, Any]]) -> bool:
+        """Whether the episode changed the sites' data as the task's changed_data says, and in nothing else."""
+        ...
+
     def end(self) -> None:
         """Give back what the episode held; may be called twice."""
         ...

@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentgym_rl.environment.envs.webarena.evaluators import judge
-from agentgym_rl.environment.envs.webarena.evaluators.strings import exact_match, must_include, url_match
+from agentgym_rl.environment.envs.webarena.evaluators import answers, judge
+from agentgym_rl.environment.envs.webarena.evaluators.strings import exact_match, must_include, same_url, url_match
 from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig
 from agentgym_rl.errors import ConfigError
 
 CheckPages = Callable[[list[Mapping[str, Any]]], bool]
 """Looks at program_html's targets in the browser."""
+CheckData = Callable[[list[Mapping[str, Any]]], bool]
+"""Compares the embedded sites' data with what it was."""
 
 
-def evaluate(task: TaskConfig, answer: str, url: str, check_pages: CheckPages) -> bool:
+def evaluate(task: TaskConfig, answer: str, url: str, check_pages: CheckPages, check_data: CheckData) -> bool:
     """Whether the episode that ended with `answer` at `url` did what the task asks."""
     evaluation = task.evaluation
     for kind in evaluation["eval_types"]:
         if kind == "string_match":
             success = string_match(task, answer)
         elif kind == "url_match":
-            success = url_match(evaluation["reference_url"], url)
+            matches = same_url if evaluation.get("url_note") == "EXACT" else url_match
+            success = matches(evaluation["reference_url"], url)
         elif kind == "program_html":
             success = check_pages(evaluation["program_html"])
+        elif kind == "changed_data":
+            success = check_data(evaluation["changed_data"])
         else:
             raise ConfigError(f"unknown evaluator {kind!r} in task {task.task_id}")
         if not success:
@@ -39,6 +44,10 @@ def string_match(task: TaskConfig, answer: str) -> bool:
             matches = all(must_include(each, answer, whole_word=len(wanted) == 1) for each in wanted)
         elif approach == "fuzzy_match":
             matches = _fuzzy(task, wanted, answer)
+        elif approach == "number":
+            matches = answers.number(wanted["value"], wanted["unit"], answer, task.intent)
+        elif approach == "one_of":
+            matches = answers.one_of(wanted["right"], wanted["choices"], answer, task.intent)
         else:
             raise ConfigError(f"unknown string_match approach {approach!r} in task {task.task_id}")
         if not matches:

@@ -50,10 +50,10 @@ def same_reason(task: str, reason: str, answer: str) -> bool:
 
 def _ask(instruction: str, case: dict[str, str]) -> bool:
     url, model, key = require_judge()
+    # No limit on tokens: a model that reasons first would be cut before its verdict.
     request = {
         "model": model,
         "temperature": 0,
-        "max_tokens": 16,
         "messages": [
             {"role": "system", "content": instruction + _VERDICT},
             {"role": "user", "content": json.dumps(case, ensure_ascii=False)},
@@ -63,10 +63,16 @@ def _ask(instruction: str, case: dict[str, str]) -> bool:
     try:
         response = httpx.post(f"{url}/chat/completions", json=request, headers=headers, timeout=TIMEOUT_S)
         response.raise_for_status()
-        reply = str(response.json()["choices"][0]["message"]["content"])
+        choice = response.json()["choices"][0]
+        reply = str(choice["message"]["content"] or "")
+        cut = choice.get("finish_reason") == "length"
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise EnvError(f"the judge at {url} did not answer as a chat endpoint does: {error!r:.200}") from error
     verdict = re.sub(r"<think>.*?</think>", "", reply.lower(), flags=re.DOTALL).strip(" \n\t.*\"'`")
+    if cut:
+        raise EnvError(
+            f"the judge {model} ran out of tokens before its verdict, got {reply[-80:]!r}: let its endpoint write more"
+        )
     if verdict not in ("correct", "incorrect"):
         # Half a verdict ("partially correct", "not correct") is no success, and to guess at one would be worse.
         raise EnvError(f"the judge had to reply correct or incorrect, got {reply!r:.80}")

@@ -14,12 +14,8 @@ from agentgym_rl.environment.envs.webarena.evaluators.strings import any_include
 from agentgym_rl.errors import ConfigError
 
 
-async def program_html(targets: list[Mapping[str, Any]], page: Page, addresses: Mapping[str, str]) -> bool:
-    """Whether every target holds. `page` is the agent's; other pages are opened beside it, so it stays as it is."""
-    return all([await _holds(target, page, addresses) for target in targets])
-
-
-async def _holds(target: Mapping[str, Any], page: Page, addresses: Mapping[str, str]) -> bool:
+async def holds(target: Mapping[str, Any], page: Page, addresses: Mapping[str, str]) -> bool:
+    """Whether one target holds. `page` is the agent's; other pages are opened beside it, so it stays as it is."""
     around = helpers.Surroundings(page, page.url, addresses)
     url = target["url"]
     if url.startswith("func:"):

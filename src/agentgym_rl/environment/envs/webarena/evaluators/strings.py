@@ -45,6 +45,14 @@ def url_match(reference: str, url: str) -> bool:
     return all(any(value in query.get(key, ()) for value in values) for key, values in wanted_values.items())
 
 
+def same_url(reference: str, url: str) -> bool:
+    """EXACT: the same page with the same query, in any order. The first page of a list may be asked for by number."""
+    (place, query), (wanted_place, wanted_query) = _parts(url), _parts(reference)
+    if query.get("page") == ["1"] and "page" not in wanted_query:
+        del query["page"]
+    return (place, query) == (wanted_place, wanted_query)
+
+
 def _parts(url: str) -> tuple[str, dict[str, list[str]]]:
     split = urlsplit(url.strip().rstrip("/"))
     return split.netloc + split.path.rstrip("/"), parse_qs(split.query)

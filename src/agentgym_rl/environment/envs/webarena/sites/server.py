@@ -13,6 +13,7 @@ from starlette.routing import Host, Router
 
 from agentgym_rl.environment.envs.webarena.sites import admin, code, forum, maps, shop
 from agentgym_rl.environment.envs.webarena.sites.store import Episodes
+from agentgym_rl.environment.envs.webarena.sites.visit import http_notice
 from agentgym_rl.errors import EnvError
 
 HOSTS = {
@@ -38,7 +39,10 @@ class SiteServer:
 
     def __init__(self) -> None:
         self.episodes = Episodes()
-        app = Starlette(routes=[Host(host, Router(routes)) for host, routes in _ROUTES.items()])
+        app = Starlette(
+            routes=[Host(host, Router(routes)) for host, routes in _ROUTES.items()],
+            exception_handlers={404: http_notice, 405: http_notice},
+        )
         app.state.episodes = self.episodes
         listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port: int = listener.getsockname()[1]

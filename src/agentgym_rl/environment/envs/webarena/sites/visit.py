@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qsl
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from agentgym_rl.environment.envs.webarena.sites.html import Html
+from agentgym_rl.environment.envs.webarena.sites.html import Html, a, el, join
 from agentgym_rl.environment.envs.webarena.sites.store import Episodes, Store
+
+logger = logging.getLogger(__name__)
 
 COOKIE = "episode"
 MAX_BODY_BYTES = 65536
@@ -74,6 +78,29 @@ class Visit:
 Handler = Callable[[Visit], Html | Redirect]
 
 
+def notice(title: str, status: int, text: str = "") -> HTMLResponse:
+    """A page that says why there is no page."""
+    body = join(el("title", title), el("h1", title), el("p", text) if text else None, a("Home", "/"))
+    return HTMLResponse(body, status)
+
+
+async def http_notice(request: Request, error: Exception) -> Response:
+    """What no route answers, in the same words."""
+    return notice("Page not found", error.status_code if isinstance(error, HTTPException) else 404)
+
+
+def _whole(handler: Handler, visit: Visit) -> Html | Redirect:
+    """Call a handler; what it changes is changed altogether or not at all."""
+    visit.db.execute("BEGIN")
+    try:
+        answer = handler(visit)
+    except BaseException:
+        visit.db.execute("ROLLBACK")
+        raise
+    visit.db.execute("COMMIT")
+    return answer
+
+
 def route(path: str, handler: Handler, method: str = "GET") -> Route:
     """A page (GET) or a change (POST) of a site. Handlers run on the server's loop: they only touch memory."""
 
@@ -81,19 +108,22 @@ def route(path: str, handler: Handler, method: str = "GET") -> Route:
         episodes: Episodes = request.app.state.episodes
         store = episodes.get(request.cookies.get(COOKIE, ""))
         if store is None:
-            return HTMLResponse("<title>No episode</title><h1>This episode is over.</h1>", 403)
+            return notice("This episode is over", 403)
         visit = Visit(store, dict(request.path_params), dict(request.query_params))
         if method == "POST":
             body = await request.body()
             if len(body) > MAX_BODY_BYTES:
-                return HTMLResponse("<title>Too much</title><h1>This form is too long.</h1>", 413)
+                return notice("This form is too long", 413)
             # A name that comes twice is a list of checkboxes; commas keep it one value.
             for key, value in parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=100):
                 visit.form[key] = f"{visit.form[key]},{value}" if key in visit.form else value.replace("\r\n", "\n")
         try:
-            answer = handler(visit)
+            answer = _whole(handler, visit)
         except (NotFound, OverflowError):  # a number too large for a row is no row
-            return HTMLResponse('<title>Not found</title><h1>Page not found</h1><a href="/">Home</a>', 404)
+            return notice("Page not found", 404)
+        except Exception:
+            logger.exception("an embedded site failed to answer %s %s", method, request.url)
+            return notice("Something went wrong on our side", 500, "Nothing was changed.")
         if isinstance(answer, Redirect):
             store.flash = answer.flash
             return RedirectResponse(answer.to, 303)

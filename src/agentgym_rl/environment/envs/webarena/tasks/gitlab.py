@@ -5,8 +5,20 @@ from __future__ import annotations
 import sqlite3
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
-from agentgym_rl.environment.envs.webarena.sites.code_data import ME
-from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+from agentgym_rl.environment.envs.webarena.sites.code_data import ME, ROLES
+from agentgym_rl.environment.envs.webarena.tasks.template import (
+    Instance,
+    Template,
+    added,
+    at_url,
+    changed,
+    column,
+    exactly,
+    one_of,
+    page_has,
+    text_of,
+    with_data,
+)
 
 CODE = "__GITLAB__"
 
@@ -27,15 +39,16 @@ def stars(db: sqlite3.Connection) -> list[Instance]:
     found = []
     for path in ("lantern/lantern-ui", "openferry/router", "starfield/plate-solve", "nora/recipe-box"):
         count = str(_project(db, path)["stars"])
-        found.append(Instance({"project": path}, answer(exact=count), (*_open(path), stop(count))))
+        found.append(Instance({"project": path}, exactly(count), (*_open(path), stop(count))))
     return found
 
 
 def clone(db: sqlite3.Connection) -> list[Instance]:
     found = []
+    addresses = column(db, "SELECT 'git@code.test:' || owner || '/' || name || '.git' FROM project")
     for path in ("openferry/feed-parser", "nora/tidewatch", "starfield/observing-planner"):
         address = f"git@code.test:{path}.git"
-        found.append(Instance({"project": path}, answer(address), (*_open(path), stop(address))))
+        found.append(Instance({"project": path}, one_of(address, addresses), (*_open(path), stop(address))))
     return found
 
 
@@ -45,7 +58,7 @@ def open_issues(db: sqlite3.Connection) -> list[Instance]:
         sql = "SELECT count(*) FROM issue WHERE project_id = ? AND state = 'open'"
         count = str(db.execute(sql, (_project(db, path)["id"],)).fetchone()[0])
         script = (*_open(path), click("link", "Issues"), stop(count))
-        found.append(Instance({"project": path}, answer(exact=count), script))
+        found.append(Instance({"project": path}, exactly(count), script))
     return found
 
 
@@ -57,7 +70,8 @@ def role(db: sqlite3.Connection) -> list[Instance]:
             (_project(db, path)["id"], ME),
         ).fetchone()
         script = (*_open(path), click("link", "Members"), stop(row["role"]))
-        found.append(Instance({"user": row["username"], "project": path}, answer(row["role"]), script))
+        checks = one_of(row["role"], (*ROLES, "Owner"))
+        found.append(Instance({"user": row["username"], "project": path}, checks, script))
     return found
 
 
@@ -70,7 +84,7 @@ def num_commits(db: sqlite3.Connection) -> list[Instance]:
             (_project(db, path)["id"], ME),
         ).fetchone()
         script = (*_open(path), click("link", "Commits"), stop(str(row["num"])))
-        found.append(Instance({"user": row["author"], "project": path}, answer(exact=str(row["num"])), script))
+        found.append(Instance({"user": row["author"], "project": path}, exactly(row["num"]), script))
     return found
 
 
@@ -84,7 +98,7 @@ def labelled(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"project": path, "label": label},
-            at_url(f"{CODE}/{path}/-/issues?label={label.replace(' ', '+')}"),
+            at_url(f"{CODE}/{path}/-/issues?state=all&label={label.replace(' ', '+')}"),
             (*_open(path), click("link", "Issues"), click("link", label), stop()),
         )
         for path, label in cases
@@ -101,10 +115,13 @@ def new_issue(db: sqlite3.Connection) -> list[Instance]:
     )
     found = []
     for path, title, label in cases:
-        checks = page_has(("last", text_of("h1"), [title]), ("last", text_of("#labels"), label))
-        checks["eval_types"] = ["url_match", "program_html"]
-        checks["reference_url"] = f"{CODE}/{path}/-/issues/"
-        checks["url_note"] = "GOLD in PRED"
+        project = _project(db, path)["id"]
+        (number,) = column(db, "SELECT max(number) + 1 FROM issue WHERE project_id = ?", project)
+        there = f"{CODE}/{path}/-/issues/{number}"
+        checks = with_data(
+            page_has((there, text_of("h1"), f"#{number} {title}"), (there, text_of("#labels"), label)),
+            added("issue", project_id=project, title=title, labels=label, author=ME, state="open", assignee=""),
+        )
         script = (
             *_open(path),
             click("link", "Issues"),
@@ -128,7 +145,10 @@ def close_issue(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"title": issue["title"], "project": path},
-            page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#state"), "closed")),
+            with_data(
+                page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#state"), "closed")),
+                changed("issue", issue["id"], state="closed"),
+            ),
             (
                 *_open(path),
                 click("link", "Issues"),
@@ -157,7 +177,8 @@ def assign(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Save issue"),
             stop(),
         )
-        checks = page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#assignee"), user))
+        pages = page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#assignee"), user))
+        checks = with_data(pages, changed("issue", issue["id"], assignee=user))
         found.append(Instance({"title": issue["title"], "project": path, "user": user}, checks, script))
     return found
 
@@ -179,7 +200,8 @@ def merge(db: sqlite3.Connection) -> list[Instance]:
             click("button", button),
             stop(),
         )
-        checks = page_has((f"{CODE}/{path}/-/merge_requests/1", text_of("#state"), state))
+        pages = page_has((f"{CODE}/{path}/-/merge_requests/1", text_of("#state"), state))
+        checks = with_data(pages, changed("merge_request", request["id"], state=state))
         found.append(Instance({"verb": verb, "title": request["title"], "project": path}, checks, script))
     return found
 
@@ -190,7 +212,10 @@ def remark(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"text": text, "title": request["title"], "project": path},
-            page_has((f"{CODE}/{path}/-/merge_requests/2", text_of("#comments"), [text, ME])),
+            with_data(
+                page_has((f"{CODE}/{path}/-/merge_requests/2", text_of("#comments"), [text, ME])),
+                added("remark", kind="merge_request", parent_id=request["id"], author=ME, body=text),
+            ),
             (
                 *_open(path),
                 click("link", "Merge requests"),
@@ -224,7 +249,10 @@ def invite(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Invite member"),
             stop(),
         )
-        checks = page_has((f"{CODE}/{path}/-/members", locator, [wanted]))
+        checks = with_data(
+            page_has((f"{CODE}/{path}/-/members", locator, wanted)),
+            added("project_member", project_id=_project(db, path)["id"], username=user, role=wanted),
+        )
         found.append(Instance({"user": user, "project": path, "role": wanted}, checks, script))
     return found
 
@@ -233,10 +261,14 @@ def star(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"project": path},
-            page_has((f"{CODE}/", text_of("#starred"), [path])),
+            with_data(
+                page_has((f"{CODE}/", text_of("#starred"), [path])),
+                changed("project", row["id"], starred=1, stars=row["stars"] + 1),
+            ),
             (*_open(path), click("button", "Star"), stop()),
         )
         for path in ("lantern/lantern-ui", "starfield/observing-planner", "openferry/feed-parser")
+        for row in [_project(db, path)]
     ]
 
 
@@ -245,7 +277,11 @@ def new_project(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"name": name, "visibility": visibility},
-            page_has((f"{CODE}/{ME}/{name}", text_of("#visibility"), visibility)),
+            with_data(
+                page_has((f"{CODE}/{ME}/{name}", text_of("#visibility"), visibility)),
+                added("project", owner=ME, name=name, visibility=visibility),
+                added("project_member", username=ME, role="Owner"),
+            ),
             (
                 click("link", "New project"),
                 fill("Project name", name),
@@ -259,10 +295,13 @@ def new_project(db: sqlite3.Connection) -> list[Instance]:
 
 
 def status(db: sqlite3.Connection) -> list[Instance]:
+    (me,) = column(db, "SELECT rowid FROM developer WHERE username = ?", ME)
     return [
         Instance(
             {"text": text},
-            page_has((f"{CODE}/profile", text_of("#user-status"), text)),
+            with_data(
+                page_has((f"{CODE}/profile", text_of("#user-status"), text)), changed("developer", me, status=text)
+            ),
             (click("link", "Profile"), fill("Your status", text), click("button", "Set status"), stop()),
         )
         for text in ("On holiday until Monday", "Busy", "Reviewing")
@@ -283,6 +322,6 @@ TEMPLATES = (
     Template("gitlab", 'Comment "{{text}}" on the merge request "{{title}}" in {{project}}.', remark, True),
     Template("gitlab", "Invite {{user}} to {{project}} as {{role}}.", invite, True),
     Template("gitlab", "Star the project {{project}}.", star, True),
-    Template("gitlab", 'Create a {{visibility}} project named "{{name}}".', new_project, True),
+    Template("gitlab", 'Create a project named "{{name}}" with the visibility {{visibility}}.', new_project, True),
     Template("gitlab", 'Set my status to "{{text}}".', status, True),
 )

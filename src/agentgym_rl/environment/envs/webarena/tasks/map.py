@@ -7,7 +7,19 @@ import sqlite3
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.sites.map_data import STREETS
 from agentgym_rl.environment.envs.webarena.sites.maps import Route, shortest
-from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+from agentgym_rl.environment.envs.webarena.tasks.template import (
+    Instance,
+    Template,
+    added,
+    at_url,
+    column,
+    one_of,
+    page_has,
+    quantity,
+    rows_text,
+    text_of,
+    with_data,
+)
 
 MAP = "__MAP__"
 
@@ -46,7 +58,7 @@ def distance(db: sqlite3.Connection) -> list[Instance]:
     for start, end in PAIRS:
         metres = str(_route(db, start, end).metres)
         arguments = {"start": start, "end": end}
-        found.append(Instance(arguments, answer(metres), (*_directions(start, end), stop(f"{metres} m"))))
+        found.append(Instance(arguments, quantity(metres, "m"), (*_directions(start, end), stop(f"{metres} m"))))
     return found
 
 
@@ -56,30 +68,36 @@ def duration(db: sqlite3.Connection) -> list[Instance]:
         mode = ("bicycle", "car", "foot")[place % 3]
         minutes = str(_route(db, start, end).minutes(mode))
         arguments = {"start": start, "end": end, "mode": mode}
-        found.append(Instance(arguments, answer(minutes), (*_directions(start, end, mode), stop(f"{minutes} minutes"))))
+        script = (*_directions(start, end, mode), stop(f"{minutes} minutes"))
+        found.append(Instance(arguments, quantity(minutes, "min"), script))
     return found
+
+
+_DETAILS = {"phone": "phone number", "hours": "opening hours"}
 
 
 def detail(db: sqlite3.Connection) -> list[Instance]:
     cases = (
-        ("Abbey Pharmacy", "phone number", "phone"),
-        ("Museum of Clocks", "opening time", "hours"),
-        ("Northern Bank", "phone number", "phone"),
-        ("Trattoria Nove", "opening time", "hours"),
-        ("Quayside Library", "phone number", "phone"),
+        ("Abbey Pharmacy", "phone"),
+        ("Museum of Clocks", "hours"),
+        ("Northern Bank", "phone"),
+        ("Trattoria Nove", "hours"),
+        ("Quayside Library", "phone"),
     )
     found = []
-    for name, what, column in cases:
-        value = _place(db, name)[column]
-        found.append(Instance({"place": name, "what": what}, answer(value), (*_open(name), stop(value))))
+    for name, what in cases:
+        value = _place(db, name)[what]
+        checks = one_of(value, column(db, f"SELECT {what} FROM place"))
+        found.append(Instance({"place": name, "what": _DETAILS[what]}, checks, (*_open(name), stop(value))))
     return found
 
 
 def street(db: sqlite3.Connection) -> list[Instance]:
     found = []
+    streets = [f"{each} Street" for each in STREETS]
     for name in ("Playhouse Theatre", "St Brendan School", "Lotus Garden", "Lighthouse Gardens"):
         value = f"{STREETS[_place(db, name)['y']]} Street"
-        found.append(Instance({"place": name}, answer(value), (search("Find a place", name), stop(value))))
+        found.append(Instance({"place": name}, one_of(value, streets), (search("Find a place", name), stop(value))))
     return found
 
 
@@ -101,7 +119,8 @@ def nearest(db: sqlite3.Connection) -> list[Instance]:
         if ways[0][0] == ways[1][0]:
             continue  # two are equally near: not a fair question
         script = (*_open(start), choose("What is near", kind), click("button", "Show nearest"), stop(ways[0][1]))
-        found.append(Instance({"kind": kind, "place": start}, answer(ways[0][1]), script))
+        checks = one_of(ways[0][1], [name for _, name in ways])
+        found.append(Instance({"kind": kind, "place": start}, checks, script))
     return found
 
 
@@ -140,7 +159,10 @@ def save(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"place": name, "note": note},
-            page_has((f"{MAP}/saved", text_of("#saved"), [name, note])),
+            with_data(
+                page_has((f"{MAP}/saved", rows_text("#saved"), f"{name}; {note}")),
+                added("saved", place_id=_place(db, name)["id"], note=note),
+            ),
             (*_open(name), fill("Note", note), click("button", "Save place"), stop()),
         )
         for name, note in cases

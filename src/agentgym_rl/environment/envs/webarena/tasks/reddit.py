@@ -7,7 +7,19 @@ from collections.abc import Sequence
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.sites.forum_data import ME
-from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+from agentgym_rl.environment.envs.webarena.tasks.template import (
+    Instance,
+    Template,
+    added,
+    at_url,
+    changed,
+    column,
+    exactly,
+    one_of,
+    page_has,
+    text_of,
+    with_data,
+)
 
 FORUM = "__REDDIT__"
 
@@ -25,11 +37,15 @@ def _url(post: sqlite3.Row) -> str:
     return f"{FORUM}/f/{post['slug']}/{post['id']}"
 
 
+def _members(db: sqlite3.Connection) -> list[str]:
+    return column(db, "SELECT name FROM member")
+
+
 def num_comments(db: sqlite3.Connection) -> list[Instance]:
     found = []
     for post in _posts(db, (2, 11, 17, 26)):
         count = str(db.execute("SELECT count(*) FROM comment WHERE post_id = ?", (post["id"],)).fetchone()[0])
-        found.append(Instance({"title": post["title"]}, answer(exact=count), (*_open(post), stop(count))))
+        found.append(Instance({"title": post["title"]}, exactly(count), (*_open(post), stop(count))))
     return found
 
 
@@ -41,7 +57,7 @@ def top_author(db: sqlite3.Connection) -> list[Instance]:
             (slug,),
         ).fetchone()[0]
         script = (click("link", "Communities"), click("link", slug), click("link", "Top"), stop(author))
-        found.append(Instance({"community": slug}, answer(author), script))
+        found.append(Instance({"community": slug}, one_of(author, _members(db)), script))
     return found
 
 
@@ -51,7 +67,8 @@ def best_comment(db: sqlite3.Connection) -> list[Instance]:
         author = db.execute(
             "SELECT author FROM comment WHERE post_id = ? ORDER BY score DESC, id", (post["id"],)
         ).fetchone()[0]
-        found.append(Instance({"title": post["title"]}, answer(author), (*_open(post), stop(author))))
+        checks = one_of(author, _members(db))
+        found.append(Instance({"title": post["title"]}, checks, (*_open(post), stop(author))))
     return found
 
 
@@ -85,7 +102,10 @@ def comment(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"title": post["title"], "text": text},
-            page_has((_url(post), text_of("#comments"), [text, ME])),
+            with_data(
+                page_has((_url(post), text_of("#comments"), [text, ME])),
+                added("comment", post_id=post["id"], author=ME, body=text),
+            ),
             (*_open(post), fill("Your comment", text), click("button", "Post comment"), stop()),
         )
         for post, text in zip(_posts(db, (2, 10, 16, 27, 31)), texts, strict=True)
@@ -96,8 +116,11 @@ def vote(db: sqlite3.Connection) -> list[Instance]:
     found = []
     for place, post in enumerate(_posts(db, (3, 8, 13, 20, 29, 33))):
         way = ("Upvote", "Downvote")[place % 2]
-        value = "1" if way == "Upvote" else "-1"
-        checks = page_has((_url(post), "document.querySelector('#votes').getAttribute('data-vote')", value))
+        value = 1 if way == "Upvote" else -1
+        checks = with_data(
+            page_has((_url(post), "document.querySelector('#votes').getAttribute('data-vote')", str(value))),
+            changed("post", post["id"], my_vote=value, score=post["score"] + value),
+        )
         script = (search("Search posts", post["title"]), click("button", f"{way}: {post['title']}"), stop())
         found.append(Instance({"way": way, "title": post["title"]}, checks, script))
     return found
@@ -111,31 +134,35 @@ def submit(db: sqlite3.Connection) -> list[Instance]:
         ("trains", "Luggage lockers at Eastmere", "Do they still take coins?"),
         ("homebrew", "Scale with a timer", "Mine stopped at 300 grams."),
     )
-    last = "func:reddit_get_post_url('__last_url__')"
-    return [
-        Instance(
-            {"community": slug, "title": title, "body": body},
-            page_has((last, text_of("h1"), title), (last, text_of("#body"), body), (last, text_of(".card"), [slug])),
-            (
-                click("link", "Submit"),
-                fill("Title", title),
-                fill("Body", body),
-                choose("Community", slug),
-                click("button", "Create post"),
-                stop(),
-            ),
+    (number,) = column(db, "SELECT max(id) + 1 FROM post")
+    found = []
+    for slug, title, body in cases:
+        there = f"{FORUM}/f/{slug}/{number}"
+        (community,) = column(db, "SELECT id FROM community WHERE slug = ?", slug)
+        checks = with_data(
+            page_has((there, text_of("h1"), title), (there, text_of("#body"), body)),
+            added("post", community_id=community, author=ME, title=title, body=body),
         )
-        for slug, title, body in cases
-    ]
+        script = (
+            click("link", "Submit"),
+            fill("Title", title),
+            fill("Body", body),
+            choose("Community", slug),
+            click("button", "Create post"),
+            stop(),
+        )
+        found.append(Instance({"community": slug, "title": title, "body": body}, checks, script))
+    return found
 
 
 def subscribe(db: sqlite3.Connection) -> list[Instance]:
     found = []
     for slug in ("cycling", "astronomy", "trains", "bookclub"):
-        now = db.execute("SELECT subscribed FROM community WHERE slug = ?", (slug,)).fetchone()[0]
+        number, now = db.execute("SELECT id, subscribed FROM community WHERE slug = ?", (slug,)).fetchone()
         verb, other = ("Unsubscribe", "Subscribe") if now else ("Subscribe", "Unsubscribe")
         there = f"{FORUM}/f/{slug}"
-        checks = page_has((there, "document.querySelector('form.inline button').innerText", other))
+        pages = page_has((there, "document.querySelector('form.inline button').innerText", other))
+        checks = with_data(pages, changed("community", number, subscribed=1 - now))
         script = (click("link", "Communities"), click("link", slug), click("button", verb), stop())
         found.append(Instance({"what": "Leave" if now else "Subscribe to", "community": slug}, checks, script))
     return found
@@ -143,10 +170,11 @@ def subscribe(db: sqlite3.Connection) -> list[Instance]:
 
 def biography(db: sqlite3.Connection) -> list[Instance]:
     texts = ("Night trains and strong coffee.", "Gardener by the sea.", "Reads on the ferry.")
+    (me,) = column(db, "SELECT rowid FROM member WHERE name = ?", ME)
     return [
         Instance(
             {"text": text},
-            page_has((f"{FORUM}/user/{ME}", text_of("#bio"), text)),
+            with_data(page_has((f"{FORUM}/user/{ME}", text_of("#bio"), text)), changed("member", me, bio=text)),
             (click("link", "My profile"), fill("Biography", text), click("button", "Save biography"), stop()),
         )
         for text in texts

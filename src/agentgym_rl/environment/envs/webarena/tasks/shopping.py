@@ -7,8 +7,21 @@ from collections.abc import Sequence
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.sites.shop import money
-from agentgym_rl.environment.envs.webarena.sites.shop_data import CUSTOMER
-from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+from agentgym_rl.environment.envs.webarena.sites.shop_data import CUSTOMER, CUSTOMER_NAME
+from agentgym_rl.environment.envs.webarena.tasks.template import (
+    Instance,
+    Template,
+    added,
+    at_url,
+    changed,
+    column,
+    one_of,
+    page_has,
+    quantity,
+    rows_text,
+    text_of,
+    with_data,
+)
 
 SHOP = "__SHOPPING__"
 
@@ -23,32 +36,31 @@ def _find(product: sqlite3.Row) -> tuple[Move, ...]:
 
 def price(db: sqlite3.Connection) -> list[Instance]:
     return [
-        Instance({"product": p["name"]}, answer(f"{p['price'] / 100:.2f}"), (*_find(p), stop(money(p["price"]))))
+        Instance({"product": p["name"]}, quantity(f"{p['price'] / 100:.2f}", "$"), (*_find(p), stop(money(p["price"]))))
         for p in _products(db, (4, 13, 27, 38, 49, 60))
     ]
 
 
 def detail(db: sqlite3.Connection) -> list[Instance]:
-    pairs = zip(_products(db, (2, 18, 33, 41, 57)), ("material", "colour", "weight", "material", "colour"), strict=True)
-    return [
-        Instance(
-            {"product": p["name"], "detail": what},
-            answer(str(p[what])),
-            (*_find(p), stop(str(p[what]))),
-        )
-        for p, what in pairs
-    ]
+    found = []
+    kinds = ("material", "colour", "weight", "material", "colour")
+    for p, what in zip(_products(db, (2, 18, 33, 41, 57)), kinds, strict=True):
+        value = str(p[what])
+        checks = quantity(value, "g") if what == "weight" else one_of(value, column(db, f"SELECT {what} FROM product"))
+        found.append(Instance({"product": p["name"], "detail": what}, checks, (*_find(p), stop(value))))
+    return found
 
 
 def cheapest(db: sqlite3.Connection) -> list[Instance]:
     found = []
     for slug, name in db.execute("SELECT slug, name FROM category ORDER BY id LIMIT 5").fetchall():
-        best = db.execute(
+        names = column(
+            db,
             "SELECT p.name FROM product p JOIN category c ON c.id = p.category_id WHERE slug = ? ORDER BY price",
-            (slug,),
-        ).fetchone()[0]
-        script = (click("link", name), click("link", "Price, lowest first"), stop(best))
-        found.append(Instance({"category": name}, answer(best), script))
+            slug,
+        )
+        script = (click("link", name), click("link", "Price, lowest first"), stop(names[0]))
+        found.append(Instance({"category": name}, one_of(names[0], names), script))
     return found
 
 
@@ -61,7 +73,7 @@ def unhappy(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"product": row["name"]},
-            answer(row["author"]),
+            one_of(row["author"], column(db, "SELECT author FROM review")),
             (search("Find", row["name"]), click("link", row["name"]), stop(row["author"])),
         )
         for row in rows
@@ -77,7 +89,7 @@ def order_total(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"order": row["id"]},
-            answer(f"{row['total'] / 100:,.2f}"),
+            quantity(f"{row['total'] / 100:.2f}", "$"),
             (click("link", "My orders"), stop(money(row["total"]))),
         )
         for row in rows
@@ -99,12 +111,16 @@ def sorted_listing(db: sqlite3.Connection) -> list[Instance]:
 
 def into_basket(db: sqlite3.Connection) -> list[Instance]:
     found = []
-    for p, quantity in zip(_products(db, (6, 15, 29, 44, 52, 64)), (3, 2, 3, 2, 1, 2), strict=True):
-        field = f"document.querySelector('[aria-label=\"Quantity of {p['name']}\"]').value"
-        amount = (fill("Quantity", str(quantity)),) if quantity > 1 else ()
+    for p, units in zip(_products(db, (6, 15, 29, 44, 52, 64)), (3, 2, 3, 2, 1, 2), strict=True):
+        fields = "[...document.querySelectorAll('[name=quantity]:not([type=hidden])')]"
+        listed = f"{fields}.map(field => field.value + ' ' + field.ariaLabel).join(', ')"
+        checks = with_data(
+            page_has((f"{SHOP}/basket", listed, f"{units} Quantity of {p['name']}")),
+            added("basket", product_id=p["id"], quantity=units),
+        )
+        amount = (fill("Quantity", str(units)),) if units > 1 else ()
         script = (*_find(p), *amount, click("button", "Add to basket"), stop())
-        arguments = {"product": p["name"], "quantity": quantity}
-        found.append(Instance(arguments, page_has((f"{SHOP}/basket", field, str(quantity))), script))
+        found.append(Instance({"product": p["name"], "quantity": units}, checks, script))
     return found
 
 
@@ -112,7 +128,9 @@ def wish(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"product": p["name"]},
-            page_has((f"{SHOP}/wishlist", text_of("#wishlist"), [p["name"]])),
+            with_data(
+                page_has((f"{SHOP}/wishlist", text_of("#wishlist"), [p["name"]])), added("wishlist", product_id=p["id"])
+            ),
             (*_find(p), click("button", "Add to wish list"), stop()),
         )
         for p in _products(db, (9, 21, 36, 47, 58))
@@ -121,12 +139,20 @@ def wish(db: sqlite3.Connection) -> list[Instance]:
 
 def buy(db: sqlite3.Connection) -> list[Instance]:
     found = []
-    ways = (("express", "Express, 8.90", "$8.90"), ("pickup", "Pick-up, free", "$0.00"))
+    ways = (("express", "Express, 8.90", 890), ("pickup", "Pick-up, free", 0))
+    me = db.execute("SELECT * FROM customer WHERE id = ?", (CUSTOMER,)).fetchone()
+    home = f"{me['street']}, {me['city']}"
     for place, p in enumerate(_products(db, (1, 19, 24, 39, 55))):
         way, label, cost = ways[place % 2]
-        checks = page_has(
-            (f"{SHOP}/orders/latest", text_of("#lines"), [p["name"]]),
-            (f"{SHOP}/orders/latest", text_of("#shipping"), cost),
+        line = f"{p['name']}; {money(p['price'])}; 1"
+        checks = with_data(
+            page_has(
+                (f"{SHOP}/orders/latest", rows_text("#lines"), line),
+                (f"{SHOP}/orders/latest", text_of("#shipping"), money(cost)),
+            ),
+            added("orders", customer_id=CUSTOMER, status="pending", shipping=cost, address=home),
+            added("order_line", product_id=p["id"], price=p["price"], quantity=1),
+            changed("product", p["id"], quantity=p["quantity"] - 1),
         )
         script = (
             *_find(p),
@@ -147,7 +173,10 @@ def review(db: sqlite3.Connection) -> list[Instance]:
     for p, title, stars in zip(_products(db, (5, 22, 35, 50)), titles, (5, 2, 4, 3), strict=True):
         here = f"{SHOP}/product/{p['id']}"
         first = text_of("article")
-        checks = page_has((here, first, [title, f"{stars} of 5 stars, by Nora Lindqvist"]))
+        checks = with_data(
+            page_has((here, first, [title, f"{stars} of 5 stars, by {CUSTOMER_NAME}"])),
+            added("review", product_id=p["id"], author=CUSTOMER_NAME, rating=stars, title=title, status="approved"),
+        )
         script = (
             *_find(p),
             click("link", "Write a review"),
@@ -170,7 +199,10 @@ def account(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"what": what, "value": value},
-            page_has((f"{SHOP}/account", f"document.querySelector('[name={key}]').value", value)),
+            with_data(
+                page_has((f"{SHOP}/account", f"document.querySelector('[name={key}]').value", value)),
+                changed("customer", CUSTOMER, **{key: value}),
+            ),
             (click("link", "My account"), fill(label, value), click("button", "Save changes"), stop()),
         )
         for what, label, key, value in cases
@@ -185,7 +217,8 @@ def newsletter(db: sqlite3.Connection) -> list[Instance]:
         click("button", "Save changes"),
         stop(),
     )
-    return [Instance({}, page_has((f"{SHOP}/account", field, "1")), script)]
+    checks = with_data(page_has((f"{SHOP}/account", field, "1")), changed("customer", CUSTOMER, newsletter=1))
+    return [Instance({}, checks, script)]
 
 
 TEMPLATES = (

@@ -6,7 +6,19 @@ import sqlite3
 from collections.abc import Sequence
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
-from agentgym_rl.environment.envs.webarena.tasks.template import Instance, Template, answer, at_url, page_has, text_of
+from agentgym_rl.environment.envs.webarena.tasks.template import (
+    Instance,
+    Template,
+    added,
+    at_url,
+    changed,
+    column,
+    exactly,
+    one_of,
+    page_has,
+    text_of,
+    with_data,
+)
 
 ADMIN = "__SHOPPING_ADMIN__"
 SHOP = "__SHOPPING__"
@@ -31,9 +43,10 @@ def bestseller(db: sqlite3.Connection) -> list[Instance]:
         " ORDER BY sold DESC, p.id LIMIT 6"
     ).fetchall()
     amounts = [row["sold"] for row in rows]
+    names = column(db, "SELECT name FROM product")
     ranks = ("best", "second best", "third best", "fourth best", "fifth best")
     return [
-        Instance({"rank": rank}, answer(row["name"]), (stop(row["name"]),))
+        Instance({"rank": rank}, one_of(row["name"], names), (stop(row["name"]),))
         for rank, row in zip(ranks, rows, strict=False)
         if amounts.count(row["sold"]) == 1  # two that sell alike: not a fair question
     ]
@@ -43,9 +56,11 @@ def contact(db: sqlite3.Connection) -> list[Instance]:
     found = []
     for number, what in ((4, "email address"), (9, "phone number"), (15, "email address"), (22, "phone number")):
         row = db.execute("SELECT * FROM customer WHERE id = ?", (number,)).fetchone()
-        value = row["email" if what == "email address" else "phone"]
+        kind = "email" if what == "email address" else "phone"
+        value = row[kind]
+        checks = one_of(value, column(db, f"SELECT {kind} FROM customer"))
         script = (click("link", "Customers"), search("Name, email or phone", row["name"]), stop(value))
-        found.append(Instance({"customer": row["name"], "what": what}, answer(value), script))
+        found.append(Instance({"customer": row["name"], "what": what}, checks, script))
     return found
 
 
@@ -54,7 +69,7 @@ def num_orders(db: sqlite3.Connection) -> list[Instance]:
     for status in ("pending", "processing", "complete", "cancelled"):
         count = str(db.execute("SELECT count(*) FROM orders WHERE status = ?", (status,)).fetchone()[0])
         script = (click("link", "Orders"), click("link", status), stop(count))
-        found.append(Instance({"status": status}, answer(exact=count), script))
+        found.append(Instance({"status": status}, exactly(count), script))
     return found
 
 
@@ -62,7 +77,7 @@ def stock(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"sku": p["sku"]},
-            answer(exact=str(p["quantity"])),
+            exactly(p["quantity"]),
             (click("link", "Products"), search("Name or SKU", p["sku"]), stop(str(p["quantity"]))),
         )
         for p in _products(db, (3, 14, 31, 45, 59))
@@ -77,7 +92,7 @@ def customer_orders(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"customer": row["name"]},
-            answer(exact=str(row["num_orders"])),
+            exactly(row["num_orders"]),
             (
                 click("link", "Customers"),
                 search("Name, email or phone", row["name"]),
@@ -105,7 +120,10 @@ def set_price(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"product": p["name"], "price": price},
-            page_has((f"{ADMIN}/products/{p['id']}", "document.querySelector('[name=price]').value", price)),
+            with_data(
+                page_has((f"{ADMIN}/products/{p['id']}", "document.querySelector('[name=price]').value", price)),
+                changed("product", p["id"], price=int(price.replace(".", ""))),
+            ),
             (
                 click("link", "Products"),
                 search("Name or SKU", p["name"]),
@@ -122,10 +140,11 @@ def set_price(db: sqlite3.Connection) -> list[Instance]:
 def restock(db: sqlite3.Connection) -> list[Instance]:
     found = []
     for p, units in zip(_products(db, (10, 23, 37, 53)), (25, 40, 12, 60), strict=True):
-        total = str(p["quantity"] + units)
+        total = p["quantity"] + units
         field = "document.querySelector('[name=quantity]').value"
-        script = (*_product(p), fill("Stock", total), click("button", "Save product"), stop())
-        checks = page_has((f"{ADMIN}/products/{p['id']}", field, total))
+        script = (*_product(p), fill("Stock", str(total)), click("button", "Save product"), stop())
+        pages = page_has((f"{ADMIN}/products/{p['id']}", field, str(total)))
+        checks = with_data(pages, changed("product", p["id"], quantity=total))
         found.append(Instance({"sku": p["sku"], "units": units}, checks, script))
     return found
 
@@ -134,7 +153,10 @@ def disable(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"product": p["name"]},
-            page_has((f"{ADMIN}/products/{p['id']}", "document.querySelector('[name=enabled]').value", "0")),
+            with_data(
+                page_has((f"{ADMIN}/products/{p['id']}", "document.querySelector('[name=enabled]').value", "0")),
+                changed("product", p["id"], enabled=0),
+            ),
             (*_product(p), choose("State", "disabled"), click("button", "Save product"), stop()),
         )
         for p in _products(db, (12, 26, 48))
@@ -149,7 +171,10 @@ def set_status(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"order": row["id"], "status": status},
-            page_has((f"{ADMIN}/orders/{row['id']}", text_of("#status"), status)),
+            with_data(
+                page_has((f"{ADMIN}/orders/{row['id']}", text_of("#status"), status)),
+                changed("orders", row["id"], status=status),
+            ),
             (*_order(row["id"]), choose("Order status", status), click("button", "Save order"), stop()),
         )
         for row, status in zip(rows, wanted, strict=False)
@@ -161,7 +186,10 @@ def deliver_to(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"order": order, "address": address},
-            page_has((f"{ADMIN}/orders/{order}", text_of("#address"), address)),
+            with_data(
+                page_has((f"{ADMIN}/orders/{order}", text_of("#address"), address)),
+                changed("orders", order, address=address),
+            ),
             (*_order(order), fill("Address", address), click("button", "Save order"), stop()),
         )
         for order, address in cases
@@ -177,7 +205,10 @@ def note(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance(
             {"order": order, "comment": comment},
-            page_has((f"{ADMIN}/orders/{order}", text_of("#notes"), [comment])),
+            with_data(
+                page_has((f"{ADMIN}/orders/{order}", text_of("#notes"), [comment])),
+                added("order_note", order_id=order, body=comment),
+            ),
             (*_order(order), fill("Comment", comment), click("button", "Submit comment"), stop()),
         )
         for order, comment in cases
@@ -195,9 +226,12 @@ def judge_review(db: sqlite3.Connection) -> list[Instance]:
         listed = "[...document.querySelectorAll('article')].map(each => each.innerText)"
         there = f"{listed}.some(text => text.includes('by {row['author']}')).toString()"
         waiting = f"{listed}.some(text => text.includes('{row['name']}, ')).toString()"
-        checks = page_has(
-            (f"{SHOP}/product/{row['product_id']}", there, "true" if verb == "Approve" else "false"),
-            (f"{ADMIN}/reviews", waiting, "false"),
+        checks = with_data(
+            page_has(
+                (f"{SHOP}/product/{row['product_id']}", there, "true" if verb == "Approve" else "false"),
+                (f"{ADMIN}/reviews", waiting, "false"),
+            ),
+            changed("review", row["id"], status="approved" if verb == "Approve" else "rejected"),
         )
         script = (click("link", "Reviews"), click("button", f"{verb} review of {row['name']}"), stop())
         found.append(Instance({"verb": verb, "product": row["name"], "author": row["author"]}, checks, script))
@@ -217,7 +251,8 @@ def group(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Save customer"),
             stop(),
         )
-        checks = page_has((f"{ADMIN}/customers/{number}", "document.querySelector('[name=kind]').value", kind))
+        pages = page_has((f"{ADMIN}/customers/{number}", "document.querySelector('[name=kind]').value", kind))
+        checks = with_data(pages, changed("customer", number, kind=kind))
         found.append(Instance({"customer": row["name"], "group": kind}, checks, script))
     return found
 
