@@ -10,16 +10,23 @@ from typing import Any
 
 import torch
 from envs_for_tests import Counting
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.training.batch import Batch, estimate, gather
 from agentgym_rl.training.scratch import build_model, build_tokenizer
-from agentgym_rl.training.settings import OptimizerSettings, ScratchSettings, SFTSettings
+from agentgym_rl.training.settings import OptimizerSettings, RLSettings, ScratchSettings, SFTSettings
 from agentgym_rl.training.sft import train_sft
 from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory
 
 VOCABULARY = 23
+
+
+def few(count: int) -> settings:
+    """So many examples, however slow the machine is today."""
+    return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def trajectory(
@@ -33,7 +40,7 @@ def trajectory(
         seen = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
         said = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
         messages.append(Message("user", "o", seen))
-        messages.append(Message("assistant", "a", said, [math.log(rng.uniform(0.05, 1.0)) for _ in said], version=1))
+        messages.append(Message("assistant", "a", said, [math.log(rng.uniform(0.05, 1.0)) for _ in said], version=0))
     messages.append(Message("user", "never read"))
     rewards = [0.0] * turns
     rewards[-1] = float(rng.randint(0, 1)) if reward is None else reward
@@ -44,6 +51,11 @@ def trajectory(
 def group(seed: int, rewards: list[float], **options: Any) -> Group:
     members = [trajectory(1000 * seed + i, reward=r, **options) for i, r in enumerate(rewards)]
     return Group(Task("toy", seed), members)
+
+
+def batch_of(made: list[Group], rl: RLSettings) -> Batch:
+    """What a learner is given of these groups where neither values nor KL penalties are needed."""
+    return estimate(gather(made, rl), rl)
 
 
 @st.composite

@@ -12,23 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_for_tests import group, groups, trajectory
 
-from agentgym_rl.training.batch import Batch, MicroBatch, micro_batches, to_batch, to_sample, token_weights
+from agentgym_rl.training.batch import Batch, estimate, gather, to_sample, token_weights
+from agentgym_rl.training.microbatch import MicroBatch, micro_batches
+from agentgym_rl.training.settings import Algorithm, RLSettings
 from agentgym_rl.types import Group, Message, Sample, StopReason, Trajectory
 
 Aggregate = Literal["token", "trajectory"]
 
 
 def batch_of(
-    made: list[Group], *, drop: bool = False, aggregate: Aggregate = "token", algorithm: str = "grpo"
+    made: list[Group], *, drop: bool = False, aggregate: Aggregate = "token", algorithm: Algorithm = "grpo"
 ) -> Batch:
-    return to_batch(made, algorithm, normalize_std=True, drop_zero_variance=drop, aggregate=aggregate)
+    rl = RLSettings(algorithm=algorithm, aggregate=aggregate, zero_variance="drop" if drop else "keep")
+    return estimate(gather(made, rl), rl)
 
 
 def action_tokens(micro: list[MicroBatch]) -> list[tuple[float, ...]]:
-    """(target, weight, log-probability, advantage, turn) of every action token, in no particular order."""
+    """(target, weight, log-probability, advantage) of every action token, in no particular order."""
     rows: list[tuple[float, ...]] = []
     for m in micro:
-        columns = (m.targets_A, m.weights_A, m.logprobs_A, m.advantages_A, m.turns_A)
+        columns = (m.targets_A, m.weights_A, m.logprobs_A, m.advantages_A)
         rows += zip(*(c.tolist() for c in columns), strict=True)
     return sorted(rows)
 
@@ -44,14 +47,14 @@ def test_a_batch_holds_exactly_the_sampled_tokens_of_usable_episodes(made: list[
         rewards = [t.reward for t in g.usable]
         for t in g.usable:
             mean = math.fsum(rewards) / len(rewards)
-            deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+            deviation = math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / max(1, len(rewards) - 1))
             advantage = (t.reward - mean) / (deviation + 1e-6) if len(set(rewards)) > 1 else 0.0
             replies = [m for m in t.messages if m.role == "assistant"]
             own = sum(len(m.token_ids) for m in replies)
             weight = 1 / all_tokens if aggregate == "token" else 1 / (len(usable) * own)
-            for turn, message in enumerate(replies):
+            for message in replies:
                 for token, logprob in zip(message.token_ids, message.logprobs or [], strict=True):
-                    expected.append((token, weight, logprob, advantage, turn))
+                    expected.append((token, weight, logprob, advantage))
     assert len(found) == len(expected)
     for row, wanted in zip(found, sorted(expected), strict=True):
         assert row == pytest.approx(wanted, rel=1e-5, abs=1e-6)
@@ -94,19 +97,21 @@ def test_dropping_groups_without_variance_leaves_the_weights_of_the_others(made:
 def test_the_reward_of_the_last_turn_reaches_every_action_token_and_no_other() -> None:
     winner, loser = trajectory(5, turns=4, reward=1.0), trajectory(6, turns=2, reward=0.0)
     for sample, sign in zip(batch_of([Group(winner.task, [winner, loser])]).samples, (1, -1), strict=True):
-        for advantage, trained in zip(sample.advantages, sample.loss_mask, strict=True):
-            assert advantage == pytest.approx(sign, abs=1e-5) if trained else advantage == 0
+        assert sample.advantages == pytest.approx([sign * math.sqrt(0.5)] * sum(sample.loss_mask), abs=1e-5)
 
 
-def test_advantages_may_differ_from_turn_to_turn() -> None:
+def test_a_sample_is_what_was_sampled_token_for_token() -> None:
     played = trajectory(7, turns=2)
-    played.messages = [Message("user", "", [1, 2]), Message("assistant", "", [3, 4], [-1.0, -2.0])]
-    played.messages += [Message("user", "", [5]), Message("assistant", "", [6], [-3.0])]
-    sample = to_sample(played, [0.5, -1.0])
+    played.messages = [Message("user", "", [1, 2]), Message("assistant", "", [3, 4], [-1.0, -2.0], version=3)]
+    played.messages += [Message("user", "", [5]), Message("assistant", "", [6], [-3.0], version=4)]
+    played.messages += [Message("user", "", [7, 8])]
+    sample = to_sample(played)
     assert sample.token_ids == [1, 2, 3, 4, 5, 6]
-    assert sample.advantages == [0, 0, 0.5, 0.5, 0, -1.0]
-    assert sample.turn_index == [-1, -1, 0, 0, -1, 1]
+    assert sample.loss_mask == [False, False, True, True, False, True]
+    assert sample.logprobs == [-1.0, -2.0, -3.0]
+    assert (sample.turn_index, sample.versions) == ([0, 0, 1], [3, 3, 4])
     assert sample.trajectory_id == played.id
+    assert to_sample(played, keep_tail=True).token_ids == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_failed_episodes_are_left_out_of_baseline_and_batch() -> None:
@@ -118,7 +123,7 @@ def test_failed_episodes_are_left_out_of_baseline_and_batch() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_a_group_with_one_episode_left_is_no_variance_and_no_error(algorithm: str) -> None:
+def test_a_group_with_one_episode_left_is_no_variance_and_no_error(algorithm: Algorithm) -> None:
     made = [group(1, [1.0, 0.0]), group(2, [1.0, 0.0])]
     made[0].trajectories[1].stop = StopReason.ERROR
     batch = batch_of(made, drop=True, algorithm=algorithm)
@@ -146,7 +151,7 @@ def test_weights_by_token_and_by_trajectory() -> None:
 
 
 def test_a_trained_token_without_a_logprob_is_refused() -> None:
-    sample = Sample([1, 2, 3], [False, True, True], [math.nan, -1.0, math.nan], [0.0] * 3, [-1, 0, 0], "t1")
+    sample = Sample([1, 2, 3], [False, True, True], [-1.0, math.nan], trajectory_id="t1")
     with pytest.raises(ValueError, match=r"t1: a trained token has no log-probability"):
         micro_batches([sample], [1.0], 100)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -11,14 +12,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from training_for_tests import VOCABULARY, group, groups, slow_logprobs, tiny_model
+from training_for_tests import VOCABULARY, batch_of, group, groups, slow_logprobs, tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.batch import micro_batches, to_batch
-from agentgym_rl.training.learner import RLLearner, Updater, freeze
+from agentgym_rl.training.learner import Imitator, Updater, freeze
 from agentgym_rl.training.losses import KL_ESTIMATORS
+from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
+from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings
 from agentgym_rl.types import Group
 
@@ -26,11 +28,6 @@ PLAIN = OptimizerSettings(lr=0.0, max_grad_norm=0.0)
 SETTINGS = RLSettings(kl_coef=0.0, optimizer=PLAIN)
 ONE_BATCH = [group(1, [0.0, 1.0, 1.0]), group(2, [1.0, 0.0]), group(3, [1.0, 1.0])]
 torch.set_num_threads(1)
-
-
-def batch_of(made: list[Group], rl: RLSettings) -> Any:
-    drop = rl.zero_variance == "drop"
-    return to_batch(made, rl.algorithm, normalize_std=rl.normalize_std, drop_zero_variance=drop, aggregate=rl.aggregate)
 
 
 class Catching(RLLearner):
@@ -62,7 +59,7 @@ def slow_loss(model: Any, reference: Any, made: list[Group], rl: RLSettings, tem
         if flat and rl.zero_variance == "drop":
             continue
         for t, reward in zip(g.usable, rewards, strict=True):
-            advantage = 0.0 if flat else float((reward - rewards.mean()) / (rewards.std(correction=0) + 1e-6))
+            advantage = 0.0 if flat else float((reward - rewards.mean()) / (rewards.std(correction=1) + 1e-6))
             own = sum(t.loss_mask)
             weight = 1 / all_actions if rl.aggregate == "token" else 1 / (len(usable) * own)
             logprobs = slow_logprobs(model, t.token_ids, temperature)
@@ -73,7 +70,7 @@ def slow_loss(model: Any, reference: Any, made: list[Group], rl: RLSettings, tem
                 p = logprobs[place - 1]
                 ratio = torch.exp(p - p.detach())
                 correction = min(math.exp(float(p.detach()) - t.logprobs[place]), rl.importance_cap)
-                loss = -ratio * advantage * (correction if rl.importance == "truncated" else 1.0)
+                loss = -ratio * advantage * (correction if rl.importance == "token" else 1.0)
                 if rl.kl_coef:
                     loss = loss + rl.kl_coef * KL_ESTIMATORS[rl.kl_estimator](p, reference_logprobs[place - 1].detach())
                 total = total + weight * loss
@@ -84,7 +81,7 @@ def slow_loss(model: Any, reference: Any, made: list[Group], rl: RLSettings, tem
 @given(
     made=groups(),
     aggregate=st.sampled_from(["token", "trajectory"]),
-    importance=st.sampled_from(["truncated", "none"]),
+    importance=st.sampled_from(["token", "none"]),
     kl=st.sampled_from([(0.0, "k3"), (0.3, "k1"), (0.3, "k2"), (0.3, "k3")]),
     zero_variance=st.sampled_from(["drop", "keep"]),
     temperature=st.sampled_from([1.0, 0.7]),
@@ -93,7 +90,7 @@ def slow_loss(model: Any, reference: Any, made: list[Group], rl: RLSettings, tem
 def test_gradients_agree_with_a_slow_loop(
     made: list[Group],
     aggregate: Literal["token", "trajectory"],
-    importance: Literal["truncated", "none"],
+    importance: Literal["token", "none"],
     kl: tuple[float, Literal["k1", "k2", "k3"]],
     zero_variance: Literal["drop", "keep"],
     temperature: float,
@@ -109,7 +106,7 @@ def test_gradients_agree_with_a_slow_loop(
         optimizer=replace(PLAIN, micro_batch_tokens=micro_batch_tokens),
     )
     model, reference = tiny_model(1), freeze(tiny_model(2))
-    learner = Catching(model, rl, temperature, reference if kl[0] else None)
+    learner = Catching(model, rl, temperature, lambda: nullcontext(reference))
     metrics = learner.learn(batch_of(made, rl), seed=0)
     slow = tiny_model(1)
     loss = slow_loss(slow, reference, made, rl, temperature)
@@ -133,7 +130,7 @@ def test_observation_tokens_have_no_gradient_of_their_own() -> None:
 
     learner = RLLearner(model, SETTINGS, 1.0)
     model.model.norm.register_forward_hook(keep)
-    learner._loss(micro, None, None)[0].backward()
+    learner._loss(micro, batch.samples)[0].backward()
     (hidden_BLH,) = seen
     assert hidden_BLH.grad is not None
     moved = hidden_BLH.grad.abs().sum(-1) > 0
@@ -276,10 +273,10 @@ def test_the_reference_is_a_frozen_copy_of_the_start() -> None:
     second = learner.learn(batch_of(ONE_BATCH, rl), 0)
     assert first["kl/reference"] == pytest.approx(0.0, abs=1e-6)
     assert second["kl/reference"] > 1e-4
-    assert all(
-        torch.equal(a, b) for a, b in zip(learner._reference.parameters(), tiny_model().parameters(), strict=True)
-    )
-    assert not any(p.requires_grad for p in learner._reference.parameters())
+    assert learner._reference is not None
+    with learner._reference() as reference:
+        pairs = zip(reference.parameters(), tiny_model().parameters(), strict=True)
+        assert all(torch.equal(a, b) and not a.requires_grad for a, b in pairs)
 
 
 def test_learning_makes_good_replies_likelier_than_bad_ones() -> None:
@@ -355,16 +352,15 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted() -> None:
 
 def test_restoring_a_learner_continues_exactly() -> None:
     rl = replace(SETTINGS, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=3), steps=5)
-    batch = batch_of(ONE_BATCH, rl)
     whole = RLLearner(tiny_model(), rl, 1.0)
-    whole.learn(batch, 0)
+    whole.learn(batch_of(ONE_BATCH, rl), 0)
     saved_weights, saved = copy.deepcopy(whole.model.state_dict()), copy.deepcopy(whole.state())
-    expected = whole.learn(batch, 1)
+    expected = whole.learn(batch_of(ONE_BATCH, rl), 1)
     model = tiny_model(9)
     model.load_state_dict(saved_weights)
     resumed = RLLearner(model, rl, 1.0)
     resumed.restore(saved)
-    assert resumed.learn(batch, 1) == expected
+    assert resumed.learn(batch_of(ONE_BATCH, rl), 1) == expected
     assert torch.equal(resumed.model.lm_head.weight, whole.model.lm_head.weight)
 
 
@@ -380,4 +376,6 @@ def test_a_model_that_bends_its_logits_is_refused() -> None:
         final_logit_softcapping=0.5,
     )
     with pytest.raises(ConfigError, match="transforms its logits"):
-        Updater(Gemma2ForCausalLM(config), PLAIN, 1)
+        Imitator(Gemma2ForCausalLM(config), PLAIN, 1)
+    with pytest.raises(ConfigError, match="transforms its logits"):
+        RLLearner(Gemma2ForCausalLM(config), SETTINGS, 1.0)

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentgym_rl.training.losses import KL_ESTIMATORS, clipped_policy_loss, importance_weights, k1, k2, k3
+from agentgym_rl.training.losses import KL_ESTIMATORS, clip, k1, k2, k3, token_truncated
 
 LOGPROB = st.floats(-6, 0)
 ROWS = st.lists(st.tuples(LOGPROB, LOGPROB, st.floats(-3, 3)), min_size=1, max_size=20)
+ONE_ROW = torch.zeros(20, dtype=torch.long)
 
 
 def column(rows: list[tuple[float, ...]], index: int) -> torch.Tensor:
@@ -21,7 +22,7 @@ def column(rows: list[tuple[float, ...]], index: int) -> torch.Tensor:
 
 @given(rows=ROWS, low=st.floats(0, 0.5), high=st.floats(0, 0.5))
 def test_clipped_loss_agrees_with_a_loop(rows: list[tuple[float, ...]], low: float, high: float) -> None:
-    loss, clipped = clipped_policy_loss(column(rows, 0), column(rows, 1), column(rows, 2), low, high)
+    loss, clipped = clip(column(rows, 0), column(rows, 1), column(rows, 2), ONE_ROW[: len(rows)], low, high)
     for i, (new, old, advantage) in enumerate(rows):
         ratio = math.exp(new - old)
         bounded = min(max(ratio, 1 - low), 1 + high)
@@ -36,7 +37,7 @@ def test_a_clipped_token_has_no_gradient_and_the_others_have() -> None:
     old = torch.zeros(4)
     new = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
     advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, clipped = clipped_policy_loss(new, old, advantages, 0.2, 0.2)
+    loss, clipped = clip(new, old, advantages, ONE_ROW[: len(new)], 0.2, 0.2)
     loss.sum().backward()
     assert clipped.tolist() == [True, False, False, True]
     expected = [0.0, math.exp(0.5), -math.exp(-0.5), 0.0]
@@ -47,13 +48,13 @@ def test_a_clipped_token_has_no_gradient_and_the_others_have() -> None:
 def test_the_bounds_are_separate() -> None:
     new, old = torch.tensor([math.log(1.3), math.log(0.7)]), torch.zeros(2)
     advantages = torch.tensor([1.0, -1.0])
-    assert clipped_policy_loss(new, old, advantages, 0.4, 0.2)[1].tolist() == [True, False]
-    assert clipped_policy_loss(new, old, advantages, 0.2, 0.4)[1].tolist() == [False, True]
+    assert clip(new, old, advantages, ONE_ROW[: len(new)], 0.4, 0.2)[1].tolist() == [True, False]
+    assert clip(new, old, advantages, ONE_ROW[: len(new)], 0.2, 0.4)[1].tolist() == [False, True]
 
 
 def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
     logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, clipped = clipped_policy_loss(logprobs, logprobs.detach(), torch.tensor([0.5, -2.0]), 0.2, 0.2)
+    loss, clipped = clip(logprobs, logprobs.detach(), torch.tensor([0.5, -2.0]), ONE_ROW[:2], 0.2, 0.2)
     loss.sum().backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == [-0.5, 2.0]
@@ -100,11 +101,11 @@ def test_k3_stays_finite_far_from_the_reference() -> None:
 def test_importance_weights_are_one_when_equal_and_capped_otherwise() -> None:
     sampler = torch.log(torch.tensor([0.5, 0.5, 0.1, 1e-30]))
     learner = torch.log(torch.tensor([0.5, 0.25, 0.9, 0.9]))
-    weights = importance_weights(learner, sampler, cap=2.0)
+    weights = token_truncated(learner, sampler, ONE_ROW[:4], 2.0)
     assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0, 2.0])
-    assert (importance_weights(sampler, sampler, 2.0) == 1.0).all()
+    assert (token_truncated(sampler, sampler, ONE_ROW[:4], 2.0) == 1.0).all()
 
 
 def test_importance_weights_are_constants() -> None:
     learner = torch.tensor([-1.0], requires_grad=True)
-    assert not importance_weights(learner, torch.tensor([-2.0]), 2.0).requires_grad
+    assert not token_truncated(learner, torch.tensor([-2.0]), ONE_ROW[:1], 2.0).requires_grad

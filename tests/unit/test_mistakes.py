@@ -28,11 +28,12 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.training.batch import micro_batches, to_batch
+from agentgym_rl.training.batch import estimate, gather
 from agentgym_rl.training.horizon import make_horizon
-from agentgym_rl.training.learner import RLLearner
 from agentgym_rl.training.metrics import episode_metrics
+from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
+from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import Group, Limits, Message, Sampling, StopReason, Task, Trajectory
@@ -43,7 +44,8 @@ SETTINGS = RLSettings(kl_coef=0.0, optimizer=OptimizerSettings(lr=1e-2))
 
 
 def batch_of(groups: list[Group], *, drop: bool = False, aggregate: Any = "token") -> Any:
-    return to_batch(groups, "grpo", normalize_std=True, drop_zero_variance=drop, aggregate=aggregate)
+    rl = replace(SETTINGS, zero_variance="drop" if drop else "keep", aggregate=aggregate)
+    return estimate(gather(groups, rl), rl)
 
 
 async def played(renderer: Renderer, replies: list[Any], sampling: Sampling, reward: float) -> Trajectory:
@@ -88,18 +90,18 @@ def test_mistake_02_the_final_reward_is_on_tokens_that_are_trained() -> None:
     batch = batch_of([Group(won.task, [won, lost])])
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
     assert (micro.advantages_A != 0).all()
-    assert {round(a, 3) for a in micro.advantages_A.tolist()} == {1.0, -1.0}
+    assert {round(a, 3) for a in micro.advantages_A.tolist()} == {0.707, -0.707}
     assert int((micro.advantages_A > 0).sum()) == sum(won.loss_mask)
 
 
 def test_mistake_03_everything_a_loss_sees_has_one_shape() -> None:
     batch = batch_of([group(1, [0.0, 1.0, 1.0])])
     for sample in batch.samples:
-        lengths = {len(getattr(sample, n)) for n in ("token_ids", "loss_mask", "logprobs", "advantages", "turn_index")}
-        assert lengths == {len(sample.token_ids)}
+        lengths = {len(getattr(sample, n)) for n in ("logprobs", "advantages", "turn_index", "versions")}
+        assert lengths == {sum(sample.loss_mask)}
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
     flat = (micro.rows_A, micro.columns_A, micro.targets_A, micro.weights_A, micro.logprobs_A, micro.advantages_A)
-    assert {tuple(t.shape) for t in (*flat, micro.turns_A)} == {(micro.num_actions,)}
+    assert {tuple(t.shape) for t in flat} == {(micro.num_actions,)}
 
 
 def test_mistake_04_every_turns_reward_counts_and_a_failure_is_no_zero() -> None:
@@ -147,12 +149,18 @@ async def test_mistake_06_a_resumed_schedule_skips_nothing_and_no_step_is_missin
             return RLState(TaskSource({"toy": [1, 2, 3]}, 0), {"toy": horizon})
 
         class Learner:
+            kl_coef = 0.0
+
+            def assess(self, samples: Any) -> None: ...
             def learn(self, batch: Any, seed: int) -> dict[str, float]:
                 return {}
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
             turns.append(limits.max_turns)
-            return [Group(task, group(task.item, [0.0, 1.0]).trajectories) for task in tasks]
+            groups = [Group(task, group(task.item, [0.0, 1.0]).trajectories) for task in tasks]
+            for message in (m for g in groups for t in g.trajectories for m in t.messages):
+                message.version = state.version
+            return groups
 
         async def nothing(number: int) -> None:
             saved.update(state.state())
@@ -162,7 +170,7 @@ async def test_mistake_06_a_resumed_schedule_skips_nothing_and_no_step_is_missin
             if saved:
                 state.restore(saved, killed_after)
             settings = RLSettings(steps=steps, groups_per_step=1, group_size=2)
-            hooks = Hooks(lambda *_: None, lambda *_: None, nothing)
+            hooks = Hooks(lambda *_: None, lambda *_: None, lambda *_: None, nothing)
             await train_rl(state, Learner(), collect, nothing, {"toy": LIMITS}, settings, hooks, 0)
         return turns
 
@@ -228,11 +236,11 @@ async def test_mistake_09_nothing_cached_under_old_weights_is_used_again() -> No
 def test_mistake_10_placeholders_cannot_reach_a_ratio() -> None:
     batch = batch_of([group(1, [0.0, 1.0])])
     for sample in batch.samples:
-        assert all(math.isnan(p) is not trained for p, trained in zip(sample.logprobs, sample.loss_mask, strict=True))
+        assert len(sample.logprobs) == sum(sample.loss_mask)  # there is no place for one
     metrics = RLLearner(tiny_model(), SETTINGS, 1.0).learn(batch, 0)
     assert all(math.isfinite(value) for value in metrics.values())
     batch.samples[0].loss_mask = [False] + [True] * (len(batch.samples[0].loss_mask) - 1)  # a mask that is off
-    with pytest.raises(ValueError, match="no log-probability of its sampling"):
+    with pytest.raises(ValueError, match="trained tokens need as many logprobs"):
         RLLearner(tiny_model(), SETTINGS, 1.0).learn(batch, 0)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from envs_for_tests import Counting
-from training_for_tests import counting_player, trajectory
+from training_for_tests import batch_of, counting_player, trajectory
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -18,14 +18,15 @@ from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import EnvError
-from agentgym_rl.training.batch import Batch, micro_batches, to_batch
+from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.horizon import make_horizon
-from agentgym_rl.training.learner import RLLearner
+from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.rl import Hooks, RLState, derive_seed, train_rl
+from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
 from agentgym_rl.training.tasks import TaskSource
-from agentgym_rl.types import Group, Limits, Sampling, StopReason, Task, Trajectory
+from agentgym_rl.types import Group, Limits, Sample, Sampling, StopReason, Task, Trajectory
 
 SETTINGS = RLSettings(steps=7, groups_per_step=4, group_size=2, kl_coef=0.0)
 LIMITS = Limits(max_turns=1, max_new_tokens=4, max_context=200)
@@ -42,14 +43,17 @@ def new_state() -> RLState:
 
 
 class Bench:
-    """Collect, learner and hooks that write down what they were asked for; rewards are a function of the seed."""
+    """Collect, learner and hooks that write down what they were asked for; episodes have the version published last."""
+
+    kl_coef = 0.0
 
     def __init__(self, *, rewards: tuple[float, float] = (0.0, 1.0), failing: bool = False) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.rows: list[dict[str, float]] = []
+        self.rows: list[dict[str, Any]] = []
         self.saved: dict[int, dict[str, Any]] = {}
         self.state = new_state()
         self._rewards, self._failing = rewards, failing
+        self.version = 0
 
     async def collect(self, tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
         self.calls.append(("collect", [t.key for t in tasks], limits, seed))
@@ -58,10 +62,15 @@ class Bench:
             members = [trajectory(task.item * 10 + i, reward=r) for i, r in enumerate(self._rewards)]
             for member in members:
                 member.task = task
+                for message in member.messages:
+                    message.version = self.version if message.logprobs is not None else None
                 if self._failing:
                     member.stop, member.error = StopReason.ERROR, "EnvError: the game broke"
             groups.append(Group(task, members))
         return groups
+
+    def assess(self, samples: list[Sample]) -> None:
+        self.calls.append(("assess", len(samples)))
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         self.calls.append(("learn", len(batch.samples), seed))
@@ -69,11 +78,15 @@ class Bench:
 
     async def publish(self, version: int) -> None:
         self.calls.append(("publish", version))
+        self.version = version
 
     def record(self, step: int, groups: list[Group]) -> None:
         self.calls.append(("record", step, sum(len(g.trajectories) for g in groups)))
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def learned(self, step: int, samples: list[Sample]) -> None:
+        self.calls.append(("learned", step, len(samples)))
+
+    def log(self, step: int, metrics: dict[str, float | str]) -> None:
         self.calls.append(("log", step))
         self.rows.append(metrics)
 
@@ -83,7 +96,7 @@ class Bench:
 
     async def run(self, settings: RLSettings = SETTINGS) -> None:
         limits = {"a": LIMITS, "b": replace(LIMITS, max_new_tokens=9)}
-        hooks = Hooks(self.record, self.log, self.after_step)
+        hooks = Hooks(self.record, self.learned, self.log, self.after_step)
         await train_rl(self.state, self, self.collect, self.publish, limits, settings, hooks, seed=11)
 
 
@@ -93,7 +106,7 @@ async def test_as_many_steps_as_asked_and_each_in_order() -> None:
     assert bench.state.step == 7
     assert [c[1] for c in bench.calls if c[0] == "after"] == list(range(1, 8))
     names = [c[0] for c in bench.calls if c[0] != "collect"]
-    assert names == ["record", "learn", "publish", "log", "after"] * 7
+    assert names == ["record", "learn", "publish", "learned", "log", "after"] * 7
     await bench.run()  # nothing is left to do
     assert len([c for c in bench.calls if c[0] == "learn"]) == 7
 
@@ -118,6 +131,7 @@ async def test_a_run_resumed_after_any_step_asks_for_the_same(killed_after: int)
     start = json.loads(json.dumps(whole.state.state()))
     await whole.run()
     resumed.state.restore(whole.saved.get(killed_after, start), killed_after)
+    resumed.version = resumed.state.version
     await resumed.run()
     first = ("after", killed_after)
     expected = whole.calls[whole.calls.index(first) + 1 :] if killed_after else whole.calls
@@ -174,7 +188,7 @@ async def test_engine_and_learner_agree_on_real_multi_turn_episodes(temperature:
     groups = await real.collect([Task("counting", i) for i in range(8)], replace(LIMITS, max_turns=5), 1)
     played = [t for g in groups for t in g.trajectories]
     assert max(t.num_turns for t in played) == 5
-    batch = to_batch(groups, "grpo", normalize_std=True, drop_zero_variance=False, aggregate="token")
+    batch = batch_of(groups, replace(SETTINGS, zero_variance="keep"))
     for micro in micro_batches(batch.samples, batch.weights, 500):
         learner_A, _ = action_logprobs(model, micro, temperature)
         assert (learner_A - micro.logprobs_A).abs().max() < 1e-4
@@ -191,7 +205,7 @@ async def test_the_whole_loop_learns_to_count() -> None:
         TaskSource({"counting": list(range(100))}, 0),
         {"counting": make_horizon(HorizonSettings(kind="stepwise", turns=(3, 6), steps_per_stage=6))},
     )
-    rows: list[dict[str, float]] = []
+    rows: list[dict[str, Any]] = []
     seen: list[Trajectory] = []
 
     async def nothing(step: int) -> None:
@@ -202,6 +216,7 @@ async def test_the_whole_loop_learns_to_count() -> None:
 
     hooks = Hooks(
         lambda step, groups: seen.extend(t for g in groups for t in g.trajectories),
+        lambda *_: None,
         lambda step, metrics: rows.append(copy.copy(metrics)),
         nothing,
     )

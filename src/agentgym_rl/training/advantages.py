@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import RLSettings
 
 EPSILON = 1e-6
@@ -83,9 +82,6 @@ def rloo(episodes: list[Episode], settings: RLSettings) -> Estimate:
 
     outcome, turns and anchor as in `grpo`; the baseline of a turn is the mean over all turns of the other episodes.
     """
-    smallest = min(_sizes(episodes).values(), default=2)
-    if settings.group_size < 2:
-        raise ConfigError(f"RLOO needs groups of at least 2 trajectories, got {smallest}: set group_size")
     return _by_group(episodes, settings, _leave_one_out)
 
 
@@ -166,8 +162,8 @@ def two_level_gae(episode: Episode, settings: RLSettings) -> list[float]:
             penalty = episode.penalties[t] if episode.penalties else 0.0
             inside = discount * ahead - penalty - episode.values[t] + discount * settings.gae_lambda * inside
             advantages[t], ahead = inside, episode.values[t]
-        first = episode.values[end - length]
-        beyond = first + lam * (target - first)
+        first, paid = episode.values[end - length], math.fsum(episode.penalties[end - length : end])
+        beyond = first + lam * (target - paid - first)
     return advantages
 
 
@@ -260,10 +256,6 @@ def _groups(episodes: list[Episode]) -> Iterable[list[int]]:
     return members.values()
 
 
-def _sizes(episodes: list[Episode]) -> dict[int, int]:
-    return {episodes[members[0]].group: len(members) for members in _groups(episodes)}
-
-
 def _discounted(rewards: list[float], discount: float) -> list[float]:
     """K: G_k = r_k + discount * G_{k+1}."""
     returns, ahead = [0.0] * len(rewards), 0.0
@@ -287,12 +279,16 @@ def _token_rewards(episode: Episode, settings: RLSettings) -> tuple[list[float],
     count, outcome = sum(episode.lengths), settings.credit == "outcome"
     rewards = [-p for p in episode.penalties] or [0.0] * count
     discounts = [1.0 if outcome else settings.token_discount] * count
-    for reward, end in zip(episode.rewards, _ends(episode.lengths), strict=True):
-        # A turn in which nothing was sampled pays the token before it; where there is none, nobody earned it.
-        at = count - 1 if outcome else end - 1
-        if at >= 0:
-            rewards[at] += reward
-            discounts[at] = 1.0 if outcome else settings.turn_discount
+    if outcome:
+        rewards[-1] += math.fsum(episode.rewards)
+        return rewards, discounts
+    for reward, length, end in zip(episode.rewards, episode.lengths, _ends(episode.lengths), strict=True):
+        if length:
+            rewards[end - 1] += reward
+            discounts[end - 1] = settings.turn_discount
+        elif end:  # nothing was sampled in this turn: it pays the token before it, where there is one
+            rewards[end - 1] += discounts[end - 1] * reward
+            discounts[end - 1] *= settings.turn_discount
     return rewards, discounts
 
 
