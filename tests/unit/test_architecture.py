@@ -36,6 +36,8 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "heldout": ALL,
     "train": ALL,
     "play": ALL,
+    "agents": ALL,
+    "evaluate": ALL,
     "cli": ALL,
     "__main__": ALL,
 }

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from agentgym_rl.agent.engines.base import Engine
-from agentgym_rl.agent.engines.openai import ChatClient, ContextOverflow
+from agentgym_rl.agent.engines.openai import Chat, ContextOverflow
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.types import Completion, EnvSession, Limits, Message, Sampling
@@ -38,6 +38,11 @@ class Policy(Protocol):
     """Plays one episode."""
 
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply: ...
+
+    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+        """The messages of an observation that the horizon leaves unanswered; with ids if replies have them, so that a
+        critic can say what the state was worth."""
+        ...
 
     async def close(self) -> None: ...
 
@@ -108,6 +113,11 @@ class EnginePolicy:
             return Reply(read, action, "max_context")
         return Reply(read, action, completion.finish)
 
+    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+        news = heard(messages, self._instruction, observation)
+        read = self._tokenized(messages, news)
+        return read if sum(len(m.token_ids) for m in [*messages, *read]) <= limits.max_context else news
+
     async def close(self) -> None:
         await self._engine.release(self._session_id)
 
@@ -144,6 +154,9 @@ class _WordsPolicy(ABC):
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
         words = await self.words(observation)
         return Reply(heard(messages, self.instruction, observation), Message("assistant", words))
+
+    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+        return heard(messages, self.instruction, observation)
 
     async def close(self) -> None:
         return None
@@ -205,7 +218,7 @@ class HumanPolicy(_WordsPolicy):
 class ChatPolicy:
     """A model behind an OpenAI-compatible chat API. Its tokens are not known, so it can be evaluated, not trained."""
 
-    def __init__(self, client: ChatClient, sampling: Sampling, *, instruction: str = "") -> None:
+    def __init__(self, client: Chat, sampling: Sampling, *, instruction: str = "") -> None:
         self._client = client
         self._sampling = sampling
         self._instruction = instruction
@@ -231,6 +244,9 @@ class ChatPolicy:
         if answer.cut:
             return Reply(news, action, "max_context" if room < limits.max_new_tokens else "length")
         return Reply(news, action)
+
+    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+        return heard(messages, self._instruction, observation)
 
     async def close(self) -> None:
         return None

@@ -1,14 +1,15 @@
-"""A client for OpenAI-compatible chat APIs: plain HTTP, retries that end, usage counted."""
+"""A client for OpenAI-compatible chat APIs: plain HTTP, retries that end, rate limits kept, usage counted, priced."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Protocol
 
 import httpx
 
@@ -16,6 +17,8 @@ from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.types import Message, Sampling
 
 _TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+_USED_UP = ("insufficient_quota", "billing_hard_limit_reached")
+"""A 429 that says one of these will say it tomorrow too."""
 
 
 class ContextOverflow(EngineError):
@@ -23,11 +26,40 @@ class ContextOverflow(EngineError):
 
 
 class _Transient(EngineError):
-    """Worth another try, after `wait_s` seconds if the server said how long."""
+    """Worth another try, after `wait_s` seconds if the server said how long; `everyone` should wait so long."""
 
-    def __init__(self, text: str, wait_s: float | None = None) -> None:
+    def __init__(self, text: str, wait_s: float | None = None, *, everyone: bool = False) -> None:
         super().__init__(text)
         self.wait_s = wait_s
+        self.everyone = everyone
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What the server says one answer took."""
+
+    prompt: int = 0
+    completion: int = 0
+    """Hidden reasoning included, where the server counts it."""
+    cached: int = 0
+    """Part of the prompt that was read from the server's cache."""
+    reported: bool = False
+    """False when the server did not say; the numbers are then 0 and mean nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """US dollars per million tokens."""
+
+    prompt: float = 0.0
+    completion: float = 0.0
+    cached: float | None = None
+    """Of cached prompt tokens; None for the full price."""
+
+    def cost(self, tokens: Tokens) -> float:
+        cached = self.prompt if self.cached is None else self.cached
+        dollars = (tokens.prompt - tokens.cached) * self.prompt + tokens.cached * cached
+        return (dollars + tokens.completion * self.completion) / 1e6
 
 
 @dataclass(slots=True)
@@ -39,6 +71,15 @@ class Usage:
     retries: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    unreported: int = 0
+    """Answers without a readable count of their tokens: the sums are then too small."""
+
+    def add(self, tokens: Tokens) -> None:
+        self.prompt_tokens += tokens.prompt
+        self.completion_tokens += tokens.completion
+        self.cached_tokens += tokens.cached
+        self.unreported += not tokens.reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,15 +87,26 @@ class Answer:
     content: str
     cut: bool
     """True when the reply hit max_new_tokens."""
-    context_tokens: int
-    """Prompt and reply together, by the server's count; 0 where it does not say."""
+    tokens: Tokens
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and reply together, by the server's count; 0 where it does not say."""
+        return self.tokens.prompt + self.tokens.completion
+
+
+class Chat(Protocol):
+    """What a chat policy needs: a client, or one episode's view of it."""
+
+    async def complete(self, messages: list[Message], sampling: Sampling) -> Answer: ...
 
 
 class ChatClient:
     """One per model, shared by all episodes; `usage` adds up over all of them.
 
     `api_key_variable` names the environment variable that holds the key; None sends none. A request is tried
-    `retries` + 1 times; a server that asks for a longer pause than `max_wait_s` is given up on.
+    `retries` + 1 times; a server that asks for a longer pause than `max_wait_s` is given up on. When one request is
+    told to slow down, all wait; `requests_per_minute` spaces them out beforehand.
     """
 
     def __init__(
@@ -67,10 +119,13 @@ class ChatClient:
         retries: int = 5,
         max_wait_s: float = 60.0,
         max_tokens_field: str = "max_tokens",
+        requests_per_minute: float | None = None,
     ) -> None:
+        if not base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"a chat API's address looks like https://api.openai.com/v1, got {base_url!r}")
         headers = {}
         if api_key_variable is not None:
-            key = os.environ.get(api_key_variable)
+            key = os.environ.get(api_key_variable, "").strip()
             if not key:
                 raise ConfigError(f"an API key is needed in ${api_key_variable}, which is not set: export it")
             headers["Authorization"] = f"Bearer {key}"
@@ -81,6 +136,7 @@ class ChatClient:
         self._retries = retries
         self._max_wait_s = max_wait_s
         self._max_tokens_field = max_tokens_field
+        self._gate = _Gate(60.0 / requests_per_minute if requests_per_minute else 0.0)
         # Connections are bounded by how many episodes are played at once, not here.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
@@ -91,15 +147,17 @@ class ChatClient:
             "model": self.model,
             "messages": [{"role": m.role, "content": m.content} for m in messages],
             "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
             self._max_tokens_field: sampling.max_new_tokens,
         }
+        if sampling.top_p != 1.0:  # Some models refuse the field itself.
+            body["top_p"] = sampling.top_p
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         attempt = 0
         while True:
+            await self._gate.turn()
             try:
                 return await self._once(body)
             except _Transient as error:
@@ -107,6 +165,8 @@ class ChatClient:
                 if attempt >= self._retries or wait_s > self._max_wait_s:
                     pause = f", which asks to wait {wait_s:.0f} s," if wait_s > self._max_wait_s else ""
                     raise EngineError(f"{self._url}{pause} failed {attempt + 1} times, the last: {error}") from error
+                if error.everyone:
+                    self._gate.hold(wait_s)
             attempt += 1
             self.usage.retries += 1
             await asyncio.sleep(wait_s)
@@ -124,12 +184,13 @@ class ChatClient:
             raise _Transient(f"no answer within {self._timeout_s:g} s") from None
         except httpx.TransportError as error:
             raise _Transient(f"{type(error).__name__}: {error}") from error
-        if response.status_code in _TRANSIENT:
-            raise _Transient(_explain(response), _retry_after_s(response))
-        if response.status_code != 200:
-            text = _explain(response)
+        status, text = response.status_code, response.text
+        if status in _TRANSIENT and not (status == 429 and any(reason in text for reason in _USED_UP)):
+            wait_s = _retry_after_s(response)
+            raise _Transient(_explain(response), wait_s, everyone=status == 429 or wait_s is not None)
+        if status != 200:
             overflow = "context_length" in text or "maximum context" in text
-            raise (ContextOverflow if overflow else EngineError)(f"{self._url} refused: {text}")
+            raise (ContextOverflow if overflow else EngineError)(f"{self._url} refused: {_explain(response)}")
         return self._answer(response)
 
     def _answer(self, response: httpx.Response) -> Answer:
@@ -137,15 +198,61 @@ class ChatClient:
             row = response.json()
             choice = row["choices"][0]
             content = choice["message"]["content"] or ""
-            usage = row.get("usage") or {}
-            prompt, completion = int(usage.get("prompt_tokens", 0)), int(usage.get("completion_tokens", 0))
             # A lone surrogate is legal in JSON and cannot be written to a file.
             content = content.encode("utf-8", "replace").decode()
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             raise _Transient(f"not a chat completion ({type(error).__name__}): {response.text[:200]!r}") from error
-        self.usage.prompt_tokens += prompt
-        self.usage.completion_tokens += completion
-        return Answer(content, choice.get("finish_reason") == "length", prompt + completion)
+        tokens = _tokens(row.get("usage"))
+        self.usage.add(tokens)
+        return Answer(content, choice.get("finish_reason") == "length", tokens)
+
+
+@dataclass(slots=True)
+class Meter:
+    """One episode's view of a client: what it spent, answer by answer."""
+
+    client: ChatClient
+    answers: list[Tokens] = field(default_factory=list)
+
+    async def complete(self, messages: list[Message], sampling: Sampling) -> Answer:
+        answer = await self.client.complete(messages, sampling)
+        self.answers.append(answer.tokens)
+        return answer
+
+
+class _Gate:
+    """Lets requests through one interval apart, and none before a pause is over."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._next = 0.0
+        self._paused_until = 0.0
+
+    async def turn(self) -> None:
+        mine = max(self._next, time.monotonic())
+        self._next = mine + self._interval_s
+        # A pause may begin, or grow, while this request waits for its turn.
+        while (wait_s := max(mine, self._paused_until) - time.monotonic()) > 0:  # noqa: ASYNC110 - it knows until when
+            await asyncio.sleep(wait_s)
+
+    def hold(self, wait_s: float) -> None:
+        self._paused_until = max(self._paused_until, time.monotonic() + wait_s)
+
+
+def _tokens(usage: Any) -> Tokens:
+    """The server's count, or none: a paid answer is not thrown away because its bill cannot be read."""
+    if not isinstance(usage, dict):
+        return Tokens()
+    prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    if prompt is None or completion is None:
+        return Tokens()
+    details = usage.get("prompt_tokens_details")
+    cached = _count(details.get("cached_tokens")) if isinstance(details, dict) else None
+    return Tokens(prompt, completion, min(cached or 0, prompt), reported=True)
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 def _explain(response: httpx.Response) -> str:
@@ -153,15 +260,23 @@ def _explain(response: httpx.Response) -> str:
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:
-    """Retry-After in seconds; it comes as a number or as a date."""
+    """How long to wait: Retry-After-Ms, or Retry-After as seconds or a date; None when it does not say."""
+    if (wait_s := _number(response.headers.get("retry-after-ms"))) is not None:
+        return wait_s / 1000
     value = response.headers.get("retry-after")
     if value is None:
         return None
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
+    if (wait_s := _number(value)) is not None:
+        return wait_s
     try:
         return max(0.0, parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:
         return None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        value = float(text) if text is not None else math.nan
+    except ValueError:
+        return None
+    return None if math.isnan(value) else max(0.0, value)

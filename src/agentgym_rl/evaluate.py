@@ -1,0 +1,376 @@
+"""An evaluation from start to report: find the agent and the items, play what is not played yet, write the tables.
+
+Killed at any moment and started again with the same command, it goes on; finished episodes are never played twice.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl import __version__, wiring
+from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.agents import AgentOptions, Candidate, find_agent, load_agent
+from agentgym_rl.config import AgentConfig, EnvironmentConfig
+from agentgym_rl.console import Console
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.agentgym import read_items
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.evaluation.evaluate import Pace, play
+from agentgym_rl.evaluation.folder import Folder, write_atomically
+from agentgym_rl.evaluation.metrics import results
+from agentgym_rl.evaluation.options import prices_of, turns_of, wants_published
+from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
+from agentgym_rl.evaluation.plot import turns_plot
+from agentgym_rl.evaluation.records import Record
+from agentgym_rl.evaluation.report import entry_of, markdown, published_entries
+from agentgym_rl.evaluation.suites import STAND_INS, SUITES, Scenario, SuiteTask, evenly_spaced
+from agentgym_rl.evaluation.terminal import print_report
+
+SAVE_EVERY_S = 15.0
+"""How often eval.json shows what is known so far."""
+CONCURRENCY, CONCURRENCY_HEAVY = 32, 8
+"""Episodes at once unless asked for otherwise; fewer where each has a browser or a share of a Java process."""
+WEBARENA_SITES = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "MAP")
+SEARCHQA_DATA, SEARCHQA_INDEX = "AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX"
+DATA = {
+    "textcraft": "Minecraft 1.16 recipes; goals drawn by this project, as many of each depth as published",
+    "babyai": "minigrid's levels, seeds held out by this project",
+    "sciworld": "ScienceWorld's own test variations",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the command line asks for."""
+
+    agent: AgentOptions
+    suite: str | None = None
+    env: str | None = None
+    subsets: tuple[str, ...] = ()
+    items: str | None = None
+    split: str = "test"
+    limit: int | None = None
+    """Items of each task."""
+    url: str | None = None
+    token_variable: str | None = None
+    turns: tuple[int, ...] = ()
+    """Horizons; empty for each scenario's own."""
+    samples: int = 1
+    seed: int = 0
+    out: Path | None = None
+    concurrency: int | None = None
+    retries: int = 2
+    step_timeout_s: float = 60.0
+    episode_timeout_s: float = 1800.0
+    compare_published: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.suite is None) == (self.env is None):
+            raise ConfigError("say what to play: either --suite agentgym-27 or --env NAME")
+        if self.suite is not None and self.suite not in SUITES:
+            raise ConfigError(f"unknown suite {self.suite!r}: known are {', '.join(SUITES)}")
+        if self.suite is not None and (self.subsets or self.items or self.url):
+            raise ConfigError("--subset, --items and --url belong to --env; a suite has its own")
+        if self.items is not None and self.subsets:
+            raise ConfigError("give --items or --subset, not both")
+        if self.agent.style is not None and self.agent.style not in STYLES:
+            raise ConfigError(f"unknown style {self.agent.style!r}: known are {', '.join(STYLES)}")
+        if any(t < 1 for t in self.turns):
+            raise ConfigError(f"--turns needs numbers from 1 on, got {self.turns}")
+
+
+def request_of(given: Mapping[str, Any]) -> Request:
+    """From the options of the command line, by their names; what has the same name here is taken as it is."""
+    prices = prices_of(*(given[f"price_{kind}"] for kind in ("prompt", "completion", "cached")))
+    changed: dict[str, Any] = {
+        "spec": given["agent"],
+        "key_variable": given["key_variable"] or None,
+        "request_timeout_s": given["request_timeout"],
+        "prices": prices,
+    }
+    agent = AgentOptions(**{f.name: ({**given, **changed})[f.name] for f in fields(AgentOptions)})
+    changed = {
+        "agent": agent,
+        "subsets": tuple(given["subset"] or ()),
+        "turns": turns_of(given["turns"]),
+        "step_timeout_s": given["step_timeout"],
+        "episode_timeout_s": given["episode_timeout"],
+        "compare_published": wants_published(given["compare"]),
+    }
+    return Request(**{f.name: ({**given, **changed})[f.name] for f in fields(Request)})
+
+
+async def evaluate(request: Request, console: Console | None = None) -> dict[str, Any]:
+    """Evaluate one agent and return the content of its eval.json."""
+    console = console or Console()
+    candidate = find_agent(request.agent)
+    plans = make_plans(request, candidate)
+    playable = [plan for plan in plans if plan.items]
+    if not playable:
+        raise ConfigError(f"nothing to play: {plans[0].missing or 'the choice of items is empty'}")
+    most = max(plan.max_context for plan in playable)
+    heavy = {plan.env for plan in playable if request.url is None and not catalog.load(plan.env).cheap}
+    at_once = {plan.env: _concurrency(request, plan.env in heavy) for plan in playable}
+    config = _config(request, candidate, plans)
+    root = request.out or Path("evals") / _slug(f"{candidate.name}-{request.suite or request.env}")
+    # Before the folder is made: an agent that cannot be loaded leaves nothing behind.
+    agent = load_agent(candidate, max(at_once.values()), most)
+    try:
+        with Folder(root, config, _settings(request)) as folder:
+            plans = [replace(plan, max_context=min(plan.max_context, agent.room or plan.max_context)) for plan in plans]
+            episodes = episodes_of(plans, request.samples, candidate.playing.max_new_tokens)
+            watch = _Watch(request, plans, folder, episodes)
+            left = [episode for episode in episodes if not folder.finished(episode.key)]
+            _announce(console, candidate, root, plans, len(episodes), len(left))
+            with console.progress("episodes", len(left)) as advance:
+                watch.advance = advance
+                for env in dict.fromkeys(episode.task.env for episode in left):
+                    some = [episode for episode in left if episode.task.env == env]
+                    playing = candidate.playing.model_copy(update={"style": some[0].style})
+                    await _play_environment(request, playing, env, at_once[env], some, agent, folder, watch)
+            _finish(request, folder, plans, candidate.name, console)
+            return folder.row
+    finally:
+        await agent.close()
+
+
+async def _play_environment(
+    request: Request,
+    playing: AgentConfig,
+    env: str,
+    at_once: int,
+    episodes: Sequence[Episode],
+    agent: Any,
+    folder: Folder,
+    watch: _Watch,
+) -> None:
+    """One environment after the other, so that the browsers of one are gone before the next starts its own."""
+    playing = playing.model_copy(update={"concurrency": at_once, "step_timeout_s": request.step_timeout_s})
+    environment = EnvironmentConfig(name=env, url=request.url, token_variable=request.token_variable)
+    pool = wiring.EnvironmentsPool((environment,), playing)
+    pace = Pace(at_once, request.retries, request.episode_timeout_s)
+    try:
+        await play(episodes, agent, pool, wiring.wrap_of(playing), folder, pace, request.seed, watch.heard)
+    finally:
+        await pool.close()
+
+
+class _Watch:
+    """Hears of every attempt: moves the bar, and keeps eval.json up to date."""
+
+    def __init__(
+        self, request: Request, plans: Sequence[TaskPlan], folder: Folder, episodes: Sequence[Episode]
+    ) -> None:
+        self.advance: Any = None
+        self._request, self._plans, self._folder = request, plans, folder
+        wanted = {episode.key for episode in episodes}
+        kept = [r for key, tried in folder.records.items() if key in wanted for r in tried if not r.failed]
+        self._played, self._solved, self._errors = len(kept), sum(r.success for r in kept), 0
+        self._dollars = 0.0
+        self._saved = time.monotonic()
+
+    def heard(self, record: Record, last: bool) -> None:
+        prices = self._request.agent.prices
+        self._dollars += sum(map(prices.cost, record.tokens or ())) if prices else 0.0
+        if last:
+            self._played += not record.failed
+            self._solved += record.success
+            self._errors += record.failed
+            self.advance(1, self._note())
+        if time.monotonic() - self._saved > SAVE_EVERY_S:
+            self._saved = time.monotonic()
+            self._folder.save(make_results(self._request, self._plans, self._folder))
+
+    def _note(self) -> str:
+        parts = [f"success {100 * self._solved / max(1, self._played):.0f}%"]
+        parts += [f"{self._errors} errors"] if self._errors else []
+        parts += [f"${self._dollars:.2f}"] if self._request.agent.prices else []
+        return " · ".join(parts)
+
+
+def make_results(request: Request, plans: Sequence[TaskPlan], folder: Folder) -> list[dict[str, Any]]:
+    return results(plans, folder.records, request.samples, request.turns or None, request.agent.prices)
+
+
+def _announce(
+    console: Console, candidate: Candidate, root: Path, plans: Sequence[TaskPlan], total: int, left: int
+) -> None:
+    tasks = sum(bool(plan.items) for plan in plans)
+    console.stage("Evaluation", f"{candidate.name}, {tasks} tasks, {total} episodes, in {root}")
+    if left < total:
+        console.note(f"{total - left} episodes are there from before, {left} are left")
+    reasons: dict[str, list[str]] = {}
+    for plan in plans:
+        if plan.missing:
+            reasons.setdefault(plan.missing, []).append(plan.key)
+    for reason, names in reasons.items():
+        console.warn(f"not played: {', '.join(names)}: {reason}")
+
+
+def _finish(request: Request, folder: Folder, plans: Sequence[TaskPlan], name: str, console: Console) -> None:
+    found = make_results(request, plans, folder)
+    folder.save(found, "finished")
+    entries = [entry_of(folder.row)]
+    source = ""
+    if request.compare_published:
+        source, published = published_entries()
+        entries += published
+    written = {"results": folder.root / "eval.json", "report": folder.root / "report.md"}
+    write_atomically(folder.root / "report.md", markdown(entries, source, f"Evaluation of {name}"))
+    if len(request.turns) > 1:
+        written["turns"] = folder.root / "turns.png"
+        turns_plot(found, folder.root / "turns.png", f"{name}: success against turns allowed")
+    print_report(console.rich, entries, source)
+    console.files({**written, "trajectories": folder.trajectories_dir})
+
+
+def make_plans(request: Request, candidate: Candidate) -> list[TaskPlan]:
+    """Every column with its items. What cannot be played stays as a column that says why."""
+    plans = _suite_plans(request) if request.suite is not None else _environment_plans(request)
+    changes: dict[str, Any] = {}
+    if candidate.own_style:
+        changes["style"] = candidate.playing.style
+    if candidate.own_context:
+        changes["max_context"] = candidate.playing.max_context
+    if request.turns:
+        changes["max_turns"] = max(request.turns)
+    return [replace(plan, **changes) for plan in plans]
+
+
+def _suite_plans(request: Request) -> list[TaskPlan]:
+    """The suite's tasks; where an environment has none of their data, our stand-ins follow the empty columns."""
+    assert request.suite is not None
+    plans: list[TaskPlan] = []
+    for env in dict.fromkeys(task.scenario.env for task in SUITES[request.suite]):
+        tasks = [_suite_plan(task, request) for task in SUITES[request.suite] if task.scenario.env == env]
+        plans += tasks
+        if not any(plan.items for plan in tasks):
+            found = [_suite_plan(task, request) for task in STAND_INS.get(env, ())]
+            plans += [plan for plan in found if plan.items]
+    return plans
+
+
+def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
+    scenario, split = task.scenario, request.split
+    stands_in = task in STAND_INS.get(scenario.env, ())
+    if scenario.env == "webarena" and not stands_in:
+        split = "official"
+    plan = _plan(scenario, task.name, task.subset, split, request, heading=task.heading)
+    if plan.missing:
+        return plan
+    if scenario.env == "webarena" and not stands_in and not all(os.environ.get(site) for site in WEBARENA_SITES):
+        return replace(plan, items=(), missing=f"WebArena's sites are needed: set {', '.join(WEBARENA_SITES)}")
+    if not plan.items:
+        return replace(plan, missing=f"its questions are needed: set {SEARCHQA_DATA} and {SEARCHQA_INDEX}")
+    count = min(task.num_items, request.limit or task.num_items)
+    return replace(plan, items=tuple(evenly_spaced(plan.items, count)))
+
+
+def _environment_plans(request: Request) -> list[TaskPlan]:
+    env = request.env
+    assert env is not None
+    known = {task.scenario.env: task.scenario for tasks in SUITES.values() for task in tasks}
+    style, context = ("act", 8192) if env not in known else (known[env].style, known[env].max_context)
+    data, own = _data_of(env, request, request.split)
+    name = known[env].name if env in known and not own else env
+    scenario = Scenario(name, env, known[env].max_turns if env in known else 30, style, context)
+    if request.url is not None and request.items is None:
+        raise ConfigError("an environment on a server needs --items, such as 0-99: servers do not say what to test on")
+    if request.items is not None:
+        items = read_items(request.items)
+        plan = TaskPlan(name, "items", env, "", None, (), scenario.max_turns, style, context, data, own)
+        plans = [replace(plan, items=tuple(items))]
+        if request.url is None:
+            splits = catalog.load(env).splits
+            outside = [item for item in items if not any(item in split for split in splits.values())]
+            if outside:
+                there = ", ".join(f"{name} {r.start}-{r.stop - 1}" for name, r in splits.items())
+                raise ConfigError(f"{env} has no item {outside[0]}: its items are {there}")
+    else:
+        catalog.load(env)  # what is not installed is an error here, not an empty column
+        plans = [
+            _plan(scenario, subset or request.split, subset, request.split, request)
+            for subset in request.subsets or (None,)
+        ]
+        for plan in plans:
+            if not plan.items:
+                raise ConfigError(f"{env} has no items of {plan.name!r} in its split {request.split!r}: leave it out")
+    limit = request.limit
+    return [replace(plan, items=tuple(evenly_spaced(plan.items, limit))) if limit else plan for plan in plans]
+
+
+def _plan(
+    scenario: Scenario, name: str, subset: str | None, split: str, request: Request, heading: str = ""
+) -> TaskPlan:
+    env = scenario.env
+    data, own = _data_of(env, request, split)
+    plan = TaskPlan(
+        scenario.name, name, env, split, subset, (), scenario.max_turns, scenario.style, scenario.max_context, data, own
+    )
+    plan = replace(plan, heading=heading)
+    try:
+        env_class = catalog.load(env)
+    except ConfigError as error:
+        return replace(plan, missing=str(error))
+    return replace(plan, items=tuple(catalog.items(env_class, split, subset)))
+
+
+def _data_of(env: str, request: Request, split: str = "") -> tuple[str, bool]:
+    """(what its items are, whether that is our own stand-in for a published benchmark)."""
+    if request.url is not None:
+        return "an environment server's own items", False
+    if env == "searchqa":
+        place = os.environ.get(SEARCHQA_DATA)
+        return (f"question sets in {place}", False) if place else ("this project's own geography questions", True)
+    if env == "webarena":
+        if split == "official":
+            return "WebArena's 812 published tasks, on sites that you run", False
+        return "this project's own small sites and tasks", True
+    return DATA.get(env, "built into this project"), False
+
+
+def _config(request: Request, candidate: Candidate, plans: Sequence[TaskPlan]) -> dict[str, Any]:
+    """What is measured: a rerun must agree in all of it."""
+    playing = candidate.playing
+    return {
+        "agent": candidate.identity,
+        "suite": request.suite,
+        "turns": list(request.turns) or None,
+        "samples": request.samples,
+        "seed": request.seed,
+        "temperature": None if candidate.kind in ("oracle", "random") else playing.temperature,
+        "max_new_tokens": playing.max_new_tokens,
+        "instruction": playing.instruction,
+        "dtype": candidate.options.dtype if candidate.model is not None else None,
+        "tasks": [plan.to_json() for plan in plans],
+    }
+
+
+def _settings(request: Request) -> dict[str, Any]:
+    """How it was played; free to change."""
+    prices = request.agent.prices
+    return {
+        "agentgym_rl": __version__,
+        "concurrency": request.concurrency,
+        "retries": request.retries,
+        "step_timeout_s": request.step_timeout_s,
+        "episode_timeout_s": request.episode_timeout_s,
+        "base_url": request.agent.base_url if request.agent.spec.startswith("openai:") else None,
+        "url": request.url,
+        "device": request.agent.device,
+        "prices_usd_per_million_tokens": asdict(prices) if prices else None,
+    }
+
+
+def _concurrency(request: Request, heavy: bool) -> int:
+    return request.concurrency or (CONCURRENCY_HEAVY if heavy else CONCURRENCY)
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^\w.@-]+", "-", name).strip("-")

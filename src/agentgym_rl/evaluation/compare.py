@@ -1,0 +1,171 @@
+"""Does A beat B? Paired by item, because items differ far more than agents do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.evaluation.folder import read_evaluation, read_records
+from agentgym_rl.evaluation.plan import TaskPlan
+from agentgym_rl.evaluation.records import Outcome, Record
+from agentgym_rl.evaluation.statistics import mcnemar_exact, mean_interval, sign_flip_test
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One evaluation, read."""
+
+    name: str
+    folder: Path
+    plans: tuple[TaskPlan, ...]
+    samples: int
+    turns: tuple[int, ...]
+    """Horizons; empty when each scenario has its own."""
+    outcomes: dict[tuple[str, int], list[Outcome]]
+    """By item, of the horizon compared."""
+    errors: int
+    """Episodes that failed: they are on no side."""
+    horizons: dict[str, int]
+    """By environment, the turns allowed."""
+
+
+def load_side(folder: Path, max_turns: int | None = None) -> Side:
+    """An evaluation at one of its horizons, the longest by default."""
+    row = read_evaluation(folder)
+    config = row["config"]
+    plans = tuple(TaskPlan.from_json(plan) for plan in config["tasks"])
+    turns = tuple(config["turns"] or ())
+    if max_turns is not None and turns and max_turns not in turns:
+        raise ConfigError(f"{folder} was evaluated with {', '.join(map(str, turns))} turns, not with {max_turns}")
+    if max_turns is not None and not turns:
+        raise ConfigError(f"{folder} was evaluated with each scenario's own turns: leave --turns out")
+    horizon = max_turns or (turns[-1] if turns else None)
+    outcomes: dict[tuple[str, int], list[Outcome]] = {}
+    errors = 0
+    allowed = {(p.env, item): horizon or p.max_turns for p in plans for item in p.items}
+    for (env, item, _), attempts in sorted(read_records(folder).items()):
+        found = _first(attempts, allowed[env, item])
+        if found is None:
+            errors += 1
+        else:
+            outcomes.setdefault((env, item), []).append(found)
+    horizons = {plan.env: horizon or plan.max_turns for plan in plans}
+    return Side(config["agent"]["name"], folder, plans, config["samples"], turns, outcomes, errors, horizons)
+
+
+def compare(first: Side, second: Side) -> dict[str, Any]:
+    """Paired comparison per scenario and over all items; refuses what is not the same items.
+
+    {"first", "second", "notes": [...], "scenarios": {name: numbers}, "all": numbers}
+    """
+    _require_same_data(first, second)
+    shared = [key for key in first.outcomes if key in second.outcomes]
+    if not shared:
+        raise ConfigError(
+            f"{first.folder} and {second.folder} have no item in common that both played to an end: evaluate both on "
+            "the same tasks"
+        )
+    scenario_of = {(plan.env, item): plan.scenario for plan in first.plans for item in plan.items}
+    scenarios = list(dict.fromkeys(scenario_of[key] for key in shared))
+    return {
+        "first": {"name": first.name, "folder": str(first.folder), "horizons": first.horizons},
+        "second": {"name": second.name, "folder": str(second.folder), "horizons": second.horizons},
+        "notes": _notes(first, second, len(shared)),
+        "scenarios": {
+            name: _numbers(first, second, [key for key in shared if scenario_of[key] == name]) for name in scenarios
+        },
+        "all": _numbers(first, second, shared),
+    }
+
+
+def _numbers(first: Side, second: Side, keys: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    successes = [(_rate(first.outcomes[key]), _rate(second.outcomes[key])) for key in keys]
+    rewards = [(_reward(first.outcomes[key]), _reward(second.outcomes[key])) for key in keys]
+    gained = [b - a for a, b in successes]
+    numbers: dict[str, Any] = {
+        "items": len(keys),
+        "success": _difference(successes, gained),
+        "reward": _difference(rewards, [b - a for a, b in rewards]),
+    }
+    if all(len(side.outcomes[key]) == 1 for side in (first, second) for key in keys):
+        only_first = sum(a > b for a, b in successes)
+        only_second = sum(b > a for a, b in successes)
+        numbers["mcnemar"] = {
+            "both": sum(a == b == 1 for a, b in successes),
+            "only_first": only_first,
+            "only_second": only_second,
+            "neither": sum(a == b == 0 for a, b in successes),
+            "p": mcnemar_exact(only_first, only_second),
+        }
+    return numbers
+
+
+def _difference(pairs: Sequence[tuple[float, float]], differences: Sequence[float]) -> dict[str, float]:
+    """Second minus first: mean, 95% paired bootstrap interval, p-value of the paired sign-flip test."""
+    low, high = mean_interval(differences)
+    return {
+        "first": math.fsum(a for a, _ in pairs) / len(pairs),
+        "second": math.fsum(b for _, b in pairs) / len(pairs),
+        "difference": math.fsum(differences) / len(differences),
+        "low": low,
+        "high": high,
+        "p": sign_flip_test(differences),
+    }
+
+
+def _require_same_data(first: Side, second: Side) -> None:
+    """Equal item numbers are the same items only if they come from the same data."""
+    data = {plan.env: plan.data for plan in first.plans if plan.items}
+    for plan in second.plans:
+        if plan.items and data.get(plan.env, plan.data) != plan.data:
+            raise ConfigError(
+                f"{plan.env} was played on different data, so its items are not the same: {first.folder} on "
+                f"{data[plan.env]}; {second.folder} on {plan.data}"
+            )
+
+
+def _notes(first: Side, second: Side, num_shared: int) -> list[str]:
+    notes = []
+    asked = [{(p.env, item) for p in side.plans for item in p.items} for side in (first, second)]
+    if asked[0] != asked[1]:
+        notes.append(
+            f"the items differ ({len(asked[0])} and {len(asked[1])}): compared on the {num_shared} that both have"
+        )
+    elif num_shared < len(asked[0]):
+        notes.append(f"{len(asked[0]) - num_shared} of {len(asked[0])} items failed or were not played on one side")
+    notes += [
+        f"{side.name}: {side.errors} episodes ended as errors and are left out"
+        for side in (first, second)
+        if side.errors
+    ]
+    for env, turns in first.horizons.items():
+        other = second.horizons.get(env, turns)
+        if other != turns:
+            notes.append(f"{env}: {first.name} was allowed {turns} turns, {second.name} {other}")
+    return notes
+
+
+def _first(attempts: Sequence[Record], max_turns: int) -> Outcome | None:
+    return next((outcome for record in attempts if (outcome := record.under(max_turns)) is not None), None)
+
+
+def _rate(outcomes: Sequence[Outcome]) -> float:
+    return sum(outcome.success for outcome in outcomes) / len(outcomes)
+
+
+def _reward(outcomes: Sequence[Outcome]) -> float:
+    return math.fsum(outcome.reward for outcome in outcomes) / len(outcomes)
+
+
+def verdict(numbers: Mapping[str, Any], first: str, second: str, level: float = 0.05) -> str:
+    """One sentence about success."""
+    difference = numbers["success"]
+    p = numbers["mcnemar"]["p"] if "mcnemar" in numbers else difference["p"]
+    if p >= level:
+        return f"no significant difference in success between {first} and {second} (p = {p:.3g})"
+    better, worse = (second, first) if difference["difference"] > 0 else (first, second)
+    return f"{better} beats {worse} in success (p = {p:.2g})"

@@ -1,0 +1,237 @@
+"""The folder of one evaluation. Killed at any moment, the same command goes on with it.
+
+    <root>/eval.json                  what was asked (config), how it stands, the results
+    <root>/report.md, turns.png       written at the end
+    <root>/trajectories/<env>.jsonl   every attempt at every episode, one line each, as a run keeps them
+
+A line is appended with one write, so a kill leaves at most one torn line, the last; it is dropped and played again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from agentgym_rl.agent.engines.openai import Tokens
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.evaluation.plan import Episode
+from agentgym_rl.evaluation.records import Record, record_from_row, record_of, usage_to_json
+from agentgym_rl.types import Trajectory
+
+if sys.platform != "win32":
+    import fcntl
+
+FORMAT = 1
+Key = tuple[str, int, int]
+
+
+class Folder:
+    """Writes one evaluation; use as a context manager."""
+
+    def __init__(self, root: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """`config` says what is measured and must be the saved one if there is one; `settings` may differ."""
+        self.root = root
+        self.records: dict[Key, list[Record]] = {}
+        """Every attempt on disk, by episode, in order."""
+        self._row: dict[str, Any] = {"format": FORMAT, "state": "running", "config": _plain(config), "results": None}
+        self._row |= {"settings": _plain(settings), "started": round(time.time(), 3), "seconds": 0.0}
+        saved = _saved(root)
+        if saved is not None:
+            _require_same(root, saved["config"], self._row["config"])
+            self._row |= {name: saved[name] for name in ("started", "seconds", "results")}
+        self.resumed = saved is not None
+        self._began = time.monotonic() - self._row["seconds"]
+        self.trajectories_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(root)
+        for path in sorted(self.trajectories_dir.glob("*.jsonl")):
+            for record in _read_and_mend(path):
+                self.records.setdefault(record.key, []).append(record)
+        self.save()
+
+    @property
+    def trajectories_dir(self) -> Path:
+        return self.root / "trajectories"
+
+    def finished(self, key: Key) -> bool:
+        """Played to an end that counts. An episode of which only failures are known is played again."""
+        return any(not record.failed for record in self.records.get(key, ()))
+
+    def write(
+        self, episode: Episode, trajectory: Trajectory, attempt: int, usage: Sequence[Tokens] | None, step: int
+    ) -> Record:
+        """Append one attempt. `step` is the training step of the weights, 0 where there is none."""
+        beside = {
+            "step": step,
+            "kind": "eval",
+            "sample": episode.sample,
+            "attempt": attempt,
+            "columns": episode.columns,
+            "usage": usage_to_json(usage),
+        }
+        line = f"{json.dumps(beside)[:-1]}, {trajectory.to_json()[1:]}\n"
+        with (self.trajectories_dir / f"{episode.task.env}.jsonl").open("ab", buffering=0) as file:
+            file.write(line.encode())
+        record = record_of(trajectory, episode.sample, attempt, episode.columns, usage)
+        self.records.setdefault(record.key, []).append(record)
+        return record
+
+    def save(self, results: Sequence[Mapping[str, Any]] | None = None, state: str | None = None) -> None:
+        """Replace eval.json; what is not given stays as it was."""
+        if results is not None:
+            self._row["results"] = _plain(results)
+        if state is not None:
+            self._row["state"] = state
+        self._row |= {"seconds": round(time.monotonic() - self._began, 1), "updated": round(time.time(), 3)}
+        self._row["pid"] = os.getpid()
+        write_atomically(self.root / "eval.json", json.dumps(self._row, indent=1, ensure_ascii=False) + "\n")
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The content of eval.json."""
+        return self._row
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if kind is not None:
+            self.save(state="failed" if issubclass(kind, Exception) else "stopped")
+        if self._lock is not None:
+            self._lock.close()
+
+
+def read_evaluation(root: Path) -> dict[str, Any]:
+    """The content of an evaluation's eval.json; ConfigError when there is none."""
+    row = _saved(root)
+    if row is None:
+        raise ConfigError(f"{root} holds no evaluation (eval.json is missing): give the folder of `agentgym-rl eval`")
+    if row["results"] is None:
+        raise ConfigError(f"{root} holds an evaluation without results yet: run its command again to finish it")
+    return row
+
+
+def read_records(root: Path) -> dict[Key, list[Record]]:
+    """Every attempt of an evaluation, by episode; the folder is left as it is."""
+    found: dict[Key, list[Record]] = {}
+    for path in sorted((root / "trajectories").glob("*.jsonl")):
+        for record in _read(path)[0]:
+            found.setdefault(record.key, []).append(record)
+    return found
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[list[Record], int]:
+    """The whole lines of a file, and where the last of them ends."""
+    records: list[Record] = []
+    end = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                break  # Torn by a kill: always the last.
+            try:
+                row = json.loads(line)
+                records.append(record_from_row(row, Trajectory.from_json(line.decode())))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(
+                    f"{path} line {number} is not an episode ({type(error).__name__}: {error}): remove that line, "
+                    "or evaluate into another folder"
+                ) from error
+            end += len(line)
+    return records, end
+
+
+def _read_and_mend(path: Path) -> list[Record]:
+    records, end = _read(path)
+    if end < path.stat().st_size:
+        with path.open("r+b") as file:
+            file.truncate(end)
+    return records
+
+
+def _saved(root: Path) -> dict[str, Any] | None:
+    path = root / "eval.json"
+    if not path.is_file():
+        # A kill before eval.json was written leaves an empty folder and hidden files; all else is somebody's.
+        foreign = [p for p in root.glob("[!.]*") if p.name != "trajectories"] if root.is_dir() else []
+        played = any((root / "trajectories").glob("*")) if root.is_dir() else False
+        if foreign or played or (root.exists() and not root.is_dir()):
+            raise ConfigError(f"{root} is there and holds no evaluation (no eval.json): choose another folder")
+        return None
+    try:
+        row = json.loads(path.read_text(encoding="utf-8"))
+        known = isinstance(row, dict) and row.get("format") == FORMAT
+    except ValueError as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}): choose another folder") from error
+    if not known:
+        raise ConfigError(f"{path} is not an evaluation of this version (format {FORMAT}): choose another folder")
+    return row
+
+
+def _require_same(root: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    old, new = _flat(saved), _flat(given)
+    changed = [
+        f"{name} (saved {_short(old.get(name, 'nothing'))}, given {_short(new.get(name, 'nothing'))})"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+    if changed:
+        more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
+        raise ConfigError(
+            f"{root} holds an evaluation with other settings: {', '.join(changed[:4])}{more}: give the saved ones to "
+            "go on with it, or choose another folder with --out"
+        )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping):
+        return {k: v for name, part in value.items() for k, v in _flat(part, f"{prefix}.{name}".strip(".")).items()}
+    if isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value):
+        names = [f"{prefix}.{part.get('name', place)}" for place, part in enumerate(value)]
+        return {k: v for name, part in zip(names, value, strict=True) for k, v in _flat(part, name).items()}
+    return {prefix: value}
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    if isinstance(value, list) and len(text) > 40:
+        return f"{len(value)} of them, {text[:24]}…"
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+def _plain(value: Any) -> Any:
+    """As JSON will give it back, so that the saved and the given can be compared."""
+    return json.loads(json.dumps(value))
+
+
+def _lock(root: Path) -> BinaryIO | None:
+    """Held while a process writes here; the system drops it with the process, however that ends."""
+    if sys.platform == "win32":
+        return None
+    file = (root / ".lock").open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ConfigError(
+            f"another process is evaluating into {root}: wait for it, or choose another folder"
+        ) from error
+    except OSError:  # Some cluster file systems have no locks.
+        file.close()
+        return None
+    return file

@@ -1,0 +1,246 @@
+"""The tables: rows are agents, columns are scenarios with their tasks and an overall. Built from eval.json alone.
+
+A `Grid` is a table as plain text; Markdown and the terminal draw the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from typing import Any
+
+from agentgym_rl.evaluation.metrics import INTERVALS
+from agentgym_rl.evaluation.plan import TaskPlan
+
+MISSING = "–"
+OWN = "†"
+PUBLISHED = "‡"
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    text: str
+    small: str = ""
+    """An interval, or a mark's words."""
+
+
+@dataclass(slots=True)
+class Grid:
+    title: str
+    headings: list[str]
+    rows: list[list[Cell]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One row of the tables: an evaluation, or published numbers."""
+
+    name: str
+    published: bool
+    tasks: Mapping[str, Any]
+    scenarios: Mapping[str, Any]
+    overall: Mapping[str, Any] | None
+    plans: tuple[TaskPlan, ...] = ()
+    by_turns: tuple[Mapping[str, Any], ...] = ()
+    """Results of every horizon, where there are several."""
+    total: Mapping[str, Any] = field(default_factory=dict)
+
+
+def entry_of(evaluation: Mapping[str, Any]) -> Entry:
+    """From the content of an eval.json: the longest horizon is the one in the tables."""
+    results = evaluation["results"]
+    last = results[-1]
+    return Entry(
+        evaluation["config"]["agent"]["name"],
+        False,
+        last["tasks"],
+        last["scenarios"],
+        last["overall"],
+        tuple(TaskPlan.from_json(plan) for plan in evaluation["config"]["tasks"]),
+        tuple(results) if len(results) > 1 else (),
+        last["total"],
+    )
+
+
+def published_entries() -> tuple[str, list[Entry]]:
+    """(source, rows): results of other models as their paper gives them. They come without intervals."""
+    data = json.loads(files("agentgym_rl.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
+    entries = []
+    for name, percents in data["agents"].items():
+        scenarios = {
+            scenario: {"success": {"value": percent / 100}}
+            for scenario, percent in zip(data["scenarios"], percents, strict=True)
+        }
+        entries.append(Entry(name, True, {}, scenarios, None))
+    return data["source"], entries
+
+
+def grids(entries: Sequence[Entry]) -> list[Grid]:
+    """Every table of a report."""
+    plans = list({plan.key: plan for entry in entries for plan in entry.plans}.values())
+    scenarios = list(dict.fromkeys(plan.scenario for plan in plans))
+    own = {plan.scenario for plan in plans if plan.own_data}
+    ours = [entry for entry in entries if not entry.published]
+    found = []
+    if len(scenarios) > 1:
+        with_result = [name for name in scenarios if any(entry.scenarios.get(name) for entry in entries)]
+        found.append(_summary(entries, with_result, own))
+    for scenario in scenarios:
+        columns = [plan for plan in plans if plan.scenario == scenario]
+        if any(plan.items for plan in columns):
+            # Published rows have one number a scenario: where that is in the summary it is not repeated.
+            found.append(_scenario(ours if len(scenarios) > 1 else entries, scenario, columns, own))
+    found += [_numbers(entry) for entry in ours]
+    found += [_turns(entry) for entry in ours if entry.by_turns]
+    return found
+
+
+def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
+    """What a reader has to know to read the tables rightly."""
+    lines = [f"Success is in percent of the episodes that ended. {INTERVALS}"]
+    ours = [entry for entry in entries if not entry.published]
+    for entry in ours:
+        if entry.total["errors"]:
+            lines.append(
+                f"{entry.name}: {entry.total['errors']} episodes ended as errors. They are left out of every rate; "
+                "eval.json also has the success rate that counts them as failures. Run the command again to retry them."
+            )
+        if entry.total["unplayed"]:
+            lines.append(f"{entry.name}: {entry.total['unplayed']} episodes are not played yet.")
+        if entry.total["unreported"]:
+            lines.append(f"{entry.name}: {entry.total['unreported']} answers came without usage: cost lacks them.")
+    lines += _data_notes([plan for entry in ours for plan in entry.plans])
+    if any(plan.own_data for entry in ours for plan in entry.plans if plan.items):
+        lines.append(f"{OWN} our own data, which stand in for the benchmark's: not comparable with published results.")
+    if source:
+        lines.append(f"{PUBLISHED} published, not measured here ({source}): on other items and with other prompts.")
+    return lines
+
+
+def _data_notes(plans: Sequence[TaskPlan]) -> list[str]:
+    """What each scenario was played on, and what was not played and why."""
+    played = {f"{p.scenario}{f' {OWN}' if p.own_data else ''}: {p.data}.": None for p in plans if p.items}
+    missing: dict[tuple[str, str], dict[str, None]] = {}
+    for plan in plans:
+        if plan.missing:
+            missing.setdefault((plan.scenario, plan.missing), {})[plan.name] = None
+    reasons = [f"{name} ({', '.join(tasks)}): not played, {why}." for (name, why), tasks in missing.items()]
+    return [*played, *reasons]
+
+
+def _summary(entries: Sequence[Entry], scenarios: Sequence[str], own: set[str]) -> Grid:
+    marked = [f"{name} {OWN}" if name in own else name for name in scenarios]
+    grid = Grid("Success, %", ["agent", *marked, "mean"])
+    for entry in entries:
+        cells = [_rate(entry.scenarios.get(scenario)) for scenario in scenarios]
+        grid.rows.append([_name(entry), *cells, _mean(entry, entries)])
+    return grid
+
+
+def _mean(entry: Entry, entries: Sequence[Entry]) -> Cell:
+    """A mean over fewer scenarios than another row's would invite a wrong comparison: it is not shown."""
+    if entry.overall is None:
+        return Cell(MISSING)
+    everything = {name for other in entries if other.overall for name in other.overall["scenarios"]}
+    if everything != set(entry.overall["scenarios"]):
+        return Cell(MISSING)
+    cell = _rate(entry.overall)
+    return Cell(f"{cell.text} {OWN}", cell.small) if entry.overall["own_data"] else cell
+
+
+def _scenario(entries: Sequence[Entry], scenario: str, plans: Sequence[TaskPlan], own: set[str]) -> Grid:
+    title = f"{scenario} {OWN}" if scenario in own else scenario
+    several = len(plans) > 1 or any(entry.published for entry in entries)
+    grid = Grid(title, ["agent", *(plan.heading or plan.name for plan in plans), *(["overall"] if several else [])])
+    for entry in entries:
+        if entry.scenarios.get(scenario) is None:
+            continue
+        cells = [_rate(entry.tasks.get(plan.key)) for plan in plans]
+        grid.rows.append([_name(entry), *cells, *([_rate(entry.scenarios[scenario])] if several else [])])
+    return grid
+
+
+def _numbers(entry: Entry) -> Grid:
+    """Everything else, one line a scenario; with a single scenario one line a task as well."""
+    lines = dict(entry.scenarios)
+    if len(entry.scenarios) == 1 and len(entry.tasks) > 1:
+        lines = {key.partition("/")[2]: cell for key, cell in entry.tasks.items()}
+        lines["overall"] = next(iter(entry.scenarios.values()))
+    played = {name: cell for name, cell in lines.items() if cell}
+    rates = [name for cell in played.values() for name in cell if name.startswith(("avg@", "pass@"))]
+    columns = list(dict.fromkeys(rates))
+    with_tokens = any(cell["prompt_tokens"] is not None for cell in played.values())
+    with_cost = any(cell["cost_usd"] is not None for cell in played.values())
+    headings = ["", "items", "episodes", "errors", *columns, "reward", "turns"]
+    headings += ["prompt\ntokens", "sampled\ntokens"] if with_tokens else []
+    headings += ["cost"] if with_cost else []
+    grid = Grid(entry.name, headings)
+    for name, cell in played.items():
+        row = [Cell(name), *(Cell(str(cell[count])) for count in ("items", "episodes", "errors"))]
+        row += [_rate({"success": cell.get(column)}) for column in columns]
+        row += [_reward(cell.get("reward")), _number(cell.get("turns"), 1)]
+        if with_tokens:
+            row += [_number(cell["prompt_tokens"], 0), _number(cell["sampled_tokens"], 0)]
+        if with_cost:
+            row.append(_dollars(cell))
+        grid.rows.append(row)
+    return grid
+
+
+def _turns(entry: Entry) -> Grid:
+    headings = ["turns allowed", *(str(result["max_turns"]) for result in entry.by_turns)]
+    grid = Grid(f"{entry.name}: success, %, by turns allowed", headings)
+    for scenario in entry.scenarios:
+        if entry.scenarios[scenario]:
+            cells = [_rate(result["scenarios"][scenario]) for result in entry.by_turns]
+            grid.rows.append([Cell(scenario), *cells])
+    if entry.overall:
+        grid.rows.append([Cell("mean"), *(_rate(result["overall"]) for result in entry.by_turns)])
+    return grid
+
+
+def markdown(entries: Sequence[Entry], source: str = "", title: str = "Evaluation") -> str:
+    """The report as a page."""
+    parts = [f"# {title}"]
+    parts += [f"## {grid.title}\n\n{_markdown_table(grid)}" for grid in grids(entries)]
+    parts.append("## Notes\n\n" + "\n".join(f"- {line}" for line in notes(entries, source)))
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(grid: Grid) -> str:
+    def line(cells: Sequence[str]) -> str:
+        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+
+    headings = [heading.replace("-\n", "").replace("\n", " ") for heading in grid.headings]
+    body = [[f"{c.text} ({c.small})" if c.small else c.text for c in row] for row in grid.rows]
+    return "\n".join([line(headings), line(["---"] + ["---:"] * (len(headings) - 1)), *map(line, body)])
+
+
+def _name(entry: Entry) -> Cell:
+    return Cell(f"{entry.name} {PUBLISHED}") if entry.published else Cell(entry.name)
+
+
+def _rate(cell: Mapping[str, Any] | None) -> Cell:
+    if not cell or not cell["success"]:
+        return Cell(MISSING)
+    rate = cell["success"]
+    small = f"{100 * rate['low']:.0f}–{100 * rate['high']:.0f}" if "low" in rate else ""
+    return Cell(f"{100 * rate['value']:.1f}", small)
+
+
+def _reward(reward: Mapping[str, float] | None) -> Cell:
+    if reward is None:
+        return Cell(MISSING)
+    return Cell(f"{reward['value']:.3g}", f"{reward['low']:.2g} to {reward['high']:.2g}")
+
+
+def _number(value: float | None, digits: int) -> Cell:
+    return Cell(MISSING if value is None else f"{value:,.{digits}f}")
+
+
+def _dollars(cell: Mapping[str, Any]) -> Cell:
+    if cell["cost_usd"] is None:
+        return Cell(MISSING)
+    return Cell(f"{'≥ ' if cell['unreported'] else ''}${cell['cost_usd']:,.4g}")
