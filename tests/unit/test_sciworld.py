@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from matplotlib.font_manager import FontProperties
+from matplotlib.textpath import TextPath
 from servers_for_tests import server_in_thread, wait_until
 
 from agentgym_rl.environment import catalog
@@ -22,6 +24,7 @@ from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasSt
 from agentgym_rl.environment.envs.sciworld import SciWorld, jvm, tasks
 from agentgym_rl.environment.envs.sciworld.env import NO_MATCH
 from agentgym_rl.environment.envs.sciworld.gateway import call, create
+from agentgym_rl.environment.envs.sciworld.gold import CACHE_VARIABLE
 from agentgym_rl.environment.envs.sciworld.jvm import POOL
 from agentgym_rl.environment.envs.sciworld.picture import Scene, draw
 from agentgym_rl.environment.envs.sciworld.simulator import Globals, reference
@@ -31,10 +34,11 @@ from agentgym_rl.types import Step
 
 
 @pytest.fixture(autouse=True, scope="module")
-def one_process() -> Iterator[None]:
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Java takes seconds to start: the tests of this file share one process, unless they ask for another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(jvm.PROCESSES_VARIABLE, "1")
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
         POOL.close()  # tests of other files may have left processes running
         yield
         POOL.close()
@@ -495,3 +499,41 @@ def test_the_picture_shows_room_doors_inventory_and_score() -> None:
     for score, word in ((100, "solved"), (-100, "failed")):
         scene.score = score
         assert word in draw(scene)
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        "use thermometer in inventory on unknown substance B in orange cup on wood table in workshop " * 3,
+        "MW" * 150,
+        "focus on WWWWWW MMMMMM " * 13,
+        "x" * 300,
+    ],
+)
+def test_a_long_action_stays_inside_the_picture(action: str) -> None:
+    """Measured with a real font, one of the widest."""
+    look = "This room is called the hallway. In it, you see: \n\tthe agent\n\ta picture\n"
+    scene = Scene("power-component-renewable-vs-nonrenewable-energy", 3, "Your task: " + action, look, "")
+    scene.last_action, scene.last_answer = action.strip()[:300], "No known action matches that input. " + action
+    picture = ElementTree.fromstring(draw(scene))
+    right, bottom = int(picture.attrib["width"]) - 28, int(picture.attrib["height"]) - 20
+    drawn = []
+    for text in picture.iter("{http://www.w3.org/2000/svg}text"):
+        assert text.text
+        weight = "bold" if int(text.attrib["font-weight"]) >= 600 else "normal"
+        font = FontProperties(family="DejaVu Sans", weight=weight)
+        width = TextPath((0, 0), text.text, size=float(text.attrib["font-size"]), prop=font).get_extents().width
+        start = float(text.attrib["x"]) - (width if text.attrib.get("text-anchor") == "end" else 0)
+        assert start + width <= right, text.text
+        assert float(text.attrib["y"]) <= bottom
+        drawn.append(text.text)
+    everything = "".join("".join(drawn).split())
+    assert "".join(scene.last_action.split()) in everything, "no part of the action is left out"
+    title = picture.find("{http://www.w3.org/2000/svg}text")
+    assert title is not None
+    assert (
+        TextPath((0, 0), title.text, size=float(title.attrib["font-size"]), prop=FontProperties(weight="bold"))
+        .get_extents()
+        .width
+        <= 714
+    )

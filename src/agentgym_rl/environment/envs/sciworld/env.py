@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import ClassVar
 
 from agentgym_rl.environment.envs.sciworld import tasks
+from agentgym_rl.environment.envs.sciworld.gold import gold_path
 from agentgym_rl.environment.envs.sciworld.picture import Scene, draw
 from agentgym_rl.environment.envs.sciworld.world import World
 from agentgym_rl.errors import EnvError
@@ -159,16 +159,6 @@ class SciWorld:
         if self._world is not None:
             self._world.close()
             self._world = None
-
-
-@lru_cache(maxsize=4096)
-def gold_path(task: str, variation: int) -> tuple[str, ...]:
-    """Worked out once and kept: it takes seconds, and a session's own world must not be disturbed."""
-    world = World()
-    try:
-        return world.gold_path(task, variation)
-    finally:
-        world.close()
 
 
 def _problem(action: str) -> str:

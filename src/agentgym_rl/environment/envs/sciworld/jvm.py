@@ -8,7 +8,7 @@ import os
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -164,9 +164,10 @@ class Jvm:
 
 
 class JvmPool:
-    """At most `max_processes()` processes; a world goes to the one with the fewest."""
+    """At most `limit()` processes; a world goes to the one with the fewest."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: Callable[[], int] = max_processes) -> None:
+        self._limit = limit
         self._jvms: list[Jvm] = []
         self._lock = threading.Lock()
 
@@ -180,7 +181,7 @@ class JvmPool:
         with self._lock:
             self._jvms = [jvm for jvm in self._jvms if jvm.usable]
             emptiest = min(self._jvms, key=lambda jvm: jvm.num_worlds, default=None)
-            if emptiest is None or (emptiest.num_worlds and len(self._jvms) < max_processes()):
+            if emptiest is None or (emptiest.num_worlds and len(self._jvms) < self._limit()):
                 emptiest = Jvm()
                 self._jvms.append(emptiest)
             elif emptiest.num_worlds >= MAX_WORLDS:
@@ -211,6 +212,10 @@ class JvmPool:
 
 
 POOL = JvmPool()
-atexit.register(POOL.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=POOL.forget)
+"""For the worlds that are played."""
+GOLD_POOL = JvmPool(lambda: 1)
+"""For working out gold paths, which takes up to minutes at a stretch: nobody who plays waits for it."""
+for _pool in (POOL, GOLD_POOL):
+    atexit.register(_pool.close)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_pool.forget)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
@@ -14,6 +13,8 @@ _GOOD, _BAD, _BUSY = "#2f9e56", "#c2413b", "#4a6fa5"
 _WIDTH, _MARGIN, _SIDE, _GAP = 1040, 28, 270, 24
 _ROOM = _WIDTH - 2 * _MARGIN - _SIDE - _GAP
 _CARD_GAP = 10
+_CARD = (_ROOM - 32 - 2 * _CARD_GAP) // 3
+_NARROW, _WIDE = frozenset(" !'(),-./:;I[]`fijlrt|\\"), frozenset("#%&+<=>@GMOQW^m~")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e°]+")
 _DOOR = re.compile(r"A door to the (.+?) \(that is (open|closed)\)")
 _THING = re.compile(
@@ -72,7 +73,7 @@ class _Thing:
 def draw(scene: Scene) -> str:
     """The room to the left with its things and doors, what is carried and the last turn to the right."""
     room, things, doors = _parse_look(scene.look)
-    description = textwrap.wrap(_plain(scene.description), 125)[:5]
+    description = _wrap(_plain(scene.description), _WIDTH - 2 * _MARGIN, size=14)[:5]
     top = 92 + 19 * len(description)
     room_parts, room_height = _room(room, things, doors, top)
     side_parts, side_height = _side(scene, top)
@@ -92,7 +93,9 @@ def draw(scene: Scene) -> str:
 
 
 def _header(scene: Scene, description: list[str]) -> Iterator[str]:
-    yield _text(_MARGIN, 40, scene.task.replace("-", " ").capitalize(), size=24, weight=700)
+    title = scene.task.replace("-", " ").capitalize()
+    size = next(size for size in range(24, 0, -1) if size == 1 or _width(title, size, weight=700) <= _ROOM)
+    yield _text(_MARGIN, 40, title, size=size, weight=700)
     yield _text(
         _MARGIN, 62, f"variation {scene.variation} · turn {scene.turn} · {scene.moves} moments passed", colour=_SOFT
     )
@@ -112,16 +115,15 @@ def _header(scene: Scene, description: list[str]) -> Iterator[str]:
 def _room(room: str, things: list[_Thing], doors: list[tuple[str, bool]], top: int) -> tuple[list[str], int]:
     """Cards in three columns, each put where the least is so far; doors in a row below."""
     columns = [top + 44] * 3
-    width = (_ROOM - 32 - 2 * _CARD_GAP) // 3
     inside: list[str] = []
     for thing in things:
         column = columns.index(min(columns))
-        inside += _card(thing, _MARGIN + 16 + column * (width + _CARD_GAP), columns[column], width)
+        inside += _card(thing, _MARGIN + 16 + column * (_CARD + _CARD_GAP), columns[column], _CARD)
         columns[column] += thing.height + _CARD_GAP
     y = max(columns) + 12
     x = _MARGIN + 16
     for place, is_open in doors:
-        door_width = 46 + round(7.4 * len(place))
+        door_width = 46 + round(_width(place, size=13, weight=600))
         if x > _MARGIN + 16 and x + door_width > _MARGIN + _ROOM - 16:
             x, y = _MARGIN + 16, y + 46
         inside += _door(place, is_open, x, y)
@@ -150,12 +152,12 @@ def _side(scene: Scene, top: int) -> tuple[list[str], int]:
     if scene.last_action:
         y += 28
         parts.append(_text(left, y, "LAST ACTION", size=12, weight=600, colour=_SOFT))
-        for line in textwrap.wrap(f"> {_plain(scene.last_action)}", 31)[:4]:
+        for line in _wrap(f"> {_plain(scene.last_action)}", _SIDE, size=14, weight=600):
             y += 20
             parts.append(_text(left, y, line, size=14, weight=600))
         y += 6
-        answer = [line for part in scene.last_answer.splitlines() for line in textwrap.wrap(_plain(part), 36)]
-        for line in answer[:10] + (["..."] if len(answer) > 10 else []):
+        answer = [line for part in scene.last_answer.splitlines() for line in _wrap(_plain(part), _SIDE, size=13)]
+        for line in answer[:10] + (["…"] if len(answer) > 10 else []):
             y += 17
             parts.append(_text(left, y, line, size=13, colour=_SOFT))
     return parts, y + 16 - top
@@ -165,7 +167,8 @@ def _card(thing: _Thing, x: int, y: int, width: int) -> Iterator[str]:
     fill, border = ("#fff3d6", "#d99a1c") if "turned on" in thing.details else (_PAPER, _LINE)
     yield f'<rect x="{x}" y="{y}" width="{width}" height="{thing.height - 4}" rx="8" fill="{fill}" stroke="{border}"/>'
     yield f'<circle cx="{x + 19}" cy="{y + 18}" r="9" fill="{_colour(thing.name)}"/>'
-    yield _text(x + 36, y + 23, textwrap.shorten(thing.name, (width - 44) // 8, placeholder="…"), size=14, weight=600)
+    name = _wrap(thing.name, width - 44, size=14, weight=600)
+    yield _text(x + 36, y + 23, name[0] if len(name) == 1 else f"{name[0][:-1].rstrip()}…", size=14, weight=600)
     for row, line in enumerate(thing.details):
         yield _text(x + 14, y + 42 + 16 * row, line, size=12, colour=_SOFT)
 
@@ -202,7 +205,7 @@ def _thing(line: str) -> _Thing:
     state = (match["state"] or "").strip(" ,()").removeprefix("which is ")
     more = re.sub(r"(^|(?<=\. ))[IO]n the [^.:]+ is: nothing\.", "", match["more"] or "")
     sentences = [part for part in (state, more) if part and part != "containing nothing"]
-    details = [row for sentence in sentences for row in textwrap.wrap(sentence.strip(), 31)]
+    details = [row for sentence in sentences for row in _wrap(sentence.strip(), _CARD - 28, size=12)]
     return _Thing(match["name"], tuple(details[:5] + ["…"] * (len(details) > 5)))
 
 
@@ -212,6 +215,27 @@ def _colour(name: str) -> str:
         if any(word in name for word in words):
             return f"hsl({hue} 55% 55%)"
     return f"hsl({hashlib.sha256(name.encode()).digest()[0] * 360 // 256} 28% 62%)"
+
+
+def _wrap(text: str, width: int, size: int, weight: int = 400) -> list[str]:
+    """Lines that fit into so many pixels, also when a single word does not."""
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and _width(f"{lines[-1]} {word}", size, weight) > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+        while _width(lines[-1], size, weight) > width:
+            cut = next(
+                end for end in range(len(lines[-1]) - 1, 0, -1) if _width(lines[-1][:end], size, weight) <= width
+            )
+            lines[-1:] = [lines[-1][:cut], lines[-1][cut:]]
+    return lines if lines[0] else []
+
+
+def _width(text: str, size: int, weight: int = 400) -> float:
+    """About how wide a text is in pixels, in the widest of the usual fonts: the viewer's is not known here."""
+    ems = sum(0.42 if letter in _NARROW else 1.0 if letter in _WIDE else 0.66 for letter in text)
+    return ems * size * (1.12 if weight >= 600 else 1.0)
 
 
 def _plain(text: str) -> str:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 
 from agentgym_rl.environment.envs.sciworld.gateway import Reference, Value, call, create, release
-from agentgym_rl.environment.envs.sciworld.jvm import POOL, Jvm
+from agentgym_rl.environment.envs.sciworld.jvm import POOL, Jvm, JvmPool
 from agentgym_rl.environment.envs.sciworld.simulator import Globals, reference
 from agentgym_rl.errors import EnvError
 
@@ -33,8 +33,9 @@ class Answer:
 class World:
     """`load` starts a task, and another after it. Close it to make room."""
 
-    def __init__(self) -> None:
-        self.jvm: Jvm = POOL.take()
+    def __init__(self, pool: JvmPool = POOL) -> None:
+        self._pool = pool
+        self.jvm: Jvm = pool.take()
         self._globals = Globals()
         self._interface: Reference | None = None
         self._closed = False
@@ -56,7 +57,10 @@ class World:
         return str(description), look, inventory
 
     def gold_path(self, task: str, variation: int) -> tuple[str, ...]:
-        """Actions that solve a task. The simulator finds them by playing: whatever was loaded before is gone."""
+        """Actions that solve a task, found by playing it; the task is then loaded afresh.
+
+        The process is busy for as long as that takes: use one where nobody plays.
+        """
         self._load(task, variation, gold_path=True)
         (listed,) = self._ask(self._call("getGoldActionSequence"))
         actions = reference(listed)
@@ -93,7 +97,7 @@ class World:
             pass  # the process is gone, and the world with it
         finally:
             self._closed = True
-            POOL.give_back(self.jvm)
+            self._pool.give_back(self.jvm)
 
     def _load(self, task: str, variation: int, *, gold_path: bool) -> None:
         timeout_s = _GOLD_TIMEOUT_S if gold_path else None
