@@ -58,4 +58,3 @@ def differences(before: sqlite3.Connection, after: sqlite3.Connection) -> list[D
 def _rows(db: sqlite3.Connection, table: str) -> dict[int, dict[str, Any]]:
     rows = db.execute(f"SELECT rowid AS row_number, * FROM {table}").fetchall()
     return {row["row_number"]: {key: row[key] for key in row.keys() if key != "row_number"} for row in rows}  # noqa: SIM118
-

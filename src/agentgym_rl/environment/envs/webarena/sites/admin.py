@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from agentgym_rl.environment.envs.webarena.sites.html import (
-    Child,
     Html,
     a,
     area,
@@ -20,8 +19,8 @@ from agentgym_rl.environment.envs.webarena.sites.html import (
 )
 from agentgym_rl.environment.envs.webarena.sites.shop import money, order_total, status_tag
 from agentgym_rl.environment.envs.webarena.sites.store import TODAY
-from agentgym_rl.environment.envs.webarena.sites.style import Look, page
-from agentgym_rl.environment.envs.webarena.sites.visit import Redirect, Visit, route
+from agentgym_rl.environment.envs.webarena.sites.style import Look
+from agentgym_rl.environment.envs.webarena.sites.visit import Redirect, Visit, like, pages, route
 
 PER_PAGE = 14
 STATUSES = ("pending", "processing", "complete", "cancelled")
@@ -37,10 +36,7 @@ LOOK = Look(
     ),
     user="Signed in as admin",
 )
-
-
-def _page(visit: Visit, title: str, *body: Child) -> Html:
-    return page(LOOK, title, *body, flash=visit.flash())
+_page = pages(LOOK)
 
 
 def _find(path: str, label: str, text: str) -> Html:
@@ -51,10 +47,6 @@ def _find(path: str, label: str, text: str) -> Html:
         action=path,
         method="get",
     )
-
-
-def _like(text: str) -> str:
-    return "%" + text.strip().replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
 
 
 def dashboard(visit: Visit) -> Html:
@@ -72,7 +64,6 @@ def dashboard(visit: Visit) -> Html:
     return _page(
         visit,
         "Dashboard",
-        el("h1", "Dashboard"),
         facts(
             ("Turnover", f"{money(turnover)} in completed orders"),
             ("Customers", visit.value("SELECT count(*) FROM customer")),
@@ -111,7 +102,7 @@ def orders(visit: Visit) -> Html:
     text, status = visit.query.get("q", ""), visit.query.get("status", "")
     status = status if status in STATUSES else ""
     where = "(c.name LIKE ? ESCAPE '\\' OR o.id LIKE ? ESCAPE '\\')"
-    arguments = [_like(text), _like(text)]
+    arguments = [like(text), like(text)]
     if status:
         where += " AND o.status = ?"
         arguments.append(status)
@@ -138,11 +129,11 @@ def orders(visit: Visit) -> Html:
     return _page(
         visit,
         "Orders",
-        el("h1", f"Orders ({count})"),
         _find("/orders", "Customer or number", text),
         el("p", "Status: ", filters, a("all", "/orders")),
         table(("Order", "Date", "Customer", "Status", "Total"), listed),
         pager("/orders", f"status={status}&" if status else "", number, -(-count // PER_PAGE)) if not text else None,
+        heading=f"Orders ({count})",
     )
 
 
@@ -160,7 +151,6 @@ def order(visit: Visit) -> Html:
     return _page(
         visit,
         f"Order {row['id']}",
-        el("h1", f"Order {row['id']}"),
         facts(
             ("Customer", a(row["name"], f"/customers/{row['customer_id']}")),
             ("Date", row["day"]),
@@ -205,10 +195,10 @@ def products(visit: Visit) -> Html:
     text = visit.query.get("q", "")
     number = visit.page_number()
     where = "FROM product WHERE name LIKE ? ESCAPE '\\' OR sku LIKE ? ESCAPE '\\'"
-    count = visit.value(f"SELECT count(*) {where}", _like(text), _like(text))
+    count = visit.value(f"SELECT count(*) {where}", like(text), like(text))
     rows = visit.rows(
         f"SELECT * {where} ORDER BY id LIMIT ? OFFSET ?",
-        *(_like(text), _like(text), PER_PAGE, (number - 1) * PER_PAGE),
+        *(like(text), like(text), PER_PAGE, (number - 1) * PER_PAGE),
     )
     listed = [
         (
@@ -223,10 +213,10 @@ def products(visit: Visit) -> Html:
     return _page(
         visit,
         "Products",
-        el("h1", f"Products ({count})"),
         _find("/products", "Name or SKU", text),
         table(("SKU", "Product", "Price", "Stock", "State"), listed),
         pager("/products", "", number, -(-count // PER_PAGE)) if not text else None,
+        heading=f"Products ({count})",
     )
 
 
@@ -235,7 +225,6 @@ def product(visit: Visit) -> Html:
     return _page(
         visit,
         row["name"],
-        el("h1", row["name"]),
         el("p", row["sku"], class_="muted"),
         form(
             f"/products/{row['id']}",
@@ -272,7 +261,7 @@ def customers(visit: Visit) -> Html:
     text = visit.query.get("q", "")
     number = visit.page_number()
     where = "FROM customer WHERE name LIKE ? ESCAPE '\\' OR email LIKE ? ESCAPE '\\' OR phone LIKE ? ESCAPE '\\'"
-    likes = [_like(text)] * 3
+    likes = [like(text)] * 3
     count = visit.value(f"SELECT count(*) {where}", *likes)
     rows = visit.rows(f"SELECT * {where} ORDER BY name LIMIT ? OFFSET ?", *likes, PER_PAGE, (number - 1) * PER_PAGE)
     listed = [
@@ -282,10 +271,10 @@ def customers(visit: Visit) -> Html:
     return _page(
         visit,
         "Customers",
-        el("h1", f"Customers ({count})"),
         _find("/customers", "Name, email or phone", text),
         table(("Name", "Email", "Phone", "City", "Group"), listed),
         pager("/customers", "", number, -(-count // PER_PAGE)) if not text else None,
+        heading=f"Customers ({count})",
     )
 
 
@@ -299,7 +288,6 @@ def customer(visit: Visit) -> Html:
     return _page(
         visit,
         row["name"],
-        el("h1", row["name"]),
         facts(
             ("Email", row["email"]),
             ("Address", f"{row['street']}, {row['city']}"),
@@ -348,7 +336,7 @@ def reviews(visit: Visit) -> Html:
         )
         for review in rows
     ]
-    return _page(visit, "Reviews", el("h1", f"Reviews that wait ({len(rows)})"), listed)
+    return _page(visit, "Reviews", listed, heading=f"Reviews that wait ({len(rows)})")
 
 
 def judge_review(visit: Visit) -> Redirect:

@@ -21,8 +21,8 @@ from agentgym_rl.environment.envs.webarena.sites.html import (
     table,
 )
 from agentgym_rl.environment.envs.webarena.sites.store import TODAY
-from agentgym_rl.environment.envs.webarena.sites.style import Look, page
-from agentgym_rl.environment.envs.webarena.sites.visit import NotFound, Redirect, Visit, route
+from agentgym_rl.environment.envs.webarena.sites.style import Look
+from agentgym_rl.environment.envs.webarena.sites.visit import NotFound, Redirect, Visit, like, pages, route
 
 LOOK = Look(
     "Forgeyard",
@@ -38,10 +38,7 @@ LOOK = Look(
     ME,
 )
 VISIBILITIES = ("private", "internal", "public")
-
-
-def _page(visit: Visit, title: str, *body: Child, below: Child = None) -> Html:
-    return page(LOOK, title, *body, flash=visit.flash(), below=below)
+_page = pages(LOOK)
 
 
 def _path(project: sqlite3.Row) -> str:
@@ -52,7 +49,7 @@ def _project(visit: Visit) -> sqlite3.Row:
     return visit.row("SELECT * FROM project WHERE owner = ? AND name = ?", visit.path["owner"], visit.path["name"])
 
 
-def _inside(visit: Visit, project: sqlite3.Row, title: str, *body: Child) -> Html:
+def _inside(visit: Visit, project: sqlite3.Row, title: str, *body: Child, heading: str) -> Html:
     here = _path(project)
     places = (
         ("Overview", here),
@@ -62,7 +59,7 @@ def _inside(visit: Visit, project: sqlite3.Row, title: str, *body: Child) -> Htm
         ("Members", f"{here}/-/members"),
     )
     below = [el("strong", f"{project['owner']} / {project['name']}"), [a(text, href) for text, href in places]]
-    return _page(visit, f"{title} - {project['name']}", *body, below=below)
+    return _page(visit, f"{title} - {project['name']}", *body, heading=heading, below=below)
 
 
 def _listed(rows: list[sqlite3.Row]) -> Html:
@@ -85,7 +82,6 @@ def home(visit: Visit) -> Html:
     return _page(
         visit,
         "Your projects",
-        el("h1", "Your projects"),
         a("New project", "/projects/new"),
         _listed(mine),
         el("h2", "Starred projects"),
@@ -95,21 +91,20 @@ def home(visit: Visit) -> Html:
 
 def explore(visit: Visit) -> Html:
     rows = visit.rows("SELECT * FROM project ORDER BY stars DESC")
-    return _page(visit, "Explore", el("h1", "All projects"), _listed(rows))
+    return _page(visit, "Explore", _listed(rows), heading="All projects")
 
 
 def search(visit: Visit) -> Html:
     text = visit.query.get("q", "").strip()
-    like = "%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-    rows = visit.rows("SELECT * FROM project WHERE owner || '/' || name || description LIKE ? ESCAPE '\\'", like)
-    return _page(visit, "Search", el("h1", f"Projects with '{text}'"), _listed(rows))
+    pattern = like(text)
+    rows = visit.rows("SELECT * FROM project WHERE owner || '/' || name || description LIKE ? ESCAPE '\\'", pattern)
+    return _page(visit, "Search", _listed(rows), heading=f"Projects with '{text}'")
 
 
 def new_project(visit: Visit) -> Html:
     return _page(
         visit,
         "New project",
-        el("h1", "New project"),
         form(
             "/projects/new",
             field("Project name", "name", size="30"),
@@ -148,7 +143,6 @@ def project(visit: Visit) -> Html:
         visit,
         row,
         "Overview",
-        el("h1", row["name"]),
         el("p", row["description"], id="description"),
         button_form(f"{here}/-/star", "Unstar" if row["starred"] else "Star"),
         el(
@@ -166,6 +160,7 @@ def project(visit: Visit) -> Html:
             class_="card",
         ),
         _settings(row) if row["owner"] == ME else None,
+        heading=row["name"],
     )
 
 
@@ -227,7 +222,6 @@ def issues(visit: Visit) -> Html:
         visit,
         row,
         "Issues",
-        el("h1", f"Issues ({len(rows)})"),
         el(
             "p",
             [(a(text, f"{here}?state={text}"), "  ") for text in ("open", "closed", "all")],
@@ -235,6 +229,7 @@ def issues(visit: Visit) -> Html:
         ),
         el("p", "Label: ", [(a(text, f"{here}?state=all&label={text.replace(' ', '+')}"), "  ") for text in LABELS]),
         table(("", "Issue", "Labels", "Author", "Assignee", "Opened"), listed),
+        heading=f"Issues ({len(rows)})",
     )
 
 
@@ -250,7 +245,6 @@ def new_issue(visit: Visit) -> Html:
         visit,
         row,
         "New issue",
-        el("h1", "New issue"),
         form(
             f"{_path(row)}/-/issues/new",
             field("Title", "title", class_="wide"),
@@ -260,6 +254,7 @@ def new_issue(visit: Visit) -> Html:
             button="Create issue",
             class_="card",
         ),
+        heading="New issue",
     )
 
 
@@ -311,7 +306,6 @@ def issue(visit: Visit) -> Html:
         visit,
         row,
         item["title"],
-        el("h1", f"#{item['number']} {item['title']}"),
         el(
             "div",
             facts(
@@ -332,6 +326,7 @@ def issue(visit: Visit) -> Html:
             class_="card",
         ),
         _remarks(visit, "issue", item["id"], here),
+        heading=f"#{item['number']} {item['title']}",
     )
 
 
@@ -372,8 +367,8 @@ def merge_requests(visit: Visit) -> Html:
         visit,
         row,
         "Merge requests",
-        el("h1", f"Merge requests ({len(rows)})"),
         table(("", "Merge request", "Author", "Reviewer", "State", "Opened"), listed),
+        heading=f"Merge requests ({len(rows)})",
     )
 
 
@@ -392,7 +387,6 @@ def merge_request(visit: Visit) -> Html:
         visit,
         row,
         item["title"],
-        el("h1", f"!{item['number']} {item['title']}"),
         el(
             "div",
             facts(
@@ -411,6 +405,7 @@ def merge_request(visit: Visit) -> Html:
             class_="card",
         ),
         _remarks(visit, "merge_request", item["id"], here),
+        heading=f"!{item['number']} {item['title']}",
     )
 
 
@@ -473,12 +468,7 @@ def members(visit: Visit) -> Html:
             class_="card",
         )
     return _inside(
-        visit,
-        row,
-        "Members",
-        el("h1", f"Members ({len(rows)})"),
-        el("div", _member_table(rows), id="members"),
-        invite,
+        visit, row, "Members", el("div", _member_table(rows), id="members"), invite, heading=f"Members ({len(rows)})"
     )
 
 
@@ -511,7 +501,7 @@ def commits(visit: Visit) -> Html:
     rows = visit.rows("SELECT * FROM revision WHERE project_id = ? ORDER BY day DESC, id DESC", row["id"])
     listed = [(item["sha"], item["title"], item["author"], item["day"]) for item in rows]
     return _inside(
-        visit, row, "Commits", el("h1", f"Commits ({len(rows)})"), table(("Commit", "Title", "Author", "Date"), listed)
+        visit, row, "Commits", table(("Commit", "Title", "Author", "Date"), listed), heading=f"Commits ({len(rows)})"
     )
 
 
@@ -525,7 +515,7 @@ def _assigned(visit: Visit, kind: str, where: str, title: str) -> Html:
         (a(item["title"], f"/{item['owner']}/{item['name']}/-/{place}/{item['number']}"), item["name"], item["state"])
         for item in rows
     ]
-    return _page(visit, title, el("h1", title), table(("Title", "Project", "State"), listed))
+    return _page(visit, title, table(("Title", "Project", "State"), listed))
 
 
 def my_merge_requests(visit: Visit) -> Html:
@@ -543,10 +533,10 @@ def profile(visit: Visit) -> Html:
     return _page(
         visit,
         "Profile",
-        el("h1", me["name"]),
         el("p", f"@{ME}", class_="muted"),
         el("p", "Status: ", el("span", me["status"] or "none", id="user-status")),
         form("/profile", field("Your status", "status", me["status"], size="40"), button="Set status", class_="card"),
+        heading=me["name"],
     )
 
 

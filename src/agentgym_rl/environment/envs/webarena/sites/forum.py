@@ -20,8 +20,8 @@ from agentgym_rl.environment.envs.webarena.sites.html import (
     table,
 )
 from agentgym_rl.environment.envs.webarena.sites.store import TODAY
-from agentgym_rl.environment.envs.webarena.sites.style import Look, page
-from agentgym_rl.environment.envs.webarena.sites.visit import NotFound, Redirect, Visit, route
+from agentgym_rl.environment.envs.webarena.sites.style import Look
+from agentgym_rl.environment.envs.webarena.sites.visit import NotFound, Redirect, Visit, like, pages, route
 
 PER_PAGE = 9
 LOOK = Look(
@@ -36,10 +36,7 @@ _POSTS = (
     "SELECT p.*, c.slug, (SELECT count(*) FROM comment m WHERE m.post_id = p.id) AS num_comments"
     " FROM post p JOIN community c ON c.id = p.community_id"
 )
-
-
-def _page(visit: Visit, title: str, *body: Child) -> Html:
-    return page(LOOK, title, *body, flash=visit.flash())
+_page = pages(LOOK)
 
 
 def _votes(kind: str, row: sqlite3.Row, name: str) -> list[Html]:
@@ -85,7 +82,6 @@ def _listing(visit: Visit, title: str, path: str, where: str, *arguments: Child,
     return _page(
         visit,
         title,
-        el("h1", title),
         head,
         el("p", "Sort: ", sorting),
         [_entry(post) for post in found[(number - 1) * PER_PAGE : number * PER_PAGE]],
@@ -111,7 +107,7 @@ def communities(visit: Visit) -> Html:
         )
         for row in rows
     ]
-    return _page(visit, "Communities", el("h1", "Communities"), table(("Name", "About", "Posts", "Subscribed"), listed))
+    return _page(visit, "Communities", table(("Name", "About", "Posts", "Subscribed"), listed))
 
 
 def community(visit: Visit) -> Html:
@@ -135,15 +131,12 @@ def subscribe(visit: Visit) -> Redirect:
 
 def search(visit: Visit) -> Html:
     text = visit.query.get("q", "").strip()
-    like = "%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
+    pattern = like(text)
     found = visit.rows(
-        f"{_POSTS} WHERE (p.title || ' ' || p.body) LIKE ? ESCAPE '\\' ORDER BY p.day DESC LIMIT 20", like
+        f"{_POSTS} WHERE (p.title || ' ' || p.body) LIKE ? ESCAPE '\\' ORDER BY p.day DESC LIMIT 20", pattern
     )
     return _page(
-        visit,
-        "Search",
-        el("h1", f"Posts with '{text}'"),
-        [_entry(row) for row in found] or el("p", "Nothing was found."),
+        visit, "Search", [_entry(row) for row in found] or el("p", "Nothing was found."), heading=f"Posts with '{text}'"
     )
 
 
@@ -167,7 +160,6 @@ def post(visit: Visit) -> Html:
     return _page(
         visit,
         row["title"],
-        el("h1", row["title"]),
         el(
             "div",
             el(
@@ -218,7 +210,6 @@ def submit_form(visit: Visit) -> Html:
     return _page(
         visit,
         "Submit",
-        el("h1", "New post"),
         form(
             "/submit",
             field("Title", "title", class_="wide"),
@@ -227,6 +218,7 @@ def submit_form(visit: Visit) -> Html:
             button="Create post",
             class_="card",
         ),
+        heading="New post",
     )
 
 
@@ -254,7 +246,6 @@ def edit_form(visit: Visit) -> Html:
     return _page(
         visit,
         f"Edit {row['title']}",
-        el("h1", f"Edit {row['title']}"),
         form(f"{here}/edit", area("Body", "body", row["body"], rows=5), button="Save post", class_="card"),
     )
 
@@ -282,7 +273,6 @@ def member(visit: Visit) -> Html:
     return _page(
         visit,
         row["name"],
-        el("h1", row["name"]),
         bio,
         el("p", f"Member since {row['since']}. {len(posts)} posts, {num_comments} comments.", class_="muted"),
         [_entry(post) for post in posts],

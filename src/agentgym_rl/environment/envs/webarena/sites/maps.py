@@ -19,8 +19,8 @@ from agentgym_rl.environment.envs.webarena.sites.html import (
     table,
 )
 from agentgym_rl.environment.envs.webarena.sites.map_data import AVENUES, BLOCK_M, BRIDGES, PLACES, RIVER_ROW, STREETS
-from agentgym_rl.environment.envs.webarena.sites.style import Look, page
-from agentgym_rl.environment.envs.webarena.sites.visit import Redirect, Visit, route
+from agentgym_rl.environment.envs.webarena.sites.style import Look
+from agentgym_rl.environment.envs.webarena.sites.visit import Redirect, Visit, like, pages, route
 
 SPEEDS_KMH = {"foot": 5, "bicycle": 15, "car": 30}
 LOOK = Look(
@@ -30,10 +30,7 @@ LOOK = Look(
     ("Find a place", "/search"),
 )
 Corner = tuple[int, int]
-
-
-def _page(visit: Visit, title: str, *body: Child) -> Html:
-    return page(LOOK, title, *body, flash=visit.flash())
+_page = pages(LOOK)
 
 
 def address(place: sqlite3.Row) -> str:
@@ -142,18 +139,18 @@ def home(visit: Visit) -> Html:
     return _page(
         visit,
         "Map",
-        el("h1", "Port Ellery"),
         picture(rows),
         el("p", f"{len(rows)} places. The river can be crossed on {' and '.join(AVENUES[x] for x in BRIDGES)} Avenue."),
+        heading="Port Ellery",
     )
 
 
 def search(visit: Visit) -> Html:
     text = visit.query.get("q", "").strip()
-    like = "%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-    rows = visit.rows("SELECT * FROM place WHERE name || ' ' || category LIKE ? ESCAPE '\\' ORDER BY name", like)
+    pattern = like(text)
+    rows = visit.rows("SELECT * FROM place WHERE name || ' ' || category LIKE ? ESCAPE '\\' ORDER BY name", pattern)
     body = _listed(rows) if rows else el("p", "Nothing was found.")
-    return _page(visit, "Search", el("h1", f"Places with '{text}'"), body)
+    return _page(visit, "Search", body, heading=f"Places with '{text}'")
 
 
 def categories(visit: Visit) -> Html:
@@ -161,7 +158,7 @@ def categories(visit: Visit) -> Html:
     links = [(a(kind, f"/categories?kind={kind}"), "  ") for kind in PLACES]
     rows = visit.rows("SELECT * FROM place WHERE category = ? ORDER BY name", chosen)
     body = [el("h2", f"{chosen} ({len(rows)})"), _listed(rows)] if rows else None
-    return _page(visit, "Categories", el("h1", "Categories"), el("p", links), body)
+    return _page(visit, "Categories", el("p", links), body)
 
 
 def place(visit: Visit) -> Html:
@@ -174,7 +171,6 @@ def place(visit: Visit) -> Html:
     return _page(
         visit,
         row["name"],
-        el("h1", row["name"]),
         el(
             "div",
             el(
@@ -217,10 +213,7 @@ def near(visit: Visit) -> Html:
         for way, row in ways
     ]
     return _page(
-        visit,
-        "Nearby",
-        el("h1", f"Nearest {kind} to {start['name']}"),
-        table(("Place", "Distance", "Time"), listed),
+        visit, "Nearby", table(("Place", "Distance", "Time"), listed), heading=f"Nearest {kind} to {start['name']}"
     )
 
 
@@ -230,8 +223,8 @@ def _named(visit: Visit, text: str) -> sqlite3.Row | None:
     exact = visit.rows("SELECT * FROM place WHERE lower(name) = lower(?)", text)
     if exact:
         return exact[0]
-    like = "%" + text.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-    part = visit.rows("SELECT * FROM place WHERE name LIKE ? ESCAPE '\\'", like) if text else []
+    pattern = like(text)
+    part = visit.rows("SELECT * FROM place WHERE name LIKE ? ESCAPE '\\'", pattern) if text else []
     return part[0] if len(part) == 1 else None
 
 
@@ -275,7 +268,7 @@ def directions(visit: Visit) -> Html:
                 ),
                 class_="two",
             )
-    return _page(visit, "Directions", el("h1", "Directions"), ask, answer)
+    return _page(visit, "Directions", ask, answer)
 
 
 def save(visit: Visit) -> Redirect:
@@ -294,7 +287,7 @@ def saved(visit: Visit) -> Html:
     rows = visit.rows("SELECT p.*, s.note FROM saved s JOIN place p ON p.id = s.place_id ORDER BY p.name")
     listed = [(a(row["name"], f"/place/{row['id']}"), row["note"]) for row in rows]
     body = el("div", table(("Place", "Note"), listed), id="saved") if rows else el("p", "None yet.", id="saved")
-    return _page(visit, "Saved places", el("h1", "Saved places"), body)
+    return _page(visit, "Saved places", body)
 
 
 ROUTES = [

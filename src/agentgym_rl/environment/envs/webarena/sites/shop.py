@@ -23,7 +23,7 @@ from agentgym_rl.environment.envs.webarena.sites.html import (
 from agentgym_rl.environment.envs.webarena.sites.shop_data import CUSTOMER, CUSTOMER_NAME
 from agentgym_rl.environment.envs.webarena.sites.store import TODAY
 from agentgym_rl.environment.envs.webarena.sites.style import Look, page
-from agentgym_rl.environment.envs.webarena.sites.visit import NotFound, Redirect, Visit, route
+from agentgym_rl.environment.envs.webarena.sites.visit import NotFound, Redirect, Visit, like, route
 
 PER_PAGE = 12
 SHIPPING = {"standard": ("Standard, 4.90", 490), "express": ("Express, 8.90", 890), "pickup": ("Pick-up, free", 0)}
@@ -44,7 +44,7 @@ def money(cents: int) -> str:
     return f"${cents / 100:,.2f}"
 
 
-def _page(visit: Visit, title: str, *body: Child) -> Html:
+def _page(visit: Visit, title: str, *body: Child, heading: str = "") -> Html:
     in_basket = visit.value("SELECT coalesce(sum(quantity), 0) FROM basket")
     links = (
         (f"Basket ({in_basket})", "/basket"),
@@ -56,7 +56,7 @@ def _page(visit: Visit, title: str, *body: Child) -> Html:
     categories = [
         a(row["name"], f"/category/{row['slug']}") for row in visit.rows("SELECT * FROM category ORDER BY id")
     ]
-    return page(look, title, *body, flash=visit.flash(), below=categories)
+    return page(look, title, *body, heading=heading, flash=visit.flash(), below=categories)
 
 
 def initial(name: str) -> str:
@@ -97,7 +97,6 @@ def _listing(
     return _page(
         visit,
         title,
-        el("h1", title),
         el("p", f"{len(found)} products. Sort by: ", sorting),
         el("div", [_card(product) for product in shown], class_="grid") if shown else el("p", "Nothing was found."),
         pager(path, query, number, num_pages),
@@ -112,9 +111,9 @@ def home(visit: Visit) -> Html:
     return _page(
         visit,
         "Home goods",
-        el("h1", "Good things for the house and the garden"),
         el("h2", "Popular now"),
         el("div", [_card(product) for product in popular], class_="grid"),
+        heading="Good things for the house and the garden",
     )
 
 
@@ -126,7 +125,7 @@ def category(visit: Visit) -> Html:
 def search(visit: Visit) -> Html:
     words = visit.query.get("q", "").split()[:8]
     where = " AND ".join(["(p.name || ' ' || p.description || ' ' || p.sku) LIKE ? ESCAPE '\\'"] * len(words)) or "0"
-    likes = ["%" + word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%" for word in words]
+    likes = [like(word) for word in words]
     text = " ".join(words)
     return _listing(visit, f"Search results for '{text}'", "/search", where, likes, {"q": text})
 
@@ -179,7 +178,6 @@ def product(visit: Visit) -> Html:
     return _page(
         visit,
         row["name"],
-        el("h1", row["name"]),
         el("div", about, buying, class_="two"),
         el("h2", f"Reviews ({len(reviews)}): {average}"),
         listed,
@@ -213,7 +211,7 @@ def add_wish(visit: Visit) -> Redirect:
 def wishlist(visit: Visit) -> Html:
     rows = visit.rows(f"{_LISTED} AND p.id IN (SELECT product_id FROM wishlist) ORDER BY p.name")
     body = el("div", [_card(row) for row in rows], class_="grid", id="wishlist") if rows else el("p", "It is empty.")
-    return _page(visit, "Wish list", el("h1", "Wish list"), body)
+    return _page(visit, "Wish list", body)
 
 
 def review_form(visit: Visit) -> Html:
@@ -224,7 +222,6 @@ def review_form(visit: Visit) -> Html:
     return _page(
         visit,
         f"Review {row['name']}",
-        el("h1", f"Your review of {row['name']}"),
         form(
             f"/product/{row['id']}/review",
             el("fieldset", el("legend", "Rating"), stars),
@@ -233,6 +230,7 @@ def review_form(visit: Visit) -> Html:
             button="Submit review",
             class_="card",
         ),
+        heading=f"Your review of {row['name']}",
     )
 
 
@@ -257,7 +255,7 @@ def _lines(visit: Visit) -> list[sqlite3.Row]:
 def basket(visit: Visit) -> Html:
     lines = _lines(visit)
     if not lines:
-        return _page(visit, "Basket", el("h1", "Basket"), el("p", "Your basket is empty."))
+        return _page(visit, "Basket", el("p", "Your basket is empty."))
     rows = [
         (
             a(line["name"], f"/product/{line['id']}"),
@@ -280,7 +278,6 @@ def basket(visit: Visit) -> Html:
     return _page(
         visit,
         "Basket",
-        el("h1", "Basket"),
         table(("Product", "Price", "Quantity", "Sum", ""), rows),
         el("p", f"Total: {money(total)}", class_="price"),
         a("Proceed to checkout", "/checkout"),
@@ -317,7 +314,6 @@ def checkout(visit: Visit) -> Html | Redirect:
     return _page(
         visit,
         "Checkout",
-        el("h1", "Checkout"),
         table(
             ("Product", "Quantity", "Sum"),
             [(r["name"], r["quantity"], money(r["price"] * r["quantity"])) for r in lines],
@@ -374,7 +370,7 @@ def orders(visit: Visit) -> Html:
         )
         for row in rows
     ]
-    return _page(visit, "My orders", el("h1", "My orders"), table(("Order", "Date", "Status", "Total"), listed))
+    return _page(visit, "My orders", table(("Order", "Date", "Status", "Total"), listed))
 
 
 def latest_order(visit: Visit) -> Redirect:
@@ -393,7 +389,6 @@ def order(visit: Visit) -> Html:
     return _page(
         visit,
         f"Order {row['id']}",
-        el("h1", f"Order {row['id']}"),
         facts(
             ("Date", row["day"]),
             ("Status", el("span", row["status"], id="status")),
@@ -419,7 +414,6 @@ def account(visit: Visit) -> Html:
     return _page(
         visit,
         "My account",
-        el("h1", "My account"),
         el("p", f"{me['name']}, customer since {me['since']}", class_="muted"),
         form(
             "/account",

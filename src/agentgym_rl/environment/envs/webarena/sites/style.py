@@ -57,8 +57,8 @@ class Look:
     user: str = ""
 
 
-def page(look: Look, title: str, *body: Child, flash: str = "", below: Child = None) -> Html:
-    """A whole document. `below` is a second row of navigation."""
+def page(look: Look, title: str, *body: Child, heading: str = "", flash: str = "", below: Child = None) -> Html:
+    """A whole document. `heading` is the title unless said otherwise; `below` is a second row of navigation."""
     search = None
     if look.search:
         search = el(
@@ -84,6 +84,5 @@ def page(look: Look, title: str, *body: Child, flash: str = "", below: Child = N
     )
     notice = el("p", flash, class_="flash", role="status") if flash else None
     sub = el("nav", below, class_="sub") if below else None
-    return Html(
-        f'<!DOCTYPE html><html lang="en">{el("head", head)}{el("body", top, sub, el("main", notice, *body))}</html>'
-    )
+    main = el("main", notice, el("h1", heading or title), *body)
+    return Html(f'<!DOCTYPE html><html lang="en">{el("head", head)}{el("body", top, sub, main)}</html>')

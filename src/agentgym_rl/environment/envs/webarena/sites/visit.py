@@ -6,7 +6,7 @@ import logging
 import sqlite3
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
 from starlette.exceptions import HTTPException
@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from agentgym_rl.environment.envs.webarena.sites.html import Html, a, el, join
+from agentgym_rl.environment.envs.webarena.sites.html import Child, Html, a, el, join
 from agentgym_rl.environment.envs.webarena.sites.store import Episodes, Store
+from agentgym_rl.environment.envs.webarena.sites.style import Look, page
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,26 @@ class Visit:
 
 
 Handler = Callable[[Visit], Html | Redirect]
+
+
+class Page(Protocol):
+    """Makes a page of a site."""
+
+    def __call__(self, visit: Visit, title: str, *body: Child, heading: str = "", below: Child = None) -> Html: ...
+
+
+def pages(look: Look) -> Page:
+    """For a site whose pages all look the same: they tell what there is to tell, then show their body."""
+
+    def made(visit: Visit, title: str, *body: Child, heading: str = "", below: Child = None) -> Html:
+        return page(look, title, *body, heading=heading, flash=visit.flash(), below=below)
+
+    return made
+
+
+def like(text: str) -> str:
+    """A pattern for `LIKE ? ESCAPE '\\'` that finds a text anywhere, whatever signs it has."""
+    return "%" + text.strip().replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
 
 
 def notice(title: str, status: int, text: str = "") -> HTMLResponse:
