@@ -251,6 +251,29 @@ def compare(
 
 
 @app.command()
+def view(
+    folders: Annotated[list[Path] | None, typer.Argument(help="Runs, evaluations, or folders of them")] = None,
+    host: Annotated[str, typer.Option(help="Address to bind; anything but loopback needs a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 36060,
+    token: Annotated[
+        str | None, typer.Option(envvar="AGENTGYM_RL_TOKEN", help="Token to demand; made up where one is needed")
+    ] = None,
+    policy: Annotated[str | None, typer.Option(help="Model for the playground: a folder, a hub name or a run")] = None,
+    export: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving")] = None,
+    episodes: Annotated[int, typer.Option(min=0, help="With --export: most episodes of a run")] = 200,
+    pictures: Annotated[bool, typer.Option(help="With --export: the environments' pictures")] = True,
+) -> None:
+    """Look at runs in the browser: curves, episodes, replays, comparisons, a playground."""
+    from agentgym_rl import view as viewer
+
+    chosen = folders or [Path("runs")]
+    if export is not None:
+        viewer.export(chosen, export, episodes=episodes, pictures=pictures, announce=print)
+    else:
+        viewer.view(chosen, host, port, token, policy, announce=lambda text: print(text, flush=True))
+
+
+@app.command()
 def index(
     corpus: Annotated[Path, typer.Argument(help="Passages: a .jsonl file, or a .json file that is one list")],
     out: Annotated[Path | None, typer.Option(help="Folder to make; by default CORPUS.index beside the corpus")] = None,

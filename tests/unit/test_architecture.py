@@ -36,6 +36,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "heldout": ALL,
     "train": ALL,
     "play": ALL,
+    "view": ALL,
     "agents": ALL,
     "evaluate": ALL,
     "cli": ALL,

@@ -1,0 +1,202 @@
+"""Where the viewer meets environments and policies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.agent.policy import OraclePolicy, PolicyFactory, RandomPolicy
+from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.formats import action_format
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.types import EnvSession, Limits, Message
+
+MAX_SESSIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlayer:
+    """A model that can play."""
+
+    make: PolicyFactory
+    limits: Limits
+    parse: Callable[[str], str]
+    """What it says -> the action in it."""
+
+
+class LocalWorlds:
+    """The installed environments, in this process, and the policies that can play them."""
+
+    def __init__(self, model: ModelPlayer | None = None) -> None:
+        self.policies: dict[str, PolicyFactory] = {
+            "oracle": lambda session, seed: OraclePolicy(session),
+            "random": RandomPolicy,
+        }
+        if model is not None:
+            self.policies["model"] = model.make
+        self._model = model
+        self.limits = model.limits if model else Limits(max_turns=1000, max_new_tokens=512, max_context=8192)
+        self._pools: dict[tuple[str, str], LocalPool] = {}
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [_describe(name, entry) for name, entry in catalog.CATALOG.items()]
+
+    def action_in(self, policy: str, reply: str) -> str:
+        return self._model.parse(reply) if self._model and policy == "model" else reply
+
+    def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
+        return _subsets_of(env, item)
+
+    async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
+        if style not in STYLES:
+            raise ConfigError(f"the run's style {style!r} is not known here: known are {', '.join(STYLES)}")
+        # Loading imports the environment's packages, which can take seconds.
+        env_class = await asyncio.to_thread(catalog.load, env)
+        written = STYLES[style].action_format
+        if (env, written) not in self._pools:
+            self._pools[env, written] = LocalPool(
+                {env: env_class}, MAX_SESSIONS, wait_timeout_s=10.0, action_format=written
+            )
+        session = await self._pools[env, written].open(env)
+        return STYLES[style].wrap(session, turns_per_attempt)
+
+    async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
+        return list(await asyncio.to_thread(lambda: catalog.items(catalog.load(env), split, subset)))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+
+def _describe(name: str, entry: catalog.Entry) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "summary": entry.summary, "licence": entry.licence}
+    try:
+        env = catalog.load(name)
+    except ConfigError as error:
+        return row | {"installed": False, "missing": str(error), "ranges": {}, "subsets": []}
+    ranges = {split: [items.start, items.stop] for split, items in env.splits.items()}
+    return row | {"installed": True, "missing": "", "ranges": ranges, "subsets": list(env.subsets)}
+
+
+@lru_cache(maxsize=1 << 16)
+def _subsets_of(env: str, item: int) -> tuple[str, ...]:
+    # What cannot be told (not installed, an item of another version) is left empty: it is a help for filtering.
+    with contextlib.suppress(Exception):
+        return tuple(catalog.load(env).subsets_of(item))
+    return ()
+
+
+def load_policy(name: str) -> ModelPlayer:
+    """A Hugging Face folder or hub name, or a run directory, whose last checkpoint is taken, ready to play."""
+    from agentgym_rl.agent.engines.native import NativeEngine
+    from agentgym_rl.agent.policy import EnginePolicy, Policy
+    from agentgym_rl.agent.renderer import Renderer
+    from agentgym_rl.config import ModelConfig
+    from agentgym_rl.training.checkpoint import list_checkpoints
+    from agentgym_rl.types import Sampling
+    from agentgym_rl.wiring import load_from
+
+    checkpoints = list_checkpoints(Path(name) / "checkpoints") if (Path(name) / "checkpoints").is_dir() else []
+    agent = _agent_of(Path(name)) if checkpoints else {}
+    style = STYLES[agent.get("style", "act")]
+    source = str(checkpoints[-1] / "model") if checkpoints else name
+    model, tokenizer = load_from(source, ModelConfig(path=source))
+    renderer = Renderer(tokenizer)
+    most = int(agent.get("max_new_tokens", 256)), int(agent.get("max_context", 4096))
+    limits = Limits(max_turns=1000, max_new_tokens=most[0], max_context=most[1])
+    engine = NativeEngine(model, decode=renderer.decode, max_sessions=MAX_SESSIONS, max_context=limits.max_context)
+
+    class Model(EnginePolicy):
+        """Reads turns that somebody else played as well: those have no ids yet."""
+
+        async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Any:
+            return await super().reply(_with_ids(renderer, messages), observation, limits)
+
+    def make(session: EnvSession, seed: int) -> Policy:
+        told = agent.get("instruction", session.instruction)
+        explained = (told, action_format(style.action_format).explain, style.suffix)
+        instruction = "\n\n".join(text for text in explained if text)
+        return Model(engine, renderer, Sampling(limits.max_new_tokens, seed=seed), instruction=instruction)
+
+    limits = replace(limits, max_context=min(limits.max_context, engine.max_context))
+    return ModelPlayer(make, limits, action_format(style.action_format).parse)
+
+
+def _with_ids(renderer: Any, messages: list[Message]) -> list[Message]:
+    """`messages` with ids where there are none, made of the same pieces as those of a rollout."""
+    if not messages or all(message.token_ids for message in messages):
+        return messages
+    first = next(i for i, message in enumerate(messages) if message.role == "assistant")
+    opening = renderer.opening([replace(m, token_ids=[]) for m in messages[:first]])
+    rest = [
+        message
+        if message.token_ids
+        else replace(
+            message,
+            token_ids=renderer.reply_ids(message.content)
+            if message.role == "assistant"
+            else renderer.follow_up(message.content),
+        )
+        for message in messages[first:]
+    ]
+    return [*(kept if kept.token_ids else new for kept, new in zip(messages[:first], opening, strict=True)), *rest]
+
+
+def _agent_of(run: Path) -> dict[str, Any]:
+    """The agent's section of a run's config: a model plays best as it was trained to."""
+    config = run / "config.toml"
+    agent = tomllib.loads(config.read_text(encoding="utf-8")).get("agent", {}) if config.is_file() else {}
+    return agent if isinstance(agent, dict) else {}
+
+
+def view(
+    folders: list[Path], host: str, port: int, token: str | None, policy: str | None, announce: Callable[[str], None]
+) -> None:
+    """Serve the viewer until interrupted."""
+    from agentgym_rl.viewer.library import Library
+    from agentgym_rl.viewer.server import serve
+
+    library = Library(folders, LocalWorlds(load_policy(policy) if policy else None))
+    if library.index.note:
+        announce(library.index.note)
+    serve(library, host, port, token, announce)
+
+
+def export(folders: list[Path], out: Path, *, episodes: int, pictures: bool, announce: Callable[[str], None]) -> None:
+    """Write everything the viewer shows into one HTML file."""
+    from rich.progress import Progress
+
+    from agentgym_rl.viewer.export import exported_page
+    from agentgym_rl.viewer.library import Library
+
+    library = Library(folders, LocalWorlds())
+    if not library.places():
+        raise ConfigError(f"there is no run below {', '.join(map(str, folders))}: nothing to export")
+
+    async def make() -> tuple[bytes, str]:
+        with Progress(transient=True) as bar:
+            task = bar.add_task("reading")
+
+            def advance(what: str, done: int, total: int) -> None:
+                bar.update(task, description=what, completed=done, total=total)
+
+            try:
+                return await exported_page(library, episodes=episodes, pictures=pictures, on_progress=advance)
+            finally:
+                await library.worlds.close()
+
+    text, told = asyncio.run(make())
+    try:
+        out.write_bytes(text)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        library.close()
+    announce(f"wrote {out}: {told}, {len(text) / 1e6:.1f} MB")

@@ -1,0 +1,1 @@
+"""A web page over run directories: curves, episodes, replays, comparisons, a playground, evaluation tables."""

@@ -1,0 +1,126 @@
+"""Which runs and evaluations there are below the folders given, and how each stands."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tomllib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import orjson
+
+from agentgym_rl.errors import ConfigError
+
+MAX_DEPTH = 5
+INSIDE_A_RUN = frozenset({"trajectories", "checkpoints", "reference", "tensorboard", "model"})
+"""Folders that hold no runs and may hold a great many files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A folder with a run or an evaluation in it."""
+
+    id: str
+    """Its path below the folder given: stable, readable, and only ever looked up, never joined to a path."""
+    path: Path
+    kind: Literal["run", "eval"]
+
+
+def discover(roots: Iterable[Path]) -> dict[str, Place]:
+    """Every run and evaluation below `roots`, by id. An id taken twice gets its root's name before it."""
+    found: dict[str, Place] = {}
+    for root in roots:
+        for path, kind in _walk(root, 0, set()):
+            relative = path.relative_to(root).as_posix()
+            name = root.resolve().name
+            place_id = name if relative == "." else relative
+            if place_id in found and found[place_id].path != path:
+                place_id = f"{name}/{relative}"
+            number = 2
+            while place_id in found and found[place_id].path != path:
+                place_id = f"{name}/{relative} ({number})"
+                number += 1
+            found[place_id] = Place(place_id, path, kind)
+    return found
+
+
+def require_roots(roots: Iterable[Path]) -> list[Path]:
+    folders = [Path(root) for root in roots]
+    for folder in folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is no folder: give a run directory or one that holds some, such as runs/")
+    return folders
+
+
+def _walk(folder: Path, depth: int, seen: set[Path]) -> Iterator[tuple[Path, Literal["run", "eval"]]]:
+    real = folder.resolve()
+    if real in seen or depth > MAX_DEPTH:  # runs are often links to a larger disk, and links can form rings
+        return
+    seen.add(real)
+    try:
+        entries = {entry.name: entry for entry in os.scandir(folder)}
+    except OSError:
+        return
+    if "eval.json" in entries:
+        yield folder, "eval"
+    elif "config.toml" in entries and entries.keys() & {"status.json", "metrics.jsonl", "trajectories"}:
+        yield folder, "run"
+    for name in sorted(entries):
+        if not name.startswith(".") and name not in INSIDE_A_RUN and entries[name].is_dir():
+            yield from _walk(folder / name, depth + 1, seen)
+
+
+def read_status(run: Path) -> dict[str, Any]:
+    """status.json, with the state `killed` where the process that should be running is gone."""
+    status = read_json(run / "status.json")
+    if status.get("state") == "running" and status.get("host") == socket.gethostname():
+        pid = status.get("pid")
+        if isinstance(pid, int) and pid > 0 and not _alive(pid):
+            status["state"] = "killed"
+    return status
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty when the file is not there or not readable (it may be damaged, or somebody else's)."""
+    try:
+        value = orjson.loads(path.read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a .jsonl file; lines that are none (a torn last one, a damaged one) are left out."""
+    try:
+        raw = path.read_bytes()
+    except OSError:
+        return []
+    rows = []
+    for line in raw.splitlines():
+        try:
+            row = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # somebody else's process
+        return True
+    return True

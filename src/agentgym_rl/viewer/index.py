@@ -1,0 +1,406 @@
+"""Where every episode is on disk and what it was: an SQLite file in the user's cache folder.
+
+Trajectory files only grow, so each is read once and then from where reading stopped; one that was replaced (a step
+played again after a kill) is read afresh. Nothing is ever written below the folders that are viewed. Several viewers
+may share the file: a chunk is read and recorded in one transaction.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import sqlite3
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentgym_rl.types import StopReason, Task, Trajectory
+
+VERSION = 1
+"""Of the tables below; a file of another version is made anew."""
+CHUNK_BYTES = 4 << 20
+"""Read and recorded at once: how often progress can be seen, and how soon others get their turn."""
+PAUSE_S = 1.0
+"""Between two looks for what is new."""
+TAIL_BYTES = 256
+"""At the end of what was read, kept as a checksum: a file replaced by a longer one is noticed."""
+
+_TABLES = """
+CREATE TABLE runs (run INTEGER PRIMARY KEY, path TEXT UNIQUE);
+CREATE TABLE files (
+  file INTEGER PRIMARY KEY, run INTEGER, stem TEXT, inode INTEGER, size INTEGER, modified INTEGER,
+  read INTEGER, lines INTEGER, broken INTEGER, tail INTEGER, UNIQUE (run, stem));
+CREATE TABLE episodes (
+  run INTEGER, file INTEGER, line INTEGER, start INTEGER, length INTEGER, step INTEGER, kind TEXT, trajectory TEXT,
+  team TEXT, env TEXT, item INTEGER, subset TEXT, stop TEXT, success INTEGER, reward REAL, turns INTEGER,
+  horizon INTEGER, sampled INTEGER, seconds REAL, PRIMARY KEY (file, line)) WITHOUT ROWID;
+CREATE INDEX episodes_by_step ON episodes (run, step, file, line);
+CREATE INDEX episodes_by_task ON episodes (env, item);
+CREATE TABLE learned (
+  run INTEGER, file INTEGER, line INTEGER, start INTEGER, length INTEGER, trajectory TEXT, advantage REAL,
+  PRIMARY KEY (file, line)) WITHOUT ROWID;
+CREATE INDEX learned_by_trajectory ON learned (run, trajectory);
+"""
+_KINDS = {"step": "train", "eval": "eval", "warmstart": "warmstart"}
+_MEMBER = re.compile(r"(.+)-\d+-\d+")
+SubsetsOf = Callable[[str, int], tuple[str, ...]]
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "agentgym-rl"
+
+
+class Index:
+    """The SQLite file: one connection per thread, all of them closed with `close`."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.note = ""
+        """What the user should know about where it is kept; empty when all is as usual."""
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self.path = path or self._usual_path()
+        self._local = threading.local()
+        self._connections: list[sqlite3.Connection] = []
+        self._guard = threading.Lock()
+        self._prepare()
+
+    def _usual_path(self) -> Path:
+        folder = cache_folder()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            self._temporary = tempfile.TemporaryDirectory(prefix="agentgym-rl-")
+            self.note = f"{folder} cannot be written ({error.strerror}): the index is made anew every time"
+            folder = Path(self._temporary.name)
+        return folder / "viewer.sqlite3"
+
+    def _prepare(self) -> None:
+        try:
+            version = self.connection.execute("PRAGMA user_version").fetchone()[0]
+        except sqlite3.DatabaseError:  # damaged, or no database at all: it only holds what can be read again
+            version = -1
+        if version != VERSION:
+            self._start_afresh(version)
+
+    def _start_afresh(self, version: int) -> None:
+        if version != 0:
+            self.close_connections()
+            for suffix in ("", "-wal", "-shm"):
+                Path(f"{self.path}{suffix}").unlink(missing_ok=True)
+        connection = self.connection
+        with write(connection):
+            if connection.execute("PRAGMA user_version").fetchone()[0] == VERSION:  # another viewer was first
+                return
+            for statement in filter(str.strip, _TABLES.split(";")):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {VERSION}")
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if connection is None:
+            connection = sqlite3.connect(self.path, timeout=60.0, isolation_level=None, check_same_thread=False)
+            connection.row_factory = sqlite3.Row
+            self._local.connection = connection
+            with self._guard:
+                self._connections.append(connection)
+            with contextlib.suppress(sqlite3.DatabaseError):
+                connection.execute("PRAGMA journal_mode = WAL")
+                connection.execute("PRAGMA synchronous = OFF")  # a cache: what a power cut damages is made anew
+        return connection
+
+    def run_number(self, path: Path) -> int:
+        key = str(path.resolve())
+        row = self.connection.execute("SELECT run FROM runs WHERE path = ?", (key,)).fetchone()
+        if row is None:
+            self.connection.execute("INSERT OR IGNORE INTO runs (path) VALUES (?)", (key,))
+            row = self.connection.execute("SELECT run FROM runs WHERE path = ?", (key,)).fetchone()
+        return int(row["run"])
+
+    def forget_missing(self) -> None:
+        """Drop what is known of runs that are gone."""
+        for row in self.connection.execute("SELECT run, path FROM runs").fetchall():
+            if not Path(row["path"]).is_dir():
+                with write(self.connection):
+                    for table in ("episodes", "learned", "files", "runs"):
+                        self.connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["run"],))
+
+    def close_connections(self) -> None:
+        with self._guard:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+        self._local = threading.local()
+
+    def close(self) -> None:
+        self.close_connections()
+        if self._temporary is not None:
+            self._temporary.cleanup()
+
+
+@contextlib.contextmanager
+def write(connection: sqlite3.Connection) -> Iterator[None]:
+    """A transaction that holds the write lock from its start, so that what it read stays true."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        connection.execute("ROLLBACK")
+        raise
+    connection.execute("COMMIT")
+
+
+def trajectory_files(run: Path) -> list[os.DirEntry[str]]:
+    try:
+        entries = [e for e in os.scandir(run / "trajectories") if e.name.endswith(".jsonl") and e.is_file()]
+    except OSError:
+        return []
+    return sorted(entries, key=lambda entry: entry.name)
+
+
+def unread_bytes(index: Index, run: Path) -> tuple[int, int]:
+    """(bytes of trajectory files, bytes not indexed yet)."""
+    number = index.run_number(run)
+    known = {
+        row["stem"]: row for row in index.connection.execute("SELECT * FROM files WHERE run = ?", (number,)).fetchall()
+    }
+    total = unread = 0
+    for entry in trajectory_files(run):
+        stat = entry.stat()
+        total += stat.st_size
+        row = known.get(entry.name.removesuffix(".jsonl"))
+        if row is None or row["inode"] != stat.st_ino or row["size"] > stat.st_size:
+            unread += stat.st_size
+        elif row["size"] != stat.st_size or row["modified"] != stat.st_mtime_ns:
+            unread += max(1, stat.st_size - row["read"])
+    return total, unread
+
+
+class Reader:
+    """Reads the trajectory files of one run into the index, a chunk at a time."""
+
+    def __init__(self, index: Index, run: Path, subsets_of: SubsetsOf) -> None:
+        self._index = index
+        self._run = run
+        self._subsets_of = subsets_of
+
+    def advance(self) -> Iterator[int]:
+        """Bring the index up to date; yields the bytes read after every chunk."""
+        number = self._index.run_number(self._run)
+        entries = trajectory_files(self._run)
+        self._drop_missing(number, {entry.name.removesuffix(".jsonl") for entry in entries})
+        for entry in entries:
+            while True:
+                read, more = self._chunk(number, Path(entry.path))
+                if read:
+                    yield read
+                if not more:
+                    break
+
+    def _drop_missing(self, number: int, stems: set[str]) -> None:
+        connection = self._index.connection
+        rows = connection.execute("SELECT file, stem FROM files WHERE run = ?", (number,)).fetchall()
+        gone = [row["file"] for row in rows if row["stem"] not in stems]
+        if gone:
+            with write(connection):
+                for file in gone:
+                    self._forget(connection, file)
+
+    @staticmethod
+    def _forget(connection: sqlite3.Connection, file: int) -> None:
+        for table in ("episodes", "learned", "files"):
+            connection.execute(f"DELETE FROM {table} WHERE file = ?", (file,))
+
+    def _chunk(self, number: int, path: Path) -> tuple[int, bool]:
+        """(bytes read, whether there is more)."""
+        connection = self._index.connection
+        stem = path.name.removesuffix(".jsonl")
+        try:
+            stat = path.stat()
+        except OSError:
+            return 0, False
+        query = "SELECT * FROM files WHERE run = ? AND stem = ?"
+        row = connection.execute(query, (number, stem)).fetchone()
+        seen = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if row is not None and (row["inode"], row["size"], row["modified"]) == seen:
+            return 0, False
+        with write(connection), path.open("rb") as file:
+            row = connection.execute(query, (number, stem)).fetchone()
+            if row is not None and not _continues(file, row, stat):
+                self._forget(connection, row["file"])
+                row = None
+            start = row["read"] if row else 0
+            file.seek(start)
+            chunk = _whole_lines(file)
+            if row is None:
+                insert = "INSERT INTO files (run, stem, read, lines, broken) VALUES (?, ?, 0, 0, 0)"
+                connection.execute(insert, (number, stem))
+                row = connection.execute(query, (number, stem)).fetchone()
+            lines, broken = self._record(connection, number, row["file"], stem, start, row["lines"], chunk)
+            end = start + len(chunk)
+            file.seek(max(0, end - TAIL_BYTES))
+            tail = zlib.crc32(file.read(end - max(0, end - TAIL_BYTES)))
+            # Only a file read to its end is marked with its size: until then every look finds more to read.
+            done = end >= stat.st_size or not chunk
+            connection.execute(
+                "UPDATE files SET inode = ?, size = ?, modified = ?, read = ?, lines = ?, broken = ?, tail = ? "
+                "WHERE file = ?",
+                (
+                    stat.st_ino,
+                    stat.st_size if done else end,
+                    stat.st_mtime_ns if done else 0,
+                    end,
+                    lines,
+                    row["broken"] + broken,
+                    tail,
+                    row["file"],
+                ),
+            )
+        return len(chunk), not done
+
+    def _record(
+        self, connection: sqlite3.Connection, run: int, file: int, stem: str, start: int, lines: int, chunk: bytes
+    ) -> tuple[int, int]:
+        """Insert the rows of whole lines; (lines in the file so far, lines of these that could not be read)."""
+        learned = stem.startswith("learned_")
+        rows: list[tuple[Any, ...]] = []
+        broken = 0
+        for raw in chunk.splitlines(keepends=True):
+            try:
+                value = read_row(raw)
+                row = _learned_row(value) if learned else self._episode_row(value, stem)
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                broken += 1
+            else:
+                rows.append((run, file, lines, start, len(raw), *row))
+            lines += 1
+            start += len(raw)
+        table, columns = ("learned", 7) if learned else ("episodes", 19)
+        marks = ", ".join("?" * columns)
+        connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
+        return lines, broken
+
+    def _episode_row(self, row: dict[str, Any], stem: str) -> tuple[Any, ...]:
+        prefix, _, digits = stem.rpartition("_")
+        step = row.get("step", int(digits) if digits.isdigit() else 0)
+        env, item, name = str(row["env"]), int(row["item"]), str(row["id"])
+        stop = StopReason(row["stop"]) if row.get("stop") else None
+        played = Trajectory(name, Task(env, item), [], row["rewards"], row["infos"], stop)
+        sampled = sum(len(m["logprobs"]) for m in row["messages"] if m.get("logprobs"))
+        team = match[1] if (match := _MEMBER.fullmatch(name)) else f"{env}/{item}"
+        return (
+            int(step),
+            str(row.get("kind") or _KINDS.get(prefix, "eval")),
+            name,
+            team,
+            env,
+            item,
+            ", ".join(self._subsets_of(env, item)),
+            str(stop) if stop else "",
+            int(played.success),
+            played.reward,
+            played.num_turns,
+            int(row.get("horizon") or 0),
+            sampled,
+            float(row.get("seconds") or 0.0),
+        )
+
+
+def _learned_row(row: dict[str, Any]) -> tuple[str, float | None]:
+    advantages = row["advantages"]
+    return str(row["id"]), sum(advantages) / len(advantages) if advantages else None
+
+
+def read_row(raw: bytes) -> dict[str, Any]:
+    """One line as an object. Python's own parser takes the NaN that orjson refuses."""
+    try:
+        value = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        value = json.loads(raw)
+    if not isinstance(value, dict):
+        raise TypeError(f"a JSON object is needed, got {type(value).__name__}")
+    return value
+
+
+def _continues(file: Any, row: sqlite3.Row, stat: os.stat_result) -> bool:
+    """Whether the file still begins with what was read of it."""
+    if row["inode"] != stat.st_ino or row["read"] > stat.st_size:
+        return False
+    start = max(0, row["read"] - TAIL_BYTES)
+    file.seek(start)
+    return zlib.crc32(file.read(row["read"] - start)) == row["tail"]
+
+
+def _whole_lines(file: Any) -> bytes:
+    """Up to about CHUNK_BYTES from here, ending with a line's end; a line longer than that is read whole."""
+    chunk: bytes = file.read(CHUNK_BYTES)
+    end = chunk.rfind(b"\n") + 1
+    if end == 0 and len(chunk) == CHUNK_BYTES:
+        return chunk + line if (line := file.readline()).endswith(b"\n") else b""
+    return chunk[:end]
+
+
+class Indexer:
+    """A thread that keeps the index up to date with the runs it is told of."""
+
+    def __init__(self, index: Index, subsets_of: SubsetsOf, runs: Callable[[], list[Path]]) -> None:
+        self._index = index
+        self._subsets_of = subsets_of
+        self._runs = runs
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="viewer-index", daemon=True)
+        self.total_bytes = 0
+        self.unread_bytes = 0
+        self.stamp = 0
+        """Grows whenever something was read."""
+        self.problem = ""
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(10.0)
+
+    def progress(self) -> dict[str, Any]:
+        return {"total": self.total_bytes, "unread": self.unread_bytes, "stamp": self.stamp, "problem": self.problem}
+
+    def _work(self) -> None:
+        self._index.forget_missing()
+        while not self._stop.is_set():
+            try:
+                self.round()
+                self.problem = ""
+            except (OSError, sqlite3.Error) as error:  # a full disk, a folder removed under our feet: try again
+                self.problem = f"{type(error).__name__}: {error}"
+            self._stop.wait(PAUSE_S)
+
+    def round(self) -> None:
+        """Look at every run once and read what is new."""
+        runs = self._runs()
+        sizes = [unread_bytes(self._index, run) for run in runs]
+        self.total_bytes = sum(total for total, _ in sizes)
+        self.unread_bytes = sum(unread for _, unread in sizes)
+        for run, (_, unread) in zip(runs, sizes, strict=True):
+            known = self._index.run_number(run)
+            files = self._index.connection.execute("SELECT count(*) FROM files WHERE run = ?", (known,)).fetchone()[0]
+            if not unread and files == len(trajectory_files(run)):
+                continue
+            for read in Reader(self._index, run, self._subsets_of).advance():
+                self.unread_bytes = max(0, self.unread_bytes - read)
+                self.stamp += 1
+                if self._stop.is_set():
+                    return
+                time.sleep(0)  # let a request be answered between two chunks
+            self.stamp += 1
+        self.unread_bytes = 0

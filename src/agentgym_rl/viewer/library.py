@@ -1,0 +1,124 @@
+"""Everything the pages can ask for, without HTTP: the server answers from it, and the export writes it down."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.errors import AgentGymError
+from agentgym_rl.viewer.discovery import Place, discover, require_roots
+from agentgym_rl.viewer.index import Index, Indexer
+from agentgym_rl.viewer.queries import Filter, Queries
+from agentgym_rl.viewer.runs import Runs
+from agentgym_rl.viewer.worlds import Worlds
+
+LOOK_AGAIN_S = 2.0
+"""New runs are noticed within this time."""
+
+
+class NotFound(AgentGymError):
+    """There is no such run or episode."""
+
+
+class Library:
+    """The runs below some folders."""
+
+    def __init__(self, roots: Iterable[Path], worlds: Worlds, index: Index | None = None) -> None:
+        self.roots = require_roots(roots)
+        self.worlds = worlds
+        self.index = index or Index()
+        self.queries = Queries(self.index)
+        self.runs = Runs(self.queries)
+        self.indexer = Indexer(self.index, worlds.subsets_of, lambda: [p.path for p in self.places().values()])
+        self._places: dict[str, Place] = {}
+        self._looked_at = -LOOK_AGAIN_S
+        self._guard = threading.Lock()
+
+    def places(self) -> dict[str, Place]:
+        with self._guard:
+            if time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
+                self._places = discover(self.roots)
+                self._looked_at = time.monotonic()
+            return self._places
+
+    def place(self, run: str) -> Place:
+        found = self.places().get(run)
+        if found is None:
+            raise NotFound(f"there is no run {run!r} here: it was moved or removed")
+        return found
+
+    def overview(self) -> dict[str, Any]:
+        rows = [self.runs.overview(place) for place in self.places().values()]
+        rows.sort(key=lambda row: (row["kind"] != "run", -(row["updated"] or 0), row["id"]))
+        return {
+            "runs": rows,
+            "roots": [str(root) for root in self.roots],
+            "index": self.indexer.progress(),
+            "note": self.index.note,
+            "policies": list(self.worlds.policies),
+        }
+
+    def changes(self) -> dict[str, Any]:
+        stamps = {run: self.runs.stamp(place) for run, place in self.places().items()}
+        return {"stamps": stamps, "index": self.indexer.progress()}
+
+    def episodes(self, run: str, wanted: Filter, order: str, offset: int, limit: int) -> dict[str, Any]:
+        return self.queries.episodes(self.place(run).path, wanted, order, offset, limit)
+
+    def groups(self, run: str, wanted: Filter, mixed: bool, offset: int, limit: int) -> dict[str, Any]:
+        return self.queries.groups(self.place(run).path, wanted, mixed, offset, limit)
+
+    def facets(self, run: str, wanted: Filter) -> dict[str, Any]:
+        return self.queries.facets(self.place(run).path, wanted)
+
+    def raw_episode(self, run: str, key: str) -> dict[str, Any]:
+        place = self.place(run)
+        row = self.queries.find(place.path, key)
+        if row is None:
+            waiting = " yet: the index is still being made" if self.indexer.unread_bytes else ""
+            raise NotFound(f"there is no episode {key!r} in {run}{waiting}")
+        return self.queries.read(place.path, row)
+
+    def episode(self, run: str, key: str) -> dict[str, Any]:
+        """An episode with the texts of its tokens, what the learner saw of it, and its company."""
+        place = self.place(run)
+        row = self.queries.find(place.path, key)
+        episode = self.raw_episode(run, key)
+        assert row is not None
+        vocabulary = self.runs.vocabulary(place)
+        messages = [
+            {
+                "role": str(m["role"]),
+                "content": str(m["content"]),
+                "token_ids": m.get("token_ids") or [],
+                "logprobs": m.get("logprobs"),
+                "version": m.get("version"),
+                "texts": vocabulary.texts(m.get("token_ids") or []) if vocabulary else None,
+            }
+            for m in episode["messages"]
+        ]
+        learned = self.queries.learned(place.path, row["trajectory"])
+        return {
+            **{name: value for name, value in row.items() if name not in ("start", "length", "file", "team")},
+            "run": run,
+            "messages": messages,
+            "rewards": episode["rewards"],
+            "infos": episode["infos"],
+            "error": episode.get("error"),
+            "learned": learned,
+            "group": self._members(place, row),
+            "neighbours": self.queries.neighbours(row),
+        }
+
+    def _members(self, place: Place, row: dict[str, Any]) -> list[dict[str, Any]]:
+        kept = ("key", "success", "reward", "turns", "stop", "advantage", "sampled")
+        return [{name: member[name] for name in kept} for member in self.queries.company(place.path, row)]
+
+    def same_task(self, env: str, item: int) -> list[dict[str, Any]]:
+        return self.queries.same_task({run: place.path for run, place in self.places().items()}, env, item)
+
+    def close(self) -> None:
+        self.index.close()

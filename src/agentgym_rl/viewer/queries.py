@@ -1,0 +1,266 @@
+"""Questions to the index: pages of episodes and of groups, counts for the filters, one episode, its company."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.viewer.index import Index, read_row
+
+FACETS = ("kind", "step", "env", "subset", "stop", "success", "horizon")
+"""What episodes can be filtered by and counted over."""
+ORDERS = {
+    "step": "step DESC, file DESC, line",
+    "oldest": "step, file, line",
+    "reward": "reward DESC, step DESC, file, line",
+    "worst": "reward, step DESC, file, line",
+    "turns": "turns DESC, step DESC, file, line",
+    "sampled": "sampled DESC, step DESC, file, line",
+    "seconds": "seconds DESC, step DESC, file, line",
+}
+_COLUMNS = (
+    "episodes.file, line, episodes.step, kind, trajectory, team, env, item, subset, stop, success, reward, turns, "
+    "horizon, sampled, seconds"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which episodes; None means any."""
+
+    kind: str | None = None
+    step: int | None = None
+    env: str | None = None
+    subset: str | None = None
+    stop: str | None = None
+    success: int | None = None
+    horizon: int | None = None
+    item: int | None = None
+
+    def where(self, run: int) -> tuple[str, list[Any]]:
+        conditions, values = ["run = ?"], [run]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            if field.name == "subset":  # an item may belong to several
+                conditions.append("instr(', ' || subset || ', ', ', ' || ? || ', ') > 0")
+            else:
+                conditions.append(f"{field.name} = ?")
+            values.append(value)
+        return " AND ".join(conditions), values
+
+    def allows(self, facets: dict[str, Any], but: str) -> bool:
+        """Whether a cell of the cube passes every filter except that on `but`."""
+        for name in FACETS:
+            wanted = getattr(self, name)
+            if wanted is None or name == but:
+                continue
+            if name == "subset" and wanted in facets[name].split(", "):
+                continue
+            if wanted != facets[name]:
+                return False
+        return True
+
+
+class Queries:
+    """Answers from the index, as plain dictionaries."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+        self._cubes: dict[int, tuple[tuple[int, ...], list[tuple[dict[str, Any], int]]]] = {}
+        self._guard = threading.Lock()
+
+    def episodes(self, run: Path, wanted: Filter, order: str, offset: int, limit: int) -> dict[str, Any]:
+        """{"total", "rows"}: one page."""
+        number = self._index.run_number(run)
+        where, values = wanted.where(number)
+        connection = self._index.connection
+        rows = connection.execute(
+            f"SELECT {_COLUMNS} FROM episodes WHERE {where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?",
+            (*values, limit, offset),
+        ).fetchall()
+        stems = self._stems(number)
+        found = [self._row(row, stems) for row in rows]
+        self._add_advantages(number, found)
+        return {"total": self._total(number, wanted), "rows": found}
+
+    def groups(self, run: Path, wanted: Filter, mixed: bool, offset: int, limit: int) -> dict[str, Any]:
+        """Episodes of one task played together, newest first; `mixed`: only those that did not all end alike."""
+        number = self._index.run_number(run)
+        where, values = wanted.where(number)
+        connection = self._index.connection
+        having = "HAVING max(reward) - min(reward) > 1e-6" if mixed else ""
+        grouped = f"FROM episodes WHERE {where} GROUP BY file, team {having}"
+        total = connection.execute(f"SELECT count(*) FROM (SELECT 1 {grouped})", values).fetchone()[0]
+        rows = connection.execute(
+            "SELECT file, min(line) AS line, step, kind, team, env, item, subset, horizon, count(*) AS size, "
+            "sum(success) AS successes, avg(reward) AS reward, max(reward) - min(reward) AS spread, "
+            f"group_concat(success || ':' || reward) AS members {grouped} "
+            "ORDER BY step DESC, file DESC, min(line) LIMIT ? OFFSET ?",
+            (*values, limit, offset),
+        ).fetchall()
+        stems = self._stems(number)
+        return {"total": total, "rows": [self._group_row(row, stems) for row in rows]}
+
+    def facets(self, run: Path, wanted: Filter) -> dict[str, list[list[Any]]]:
+        """Per facet [[value, count], ...] under the filters on the others, in order of value."""
+        answer: dict[str, list[list[Any]]] = {}
+        cube = self._cube(self._index.run_number(run))
+        for name in FACETS:
+            counts: Counter[Any] = Counter()
+            for cell, count in cube:
+                if wanted.allows(cell, name):
+                    values = cell[name].split(", ") if name == "subset" else [cell[name]]
+                    for value in values:
+                        counts[value] += count
+            answer[name] = [[value, counts[value]] for value in sorted(counts) if value != ""]
+        return answer
+
+    def find(self, run: Path, key: str) -> dict[str, Any] | None:
+        """The row of `step_000012.17`: a file's stem and a line of it."""
+        stem, _, line = key.rpartition(".")
+        if not line.isdigit():
+            return None
+        number = self._index.run_number(run)
+        row = self._index.connection.execute(
+            f"SELECT {_COLUMNS}, start, length FROM episodes JOIN files ON files.file = episodes.file "
+            "WHERE files.run = ? AND stem = ? AND line = ?",
+            (number, stem, int(line)),
+        ).fetchone()
+        if row is None:
+            return None
+        found = self._row(row, self._stems(number)) | {"start": row["start"], "length": row["length"]}
+        self._add_advantages(number, [found])
+        return found
+
+    def read(self, run: Path, row: dict[str, Any]) -> dict[str, Any]:
+        """The whole episode of a row that `find` gave."""
+        stem = row["key"].rpartition(".")[0]
+        return _read_at(run / "trajectories" / f"{stem}.jsonl", row["start"], row["length"])
+
+    def learned(self, run: Path, trajectory: str) -> dict[str, Any] | None:
+        """What the learner saw of an episode: advantages, entropies, logprobs of its sampled tokens."""
+        number = self._index.run_number(run)
+        row = self._index.connection.execute(
+            "SELECT stem, start, length FROM learned JOIN files ON files.file = learned.file "
+            "WHERE learned.run = ? AND trajectory = ?",
+            (number, trajectory),
+        ).fetchone()
+        return _read_at(run / "trajectories" / f"{row['stem']}.jsonl", row["start"], row["length"]) if row else None
+
+    def company(self, run: Path, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """The group of an episode, itself included, in order of its file."""
+        number = self._index.run_number(run)
+        rows = self._index.connection.execute(
+            f"SELECT {_COLUMNS} FROM episodes WHERE file = ? AND team = ? ORDER BY line LIMIT 256",
+            (row["file"], row["team"]),
+        ).fetchall()
+        stems = self._stems(number)
+        found = [self._row(some, stems) for some in rows]
+        self._add_advantages(number, found)
+        return found
+
+    def neighbours(self, row: dict[str, Any]) -> dict[str, str | None]:
+        """Keys of the episodes before and after in the same file."""
+        stem, _, line = row["key"].rpartition(".")
+        ask = self._index.connection.execute
+        before = ask("SELECT max(line) FROM episodes WHERE file = ? AND line < ?", (row["file"], line)).fetchone()[0]
+        after = ask("SELECT min(line) FROM episodes WHERE file = ? AND line > ?", (row["file"], line)).fetchone()[0]
+        return {
+            "before": None if before is None else f"{stem}.{before}",
+            "after": None if after is None else f"{stem}.{after}",
+        }
+
+    def same_task(self, runs: dict[str, Path], env: str, item: int, limit: int = 400) -> list[dict[str, Any]]:
+        """Episodes of one item in every run, newest step first, each with its run's id."""
+        found: list[dict[str, Any]] = []
+        for run_id, path in runs.items():
+            number = self._index.run_number(path)
+            rows = self._index.connection.execute(
+                f"SELECT {_COLUMNS} FROM episodes WHERE env = ? AND item = ? AND run = ? "
+                "ORDER BY step DESC, kind, line LIMIT ?",
+                (env, item, number, limit),
+            ).fetchall()
+            stems = self._stems(number)
+            found += [self._row(row, stems) | {"run": run_id} for row in rows]
+        return found
+
+    def evaluations(self, run: Path) -> list[dict[str, Any]]:
+        """Held-out success by step, over usable episodes."""
+        number = self._index.run_number(run)
+        rows = self._index.connection.execute(
+            "SELECT step, count(*) AS episodes, avg(success) AS success, avg(reward) AS reward, avg(turns) AS turns "
+            "FROM episodes WHERE run = ? AND kind = 'eval' AND stop != 'error' GROUP BY step ORDER BY step",
+            (number,),
+        ).fetchall()
+        return [dict(row) for row in rows]
+
+    def counts(self, run: Path) -> dict[str, int]:
+        number = self._index.run_number(run)
+        ask = self._index.connection.execute
+        lines, broken = ask(
+            "SELECT coalesce(sum(lines), 0), coalesce(sum(broken), 0) FROM files "
+            "WHERE run = ? AND stem NOT LIKE 'learned\\_%' ESCAPE '\\'",
+            (number,),
+        ).fetchone()
+        return {"episodes": lines - broken, "broken": broken}
+
+    def _total(self, number: int, wanted: Filter) -> int:
+        if wanted.item is None:
+            return sum(count for cell, count in self._cube(number) if wanted.allows(cell, ""))
+        where, values = wanted.where(number)
+        return int(self._index.connection.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()[0])
+
+    def _cube(self, number: int) -> list[tuple[dict[str, Any], int]]:
+        """Episodes counted over all facets at once; made anew when the run has grown."""
+        ask = self._index.connection.execute
+        stamp = tuple(
+            ask("SELECT count(*), total(read), total(modified) FROM files WHERE run = ?", (number,)).fetchone()
+        )
+        with self._guard:
+            cached = self._cubes.get(number)
+        if cached and cached[0] == stamp:
+            return cached[1]
+        names = ", ".join(FACETS)
+        rows = ask(f"SELECT {names}, count(*) FROM episodes WHERE run = ? GROUP BY {names}", (number,)).fetchall()
+        cube = [(dict(zip(FACETS, row, strict=False)), int(row[-1])) for row in rows]
+        with self._guard:
+            self._cubes[number] = (stamp, cube)
+        return cube
+
+    def _stems(self, number: int) -> dict[int, str]:
+        rows = self._index.connection.execute("SELECT file, stem FROM files WHERE run = ?", (number,))
+        return {row["file"]: row["stem"] for row in rows}
+
+    @staticmethod
+    def _row(row: Any, stems: dict[int, str]) -> dict[str, Any]:
+        found = {name: row[name] for name in row.keys() if name not in ("line", "start", "length")}  # noqa: SIM118, a Row
+        return found | {"key": f"{stems[row['file']]}.{row['line']}", "success": bool(row["success"])}
+
+    @staticmethod
+    def _group_row(row: Any, stems: dict[int, str]) -> dict[str, Any]:
+        members = [member.split(":") for member in row["members"].split(",")]
+        found = {name: row[name] for name in row.keys() if name not in ("line", "file", "members")}  # noqa: SIM118
+        found["members"] = [[success == "1", float(reward)] for success, reward in members]
+        return found | {"key": f"{stems[row['file']]}.{row['line']}"}
+
+    def _add_advantages(self, number: int, rows: list[dict[str, Any]]) -> None:
+        names = [row["trajectory"] for row in rows]
+        known: dict[str, float | None] = {}
+        for start in range(0, len(names), 500):  # SQLite takes a bounded number of values
+            some = names[start : start + 500]
+            marks = ", ".join("?" * len(some))
+            query = f"SELECT trajectory, advantage FROM learned WHERE run = ? AND trajectory IN ({marks})"
+            known |= dict(tuple(row) for row in self._index.connection.execute(query, (number, *some)))
+        for row in rows:
+            row["advantage"] = known.get(row["trajectory"])
+
+
+def _read_at(path: Path, start: int, length: int) -> dict[str, Any]:
+    with path.open("rb") as file:
+        file.seek(start)
+        return read_row(file.read(length))

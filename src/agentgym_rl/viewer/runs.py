@@ -1,0 +1,176 @@
+"""What the pages show of a run besides its episodes: state, metrics, stages, warnings, config, evaluation tables."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.intervals import wilson_interval
+from agentgym_rl.viewer.discovery import Place, read_json, read_lines, read_status, read_toml
+from agentgym_rl.viewer.queries import Queries
+from agentgym_rl.viewer.vocabulary import Vocabulary, find_tokenizer, load_vocabulary
+
+SPARK_POINTS = 48
+
+
+def stamp_of(*paths: Path) -> tuple[int, ...]:
+    """Changes whenever one of the files does."""
+    stamps: list[int] = []
+    for path in paths:
+        try:
+            stat = os.stat(path)
+        except OSError:
+            stamps += [0, 0]
+        else:
+            stamps += [stat.st_size, stat.st_mtime_ns]
+    return tuple(stamps)
+
+
+class Runs:
+    """Reads runs; what was read is kept until its file changes."""
+
+    def __init__(self, queries: Queries) -> None:
+        self._queries = queries
+        self._kept: dict[tuple[str, Path], tuple[tuple[int, ...], Any]] = {}
+        self._guard = threading.Lock()
+
+    def overview(self, place: Place) -> dict[str, Any]:
+        """A line of the list of runs."""
+        counts = self._queries.counts(place.path)
+        row: dict[str, Any] = {"id": place.id, "kind": place.kind, "path": str(place.path), **counts}
+        if place.kind == "eval":
+            result = self.evaluation(place)
+            config = _table(result.get("config"))
+            return row | {
+                "status": {"state": str(result.get("state", "unknown"))},
+                "agent": str(_table(config.get("agent")).get("name", "")),
+                "updated": _modified(place.path / "eval.json"),
+                "success": _success(result),
+                "environments": _env_names(config),
+            }
+        status, config = read_status(place.path), self.config(place)
+        metrics = self.metrics(place)
+        success = [value for value in metrics["series"].get("success/mean", []) if value is not None]
+        held_out = self._queries.evaluations(place.path)
+        return row | {
+            "status": status,
+            "environments": [e.get("name", "") for e in config.get("environments", []) if isinstance(e, dict)],
+            "updated": status.get("updated") or _modified(place.path / "config.toml"),
+            "success": success[-1] if success else None,
+            "held_out": held_out[-1] if held_out else None,
+            "spark": _thin(success),
+        }
+
+    def details(self, place: Place) -> dict[str, Any]:
+        """All about one run that is not a curve."""
+        config = self.config(place)
+        return self.overview(place) | {
+            "config": config,
+            "summary": read_json(place.path / "summary.json"),
+            "doctor": read_lines(place.path / "doctor.jsonl")[-200:],
+            "evaluations": [_with_interval(row) for row in self._queries.evaluations(place.path)],
+            "tokenizer": find_tokenizer(place.path, config) is not None,
+        }
+
+    def evaluation(self, place: Place) -> dict[str, Any]:
+        """eval.json as it is."""
+        path = place.path / "eval.json"
+        return self._keep("eval", path, lambda: read_json(path))
+
+    def config(self, place: Place) -> dict[str, Any]:
+        path = place.path / "config.toml"
+        return self._keep("config", path, lambda: read_toml(path))
+
+    def metrics(self, place: Place) -> dict[str, Any]:
+        """{"steps", "times", "series": {name: one value a step or None}}; lines of one step are put together."""
+        path = place.path / "metrics.jsonl"
+        return self._keep("metrics", path, lambda: _columns(read_lines(path)))
+
+    def vocabulary(self, place: Place) -> Vocabulary | None:
+        path = find_tokenizer(place.path, self.config(place))
+        return self._keep("vocabulary", path, lambda: load_vocabulary(path)) if path else None
+
+    def stamp(self, place: Place) -> list[int]:
+        """What a page compares to know that it is out of date."""
+        names = ("metrics.jsonl", "status.json", "eval.json", "doctor.jsonl", "summary.json")
+        return list(stamp_of(*(place.path / name for name in names)))
+
+    def style_of(self, place: Place, env: str) -> tuple[str, int | None]:
+        """(style, turns per attempt) in which `env` was played, so that replies can be played again."""
+        if place.kind == "eval":
+            config = _table(self.evaluation(place).get("config"))
+            plans = [plan for plan in config.get("tasks") or [] if isinstance(plan, dict) and plan.get("env") == env]
+            style = str(plans[0].get("style", "act")) if plans else "act"
+            return style, _table(config.get("agent")).get("turns_per_attempt")
+        agent = _table(self.config(place).get("agent"))
+        return str(agent.get("style", "act")), agent.get("turns_per_attempt")
+
+    def _keep(self, what: str, path: Path, read: Callable[[], Any]) -> Any:
+        stamp = stamp_of(path)
+        with self._guard:
+            kept = self._kept.get((what, path))
+        if kept is None or kept[0] != stamp:
+            kept = (stamp, read())
+            with self._guard:
+                self._kept[what, path] = kept
+        return kept[1]
+
+
+def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in rows:
+        if isinstance(row.get("step"), int):
+            by_step.setdefault(row["step"], {}).update(row)
+    steps = sorted(by_step)
+    names = sorted({name for row in by_step.values() for name in row} - {"step", "time", "nonfinite"})
+    series = {}
+    for name in names:
+        values = [by_step[step].get(name) for step in steps]
+        if any(_is_number(value) for value in values):
+            series[name] = [value if _is_number(value) else None for value in values]
+    return {"steps": steps, "times": [by_step[step].get("time") for step in steps], "series": series}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _with_interval(row: dict[str, Any]) -> dict[str, Any]:
+    low, high = wilson_interval(row["success"] * row["episodes"], row["episodes"])
+    return row | {"low": low, "high": high}
+
+
+def _thin(values: list[float]) -> list[float]:
+    """At most SPARK_POINTS means of neighbouring values."""
+    size = -(-len(values) // SPARK_POINTS) or 1
+    return [round(sum(some) / len(some), 4) for i in range(0, len(values), size) if (some := values[i : i + size])]
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _env_names(config: dict[str, Any]) -> list[str]:
+    plans = config.get("tasks")
+    names = [_table(plan).get("env") for plan in (plans if isinstance(plans, list) else [])]
+    return sorted({name for name in names if isinstance(name, str)})
+
+
+def _success(evaluation: dict[str, Any]) -> float | None:
+    """The mean over scenarios under the longest horizon, or the only scenario's."""
+    results = evaluation.get("results")
+    last = _table(results[-1]) if isinstance(results, list) and results else {}
+    scenarios = _table(last.get("scenarios"))
+    cell = last.get("overall") or (next(iter(scenarios.values())) if len(scenarios) == 1 else None)
+    value = _table(_table(cell).get("success")).get("value")
+    return value if _is_number(value) else None
+
+
+def _modified(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

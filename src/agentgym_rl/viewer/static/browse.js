@@ -1,0 +1,169 @@
+// The episodes of a run, or its groups: filters with counts, and a list of any length.
+
+import { get } from "./api.js";
+import { fill, h, select } from "./dom.js";
+import { count, KINDS, number, signed, STOPS } from "./format.js";
+import { virtualList } from "./list.js";
+import { link } from "./route.js";
+import { runHead } from "./run.js";
+
+const ORDERS = [
+  ["step", "newest step first"], ["oldest", "oldest step first"], ["reward", "highest reward"], ["worst", "lowest reward"],
+  ["turns", "most turns"], ["sampled", "most tokens"], ["seconds", "slowest"],
+];
+const NAMES = { kind: "kind", step: "step", env: "environment", subset: "subset", success: "outcome", stop: "ending", horizon: "horizon" };
+
+function label(facet, value) {
+  if (facet === "kind") return KINDS[value] ?? value;
+  if (facet === "stop") return STOPS[value] ?? value;
+  if (facet === "success") return value ? "success" : "no success";
+  if (facet === "horizon") return `${value} turns`;
+  if (facet === "step") return `step ${value}`;
+  return value;
+}
+
+export function outcome(row) {
+  const kind = row.stop === "error" ? "error" : row.success ? "good" : "bad";
+  return h("span", { class: `outcome ${kind}`, title: kind === "error" ? "error" : row.success ? "success" : "no success" });
+}
+
+const isPhone = () => matchMedia("(max-width: 720px)").matches;
+
+/** What episodes and groups pages share: the head, the filters and the list. */
+async function browser(route, current, { path, extra, renderRow, open, what, orders }) {
+  const id = route.parts[0];
+  const run = await get("run", { run: id });
+  const chosen = Object.fromEntries(route.query);
+  const filters = h("div", { class: "filters" });
+  const total = h("span", { class: "total", role: "status" });
+  const item = h("input", { type: "number", min: 0, placeholder: "item", "aria-label": "item", class: "item", onchange: () => change("item", item.value) });
+  item.value = chosen.item ?? "";
+
+  const list = virtualList({
+    label: what[1],
+    empty: `no ${what[1]} match these filters`,
+    rowHeight: () => (isPhone() ? 66 : 42),
+    fetchPage: (offset, limit, signal) => get(path, { ...wanted(), offset, limit }, signal),
+    renderRow: (row) => renderRow(row, id),
+    onOpen: (row) => (location.hash = open(row, id)),
+    onTotal: (all) => fill(total, count(all, what[0], what[1])),
+  });
+
+  function wanted() {
+    const { mixed, order, ...rest } = chosen;
+    return { run: id, ...rest, ...(path === "groups" ? { mixed } : { order }) };
+  }
+
+  async function change(name, value) {
+    if (value === "" || value === null) delete chosen[name];
+    else chosen[name] = value;
+    route.set({ [name]: value });
+    await Promise.all([drawFilters(), list.reload()]);
+  }
+
+  async function drawFilters() {
+    const { order, mixed, ...rest } = chosen;
+    const facets = await get("facets", { run: id, ...rest });
+    const shown = Object.keys(NAMES).filter((name) => facets[name].length > 1 || chosen[name] !== undefined);
+    fill(
+      filters,
+      shown.map((name) => {
+        const options = facets[name].map(([value, some]) => {
+          const given = name === "success" ? String(Boolean(value)) : String(value);
+          return [given, `${label(name, value)}  (${some.toLocaleString("en")})`];
+        });
+        if (chosen[name] !== undefined && !options.some(([value]) => value === chosen[name])) {
+          options.unshift([chosen[name], `${label(name, chosen[name])}  (0)`]);
+        }
+        const node = select([["", `any ${NAMES[name]}`], ...options], chosen[name] ?? "", (value) => change(name, value), NAMES[name]);
+        node.dataset.filter = name;
+        if (chosen[name] !== undefined) node.classList.add("on");
+        return node;
+      }),
+      item,
+      extra?.(chosen, change),
+      orders ? select(ORDERS, order ?? "step", (value) => change("order", value), "order") : null,
+      Object.keys(chosen).length ? h("button", { type: "button", class: "quiet", onclick: clear }, "Clear") : null,
+      total,
+    );
+  }
+
+  function clear() {
+    const nothing = Object.fromEntries(Object.keys(chosen).map((name) => [name, ""]));
+    for (const name of Object.keys(chosen)) delete chosen[name];
+    item.value = "";
+    route.set(nothing);
+    return Promise.all([drawFilters(), list.reload()]);
+  }
+
+  await Promise.all([drawFilters(), list.reload()]);
+  return {
+    node: h("div", { class: "page tall" }, runHead(run, current), filters, list.node),
+    title: `${what[1]} · ${id}`,
+    focus: list.node,
+    dispose: list.dispose,
+    async onChange(changes) {
+      if (!changes.grown) return;
+      await Promise.all([list.reload(true), filters.contains(document.activeElement) ? null : drawFilters()]);
+    },
+    keys: [
+      ["ArrowDown", "next row", () => list.move(1)],
+      ["ArrowUp", "row before", () => list.move(-1)],
+      ["PageDown", "a page down", () => list.page(1)],
+      ["PageUp", "a page up", () => list.page(-1)],
+      ["Enter", "open", () => list.open()],
+      ["x", "clear the filters", clear],
+    ],
+  };
+}
+
+export function episodesPage(route) {
+  return browser(route, "episodes", {
+    path: "episodes",
+    what: ["episode", "episodes"],
+    orders: true,
+    renderRow: episodeRow,
+    open: (row, id) => link("episode", id, row.key),
+  });
+}
+
+function episodeRow(row, id) {
+  return h(
+    "a",
+    { class: "row", href: link("episode", id, row.key), role: "option", tabindex: -1 },
+    outcome(row),
+    h("span", { class: "task" }, `${row.env} / ${row.item}`, h("small", {}, row.subset)),
+    h("span", { class: "when" }, row.kind === "train" ? `step ${row.step}` : `${KINDS[row.kind] ?? row.kind} ${row.step}`),
+    h("span", { class: "cell" }, h("b", {}, row.turns), h("small", {}, ` of ${row.horizon} turns`)),
+    h("span", { class: "cell reward" }, h("small", {}, "reward "), number(row.reward)),
+    h("span", { class: "cell" }, row.advantage === null ? "" : [h("small", {}, "advantage "), h("span", { class: row.advantage > 0 ? "plus" : row.advantage < 0 ? "minus" : "" }, signed(row.advantage))]),
+    h("span", { class: "cell" }, h("small", {}, row.sampled ? `${number(row.sampled)} tokens` : "")),
+    h("span", { class: `stop ${row.stop}` }, STOPS[row.stop] ?? row.stop),
+  );
+}
+
+export function groupsPage(route) {
+  return browser(route, "groups", {
+    path: "groups",
+    what: ["group", "groups"],
+    renderRow: groupRow,
+    open: (row, id) => link("group", id, row.key),
+    extra: (chosen, change) => {
+      const box = h("input", { type: "checkbox", checked: chosen.mixed === "true", onchange: () => change("mixed", box.checked ? "true" : "") });
+      return h("label", { class: "check" }, box, "only with variance");
+    },
+  });
+}
+
+function groupRow(row, id) {
+  return h(
+    "a",
+    { class: "row group-row", href: link("group", id, row.key), role: "option", tabindex: -1 },
+    h("span", { class: "task" }, `${row.env} / ${row.item}`, h("small", {}, row.subset)),
+    h("span", { class: "when" }, row.kind === "train" ? `step ${row.step}` : `${KINDS[row.kind] ?? row.kind} ${row.step}`),
+    h("span", { class: "members" }, row.members.slice(0, 32).map(([success, reward]) => h("i", { class: success ? "good" : "bad", title: `reward ${reward}` }))),
+    h("span", { class: "cell" }, h("b", {}, `${row.successes} / ${row.size}`), h("small", {}, " succeeded")),
+    h("span", { class: "cell" }, h("small", {}, "mean reward "), number(row.reward)),
+    h("span", { class: "cell" }, row.spread > 1e-6 ? [h("small", {}, "spread "), number(row.spread)] : h("small", {}, "no variance")),
+  );
+}

@@ -1,0 +1,106 @@
+// Two episodes of one item, aligned turn by turn: two checkpoints, two agents, or two tries.
+
+import { get } from "./api.js";
+import { fill, h, select } from "./dom.js";
+import { badges, block } from "./episode.js";
+import { KINDS, number, STOPS } from "./format.js";
+import { pictureBox } from "./picture.js";
+import { link } from "./route.js";
+import { turnsOf } from "./turns.js";
+
+function parts(text) {
+  const at = (text ?? "").lastIndexOf("|");
+  return at < 0 ? null : { run: text.slice(0, at), key: text.slice(at + 1) };
+}
+
+const nameOf = (row) => `${row.run}|${row.key}`;
+
+export async function comparePage(route) {
+  const node = h("div", { class: "page" });
+  const a = parts(route.query.get("a"));
+  if (!a) {
+    fill(node, h("header", { class: "page-head" }, h("h1", {}, "Compare")), h("p", { class: "message info" }, "Open an episode and choose Compare: every other episode of the same item, of any run or evaluation, can stand beside it."));
+    return { node, title: "Compare", keys: [] };
+  }
+  const first = await get("episode", a);
+  const same = await get("same_task", { env: first.env, item: first.item });
+  const others = same.filter((row) => nameOf(row) !== nameOf(a));
+  const wanted = parts(route.query.get("b")) ?? suggestion(a, first, others);
+  const second = wanted ? await get("episode", wanted) : null;
+  const boxes = [];
+  const withPictures = route.query.get("pictures") !== "no";
+
+  const chooser = (current, side) =>
+    select(
+      same.map((row) => [nameOf(row), `${row.run} · ${KINDS[row.kind] ?? row.kind} ${row.step} · ${row.success ? "success" : "no success"} · reward ${number(row.reward)} · ${row.turns} turns`]),
+      nameOf(current),
+      (value) => (location.hash = link("compare", { a: nameOf(a), b: wanted && nameOf(wanted), ...Object.fromEntries(route.query), [side]: value })),
+      side === "a" ? "Left episode" : "Right episode",
+    );
+
+  const head = h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link("runs") }, "Runs"), " / "), h("h1", {}, `Compare ${first.env} / ${first.item}`), pictureToggle());
+
+  function pictureToggle() {
+    const box = h("input", { type: "checkbox", checked: withPictures, onchange: () => (location.hash = link("compare", { ...Object.fromEntries(route.query), pictures: box.checked ? "" : "no" })) });
+    return h("label", { class: "check" }, box, "pictures");
+  }
+
+  if (!second) {
+    fill(node, head, h("p", { class: "message info" }, "This is the only episode of this item. Items are played again at every evaluation, so a run with several of them can be compared with itself."));
+    return { node, title: "Compare", keys: [] };
+  }
+  const sides = [first, second].map((episode) => ({ episode, ...turnsOf(episode) }));
+  const longest = Math.max(...sides.map((side) => side.turns.length));
+  const split = firstDifference(sides);
+
+  const rows = Array.from({ length: longest + 1 }, (_, k) => [
+    k === split ? h("div", { class: "split", role: "separator" }, k === 0 ? "they differ from the first action on" : `the first ${k === 1 ? "action is" : `${k} actions are`} the same; here they part`) : null,
+    h("div", { class: "pair" }, h("span", { class: "pair-number" }, k < longest ? `Turn ${k + 1}` : "End"), sides.map((side) => cellOf(side, k))),
+  ]);
+
+  function cellOf(side, k) {
+    const turn = side.turns[k];
+    if (!turn && k > side.turns.length) return h("div", { class: "side none" });
+    const picture = withPictures ? pictureBox(`turn ${k + 1}`) : null;
+    if (picture) {
+      boxes.push(picture);
+      whenSeen(picture.node, () => picture.show("frame", { run: side.episode.run, key: side.episode.key, turn: k }));
+    }
+    if (!turn) return h("div", { class: "side card" }, picture?.node, block("Last observation", side.ending || "(none was recorded)", "observation"), h("p", { class: "paid" }, `${STOPS[side.episode.stop] ?? side.episode.stop}, reward ${number(side.episode.reward)}`));
+    return h("div", { class: "side card" }, picture?.node, h("details", { class: "block observation" }, h("summary", {}, "Observation"), h("pre", {}, turn.observation)), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), turn.reward || turn.info.valid === false ? h("p", { class: "paid" }, turn.reward ? `reward ${number(turn.reward)}` : null, turn.info.valid === false ? h("span", { class: "invalid" }, "invalid action") : null) : null);
+  }
+
+  fill(
+    node,
+    head,
+    h("div", { class: "pair heads" }, h("span", { class: "pair-number" }), [[a, "a", first], [wanted, "b", second]].map(([current, side, episode]) => h("div", { class: "side" }, chooser(current, side), h("a", { class: "run-name", href: link("episode", episode.run, episode.key) }, episode.run), badges(episode)))),
+    rows,
+  );
+  return {
+    node,
+    title: `Compare ${first.env} / ${first.item}`,
+    dispose: () => boxes.forEach((box) => box.dispose()),
+    keys: [["s", "swap the sides", () => (location.hash = link("compare", { ...Object.fromEntries(route.query), a: nameOf(wanted), b: nameOf(a) }))]],
+  };
+}
+
+/** Another checkpoint of the same kind if there is one, with the other outcome if possible. */
+function suggestion(a, first, others) {
+  const rank = (row) => 4 * (row.kind === first.kind) + 2 * (row.step !== first.step || row.run !== a.run) + (row.success !== first.success);
+  return others.toSorted((x, y) => rank(y) - rank(x))[0] ?? null;
+}
+
+function firstDifference([left, right]) {
+  const least = Math.min(left.turns.length, right.turns.length);
+  for (let k = 0; k < least; k++) if (left.turns[k].action !== right.turns[k].action) return k;
+  return left.turns.length === right.turns.length ? -1 : least;
+}
+
+function whenSeen(node, run) {
+  const observer = new IntersectionObserver((entries) => {
+    if (!entries.some((entry) => entry.isIntersecting)) return;
+    observer.disconnect();
+    run();
+  }, { rootMargin: "200px" });
+  observer.observe(node);
+}

@@ -1,0 +1,158 @@
+// The metrics of one or several runs as a grid of charts.
+
+import { get } from "./api.js";
+import { chart, sharedCursor, smooth } from "./chart.js";
+import { fill, h, segmented } from "./dom.js";
+import { duration, number, percent } from "./format.js";
+
+const MAIN = [
+  { title: "Success", metric: "success/mean", rate: true, heldOut: true, hint: "Share of episodes that the environment ended as a success. Circles: held-out evaluations with 95% intervals." },
+  { title: "Reward", metric: "reward/mean", hint: "Sum of an episode's rewards, mean over episodes." },
+  { title: "Turns and horizon", metric: "turns/mean", horizon: true, hint: "Turns played per episode; dashed: turns allowed." },
+  { title: "Entropy", metric: "entropy/mean", hint: "Entropy of the next-token distribution at the sampled tokens, in nats." },
+  { title: "KL to the reference", metric: "kl/reference", hint: "KL divergence from the reference model." },
+  { title: "Mismatch", metric: "mismatch/abs", hint: "Mean absolute difference between the learner's and the sampler's log-probability of a token. Should be near 0." },
+  { title: "Throughput", metric: "tokens/sampled_per_s", hint: "Tokens sampled per second of rollout." },
+  { title: "Truncated", metric: "truncated/rate", rate: true, hint: "Share of episodes that ended out of turns, out of context or in the middle of a reply." },
+  { title: "Groups without variance", metric: "groups/zero_variance", rate: true, hint: "Share of groups whose episodes all got the same reward: nothing is learned from them." },
+  { title: "Invalid actions", metric: "actions/invalid_rate", rate: true, hint: "Share of turns whose action the environment did not understand or could not do." },
+  { title: "Gradient norm", metric: "grad/norm", hint: "Norm of the gradient before clipping." },
+  { title: "Loss", metric: "loss", hint: "What was minimised." },
+];
+
+export const COLORS = Array.from({ length: 8 }, (_, i) => `var(--c${i})`);
+
+/** Stretches of equal horizon; the first environment's where there are several. */
+export function stagesOf(metrics) {
+  const name = Object.keys(metrics.series).find((some) => some === "horizon" || some.startsWith("horizon/"));
+  if (!name) return [];
+  const stages = [];
+  metrics.steps.forEach((step, i) => {
+    const turns = metrics.series[name][i];
+    if (turns === null) return;
+    if (stages.length && stages.at(-1).turns === turns) stages.at(-1).to = step + 0.5;
+    else stages.push({ from: step - 0.5, to: step + 0.5, turns, label: `${turns} turns` });
+  });
+  return stages.length > 1 ? stages : [];
+}
+
+/** A panel of charts. `show([{id, color, evaluations}])` sets the runs, `refresh(ids)` reads those again. */
+export function curvesPanel(state, onState) {
+  const cursor = sharedCursor();
+  const grid = h("div", { class: "charts" });
+  const more = h("div", { class: "charts more" });
+  const loaded = new Map();
+  let runs = [];
+  let charts = new Map();
+  let smoothing = Number(state.smooth ?? 0.3);
+  let axis = state.axis ?? "step";
+
+  const slider = h("input", {
+    type: "range", min: 0, max: 1, step: 0.05, "aria-label": "Smoothing", class: "smoothing",
+    oninput: () => {
+      smoothing = Number(slider.value);
+      onState({ smooth: smoothing });
+      drawAll();
+    },
+  });
+  slider.value = String(smoothing);
+  const xAxis = segmented([["step", "Step"], ["time", "Time"]], axis, (value) => {
+    axis = value;
+    onState({ axis });
+    rebuild();
+  }, "Horizontal axis");
+  const controls = h("div", { class: "chart-controls" }, h("label", {}, "Smoothing", slider), xAxis);
+  const details = h("details", { class: "more-metrics", ontoggle: () => details.open && drawAll() }, h("summary", {}, "All other metrics"), more);
+  const node = h("section", { class: "curves" }, controls, grid, details);
+
+  async function show(next) {
+    runs = next;
+    await Promise.all(runs.filter((run) => !loaded.has(run.id)).map((run) => load(run.id)));
+    rebuild();
+  }
+
+  async function load(id) {
+    loaded.set(id, await get("metrics", { run: id }));
+  }
+
+  async function refresh(ids) {
+    const ours = runs.filter((run) => ids.has(run.id));
+    if (!ours.length) return;
+    await Promise.all(ours.map((run) => load(run.id)));
+    const names = allNames();
+    if (names.every((name) => charts.has(name))) drawAll();
+    else rebuild();
+  }
+
+  function allNames() {
+    return [...new Set(runs.flatMap((run) => Object.keys(loaded.get(run.id)?.series ?? {})))].sort();
+  }
+
+  function rebuild() {
+    for (const some of charts.values()) some.chart.dispose();
+    cursor.clear();
+    charts = new Map();
+    const names = allNames();
+    const main = MAIN.filter((spec) => names.includes(spec.metric) || (spec.heldOut && runs.some((run) => run.evaluations?.length)));
+    const taken = new Set(MAIN.map((spec) => spec.metric));
+    const rest = names.filter((name) => !taken.has(name) && !name.startsWith("horizon/")).map((name) => ({ title: name, metric: name, small: true }));
+    fill(grid, main.length ? main.map(card) : h("p", { class: "empty wide" }, runs.length ? "No step is finished yet." : "Choose runs above to see their curves."));
+    fill(more, rest.map(card));
+    details.hidden = !rest.length;
+    drawAll();
+  }
+
+  function card(spec) {
+    const options = {
+      cursor, label: spec.title, height: spec.small ? 130 : 190,
+      format: spec.rate ? percent : number, range: spec.rate ? [0, 1] : null,
+      xLabel: axis === "time" ? "after" : "step", formatX: axis === "time" ? duration : null,
+    };
+    const made = chart(options);
+    charts.set(spec.metric, { chart: made, spec });
+    return h("figure", { class: spec.small ? "card chart-card small" : "card chart-card" }, h("figcaption", { title: spec.hint ?? "" }, spec.title), made.node);
+  }
+
+  function drawAll() {
+    for (const { chart: made, spec } of charts.values()) {
+      if (!spec.small || details.open) made.update(dataOf(spec));
+    }
+  }
+
+  function dataOf(spec) {
+    const lines = [];
+    const marks = [];
+    let stages = [];
+    for (const run of runs) {
+      const metrics = loaded.get(run.id);
+      if (!metrics) continue;
+      const xs = axis === "time" ? metrics.times.map((time) => time - metrics.times[0]) : metrics.steps;
+      const values = metrics.series[spec.metric];
+      if (values) {
+        const width = (smoothing ** 2 * values.length) / 8;
+        const pairs = (some) => some.map((value, i) => [xs[i], value]);
+        const line = { name: run.id, color: run.color, points: pairs(smooth(values, width)) };
+        lines.push({ ...line, raw: smoothing ? pairs(values) : null });
+      }
+      if (spec.horizon) {
+        for (const name of Object.keys(metrics.series).filter((some) => some === "horizon" || some.startsWith("horizon/"))) {
+          lines.push({ name: `${runs.length > 1 ? `${run.id} ` : ""}${name}`, color: run.color, dashed: true, stepped: true, points: metrics.series[name].map((value, i) => [xs[i], value]) });
+        }
+      }
+      if (spec.heldOut && run.evaluations && axis === "step") {
+        const points = run.evaluations.map((e) => ({
+          x: e.step, y: e.success, low: e.low, high: e.high, text: `${percent(e.success)} of ${e.episodes}`,
+        }));
+        marks.push({ name: runs.length > 1 ? `${run.id} held out` : "held out", color: run.color, points });
+      }
+      if (runs.length === 1 && axis === "step") stages = stagesOf(metrics);
+    }
+    return { lines, marks, stages };
+  }
+
+  function dispose() {
+    for (const some of charts.values()) some.chart.dispose();
+  }
+
+  return { node, show, refresh, dispose };
+}

@@ -1,0 +1,175 @@
+// The playground: an item of an environment, played by hand or by a policy, one turn at a time.
+
+import { get, isExport, post } from "./api.js";
+import { fill, h, message, select } from "./dom.js";
+import { number } from "./format.js";
+import { pictureBox } from "./picture.js";
+
+const MOST_BUTTONS = 60;
+const PAUSE_MS = 700;
+
+export async function playPage(route) {
+  const node = h("div", { class: "page" });
+  if (isExport()) {
+    fill(node, message("info", "An exported page does not play: start agentgym-rl view."));
+    return { node, title: "Playground", keys: [] };
+  }
+  const { environments, policies } = await get("environments");
+  const installed = environments.filter((some) => some.installed);
+  if (!installed.length) {
+    fill(node, message("warning", "No environment is installed: ", environments.map((some) => some.missing).join("; ")));
+    return { node, title: "Playground", keys: [] };
+  }
+  const setup = h("div", { class: "filters" });
+  const table = h("div", { class: "replay" });
+  const notes = h("div", {});
+  const picture = pictureBox("the state of the game");
+  const input = h("input", { type: "text", class: "action-input", placeholder: "type an action", "aria-label": "Action", autocomplete: "off", spellcheck: "false" });
+  const filter = h("input", { type: "search", placeholder: "filter actions", "aria-label": "Filter actions", oninput: () => drawActions() });
+  const actions = h("div", { class: "action-buttons" });
+  const story = h("div", { class: "story" });
+  let chosen = installed.find((some) => some.name === route.query.get("env")) ?? installed[0];
+  let item = Number(route.query.get("item") ?? NaN);
+  let policy = policies[0];
+  let game = null;
+  let busy = false;
+  let running = false;
+
+  const itemInput = h("input", { type: "number", class: "item", "aria-label": "Item", onchange: () => { item = Number(itemInput.value); start(); } });
+  const policyChoice = select(policies.map((name) => [name, name]), policy, (value) => (policy = value), "Policy");
+
+  function drawSetup() {
+    const ranges = Object.entries(chosen.ranges);
+    if (!ranges.some(([, [from, to]]) => item >= from && item < to)) item = ranges[0]?.[1][0] ?? 0;
+    itemInput.value = String(item);
+    const subset = select([["", "any subset"], ...chosen.subsets.map((name) => [name, name])], route.query.get("subset") ?? "", (value) => { route.set({ subset: value }); random(); }, "Subset");
+    fill(
+      setup,
+      select(installed.map((some) => [some.name, some.name]), chosen.name, (value) => { chosen = installed.find((some) => some.name === value); route.set({ subset: "" }); item = NaN; drawSetup(); start(); }, "Environment"),
+      chosen.subsets.length ? subset : null,
+      h("label", { class: "check" }, "item", itemInput),
+      h("button", { type: "button", class: "quiet", onclick: random }, "Random item"),
+      h("button", { type: "button", class: "quiet", onclick: start }, "Start again"),
+      h("small", { class: "hint" }, chosen.summary),
+    );
+  }
+
+  async function random() {
+    const split = "train" in chosen.ranges ? "train" : Object.keys(chosen.ranges)[0];
+    const subset = route.query.get("subset");
+    if (subset) {
+      const { items } = await get("items", { env: chosen.name, split, subset });
+      item = items[Math.floor(Math.random() * items.length)];
+    } else {
+      const [from, to] = chosen.ranges[split];
+      item = from + Math.floor(Math.random() * (to - from));
+    }
+    await start();
+  }
+
+  async function attempt(work) {
+    if (busy) return false;
+    busy = true;
+    node.classList.add("busy");
+    fill(notes);
+    try {
+      game = await work();
+      draw();
+      return true;
+    } catch (error) {
+      fill(notes, message("error", error.message));
+      running = false;
+      return false;
+    } finally {
+      busy = false;
+      node.classList.remove("busy");
+    }
+  }
+
+  async function start() {
+    running = false;
+    if (game) post("play/close", { session: game.session }).catch(() => {});
+    game = null;
+    itemInput.value = String(item);
+    route.set({ env: chosen.name, item });
+    await attempt(() => post("play/open", { env: chosen.name, item }));
+    input.focus({ preventScroll: true });
+  }
+
+  async function act(action) {
+    if (!action.trim() || !game || game.done) return;
+    input.value = "";
+    filter.value = "";
+    await attempt(() => post("play/act", { session: game.session, action }));
+    input.focus({ preventScroll: true });
+  }
+
+  const policyTurn = () => game && !game.done && attempt(() => post("play/policy", { session: game.session, policy }));
+
+  async function run() {
+    if (running) {
+      running = false;
+      draw();
+      return;
+    }
+    running = true;
+    draw();
+    while (running && game && !game.done) {
+      if (!(await policyTurn())) break;
+      await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+    }
+    running = false;
+    if (game) draw();
+  }
+
+  function drawActions() {
+    const wanted = filter.value.toLowerCase();
+    const found = game.actions.filter((action) => action.toLowerCase().includes(wanted));
+    fill(
+      actions,
+      found.slice(0, MOST_BUTTONS).map((action) => h("button", { type: "button", class: "action-button", onclick: () => act(action) }, action)),
+      found.length > MOST_BUTTONS ? h("small", {}, `and ${found.length - MOST_BUTTONS} more: filter them`) : null,
+      !game.actions.length && !game.done ? h("small", {}, game.note || "This environment does not list actions: type one.") : null,
+    );
+  }
+
+  function draw() {
+    picture.show("play/frame", { session: game.session, turn: game.turns.length });
+    fill(
+      story,
+      game.instruction ? h("details", { class: "block instruction" }, h("summary", {}, "Instruction"), h("pre", {}, game.instruction)) : null,
+      game.turns.map((turn, k) => h("article", { class: "past" }, h("pre", {}, turn.observation), h("p", { class: "act" }, h("small", {}, `${k + 1} · ${turn.by}`), turn.reply, turn.reward ? h("span", { class: "plus" }, ` reward ${number(turn.reward)}`) : null, turn.valid === false ? h("span", { class: "invalid" }, " invalid") : null))),
+      h("article", { class: "now" }, h("pre", {}, game.observation)),
+      game.done ? h("p", { class: `verdict ${game.success ? "good" : "bad"}` }, game.success ? `Success in ${game.turns.length} turns, reward ${number(game.reward)}.` : `It is over without success: reward ${number(game.reward)}.`) : null,
+    );
+    story.scrollTop = story.scrollHeight;
+    filter.hidden = game.actions.length < 12;
+    drawActions();
+    fill(hand, game.done ? h("button", { type: "button", class: "primary", onclick: start }, "Play it again") : [
+      h("form", { class: "action-form", onsubmit: (event) => { event.preventDefault(); act(input.value); } }, input, h("button", { type: "submit", class: "primary" }, "Do it")),
+      filter, actions,
+      h("div", { class: "policy-row" }, "Let", policyChoice, "play", h("button", { type: "button", onclick: policyTurn }, "one turn"), h("button", { type: "button", onclick: run }, running ? "Stop" : "to the end")),
+    ]);
+  }
+
+  const hand = h("div", { class: "hand" });
+  fill(table, h("div", { class: "see" }, picture.node, hand), story);
+  fill(node, h("header", { class: "page-head" }, h("h1", {}, "Playground"), h("p", {}, "Nothing is written.")), setup, notes, table);
+  drawSetup();
+  await start();
+  return {
+    node,
+    title: "Playground",
+    dispose() {
+      running = false;
+      picture.dispose();
+      if (game) post("play/close", { session: game.session }).catch(() => {});
+    },
+    keys: [
+      ["o", "let the policy play one turn", policyTurn],
+      ["a", "let the policy play to the end", run],
+      ["i", "type an action", () => input.focus()],
+      ["r", "start again", start],
+    ],
+  };
+}

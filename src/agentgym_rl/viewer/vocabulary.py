@@ -1,0 +1,89 @@
+"""From token ids to the text of each token, read from a tokenizer.json without loading a tokenizer.
+
+Only for showing: a token's bytes may be part of a character, which then appears as a replacement character.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Vocabulary:
+    """The text of each id."""
+
+    def __init__(self, tokenizer: dict[str, Any]) -> None:
+        model = tokenizer.get("model", {})
+        vocab = model.get("vocab", {})
+        # Unigram lists [piece, score] in order; the others map piece -> id.
+        pairs = vocab.items() if isinstance(vocab, dict) else ((piece[0], i) for i, piece in enumerate(vocab))
+        pieces = {number: piece for piece, number in pairs}
+        byte_level = "ByteLevel" in {_type(tokenizer.get("decoder")), *_types(tokenizer.get("pre_tokenizer"))}
+        show = _from_byte_level if byte_level else _from_pieces
+        self._texts = {number: show(piece) for number, piece in pieces.items()}
+        self._texts |= {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
+        if model.get("type") == "WordLevel":  # words have no space of their own; shown next to each other they need one
+            special = {token["id"] for token in tokenizer.get("added_tokens", [])}
+            self._texts = {n: text if n in special else f" {text}" for n, text in self._texts.items()}
+
+    def text(self, token: int) -> str:
+        return self._texts.get(token, f"⟨{token}⟩")
+
+    def texts(self, tokens: list[int]) -> list[str]:
+        return [self.text(token) for token in tokens]
+
+
+def find_tokenizer(run: Path, config: dict[str, Any]) -> Path | None:
+    """The tokenizer.json a run sampled with: that of its newest checkpoint, its reference, or its model's folder."""
+    checkpoints = sorted((run / "checkpoints").glob("step_*/model"), reverse=True)
+    places = [*checkpoints, run / "reference", run / "model"]
+    named = config.get("model", {}).get("path") if isinstance(config.get("model"), dict) else None
+    if isinstance(named, str):
+        places.append(Path(named))
+    return next((path for place in places if (path := place / "tokenizer.json").is_file()), None)
+
+
+def load_vocabulary(path: Path) -> Vocabulary | None:
+    """None when the file is not one we can read."""
+    try:
+        return Vocabulary(orjson.loads(path.read_bytes()))
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, IndexError):
+        return None
+
+
+def _type(part: Any) -> str:
+    return part.get("type", "") if isinstance(part, dict) else ""
+
+
+def _types(part: Any) -> set[str]:
+    if not isinstance(part, dict):
+        return set()
+    inner = part.get("pretokenizers", [])
+    return {_type(part), *(_type(some) for some in inner)}
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Character -> byte, as byte-level BPE writes bytes: printable ones as themselves, the rest from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def _from_byte_level(piece: str) -> str:
+    if all(character in _ALPHABET for character in piece):
+        return bytes(_ALPHABET[character] for character in piece).decode("utf-8", errors="replace")
+    return piece
+
+
+def _from_pieces(piece: str) -> str:
+    if match := _BYTE.fullmatch(piece):
+        return bytes([int(match[1], 16)]).decode("utf-8", errors="replace")
+    return piece.replace("▁", " ")
