@@ -9,7 +9,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.settings import HorizonSettings, RLSettings, ScratchSettings, SFTSettings
+from agentgym_rl.training.settings import (
+    GROUP_ALGORITHMS,
+    HorizonSettings,
+    LoraSettings,
+    RLSettings,
+    ScratchSettings,
+    SFTSettings,
+)
 
 
 class _Section(BaseModel):
@@ -29,10 +36,15 @@ class ModelConfig(_Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights. The optimizer works on them as they are: in bfloat16 a small learning rate rounds to nothing."""
 
+    lora: LoraSettings | None = None
+    """Train low-rank adapters instead of the weights."""
+
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if (self.path is None) == (self.scratch is None):
             raise ValueError("set exactly one of model.path and model.scratch")
+        if self.lora is not None and self.scratch is not None:
+            raise ValueError("model.lora adapts weights that are there: it needs model.path, not model.scratch")
         return self
 
 
@@ -55,7 +67,11 @@ class EnvironmentConfig(_Section):
     weight: float = Field(1.0, gt=0)
     """Share of groups drawn from this environment, relative to the others'."""
     horizon: HorizonSettings | None = None
-    """Instead of the run's."""
+    """This and what follows: instead of the run's."""
+    group_size: int | None = Field(None, ge=1)
+    max_new_tokens: int | None = Field(None, ge=1)
+    max_context: int | None = Field(None, ge=2)
+    eval_max_turns: int | None = Field(None, ge=1)
 
     @model_validator(mode="after")
     def _items_or_subsets(self) -> EnvironmentConfig:
@@ -136,6 +152,12 @@ class Config(_Section):
             raise ValueError(f"environments: each name once, got {', '.join(names)}")
         if self.model.scratch is not None and self.warm_start is None:
             raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
+        for env in self.environments:
+            if env.group_size is not None and env.group_size < 2 and self.rl.algorithm in GROUP_ALGORITHMS:
+                raise ValueError(
+                    f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
+                    f"be at least 2, got {env.group_size}"
+                )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self

@@ -32,9 +32,9 @@ async def evaluate(
     settings = config.eval
     policies = wiring.engine_policies(engine, renderer, config.agent, settings.temperature)
     collect = wiring.make_collector(config, pool, policies, 1, f"eval{step}-")
-    limits = wiring.limits_of(config.agent, settings.max_turns, engine.max_context)
     by_subset: dict[str, list[Trajectory]] = defaultdict(list)
     for env in config.environments:
+        limits = wiring.limits_of(config.agent, env.eval_max_turns or settings.max_turns, engine.max_context, env)
         chosen = spread(items.held_out[env.name], settings.episodes, "evaluation")
         tasks = [(name, Task(env.name, item)) for name, some in chosen.items() for item in some]
         groups = await collect([task for _, task in tasks], limits, derive_seed("evaluation", env.name))

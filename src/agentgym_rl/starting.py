@@ -12,6 +12,7 @@ from agentgym_rl.console import Console
 from agentgym_rl.errors import EnvError
 from agentgym_rl.heldout import spread
 from agentgym_rl.runlog import Kind, RunLog
+from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.sft import train_sft
@@ -24,6 +25,8 @@ async def starting_point(
     """(model, tokenizer) that training starts from."""
     if config.model.path is not None:
         model, tokenizer = wiring.load_from(config.model.path, config.model)
+        if config.model.lora is not None:
+            add_adapter(model, config.model.lora, config.seed)
     warm = config.warm_start
     if warm is None:
         return model, tokenizer

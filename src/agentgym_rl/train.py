@@ -24,12 +24,15 @@ from agentgym_rl.heldout import evaluate
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics
 from agentgym_rl.starting import starting_point
+from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, save_checkpoint
+from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.model import Lent
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
-from agentgym_rl.training.rl_learner import Lent, RLLearner
+from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import EnvPool, Group
 
@@ -95,17 +98,32 @@ async def _prepare(
         model, tokenizer = await starting_point(config, pool, items, log, console)
         if config.rl.kl_coef:
             export(model, tokenizer, reference_dir)
-    reference = _reference(reference_dir, config)
+    reference = _reference(model, reference_dir, config)
     state = RLState(tasks, horizons)
     return Run(config, pool, items, log, console, model, tokenizer, state, reference, started), saved
 
 
-def _reference(folder: Path, config: Config) -> Lent | None:
-    """The model RL started from, frozen; None where no KL term needs it."""
+def _reference(model: Any, folder: Path, config: Config) -> Lent | None:
+    """The model RL started from, frozen; None where no KL term needs it. With LoRA it costs no second copy."""
     if not config.rl.kl_coef:
         return None
-    model = freeze(wiring.load_from(folder, config.model)[0])
-    return lambda: nullcontext(model)
+    if config.model.lora is None:
+        frozen = freeze(wiring.load_from(folder, config.model)[0])
+        return lambda: nullcontext(frozen)
+    if config.warm_start is None:
+        return lambda: lora.adapter(model, None)
+    lora.load_adapter(model, folder, lora.REFERENCE)
+    return lambda: lora.adapter(model, lora.REFERENCE)
+
+
+def _critic(model: Any, config: Config) -> ValueModel | None:
+    """PPO's critic: a copy of the decoder, or with LoRA one more adapter on the same."""
+    if config.rl.algorithm != "ppo":
+        return None
+    if config.model.lora is None:
+        return ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
+    lora.copy_adapter(model, config.model.lora, lora.CRITIC)
+    return ValueModel(model.get_decoder(), model.config.hidden_size, lambda: lora.adapter(model, lora.CRITIC))
 
 
 @dataclass(slots=True)
@@ -135,12 +153,17 @@ class Run:
     def __post_init__(self) -> None:
         agent = self.config.agent
         self.renderer = Renderer(self.tokenizer, self.config.model.chat_template)
+        self.learner = RLLearner(
+            self.model, self.config.rl, agent.temperature, self.reference, _critic(self.model, self.config)
+        )
         # Under overlap the learner changes its weights while episodes are played: the engine has a copy of its own.
         played = freeze(copy.deepcopy(self.model)) if self.config.rl.overlap else self.model
         self.engine = NativeEngine(
-            played, decode=self.renderer.decode, max_sessions=agent.concurrency, max_context=agent.max_context
+            played,
+            decode=self.renderer.decode,
+            max_sessions=agent.concurrency,
+            max_context=max([agent.max_context, *(env.max_context or 0 for env in self.config.environments)]),
         )
-        self.learner = RLLearner(self.model, self.config.rl, agent.temperature, self.reference)
 
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
@@ -158,8 +181,9 @@ class Run:
         kind = config.horizon.kind
         self.console.stage("Reinforcement learning", f"{config.rl.algorithm} with a {kind} horizon, {total} steps")
         policies = wiring.engine_policies(self.engine, self.renderer, config.agent, config.agent.temperature)
-        collect = wiring.make_collector(config, self.pool, policies, config.rl.group_size, "train-")
-        limits = {env.name: wiring.limits_of(config.agent, 1, self.engine.max_context) for env in config.environments}
+        collect = wiring.collect_each(config, self.pool, policies, None, "train-")
+        room = self.engine.max_context
+        limits = {env.name: wiring.limits_of(config.agent, 1, room, env) for env in config.environments}
         with self.console.steps(total, start=self.state.step):
             hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
             await train_rl(self.state, self.learner, collect, self._publish, limits, config.rl, hooks, config.seed)

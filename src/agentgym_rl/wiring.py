@@ -23,8 +23,9 @@ from agentgym_rl.environment.agentgym import read_items
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training import lora
 from agentgym_rl.training.model import load_model, require_folder
-from agentgym_rl.types import EnvPool, EnvSession, Limits, Sampling
+from agentgym_rl.types import Collect, EnvPool, EnvSession, Group, Limits, Sampling, Task
 
 transformers_logging.disable_progress_bar()  # a checkpoint would draw one through the console's lines
 
@@ -96,13 +97,43 @@ def choose_device(model: ModelConfig) -> tuple[str, torch.dtype]:
 def load_from(folder: str | Path, model: ModelConfig) -> tuple[Any, Any]:
     """(model, tokenizer) on the device and in the type the config wants."""
     device, dtype = choose_device(model)
+    if model.lora is not None and (Path(folder) / "adapter_config.json").is_file():
+        assert model.path is not None
+        base, tokenizer = load_model(model.path, device=device, dtype=dtype)
+        lora.load_adapter(base, Path(folder))
+        return base, tokenizer
     return load_model(str(folder), device=device, dtype=dtype)
 
 
-def limits_of(agent: AgentConfig, max_turns: int, room: int | None = None) -> Limits:
-    """`room` is what the engine can hold: an episode that outgrows it ends as max_context, not as an error."""
-    most = agent.max_context if room is None else min(agent.max_context, room)
-    return Limits(max_turns=max_turns, max_new_tokens=agent.max_new_tokens, max_context=most)
+def limits_of(
+    agent: AgentConfig, max_turns: int, room: int | None = None, env: EnvironmentConfig | None = None
+) -> Limits:
+    """What bounds an episode, by the agent's settings or the environment's own.
+
+    `room` is what the engine can hold: an episode that outgrows it ends as max_context, not as an error.
+    """
+    most = (env and env.max_context) or agent.max_context
+    new = (env and env.max_new_tokens) or agent.max_new_tokens
+    return Limits(max_turns=max_turns, max_new_tokens=new, max_context=most if room is None else min(most, room))
+
+
+def collect_each(
+    config: Config, pool: EnvPool, make_policy: PolicyFactory, group_size: int | None, prefix: str, **options: Any
+) -> Collect:
+    """Episodes of any of the run's environments, in groups of `group_size` or of the size each one wants."""
+    collectors = {
+        env.name: make_collector(
+            config, pool, make_policy, group_size or env.group_size or config.rl.group_size, prefix, **options
+        )
+        for env in config.environments
+    }
+
+    async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+        """All of one environment: the trainer asks for each with limits of its own."""
+        (env,) = {task.env for task in tasks}
+        return await collectors[env](tasks, limits, seed)
+
+    return collect
 
 
 def wrap_of(agent: AgentConfig) -> Callable[[EnvSession], EnvSession]:
@@ -152,6 +183,8 @@ def make_collector(
 def require_model(model: ModelConfig) -> None:
     """ConfigError now rather than after a warm start, where that can be told without loading anything."""
     choose_device(model)
+    if model.lora is not None:
+        lora.require_peft()
     if model.path is not None:
         require_folder(model.path)
 

@@ -5,6 +5,7 @@ Shapes: A action tokens, B rows of a micro-batch, H hidden size.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,15 +14,17 @@ from torch import Tensor, nn
 from agentgym_rl.training.learner import Updater
 from agentgym_rl.training.losses import value_loss
 from agentgym_rl.training.microbatch import MicroBatch
-from agentgym_rl.training.model import hidden_states, states_at_end, states_before_actions
+from agentgym_rl.training.model import Lent, hidden_states, states_at_end, states_before_actions
 from agentgym_rl.training.settings import CriticSettings
 
 
 class ValueModel(nn.Module):
     """A decoder under a linear head that begins at 0, so that a new critic says 0 everywhere."""
 
-    def __init__(self, decoder: nn.Module, hidden_size: int) -> None:
+    def __init__(self, decoder: nn.Module, hidden_size: int, switch: Lent = nullcontext) -> None:
         super().__init__()
+        self.switch = switch
+        """Opened while the decoder is the critic's: it may be another's at other times (see lora.py)."""
         self.decoder = decoder
         self.head = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)
@@ -44,17 +47,20 @@ class Critic(Updater):
     """Learns values by regression on returns."""
 
     def __init__(self, model: ValueModel, settings: CriticSettings, total_updates: int) -> None:
-        super().__init__(model, settings.optimizer, total_updates)
+        with model.switch():
+            super().__init__(model, settings.optimizer, total_updates)
         self._bound = settings.clip
 
     @torch.no_grad()
     def values(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         self.model.eval()
-        return self.model(micro)
+        with self.model.switch():
+            return self.model(micro)
 
     def learn(self, part: list[MicroBatch]) -> dict[str, float]:
         """One update; metrics are weighted sums like a policy's."""
-        found = self.update(part, self._loss)
+        with self.model.switch():
+            found = self.update(part, self._loss)
         names = {"loss": "value/loss", "grad/norm": "value/grad_norm", "value/error": "value/error"}
         return {names[name]: value for name, value in found.items() if name in names}
 
@@ -65,7 +71,8 @@ class Critic(Updater):
         return (micro.weights_A * loss_A).sum(), {"value/error": error}
 
     def state(self) -> dict[str, Any]:
-        trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        with self.model.switch():
+            trained = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         return {**super().state(), "parameters": trained}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ Shapes: B rows, L columns, A action tokens, H hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.microbatch import MicroBatch
+
+Lent = Callable[[], AbstractContextManager[Any]]
+"""Opens a model for a while: a second one, or the same with its adapters switched."""
 
 
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,12 +19,9 @@ from agentgym_rl.training.critic import Critic, ValueModel
 from agentgym_rl.training.learner import Updater, freeze
 from agentgym_rl.training.losses import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
-from agentgym_rl.training.model import action_logprobs, check_plain_head
+from agentgym_rl.training.model import Lent, action_logprobs, check_plain_head
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Sample
-
-Lent = Callable[[], AbstractContextManager[Any]]
-"""Opens a model for a while: a second one, or the same with its adapters switched."""
 
 WEIGHTED = ("entropy/mean", "clip/fraction", "mismatch/abs", "mismatch/kl", "kl/reference", "importance/kept")
 MOST_TURNS = 8

@@ -39,6 +39,24 @@ class ScratchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraSettings:
+    """Low-rank adapters: only they are trained, saved and kept in optimizer memory."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    rank: int = 16
+    alpha: float = 32.0
+    """Their product is scaled by alpha / rank."""
+    target_modules: tuple[str, ...] = ("all-linear",)
+    """Names of the layers that get one, such as ["q_proj", "v_proj"]; all-linear for all but the head."""
+
+    def __post_init__(self) -> None:
+        _require(self, rank=1, alpha=0)
+        if not self.target_modules:
+            raise ValueError("target_modules needs at least one name, got none")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
     """AdamW with warm-up."""
 

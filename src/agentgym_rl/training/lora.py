@@ -1,0 +1,91 @@
+"""LoRA: small trained matrices beside frozen weights, through peft and saved in its format.
+
+The adapters live inside the transformers model, which stays the class it was: engine and learner need not know. The
+frozen weights serve everyone: the reference is the model with its adapters off (or, after a warm start, with a frozen
+copy of them), a critic is one more adapter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.settings import LoraSettings
+
+POLICY, REFERENCE, CRITIC = "default", "reference", "critic"
+"""peft calls an adapter that nobody named `default`."""
+
+
+def require_peft() -> None:
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("model.lora needs the package peft, which is not installed: pip install 'agentgym-rl[lora]'")
+
+
+def add_adapter(model: Any, settings: LoraSettings, seed: int, name: str = POLICY) -> None:
+    """A new adapter, which changes nothing yet; it is active and trainable, everything else is frozen."""
+    require_peft()
+    from peft import LoraConfig
+
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        lora_dropout=0.0,  # the learner must see the distribution that was sampled from
+        target_modules="all-linear" if targets == ("all-linear",) else list(targets),
+        base_model_name_or_path=str(model.config._name_or_path),
+    )
+    with torch.random.fork_rng(), _quiet():
+        torch.manual_seed(seed)
+        try:
+            model.add_adapter(config, name)
+        except ValueError as error:
+            raise ConfigError(f"model.lora.target_modules = {list(targets)}: {str(error).splitlines()[0]}") from error
+
+
+def load_adapter(model: Any, folder: Path, name: str = POLICY) -> None:
+    """The adapter that a folder holds under a name; the policy's is trainable and stays active."""
+    require_peft()
+    with _quiet():
+        model.load_adapter(str(folder), name, is_trainable=name == POLICY)
+    model.set_adapter(POLICY)
+
+
+def copy_adapter(model: Any, settings: LoraSettings, name: str) -> None:
+    """One more adapter that begins as the policy's; the policy's stays active."""
+    add_adapter(model, settings, 0, name)
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for key, parameter in parameters.items():
+            if f".{name}." in key:
+                parameter.copy_(parameters[key.replace(f".{name}.", f".{POLICY}.")])
+    model.set_adapter(POLICY)
+
+
+@contextmanager
+def adapter(model: Any, name: str | None) -> Iterator[Any]:
+    """The model under another adapter, or under none, for a while. Gradients are taken by the active one only."""
+    if name is None:
+        model.disable_adapters()
+    else:
+        model.set_adapter(name)
+    try:
+        yield model
+    finally:
+        if name is None:
+            model.enable_adapters()
+        model.set_adapter(POLICY)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Several adapters in one model are what is wanted here; peft warns of them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        yield

@@ -1,0 +1,145 @@
+"""LoRA through peft: what is trained, what is kept, and that reference and critic share the frozen weights."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_for_tests import group, slow_logprobs, tiny_model
+from transformers import AutoModelForCausalLM
+
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training import lora
+from agentgym_rl.training.batch import estimate, gather
+from agentgym_rl.training.critic import ValueModel
+from agentgym_rl.training.rl_learner import RLLearner
+from agentgym_rl.training.settings import LoraSettings, OptimizerSettings, RLSettings
+from agentgym_rl.types import Sampling
+
+SETTINGS = LoraSettings(rank=4, alpha=8.0)
+RL = RLSettings(kl_coef=0.1, optimizer=OptimizerSettings(lr=1e-2))
+GROUPS = [group(1, [0.0, 1.0, 1.0]), group(2, [1.0, 0.0])]
+torch.set_num_threads(1)
+
+
+def adapted(seed: int = 0) -> Any:
+    model = tiny_model()
+    lora.add_adapter(model, SETTINGS, seed)
+    return model
+
+
+def learn(learner: RLLearner, rl: RLSettings = RL, steps: int = 2) -> dict[str, float]:
+    for step in range(steps):
+        batch = gather(GROUPS, rl)
+        if rl.algorithm == "ppo":
+            learner.assess(batch.samples)
+        metrics = learner.learn(estimate(batch, rl), step)
+    return metrics
+
+
+def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained() -> None:
+    model, plain = adapted(), tiny_model()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    assert trained
+    assert all("lora_" in name for name in trained)
+    learner = RLLearner(model, RL, 1.0, lambda: lora.adapter(model, None))
+    learn(learner)
+    for name, before in plain.named_parameters():
+        stem, _, leaf = name.rpartition(".")
+        found = dict(model.named_parameters())
+        now = found.get(name, found.get(f"{stem}.base_layer.{leaf}"))
+        assert now is not None
+        assert torch.equal(now, before), name
+    assert not torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_frozen_weights_take_no_optimizer_memory() -> None:
+    model = adapted()
+    learner = RLLearner(model, RL, 1.0, lambda: lora.adapter(model, None))
+    learn(learner)
+    kept = sum(t.numel() for s in learner.state()["optimizer"]["state"].values() for t in s.values() if t.numel() > 1)
+    assert kept == 2 * model.num_parameters(only_trainable=True) < 2 * tiny_model().num_parameters()
+
+
+def test_the_reference_is_the_model_without_its_adapter() -> None:
+    model, plain = adapted(), tiny_model().eval()
+    lent = lambda: lora.adapter(model, None)  # noqa: E731
+    learner = RLLearner(model, RL, 1.0, lent)
+    assert learn(learner, steps=3)["kl/reference"] > 0
+    batch = gather(GROUPS, RL)
+    learner.assess(batch.samples)
+    sample = batch.samples[0]
+    exact = [p.item() for p in slow_logprobs(plain, sample.token_ids)]
+    places = [i for i, trained in enumerate(sample.loss_mask) if trained]
+    assert sample.reference_logprobs == pytest.approx([exact[i - 1] for i in places], abs=1e-5)
+    assert any(p.requires_grad for p in model.parameters())  # and the adapter is back
+
+
+def test_after_a_warm_start_the_reference_is_a_frozen_adapter(tmp_path: Path) -> None:
+    model = adapted()
+    learn(RLLearner(model, RLSettings(kl_coef=0.0, optimizer=OptimizerSettings(lr=1e-1)), 1.0))
+    warm = copy.deepcopy(model).eval()
+    model.save_pretrained(tmp_path)
+    lora.load_adapter(model, tmp_path, lora.REFERENCE)
+    learner = RLLearner(model, RL, 1.0, lambda: lora.adapter(model, lora.REFERENCE))
+    learn(learner)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with lora.adapter(model, lora.REFERENCE) as reference:
+        torch.testing.assert_close(reference(input_ids=ids).logits, warm(input_ids=ids).logits)
+    assert not torch.allclose(model(input_ids=ids).logits, warm(input_ids=ids).logits, atol=1e-4)
+
+
+def test_a_critic_is_one_more_adapter() -> None:
+    model = adapted()
+    lora.copy_adapter(model, SETTINGS, lora.CRITIC)
+    rl = RLSettings(algorithm="ppo", kl_coef=0.0, optimizer=OptimizerSettings(lr=0.0))
+    size = model.config.hidden_size
+    critic = ValueModel(model.get_decoder(), size, lambda: lora.adapter(model, lora.CRITIC))
+    learner = RLLearner(model, rl, 1.0, critic=critic)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    learn(learner, rl, steps=3)
+    moved = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert moved
+    assert all(f".{lora.CRITIC}." in name for name in moved)  # the policy's rate is 0
+    saved = learner.state()["critic"]["parameters"]
+    assert saved.keys() == {"head.weight", "head.bias"} | {
+        f"decoder.{name.removeprefix('model.')}" for name in before if f".{lora.CRITIC}." in name
+    }
+
+
+def test_adapters_are_saved_in_peft_format_and_load_by_name(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    lora.add_adapter(model, SETTINGS, 0)
+    learn(RLLearner(model, RL, 1.0, lambda: lora.adapter(model, None)))
+    model.save_pretrained(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["r"] == 4
+    assert all("lora_" in key for key in load_file(tmp_path / "adapter/adapter_model.safetensors"))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+async def test_the_engine_samples_from_the_adapted_model() -> None:
+    model = adapted()
+    learn(RLLearner(model, RLSettings(kl_coef=0.0, optimizer=OptimizerSettings(lr=1e-1)), 1.0))
+    engine = NativeEngine(model, max_sessions=2, max_context=64)
+    found = await engine.generate([1, 2, 3], Sampling(max_new_tokens=6, seed=1), "s")
+    await engine.close()
+    exact = slow_logprobs(model.eval(), [1, 2, 3, *found.token_ids])[2:]
+    assert found.logprobs == pytest.approx([p.item() for p in exact], abs=1e-5)
+    plain = slow_logprobs(tiny_model(), [1, 2, 3, *found.token_ids])[2:]
+    assert found.logprobs != pytest.approx([p.item() for p in plain], abs=1e-2)
+
+
+def test_a_layer_that_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="target_modules = .*nowhere"):
+        lora.add_adapter(tiny_model(), LoraSettings(target_modules=("nowhere",)), 0)
