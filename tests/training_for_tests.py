@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.training.batch import Batch, estimate, gather
+from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings, ScratchSettings, SFTSettings
 from agentgym_rl.training.sft import train_sft
@@ -90,6 +91,24 @@ def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
+
+
+class Catching(RLLearner):
+    """Keeps the gradients of every update, which are otherwise dropped after it."""
+
+    def learn(self, batch: Any, seed: int) -> dict[str, float]:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        step = self._optimizer.step
+
+        def keep() -> None:
+            self.gradients.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
+            step()
+
+        self._optimizer.step = keep  # type: ignore[method-assign,assignment]
+        try:
+            return super().learn(batch, seed)
+        finally:
+            self._optimizer.step = step  # type: ignore[method-assign]
 
 
 def slow_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> list[torch.Tensor]:

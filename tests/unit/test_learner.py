@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from training_for_tests import VOCABULARY, batch_of, group, groups, slow_logprobs, tiny_model
+from training_for_tests import VOCABULARY, Catching, batch_of, group, groups, slow_logprobs, tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from agentgym_rl.errors import ConfigError
@@ -28,24 +28,6 @@ PLAIN = OptimizerSettings(lr=0.0, max_grad_norm=0.0)
 SETTINGS = RLSettings(kl_coef=0.0, optimizer=PLAIN)
 ONE_BATCH = [group(1, [0.0, 1.0, 1.0]), group(2, [1.0, 0.0]), group(3, [1.0, 1.0])]
 torch.set_num_threads(1)
-
-
-class Catching(RLLearner):
-    """Keeps the gradients of every update, which are otherwise dropped after it."""
-
-    def learn(self, batch: Any, seed: int) -> dict[str, float]:
-        self.gradients: list[dict[str, torch.Tensor]] = []
-        step = self._optimizer.step
-
-        def keep() -> None:
-            self.gradients.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
-            step()
-
-        self._optimizer.step = keep  # type: ignore[method-assign,assignment]
-        try:
-            return super().learn(batch, seed)
-        finally:
-            self._optimizer.step = step  # type: ignore[method-assign]
 
 
 def slow_loss(model: Any, reference: Any, made: list[Group], rl: RLSettings, temperature: float) -> torch.Tensor:

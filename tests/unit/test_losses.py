@@ -1,74 +1,192 @@
-"""Losses against loops over plain floats, and their gradients."""
+"""Losses against loops over plain floats, values and gradients."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from training_for_tests import few
 
-from agentgym_rl.training.losses import KL_ESTIMATORS, clip, k1, k2, k3, token_truncated
-
-LOGPROB = st.floats(-6, 0)
-ROWS = st.lists(st.tuples(LOGPROB, LOGPROB, st.floats(-3, 3)), min_size=1, max_size=20)
-ONE_ROW = torch.zeros(20, dtype=torch.long)
-
-
-def column(rows: list[tuple[float, ...]], index: int) -> torch.Tensor:
-    return torch.tensor([row[index] for row in rows], dtype=torch.float64)
-
-
-@given(rows=ROWS, low=st.floats(0, 0.5), high=st.floats(0, 0.5))
-def test_clipped_loss_agrees_with_a_loop(rows: list[tuple[float, ...]], low: float, high: float) -> None:
-    loss, clipped = clip(column(rows, 0), column(rows, 1), column(rows, 2), ONE_ROW[: len(rows)], low, high)
-    for i, (new, old, advantage) in enumerate(rows):
-        ratio = math.exp(new - old)
-        bounded = min(max(ratio, 1 - low), 1 + high)
-        assert float(loss[i]) == pytest.approx(-min(ratio * advantage, bounded * advantage), rel=1e-9, abs=1e-12)
-        # Clipped means exactly: the ratio left the interval in the direction the advantage asks for.
-        moved_too_far = (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low)
-        if bool(clipped[i]) is not moved_too_far:  # only a rounding error may tell them apart
-            assert bounded * advantage == pytest.approx(ratio * advantage, rel=1e-12, abs=1e-300)
+from agentgym_rl.training.losses import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    POLICY_LOSSES,
+    clip,
+    k3,
+    sequence_mask,
+    token_truncated,
+    value_loss,
+)
 
 
-def test_a_clipped_token_has_no_gradient_and_the_others_have() -> None:
-    old = torch.zeros(4)
-    new = torch.tensor([0.5, 0.5, -0.5, -0.5], requires_grad=True)
-    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0])
-    loss, clipped = clip(new, old, advantages, ONE_ROW[: len(new)], 0.2, 0.2)
+@dataclass
+class Tokens:
+    """Action tokens of a few trajectories, in any order."""
+
+    new: list[float]
+    old: list[float]
+    advantage: list[float]
+    row: list[int]
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        new, old, advantage = (torch.tensor(x, dtype=torch.float64) for x in (self.new, self.old, self.advantage))
+        return new.requires_grad_(), old, advantage, torch.tensor(self.row)
+
+    def of(self, row: int) -> list[int]:
+        return [i for i, r in enumerate(self.row) if r == row]
+
+    def mean_log_ratio(self, row: int) -> float:
+        return float(numpy.mean([self.new[i] - self.old[i] for i in self.of(row)]))
+
+
+@st.composite
+def tokens(draw: st.DrawFn) -> Tokens:
+    rows = draw(st.permutations([r for r in range(draw(st.integers(1, 4))) for _ in range(draw(st.integers(1, 5)))]))
+    number = st.floats(-3, 3).map(lambda x: round(x, 3))
+
+    def some(strategy: st.SearchStrategy[float]) -> list[float]:
+        return draw(st.lists(strategy, min_size=len(rows), max_size=len(rows)))
+
+    old = some(st.floats(-6, -0.5))
+    drift = some(st.one_of(st.floats(-0.4, 0.4), st.floats(-3, 3)))
+    return Tokens([o + d for o, d in zip(old, drift, strict=True)], old, some(number), list(rows))
+
+
+LOW, HIGH = st.sampled_from([0.0, 0.2, 0.6, 1.0]), st.sampled_from([0.0, 0.2, 0.28, 4.0])
+
+
+def clipped_by_hand(ratio: float, advantage: float, low: float, high: float) -> tuple[float, float, bool]:
+    """(loss, its derivative with respect to the ratio, whether the clip bound it)."""
+    if (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low):
+        return -min(max(ratio, 1 - low), 1 + high) * advantage, 0.0, True
+    return -ratio * advantage, -advantage, False
+
+
+@few(60)
+@given(made=tokens(), low=LOW, high=HIGH)
+def test_clip_agrees_with_a_loop_in_value_and_gradient(made: Tokens, low: float, high: float) -> None:
+    new, old, advantages, rows = made.tensors()
+    loss, clipped = clip(new, old, advantages, rows, low, high)
     loss.sum().backward()
-    assert clipped.tolist() == [True, False, False, True]
-    expected = [0.0, math.exp(0.5), -math.exp(-0.5), 0.0]
     assert new.grad is not None
-    assert new.grad.tolist() == pytest.approx(expected)
+    for i in range(len(made.row)):
+        ratio = math.exp(made.new[i] - made.old[i])
+        value, slope, bound = clipped_by_hand(ratio, made.advantage[i], low, high)
+        assert loss[i].item() == pytest.approx(value, rel=1e-9, abs=1e-12)
+        if min(abs(ratio - 1 - high), abs(ratio - 1 + low)) > 1e-9:  # at the very edge either is right
+            assert bool(clipped[i]) is bound
+            assert float(new.grad[i]) == pytest.approx(slope * ratio, rel=1e-9, abs=1e-12)
+
+
+@few(60)
+@given(made=tokens(), low=LOW, high=HIGH)
+def test_gspo_has_one_ratio_a_trajectory_and_the_gradient_of_the_sequence_form(
+    made: Tokens, low: float, high: float
+) -> None:
+    """Sequence form: mean over trajectories of -min(s A, clip(s) A), s = exp(mean log ratio), one A a trajectory."""
+    count = max(made.row) + 1
+    made.advantage = [made.advantage[made.of(r)[0]] for r in made.row]
+    new, old, advantages, rows = made.tensors()
+    loss, clipped = POLICY_LOSSES["gspo"](new, old, advantages, rows, low, high)
+    weights = torch.tensor([1 / (count * len(made.of(r))) for r in made.row], dtype=torch.float64)
+    (weights * loss).sum().backward()
+    assert new.grad is not None
+    total = 0.0
+    for row in range(count):
+        members = made.of(row)
+        s = math.exp(made.mean_log_ratio(row))
+        value, slope, bound = clipped_by_hand(s, made.advantage[members[0]], low, high)
+        total += value / count
+        if min(abs(s - 1 - high), abs(s - 1 + low)) < 1e-9:
+            continue
+        for i in members:  # ds / d log pi = s / length
+            assert float(new.grad[i]) == pytest.approx(slope * s / len(members) / count, rel=1e-9, abs=1e-12)
+            assert bool(clipped[i]) is bound
+    assert (weights * loss).sum().item() == pytest.approx(total, rel=1e-9, abs=1e-12)
+
+
+@few(60)
+@given(made=tokens(), low=LOW, high=HIGH)
+def test_cispo_bounds_the_weight_and_loses_no_gradient(made: Tokens, low: float, high: float) -> None:
+    new, old, advantages, rows = made.tensors()
+    loss, clipped = POLICY_LOSSES["cispo"](new, old, advantages, rows, low, high)
+    loss.sum().backward()
+    assert new.grad is not None
+    for i, advantage in enumerate(made.advantage):
+        ratio = math.exp(made.new[i] - made.old[i])
+        weight = min(max(ratio, 1 - low), 1 + high)
+        assert loss[i].item() == pytest.approx(-weight * advantage * made.new[i], rel=1e-9, abs=1e-12)
+        assert float(new.grad[i]) == pytest.approx(-weight * advantage, rel=1e-9, abs=1e-12)
+        if abs(ratio - weight) > 1e-9:
+            assert bool(clipped[i])
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
+    logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
+    advantages = torch.tensor([0.5, -2.0, 1.0])
+    rows = torch.tensor([0, 0, 1])
+    loss, clipped = POLICY_LOSSES[name](logprobs, logprobs.detach(), advantages, rows, 0.2, 0.2)
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-0.5, 2.0, -1.0]
+    assert not clipped.any()
 
 
 def test_the_bounds_are_separate() -> None:
     new, old = torch.tensor([math.log(1.3), math.log(0.7)]), torch.zeros(2)
-    advantages = torch.tensor([1.0, -1.0])
-    assert clip(new, old, advantages, ONE_ROW[: len(new)], 0.4, 0.2)[1].tolist() == [True, False]
-    assert clip(new, old, advantages, ONE_ROW[: len(new)], 0.2, 0.4)[1].tolist() == [False, True]
+    advantages, rows = torch.tensor([1.0, -1.0]), torch.tensor([0, 0])
+    assert clip(new, old, advantages, rows, 0.4, 0.2)[1].tolist() == [True, False]
+    assert clip(new, old, advantages, rows, 0.2, 0.4)[1].tolist() == [False, True]
 
 
-def test_on_policy_the_gradient_is_the_policy_gradient() -> None:
-    logprobs = torch.tensor([-1.0, -2.0], requires_grad=True)
-    loss, clipped = clip(logprobs, logprobs.detach(), torch.tensor([0.5, -2.0]), ONE_ROW[:2], 0.2, 0.2)
+@few(60)
+@given(
+    values=st.lists(st.tuples(*[st.floats(-3, 3).map(lambda x: round(x, 2))] * 3), min_size=1, max_size=6),
+    bound=st.sampled_from([0.0, 0.2, 1.0]),
+)
+def test_value_loss_agrees_with_a_loop_in_value_and_gradient(
+    values: list[tuple[float, float, float]], bound: float
+) -> None:
+    value, old, target = (torch.tensor(column, dtype=torch.float64) for column in zip(*values, strict=True))
+    value.requires_grad_()
+    loss = value_loss(value, old, target, bound)
     loss.sum().backward()
-    assert logprobs.grad is not None
-    assert logprobs.grad.tolist() == [-0.5, 2.0]
-    assert not clipped.any()
+    assert value.grad is not None
+    for i, (v, o, g) in enumerate(values):
+        near = min(max(v, o - bound), o + bound) if bound else v
+        far_error, near_error = (v - g) ** 2, (near - g) ** 2
+        assert loss[i].item() == pytest.approx(0.5 * max(far_error, near_error), abs=1e-9)
+        if abs(far_error - near_error) > 1e-9:
+            # Where the bounded value errs more, moving the value changes nothing: it went far enough the right way.
+            assert float(value.grad[i]) == pytest.approx(v - g if far_error > near_error else 0.0, abs=1e-9)
+        elif near == v:
+            assert float(value.grad[i]) == pytest.approx(v - g, abs=1e-9)
 
 
-@given(rows=ROWS)
-def test_kl_estimators_agree_with_their_formulas(rows: list[tuple[float, ...]]) -> None:
-    new, reference = column(rows, 0), column(rows, 1)
-    for i, (p, q, _) in enumerate(rows):
-        assert float(k1(new, reference)[i]) == pytest.approx(p - q)
-        assert float(k2(new, reference)[i]) == pytest.approx((p - q) ** 2 / 2)
-        assert float(k3(new, reference)[i]) == pytest.approx(math.exp(q - p) - 1 - (q - p), abs=1e-9)
-    assert (k3(new, reference) >= -1e-12).all()
+@few(60)
+@given(made=tokens())
+def test_kl_estimators_agree_with_their_formulas_in_value_and_gradient(made: Tokens) -> None:
+    formulas = {
+        "k1": lambda p, q: (p - q, p - q),
+        "k2": lambda p, q: ((p - q) ** 2 / 2, p - q),
+        "k3": lambda p, q: (math.exp(q - p) - 1 - (q - p), 1 - math.exp(q - p)),
+    }
+    for name, formula in formulas.items():
+        new, reference, _, _ = made.tensors()
+        found = KL_ESTIMATORS[name](new, reference)
+        found.sum().backward()
+        assert new.grad is not None
+        for i, (p, q) in enumerate(zip(made.new, made.old, strict=True)):
+            value, slope = formula(p, q)
+            assert found[i].item() == pytest.approx(value, abs=1e-9)
+            assert float(new.grad[i]) == pytest.approx(slope, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
@@ -89,23 +207,29 @@ def test_kl_estimators_in_expectation(name: str) -> None:
         torch.testing.assert_close(gradient, true_gradient)
 
 
-def test_kl_of_equal_policies_is_zero() -> None:
+def test_kl_of_equal_policies_is_zero_and_k3_stays_finite_far_away() -> None:
     same = torch.tensor([-0.5, -3.0])
     assert all((estimate(same, same) == 0).all() for estimate in KL_ESTIMATORS.values())
-
-
-def test_k3_stays_finite_far_from_the_reference() -> None:
     assert k3(torch.tensor([-200.0]), torch.tensor([0.0])).isfinite().all()
 
 
-def test_importance_weights_are_one_when_equal_and_capped_otherwise() -> None:
-    sampler = torch.log(torch.tensor([0.5, 0.5, 0.1, 1e-30]))
-    learner = torch.log(torch.tensor([0.5, 0.25, 0.9, 0.9]))
-    weights = token_truncated(learner, sampler, ONE_ROW[:4], 2.0)
-    assert weights.tolist() == pytest.approx([1.0, 0.5, 2.0, 2.0])
-    assert (token_truncated(sampler, sampler, ONE_ROW[:4], 2.0) == 1.0).all()
+@few(60)
+@given(made=tokens(), cap=st.sampled_from([1.0, 1.5, 2.0, 10.0]))
+def test_corrections_agree_with_a_loop_and_are_constants(made: Tokens, cap: float) -> None:
+    learner, sampler, _, rows = made.tensors()
+    by_token, by_sequence = (CORRECTIONS[name](learner, sampler, rows, cap) for name in ("token", "sequence_mask"))
+    assert not by_token.requires_grad
+    assert not by_sequence.requires_grad
+    for i, row in enumerate(made.row):
+        assert float(by_token[i]) == pytest.approx(min(math.exp(made.new[i] - made.old[i]), cap), rel=1e-9)
+        mean = math.exp(made.mean_log_ratio(row))
+        if min(abs(mean - cap), abs(mean - 1 / cap)) > 1e-9:
+            assert float(by_sequence[i]) == float(1 / cap <= mean <= cap)
 
 
-def test_importance_weights_are_constants() -> None:
-    learner = torch.tensor([-1.0], requires_grad=True)
-    assert not token_truncated(learner, torch.tensor([-2.0]), ONE_ROW[:1], 2.0).requires_grad
+def test_equal_policies_need_no_correction_and_a_vanishing_sampler_is_capped() -> None:
+    sampler, rows = torch.log(torch.tensor([0.5, 0.1, 1e-30])), torch.tensor([0, 0, 1])
+    for correction in CORRECTIONS.values():
+        assert (correction(sampler, sampler, rows, 1.0) == 1.0).all()
+    assert token_truncated(torch.zeros(3), sampler, rows, 2.0).tolist() == [2.0, 2.0, 2.0]
+    assert sequence_mask(torch.zeros(3), sampler, rows, 5.0).tolist() == [1.0, 1.0, 0.0]
