@@ -53,9 +53,9 @@ def test_means_over_usable_episodes() -> None:
     assert metrics["a/success/mean"] == 0.5
     assert metrics["b/success/mean"] == 0.0
     assert metrics["b/truncated/rate"] == 1.0
-    surprise = {f"surprise/turn_{turn}": 1.0 for turn in (1, 2, 3)}
-    assert {name: metrics[name] for name in surprise} == surprise
-    assert set(metrics) == set(expected) | set(surprise) | {
+    surprises = {f"surprise/{name}": 1.0 for name in ("mean", "turn_1", "turn_2", "turn_3")}
+    assert {name: metrics[name] for name in surprises} == surprises
+    assert set(metrics) == set(expected) | set(surprises) | {
         f"{env}/{name}" for env in "ab" for name in expected if not name.startswith("episodes/")
     }
 
@@ -91,9 +91,9 @@ def test_surprise_is_the_sampler_s_own_estimate_of_the_entropy_of_each_turn() ->
         return Trajectory("t", Task("a", 0), messages, [0.0] * len(turns), [{} for _ in turns], StopReason.DONE)
 
     found = surprise([sampled([[-1.0, -2.0], [-4.0]]), sampled([[-6.0]])])
-    assert found == {"surprise/turn_1": 3.0, "surprise/turn_2": 4.0}
+    assert found == {"surprise/mean": 13 / 4, "surprise/turn_1": 3.0, "surprise/turn_2": 4.0}
     long = surprise([sampled([[-float(turn)] for turn in range(1, 11)])])
-    assert set(long) == {*(f"surprise/turn_{turn}" for turn in range(1, 9)), "surprise/turn_9+"}
+    assert set(long) == {"surprise/mean", *(f"surprise/turn_{turn}" for turn in range(1, 9)), "surprise/turn_9+"}
     assert long["surprise/turn_9+"] == 9.5
 
 
@@ -130,7 +130,7 @@ def answered(
     ids=["constant", "constant by turn", "empty", "function", "function into two", "function, nearly constant"],
 )
 def test_dependence_of_replies_that_are_certain(reply: Callable[..., str], expected: float) -> None:
-    assert answered(reply) == pytest.approx(expected, abs=1e-9)
+    assert answered(reply) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,20 @@ def test_replies_drawn_without_looking_depend_on_nothing(reply: Callable[..., st
     assert answered(reply) == pytest.approx(0.0, abs=0.04)
 
 
+def test_a_few_odd_replies_among_equal_ones_are_not_taken_for_dependence() -> None:
+    def odd(item: int, turn: int, rng: random.Random) -> str:
+        return "down" if rng.random() < 0.01 else "up"
+
+    assert answered(odd) == pytest.approx(0.0, abs=0.1)
+
+
 def test_dependence_falls_with_the_share_of_replies_that_look() -> None:
     def looks(share: float) -> Callable[[int, int, random.Random], str]:
         return lambda item, turn, rng: f"take {item}" if rng.random() < share else "take 0"
 
     measured = [answered(looks(share)) for share in (1.0, 0.7, 0.4, 0.1)]
     assert measured == sorted(measured, reverse=True)
-    assert measured[0] == pytest.approx(1.0)
+    assert measured[0] == pytest.approx(1.0, abs=0.01)
     assert measured[-1] < 0.1
 
 
@@ -175,7 +182,7 @@ def test_a_screen_that_all_tasks_share_is_not_an_input_to_depend_on() -> None:
         shown=lambda item, turn: "Guess!" if turn == 0 else f"feedback {item}",
         turns=2,
     )
-    assert after == pytest.approx(1.0)
+    assert after == pytest.approx(1.0, abs=0.05)
 
 
 def test_dependence_needs_an_input_answered_twice() -> None:

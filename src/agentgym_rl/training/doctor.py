@@ -17,6 +17,7 @@ SIGNALS: dict[str, str] = {
     "reward/mean": "high",
     "groups/zero_variance": "low",
     "entropy/mean": "",
+    "surprise/mean": "",
     "replies/dependence": "high",
     "actions/repeated_rate": "low",
     "actions/alternating_rate": "low",

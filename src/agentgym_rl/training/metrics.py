@@ -14,6 +14,10 @@ TURNS_SHOWN = 8
 WORDS_COMPARED = 64
 """Of a long reply only the first and the last words are compared, half and half."""
 
+CHANCE_REPLIES = 2.0
+"""Replies, as if added to a step's, that differ for no reason: where nearly all replies are equal, the few others do
+not make it look like dependence."""
+
 
 def episode_metrics(groups: list[Group]) -> dict[str, float]:
     """Means over the usable episodes of a step, for all environments together and, if several, for each."""
@@ -54,11 +58,15 @@ def _means(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 def surprise(trajectories: list[Trajectory]) -> dict[str, float]:
-    """`surprise/turn_K`: minus the mean log-probability the sampler gave the tokens of turn K, from 1 on."""
+    """Minus the mean log-probability the sampler gave its tokens, of all turns and of each: its estimate of entropy.
+
+    It needs no learner, so it is there even in a step in which nothing could be learned.
+    """
     logprobs: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         replies = [m for m in trajectory.messages if m.role == "assistant"]
         for turn, message in enumerate(replies, 1):
+            logprobs["mean"] += message.logprobs or []
             logprobs[turn_name(turn)] += message.logprobs or []
     return {f"surprise/{name}": -fmean(values) for name, values in logprobs.items() if values}
 
@@ -69,7 +77,7 @@ def turn_name(turn: int) -> str:
 
 
 def input_dependence(trajectories: list[Trajectory]) -> float | None:
-    """How much replies depend on what they answer: 1 - D_same / D_other, from texts alone.
+    """How much replies depend on what they answer: (D_other - D_same) / D_other, from texts alone.
 
     D_same is the mean distance between two replies to the same input, D_other between two replies to different inputs
     of the same environment and turn (an agreement coefficient such as Krippendorff's alpha). An input is the task and
@@ -77,75 +85,63 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
     A reply that is a function of its input gives 1, one drawn without looking 0 in expectation, whatever the number of
     actions; the same reply to everything 0. None when no input came twice or there was only one.
     """
-    turns: dict[tuple[str, int], _Turn] = defaultdict(_Turn)
+    turns: dict[tuple[str, int], dict[_Input, _Sum]] = defaultdict(lambda: defaultdict(_Sum))
     for trajectory in trajectories:
         observation, turn = "", 0
         for message in trajectory.messages:
             if message.role == "assistant":
-                turns[trajectory.task.env, turn].add(trajectory.task.item, observation, _words(message.content))
+                given = (trajectory.task.item, observation)
+                turns[trajectory.task.env, turn][given].add(_words(message.content))
                 turn += 1
             elif message.role == "user":
                 observation = message.content
-    compared = [replies for replies in turns.values() if replies.comparable]
+    compared = [result for inputs in turns.values() if (result := _compare(inputs))]
     if not compared:
         return None
-    gain = spread = 0.0
-    for replies in compared:
-        same, other = replies.similarity_same(), replies.similarity_other()
-        gain += replies.repeated_inputs * (same - other)
-        spread += replies.repeated_inputs * (1.0 - other)
-    # Where all replies are the same there is nothing that could depend on anything.
-    return gain / spread if spread > 1e-9 else 0.0
+    gain = sum(replies * (same - other) for replies, same, other in compared)
+    return gain / (sum(replies * (1.0 - other) for replies, _, other in compared) + CHANCE_REPLIES)
 
 
-class _Turn:
-    """The replies of one environment and turn as unit vectors, summed by input: mean cosines in linear time."""
-
-    def __init__(self) -> None:
-        self._by_input: dict[tuple[int, str], _Sum] = defaultdict(_Sum)
-        self._by_observation: dict[str, _Sum] = defaultdict(_Sum)
-        self._all = _Sum()
-
-    def add(self, item: int, observation: str, vector: Mapping[str, float]) -> None:
-        for total in (self._by_input[item, observation], self._by_observation[observation], self._all):
-            total.add(vector)
-
-    @property
-    def repeated_inputs(self) -> int:
-        """Replies to an input that was answered at least twice."""
-        return sum(cell.count for cell in self._by_input.values() if cell.count > 1)
-
-    @property
-    def comparable(self) -> bool:
-        return self.repeated_inputs > 0 and len(self._by_observation) > 1
-
-    def similarity_same(self) -> float:
-        """Mean cosine of two replies to the same input; every reply counts alike."""
-        cells = [cell for cell in self._by_input.values() if cell.count > 1]
-        pairs = sum((cell.square() - cell.count) / (cell.count - 1) for cell in cells)
-        return pairs / self.repeated_inputs
-
-    def similarity_other(self) -> float:
-        """Mean cosine of two replies to different observations."""
-        same_text = list(self._by_observation.values())
-        pairs = self._all.count**2 - sum(some.count**2 for some in same_text)
-        return (self._all.square() - sum(some.square() for some in same_text)) / pairs
+_Input = tuple[int, str]
+"""A task's item and the observation to answer."""
 
 
 class _Sum:
-    """A sum of unit vectors."""
+    """A sum of unit vectors: its square holds the cosines of all their pairs, so that none has to be formed."""
 
     def __init__(self) -> None:
         self.count = 0
         self._vector: dict[str, float] = defaultdict(float)
 
-    def add(self, vector: Mapping[str, float]) -> None:
-        self.count += 1
+    def add(self, vector: Mapping[str, float], count: int = 1) -> None:
+        self.count += count
         for name, value in vector.items():
             self._vector[name] += value
 
+    def add_sum(self, other: _Sum) -> None:
+        self.add(other._vector, other.count)
+
     def square(self) -> float:
         return sum(value * value for value in self._vector.values())
+
+
+def _compare(inputs: Mapping[_Input, _Sum]) -> tuple[int, float, float] | None:
+    """Of one turn: replies compared, mean cosine of two to the same input, mean cosine of two to different texts.
+
+    Only inputs that were answered twice or more take part, in both means, so that both are of the same replies.
+    """
+    cells = {given: replies for given, replies in inputs.items() if replies.count > 1}
+    everything = _Sum()
+    by_text: dict[str, _Sum] = defaultdict(_Sum)
+    for (_, observation), replies in cells.items():
+        everything.add_sum(replies)
+        by_text[observation].add_sum(replies)
+    if len(by_text) < 2:
+        return None
+    same = sum((cell.square() - cell.count) / (cell.count - 1) for cell in cells.values()) / everything.count
+    pairs = everything.count**2 - sum(text.count**2 for text in by_text.values())
+    other = (everything.square() - sum(text.square() for text in by_text.values())) / pairs
+    return everything.count, same, other
 
 
 def _words(reply: str) -> dict[str, float]:

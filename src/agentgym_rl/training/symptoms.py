@@ -21,7 +21,7 @@ Severity = Literal["warning", "severe"]
 WINDOW = 5
 PATIENCE = 20
 """Window of what is normal early in a run and wrong only if it lasts."""
-MEMORY = 200
+MEMORY = 100
 """Steps that are looked back on for the best of a signal, which bounds the cost of long runs."""
 SOLVED = 0.9
 """Success above which certainty and equal episodes are what one wants."""
@@ -49,16 +49,19 @@ Rule = Callable[[Rows], Symptom | None]
 
 def entropy_collapse(rows: Rows) -> Symptom | None:
     """Entropy below a tenth of where it began. Healthy runs settle at a quarter or more while there is still something
-    to learn; below a tenth nearly all episodes of a group are the same."""
-    now, start = _now(rows, "entropy/mean"), _start(rows, "entropy/mean", max)
-    if now is None or start is None or _solved(rows) or now >= 0.1 * start:
-        return None
-    return Symptom(
-        _since_below(rows, "entropy/mean", 0.1 * start),
-        f"entropy fell from {start:.2f} to {now:.2g}",
-        "the policy stopped exploring",
-        "raise rl.entropy_coef or rl.kl_coef, or lower rl.optimizer.lr",
-    )
+    to learn; below a tenth nearly all episodes of a group are the same. The sampler's estimate is looked at too: the
+    learner's is of the groups it learns from, of which a policy that has settled leaves none."""
+    for name in ("entropy/mean", "surprise/mean"):
+        now, start = _now(rows, name), _start(rows, name, max)
+        if now is None or start is None or _solved(rows) or now >= 0.1 * start:
+            continue
+        return Symptom(
+            _since_below(rows, name, 0.1 * start),
+            f"entropy fell from {start:.2f} to {abs(now):.2g}",
+            "the policy stopped exploring",
+            "raise rl.entropy_coef or rl.kl_coef, or lower rl.optimizer.lr",
+        )
+    return None
 
 
 def entropy_explosion(rows: Rows) -> Symptom | None:
@@ -84,7 +87,7 @@ def zero_advantage(rows: Rows) -> Symptom | None:
     now, success = _now(rows, "groups/zero_variance"), _now(rows, "success/mean")
     if now is None or now <= 0.9 or _solved(rows):
         return None
-    hopeless = success is not None and success < 0.05
+    hopeless = success is not None and success < 0.05 and not _rose(rows, "reward/mean")
     return Symptom(
         _since_above(rows, "groups/zero_variance", 0.9),
         f"{now:.0%} of groups have no advantage",
@@ -148,7 +151,7 @@ def horizon_truncation(rows: Rows) -> Symptom | None:
 
 
 def length_truncation(rows: Rows) -> Symptom | None:
-    """Three replies in ten run out of max_new_tokens: their episodes end without their action being taken."""
+    """Three episodes in ten end because a reply ran out of max_new_tokens, without its action being taken."""
     now = _now(rows, "truncated/length_rate")
     if now is None or now <= 0.3:
         return None
@@ -191,7 +194,7 @@ def length_runaway(rows: Rows) -> Symptom | None:
 def length_collapse(rows: Rows) -> Symptom | None:
     """Replies less than 0.4 times as long as at the start, which was long enough to hold a thought (8 tokens), while
     success has not risen."""
-    now, start = _now(rows, "tokens/per_reply"), _start(rows, "tokens/per_reply", median)
+    now, start = _now(rows, "tokens/per_reply"), _start(rows, "tokens/per_reply", max)
     if now is None or start is None or start < 8.0 or now >= 0.4 * start or _rose(rows, "success/mean"):
         return None
     return Symptom(
@@ -317,12 +320,13 @@ def template_collapse(rows: Rows) -> Symptom | None:
 
 
 def clipping(rows: Rows) -> Symptom | None:
-    """The clip takes away the gradient of three tokens in ten: a step's updates go too far from its samples."""
+    """The clip takes away the gradient of one token in five: a step's updates go too far from its samples. Healthy
+    runs stay below one in ten."""
     now = _now(rows, "clip/fraction")
-    if now is None or now <= 0.3:
+    if now is None or now <= 0.2:
         return None
     return Symptom(
-        _since_above(rows, "clip/fraction", 0.3),
+        _since_above(rows, "clip/fraction", 0.2),
         f"{now:.0%} of tokens are clipped",
         "the policy leaves its samples behind within one step",
         "lower rl.optimizer.lr, rl.epochs or rl.minibatches, or raise rl.clip_high",
@@ -369,13 +373,18 @@ RULES: dict[str, tuple[Severity, Rule]] = {
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 def _last(rows: Rows, name: str, count: int) -> list[tuple[int, float]]:
     """(step, value) of the last `count` rows that have the metric; rows far back are not searched for it."""
-    found = [(row["step"], float(row[name])) for row in rows[-2 * count :] if is_number(row.get(name))]
-    return found[-count:]
+    found: list[tuple[int, float]] = []
+    for row in reversed(rows[-2 * count :]):
+        if is_number(row.get(name)):
+            found.append((row["step"], float(row[name])))
+        if len(found) == count:
+            break
+    return found[::-1]
 
 
 def _now(rows: Rows, name: str, window: int = WINDOW) -> float | None:

@@ -1,0 +1,297 @@
+"""The doctor's rules on rows made by hand: each fires on its symptom, names when it began, and is silent otherwise."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs_for_tests import counting_config
+from typer.testing import CliRunner
+
+from agentgym_rl.cli import app
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.runlog import RunLog, read_metrics
+from agentgym_rl.training import symptoms
+from agentgym_rl.training.doctor import QUIET_STEPS, SIGNALS, Doctor, diagnose
+from agentgym_rl.training.symptoms import RULES
+
+Row = dict[str, Any]
+HEALTHY: Row = {
+    "success/mean": 0.4,
+    "reward/mean": 0.4,
+    "groups/zero_variance": 0.6,
+    "entropy/mean": 0.7,
+    "entropy/turn_1": 0.8,
+    "entropy/turn_2": 0.6,
+    "surprise/mean": 0.7,
+    "replies/dependence": 0.5,
+    "actions/repeated_rate": 0.2,
+    "actions/alternating_rate": 0.05,
+    "actions/invalid_rate": 0.2,
+    "truncated/horizon_rate": 0.5,
+    "truncated/length_rate": 0.02,
+    "truncated/context_rate": 0.0,
+    "tokens/per_reply": 20.0,
+    "mismatch/abs": 0.01,
+    "mismatch/kl": 0.001,
+    "mismatch/turn_1": 0.01,
+    "mismatch/turn_2": 0.012,
+    "kl/reference": 0.1,
+    "grad/norm": 0.3,
+    "clip/fraction": 0.02,
+    "skipped": 0.0,
+    "episodes/usable": 64.0,
+    "episodes/error": 1.0,
+}
+TURN = 21
+"""The step from which a driven run is ill."""
+
+
+def rows(count: int = 60, **ill: Any) -> list[Row]:
+    """A healthy run, and from TURN on with what is given; names are written with `__` for the slash."""
+    changes = {name.replace("__", "/"): value for name, value in ill.items()}
+    return [{"step": s, **HEALTHY, **(changes if s >= TURN else {})} for s in range(1, count + 1)]
+
+
+ILL: dict[str, tuple[list[Row], str]] = {
+    "entropy_collapse": (rows(entropy__mean=0.02), "entropy fell from 0.70 to"),
+    "entropy_explosion": (rows(entropy__mean=3.0), "entropy rose from 0.70 to"),
+    "zero_advantage": (rows(groups__zero_variance=1.0), "no advantage"),
+    "repeated_actions": (rows(actions__repeated_rate=0.9, success__mean=0.21), "repeat the one before"),
+    "invalid_actions": (rows(actions__invalid_rate=0.9), "invalid"),
+    "horizon_truncation": (
+        [row | {"truncated/horizon_rate": 1.0, "success/mean": 0.0, "reward/mean": 0.0} for row in rows()],
+        "end at the horizon",
+    ),
+    "length_truncation": (rows(truncated__length_rate=0.8), "cut off at its longest"),
+    "context_truncation": (rows(truncated__context_rate=0.8), "out of context"),
+    "length_runaway": (rows(tokens__per_reply=90.0), "grew from 20 to"),
+    "length_collapse": (rows(tokens__per_reply=2.0), "shrank from 20 to"),
+    "sampler_mismatch": (rows(mismatch__abs=0.4), "mismatch/abs"),
+    "mismatch_over_turns": (rows(mismatch__turn_2=0.08), "in turn 2"),
+    "kl_runaway": (rows(kl__reference=4.0), "KL to the reference"),
+    "gradient_spikes": (rows(grad__norm=30.0), "gradient norms rose from 0.3 to 30"),
+    "skipped_updates": (rows(skipped=0.5), "skipped"),
+    "success_collapse": (rows(success__mean=0.05), "success fell from 40%"),
+    "template_collapse": (rows(replies__dependence=0.01), "dependence of replies"),
+    "clipping": (rows(clip__fraction=0.5), "clipped"),
+    "episode_errors": (rows(episodes__error=40.0), "of episodes fail"),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_names_its_symptom_and_when_it_began(rule: str) -> None:
+    ill, words = ILL[rule]
+    doctor = Doctor(ill)
+    (finding,) = [finding for finding in doctor.findings if finding.rule == rule]
+    assert words in finding.message
+    assert f" since step {finding.since}: " in finding.message
+    assert finding.severity == RULES[rule][0]
+    began = 1 if rule == "horizon_truncation" else TURN
+    # A window that lies half before the turn may already be beyond the limit.
+    assert began - 4 <= finding.since <= began
+    assert began <= finding.step <= began + 20
+    # Gradients are compared with the recent past, so what lasts becomes usual.
+    assert finding.until is None or rule == "gradient_spikes"
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_rule_is_silent_in_a_healthy_run_and_where_its_metric_is_absent(rule: str) -> None:
+    assert Doctor(rows()).findings == []
+    assert Doctor([{"step": step} for step in range(1, 30)]).findings == []
+    broken = dict.fromkeys(HEALTHY) | {"nonfinite": list(HEALTHY)}
+    assert Doctor([{"step": step, **broken} for step in range(1, 30)]).findings == []
+    nan = dict.fromkeys(HEALTHY, float("nan"))
+    assert Doctor([{"step": step, **nan} for step in range(1, 30)]).findings == []
+
+
+def test_the_message_is_the_line_that_was_promised() -> None:
+    (finding,) = Doctor(rows(entropy__mean=0.0)).findings
+    assert finding.message == (
+        f"entropy fell from 0.70 to 0 since step {TURN}: the policy stopped exploring; "
+        "raise rl.entropy_coef or rl.kl_coef, or lower rl.optimizer.lr"
+    )
+
+
+def test_every_setting_that_is_named_exists() -> None:
+    config = counting_config()
+    sources = [node.value for node in ast.walk(ast.parse(Path(symptoms.__file__).read_text()))
+               if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
+    keys = {
+        key for text in sources for key in re.findall(r"\b(?:rl|agent|model|horizon|warm_start)(?:\.[a-z_]+)+", text)
+    }
+    assert len(keys) > 15
+    for key in keys:
+        value: Any = config
+        for part in key.split("."):
+            assert hasattr(value, part), f"{key} is no setting"
+            value = getattr(value, part)
+
+
+@pytest.mark.parametrize(
+    ("rule", "well"),
+    [
+        ("entropy_collapse", {"success__mean": 0.95}),
+        ("zero_advantage", {"success__mean": 0.95}),
+        ("template_collapse", {"success__mean": 0.95}),
+        ("repeated_actions", {"success__mean": 0.6}),
+        ("invalid_actions", {"success__mean": 0.6}),
+        ("length_runaway", {"success__mean": 0.6}),
+        ("length_collapse", {"success__mean": 0.6}),
+    ],
+)
+def test_what_comes_with_success_is_no_symptom(rule: str, well: dict[str, float]) -> None:
+    ill = [
+        row if row["step"] < TURN - 5 else row | {k.replace("__", "/"): v for k, v in well.items()}
+        for row in ILL[rule][0]
+    ]
+    assert rule in {finding.rule for finding in Doctor(ILL[rule][0]).findings}
+    assert rule not in {finding.rule for finding in Doctor(ill).findings}
+
+
+def test_a_short_first_stage_that_pays_is_not_a_horizon_too_short() -> None:
+    stage = [row | {"truncated/horizon_rate": 0.97, "success/mean": 0.03, "reward/mean": 0.03} for row in rows(30)]
+    assert "horizon_truncation" in {f.rule for f in Doctor(stage).findings}
+    rising = [row | {"reward/mean": 0.02 * row["step"]} for row in stage]
+    assert Doctor(rising).findings == []
+
+
+def test_one_bad_step_is_noise() -> None:
+    for name, value in {
+        "groups/zero_variance": 1.0,
+        "entropy/mean": 2.9,
+        "kl/reference": 28.0,
+        "grad/norm": 90.0,
+        "clip/fraction": 0.6,
+        "actions/invalid_rate": 1.0,
+        "truncated/length_rate": 1.0,
+        "success/mean": 0.0,
+        "tokens/per_reply": 60.0,
+        "replies/dependence": 0.0,
+    }.items():
+        noisy = [row | ({name: value} if row["step"] == TURN else {}) for row in rows()]
+        assert Doctor(noisy).findings == [], name
+
+
+def test_loops_of_two_and_turns_of_their_own() -> None:
+    assert "alternate" in Doctor(rows(actions__alternating_rate=0.6, success__mean=0.21)).findings[0].message
+    assert "entropy in turn 2 rose" in Doctor(rows(entropy__turn_2=2.0)).findings[0].message
+    (finding,) = Doctor(rows(surprise__mean=0.01)).findings
+    assert finding.rule == "entropy_collapse"
+
+
+def test_late_turns_are_the_last() -> None:
+    late = {f"mismatch/turn_{turn}": 0.01 for turn in range(2, 9)} | {"mismatch/turn_9+": 0.2}
+    (finding,) = Doctor([row | late for row in rows()]).findings
+    assert "in turn 9 and later" in finding.message
+
+
+def wavering(values: Callable[[int], float]) -> list[tuple[int, int | None]]:
+    made = [row | {"groups/zero_variance": values(row["step"])} for row in rows(120)]
+    return [(finding.step, finding.until) for finding in Doctor(made).findings]
+
+
+def test_a_rule_warns_when_it_begins_and_again_only_after_it_had_ceased() -> None:
+    assert wavering(lambda step: 1.0 if step > 20 else 0.5) == [(25, None)]
+    assert wavering(lambda step: 1.0 if step > 20 and step % 12 else 0.5) == [(29, None)]
+    first, second = wavering(lambda step: 1.0 if 20 < step <= 40 or step > 80 else 0.5)
+    assert first == (25, 40)
+    assert second == (85, None)
+    assert QUIET_STEPS > 5
+
+
+def test_a_doctor_that_reads_a_run_says_what_one_that_watched_it_said() -> None:
+    made = ILL["success_collapse"][0]
+    watching = Doctor()
+    said = [finding.line() for row in made for finding in watching.observe(row)]
+    assert said == [finding.line() for finding in Doctor(made).findings] != []
+    resumed = Doctor(made[:30])
+    more = [finding.line() for row in made[30:] for finding in resumed.observe(row)]
+    assert said == [f.line() for f in Doctor(made[:30]).findings] + more
+    assert set(said[0]) == {"step", "rule", "severity", "message", "since"}
+
+
+def test_lines_that_bear_one_step_are_one_row() -> None:
+    made = ILL["clipping"][0]
+    split = [part for row in made for part in ({"step": row["step"]}, row)]
+    assert diagnose(split) == diagnose(made)
+
+
+def test_a_long_run_is_examined_quickly() -> None:
+    started = time.process_time()
+    Doctor(rows(2000, groups__zero_variance=1.0))
+    assert time.process_time() - started < 5.0
+
+
+def test_every_rule_is_short_and_every_signal_is_documented() -> None:
+    for function in ast.parse(Path(symptoms.__file__).read_text()).body:
+        if isinstance(function, ast.FunctionDef):
+            assert function.end_lineno is not None
+            assert function.end_lineno - function.lineno < 50, function.name
+    docs = Path(__file__).parents[2] / "docs"
+    described, listed = (docs / "runs.md").read_text(), (docs / "doctor.md").read_text()
+    assert [name for name in SIGNALS if f"`{name}`" not in described] == []
+    assert [rule for rule in RULES if f"`{rule}`" not in listed] == []
+
+
+def test_diagnosis() -> None:
+    diagnosis = diagnose(ILL["success_collapse"][0])
+    assert diagnosis["signals"]["success/mean"] == {
+        "first": pytest.approx(0.4),
+        "best": pytest.approx(0.4),
+        "last": pytest.approx(0.05),
+    }
+    assert diagnosis["signals"]["entropy/mean"]["best"] is None
+    assert not diagnosis["healthy"]
+    assert "still holding at the end: success_collapse" in diagnosis["verdict"]
+    assert "passed: clipping" in diagnose(rows(80, clip__fraction=0.5)[:40] + rows(80)[40:])["verdict"]
+    assert diagnose(rows(3))["verdict"].startswith("too short to judge: 3 steps")
+    assert diagnose([])["steps"] == 0
+    assert diagnose(rows())["verdict"].startswith("healthy")
+
+
+def written(folder: Path, made: list[Row]) -> Path:
+    with RunLog.create(folder, {"seed": 0}) as log:
+        for row in made:
+            log.log(row["step"], {name: value for name, value in row.items() if name != "step"})
+    return folder
+
+
+def test_the_command(tmp_path: Path) -> None:
+    runner = CliRunner()
+    well, ill = written(tmp_path / "well", rows()), written(tmp_path / "ill", ILL["kl_runaway"][0])
+    healthy = runner.invoke(app, ["doctor", str(well)])
+    assert (healthy.exit_code, "healthy: none of" in healthy.output) == (0, True)
+    sick = runner.invoke(app, ["doctor", str(ill)])
+    assert sick.exit_code == 1
+    for words in ("kl_runaway", "KL to the reference is 4 per token since step", "rl.kl_coef", "kl/reference"):
+        assert words in sick.output
+    as_json = runner.invoke(app, ["doctor", str(ill / "metrics.jsonl"), "--json"])
+    assert as_json.exit_code == 1
+    assert [finding["rule"] for finding in json.loads(as_json.output)["findings"]] == ["kl_runaway"]
+
+
+@pytest.mark.parametrize("name", ["nowhere", "", "recipe.toml"])
+def test_the_command_needs_a_run(tmp_path: Path, name: str) -> None:
+    (tmp_path / "recipe.toml").write_text("seed = 0")
+    result = CliRunner().invoke(app, ["doctor", str(tmp_path / name)])
+    assert isinstance(result.exception, ConfigError)
+    assert "needs a run directory" in str(result.exception)
+
+
+def test_warnings_after_a_checkpoint_are_forgotten_with_their_steps(tmp_path: Path) -> None:
+    with RunLog.create(tmp_path, {"seed": 0}) as log:
+        for step in (3, 7, 9):
+            log.log_finding({"step": step, "rule": "clipping"})
+    with (tmp_path / "doctor.jsonl").open("ab") as file:
+        file.write(b'{"step": 11, "ru')
+    with RunLog.create(tmp_path, {"seed": 0}, resume=True) as log:
+        assert [row["step"] for row in read_metrics(log.doctor_path)] == [3, 7, 9]
+        log.truncate_after(7)
+        assert [row["step"] for row in read_metrics(log.doctor_path)] == [3, 7]
