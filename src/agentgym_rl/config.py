@@ -11,12 +11,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
+    AgentEvolSettings,
+    DataSettings,
+    DPOSettings,
     HorizonSettings,
     LoraSettings,
     RLSettings,
     ScratchSettings,
     SFTSettings,
 )
+
+Method = Literal["rl", "sft", "dpo", "agentevol"]
+
+SECTIONS: dict[Method, tuple[str, ...]] = {
+    "rl": ("rl", "horizon"),
+    "sft": ("sft", "data"),
+    "dpo": ("dpo", "data"),
+    "agentevol": ("agentevol", "sft", "data"),
+}
+"""Sections that only some methods read; a recipe with one that its method does not read is refused."""
 
 
 class _Section(BaseModel):
@@ -133,6 +146,8 @@ class Config(_Section):
     run_dir: str | None = None
     """Where the run is kept; by default runs/<name>, or runs/<name>-2 and so on when that is taken."""
     seed: int = 0
+    method: Method = "rl"
+    """How the agent learns: by reinforcement from its own episodes, by imitation, from pairs, or by both in turn."""
     threads: int = Field(0, ge=0, le=1024)
     """Torch threads on the CPU; 0 leaves torch's own choice."""
     model: ModelConfig
@@ -141,16 +156,52 @@ class Config(_Section):
     warm_start: WarmStartConfig | None = None
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
+    data: DataSettings | None = None
+    """sft: what is imitated. dpo: trajectories to build pairs from. agentevol: the expert's data."""
+    sft: SFTSettings | None = None
+    """sft, and each retraining of agentevol."""
+    dpo: DPOSettings | None = None
+    agentevol: AgentEvolSettings | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: tuple[Literal["tensorboard"], ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections_of_the_method(cls, raw: Any) -> Any:
+        """Refuse what the method does not read, and fill in the sections it does."""
+        method = raw.get("method", "rl") if isinstance(raw, dict) else None
+        if method not in SECTIONS:
+            return raw
+        foreign = {name for names in SECTIONS.values() for name in names} - set(SECTIONS[method])
+        for section in sorted(foreign & {name for name, value in raw.items() if value is not None}):
+            readers = " or ".join(repr(m) for m, names in SECTIONS.items() if section in names)
+            raise ValueError(f"[{section}] is read by method = {readers}, this is {method!r}: remove it or set method")
+        wanted = [name for name in SECTIONS[method] if name != "data"]
+        return {**{name: {} for name in wanted}, **{k: v for k, v in raw.items() if v is not None}}
+
+    @model_validator(mode="after")
+    def _data_fits_the_method(self) -> Config:
+        method, data = self.method, self.data
+        if method == "sft" and data is None:
+            raise ValueError("method = 'sft' needs [data]: files, or play = 'oracle' or 'random'")
+        if method == "dpo" and data is not None and data.play is not None:
+            raise ValueError("data.play: dpo compares what a model did, set dpo.sample_groups or data.files instead")
+        if method == "dpo" and data is not None and data.keep == "success":
+            raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
+        if self.dpo is not None and data is None and not self.dpo.sample_groups:
+            raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, got neither")
+        horizons = [env.name for env in self.environments if env.horizon is not None]
+        if method != "rl" and horizons:
+            raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> Config:
         names = [e.name for e in self.environments]
         if len(set(names)) != len(names):
             raise ValueError(f"environments: each name once, got {', '.join(names)}")
-        if self.model.scratch is not None and self.warm_start is None:
+        if self.model.scratch is not None and self.warm_start is None and self.method != "sft":
             raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
         for env in self.environments:
             if env.group_size is not None and env.group_size < 2 and self.rl.algorithm in GROUP_ALGORITHMS:
@@ -161,6 +212,11 @@ class Config(_Section):
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self
+
+    def resolved(self) -> dict[str, Any]:
+        """Everything the run depends on, as it is saved; sections of other methods are left out."""
+        foreign = {name for names in SECTIONS.values() for name in names} - set(SECTIONS[self.method])
+        return self.model_dump(mode="json", exclude=foreign)
 
     def folder(self, *, resume: bool) -> Path:
         """Where to keep this run: a fresh place, or with `resume` the newest that holds a run of this name and seed."""

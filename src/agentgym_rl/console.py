@@ -94,11 +94,14 @@ class Console:
             self.note("  ".join(filter(None, (f"{label} {done}/{total}", last_note, f"in {took}"))))
 
     @contextmanager
-    def steps(self, total: int, *, start: int = 0, label: str = "training") -> Iterator[None]:
-        """Everything between is training: call `step` for each finished step. `start` steps were done earlier."""
+    def steps(self, total: int, *, start: int = 0, label: str = "training", method: str = "rl") -> Iterator[None]:
+        """Everything between is training: call `step` for each finished step. `start` steps were done earlier.
+
+        `method` chooses the columns.
+        """
         with self._bar() as bar:
             task = bar.add_task(label, total=total, completed=start, note="", left="", finishes_at=None)
-            self._steps = _Steps(self.rich, bar, task, total, start)
+            self._steps = _Steps(self.rich, bar, task, total, start, method)
             try:
                 yield
             finally:
@@ -218,9 +221,9 @@ class _TimeLeft(ProgressColumn):
 class _Steps:
     """The lines and the bar of one stretch of training."""
 
-    def __init__(self, console: RichConsole, bar: Progress, task: Any, total: int, start: int) -> None:
+    def __init__(self, console: RichConsole, bar: Progress, task: Any, total: int, start: int, method: str) -> None:
         self._console, self._bar, self._task, self._total = console, bar, task, total
-        self._columns = _columns(total, console.width, with_time_left=not console.is_terminal)
+        self._columns = _columns(total, console.width, method, with_time_left=not console.is_terminal)
         self._lines = 0
         self._seconds: deque[float] = deque(maxlen=ETA_OVER_STEPS)
         self._successes: deque[float] = deque(maxlen=24)
@@ -280,22 +283,8 @@ def sparkline(rates: Sequence[float] | deque[float]) -> str:
     return "".join(blocks[min(7, int(max(0.0, rate) * 8))] for rate in rates)
 
 
-def _columns(total: int, width: int, *, with_time_left: bool) -> list[Column]:
-    columns = [
-        Column("step", max(5, len(str(total)) + 1), lambda m: str(m["step"]), "bold"),
-        Column("reward", 8, lambda m: _fixed(m.get("reward/mean"), 3)),
-        Column("success", 8, lambda m: _percent(m.get("success/mean")), "bold green"),
-        Column("turns", 6, lambda m: _fixed(m.get("turns/mean"), 1)),
-        Column("horizon", 8, _horizon, "cyan"),
-        Column("trunc", 7, lambda m: _percent(m.get("truncated/rate")), rank=2),
-        Column("invalid", 8, lambda m: _percent(m.get("actions/invalid_rate")), rank=3),
-        Column("tok/s", 7, lambda m: _count(m.get("tokens/sampled_per_s")), "dim", rank=5),
-        Column("KL", 7, lambda m: _small(m.get("kl/reference")), rank=4),
-        Column("entropy", 8, lambda m: _fixed(m.get("entropy/mean"), 3), rank=1),
-        Column("clip", 6, lambda m: _percent(m.get("clip/fraction")), rank=6),
-        Column("rollout", 8, lambda m: _seconds(m.get("time/rollout_s")), "dim", rank=8),
-        Column("learn", 6, lambda m: _seconds(m.get("time/learn_s")), "dim", rank=7),
-    ]
+def _columns(total: int, width: int, method: str, *, with_time_left: bool) -> list[Column]:
+    columns = [Column("step", max(5, len(str(total)) + 1), lambda m: str(m["step"]), "bold"), *_COLUMNS[method]]
     if with_time_left:
         columns.append(Column("left", 8, lambda m: duration(m["left_s"])))
         return columns
@@ -370,3 +359,42 @@ def _count(value: Any) -> str:
 
 def _seconds(value: Any) -> str:
     return _formatted(value, lambda number: f"{number:.1f}s" if number < 99.95 else f"{number:.0f}s")
+
+
+_EPISODES = (
+    Column("reward", 8, lambda m: _fixed(m.get("reward/mean"), 3)),
+    Column("success", 8, lambda m: _percent(m.get("success/mean")), "bold green"),
+    Column("turns", 6, lambda m: _fixed(m.get("turns/mean"), 1)),
+    Column("horizon", 8, _horizon, "cyan"),
+    Column("trunc", 7, lambda m: _percent(m.get("truncated/rate")), rank=2),
+    Column("invalid", 8, lambda m: _percent(m.get("actions/invalid_rate")), rank=3),
+    Column("tok/s", 7, lambda m: _count(m.get("tokens/sampled_per_s")), "dim", rank=5),
+    Column("KL", 7, lambda m: _small(m.get("kl/reference")), rank=4),
+    Column("entropy", 8, lambda m: _fixed(m.get("entropy/mean"), 3), rank=1),
+    Column("clip", 6, lambda m: _percent(m.get("clip/fraction")), rank=6),
+    Column("rollout", 8, lambda m: _seconds(m.get("time/rollout_s")), "dim", rank=8),
+    Column("learn", 6, lambda m: _seconds(m.get("time/learn_s")), "dim", rank=7),
+)
+_LEARNING = (
+    Column("loss", 9, lambda m: _fixed(m.get("loss"), 4), "bold"),
+    Column("entropy", 9, lambda m: _fixed(m.get("entropy/mean"), 3), rank=2),
+    Column("grad", 8, lambda m: _fixed(m.get("grad/norm"), 3), rank=3),
+    Column("lr", 9, lambda m: _formatted(m.get("lr"), "{:.1e}".format), "dim", rank=4),
+)
+_PREFERENCES = (
+    Column("accuracy", 10, lambda m: _percent(m.get("dpo/accuracy")), "bold green"),
+    Column("margin", 8, lambda m: _fixed(m.get("dpo/margin"), 3)),
+    Column("chosen", 8, lambda m: _fixed(m.get("dpo/chosen_reward"), 3), rank=1),
+    Column("rejected", 10, lambda m: _fixed(m.get("dpo/rejected_reward"), 3), rank=1),
+)
+_TRAINED = (
+    Column("tokens", 8, lambda m: _count(m.get("tokens/trained")), "dim", rank=5),
+    Column("epoch", 7, lambda m: _fixed(m.get("epoch"), 0), "dim", rank=6),
+)
+_COLUMNS: dict[str, tuple[Column, ...]] = {
+    "rl": _EPISODES,
+    "sft": (*_LEARNING, *_TRAINED),
+    "agentevol": (*_LEARNING, *_TRAINED),
+    "dpo": (*_LEARNING, *_PREFERENCES),
+}
+"""What a step's line says beside its number, by training method."""

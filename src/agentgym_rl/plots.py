@@ -45,7 +45,11 @@ def learning_curve(
     success = _series(metrics, "success/mean")
     _draw_success(upper, success)
     _draw_evaluations(upper, evaluations)
-    _draw_turns(lower, _series(metrics, "turns/mean"), stages)
+    turns = _series(metrics, "turns/mean")
+    if turns[0] or stages:
+        _draw_turns(lower, turns, stages)
+    else:  # imitation and pairs play nothing while they learn
+        _draw_loss(lower, _series(metrics, "loss"))
     _draw_stages(upper, lower, stages)
     figure.align_ylabels((upper, lower))
     figure.text(0.075, 0.94, title, fontsize=14, fontweight="bold", color=INK, va="center")
@@ -135,6 +139,11 @@ def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]]) -> No
             zorder=6,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )
+
+
+def _draw_loss(axes: Any, series: tuple[list[int], list[float]]) -> None:
+    axes.set_ylabel("loss", color=FAINT, fontsize=9)
+    axes.plot(*series, color=CURVE, linewidth=1.2)
 
 
 def _draw_turns(axes: Any, series: tuple[list[int], list[float]], stages: Sequence[Mapping[str, Any]]) -> None:

@@ -157,10 +157,11 @@ class RunLog:
     def trajectories_path(self, step: int, kind: Kind = "train") -> Path:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"
 
-    def truncate_after(self, step: int) -> None:
-        """Forget every step after `step`, the one a checkpoint was taken at: they will be played again."""
+    def truncate_after(self, step: int, keep: Collection[Path] = ()) -> None:
+        """Forget every step after `step`, the one a checkpoint was taken at: they will be played again, except those
+        whose trajectories are among the files to `keep`."""
         for path in self.trajectories_dir.glob("*_*.jsonl"):
-            if int(path.stem.rpartition("_")[2]) > step:
+            if int(path.stem.rpartition("_")[2]) > step and path not in keep:
                 path.unlink()
                 self._begun.discard(path)
         for path in (self.metrics_path, self.doctor_path):

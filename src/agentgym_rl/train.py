@@ -20,7 +20,9 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
+from agentgym_rl.demonstrations import require_files
 from agentgym_rl.heldout import evaluate
+from agentgym_rl.offline import train_offline
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics
 from agentgym_rl.starting import starting_point
@@ -36,7 +38,17 @@ from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import EnvPool, Group
 
-MAY_CHANGE_ON_RESUME = ("rl.steps", "eval", "checkpoint", "threads", "trackers", "agent.concurrency", "run_dir")
+MAY_CHANGE_ON_RESUME = (
+    "rl.steps",
+    "dpo.rounds",
+    "agentevol.rounds",
+    "eval",
+    "checkpoint",
+    "threads",
+    "trackers",
+    "agent.concurrency",
+    "run_dir",
+)
 
 
 async def train(
@@ -60,14 +72,17 @@ async def train(
     try:
         # Before the run directory is made: what cannot be leaves nothing behind.
         wiring.require_model(config.model)
+        require_files(config)
         items = await wiring.all_items(playing, config.environments)
         with RunLog.create(
             folder,
-            config.model_dump(mode="json"),
+            config.resolved(),
             resume=resume,
             may_change=MAY_CHANGE_ON_RESUME,
             trackers=config.trackers,
         ) as log:
+            if config.method != "rl":
+                return await train_offline(config, playing, items, log, console, started)
             log.set_status("running", steps=config.rl.steps)
             run, saved = await _prepare(config, playing, items, log, console, started)
             try:

@@ -95,22 +95,24 @@ class Renderer:
         # The tokenizer merged across the generation prompt, which sampling can never do: encode the reply by itself.
         return [*self.encode(text[len(before) :]), self.end_of_turn]
 
-    def demonstration(self, messages: list[Message]) -> Sample:
+    def demonstration(self, messages: list[Message], trained: list[bool] | None = None) -> Sample:
         """A conversation to learn by imitation: the loss is on replies and their end-of-turn tokens only.
 
-        Built of the same pieces as a rollout, so that the model meets in play exactly what it learned from. What comes
-        after the last reply is left out: nothing is learned from it.
+        `trained` says of each message whether it is imitated; by default every reply is. Built of the same pieces as a
+        rollout, so that the model meets in play exactly what it learned from. What comes after the last reply is left
+        out: nothing is learned from it.
         """
         replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not replies:
             raise ConfigError("a demonstration needs at least one assistant message, got none: drop this conversation")
         token_ids = self.prompt(messages[: replies[0]])
         loss_mask = [False] * len(token_ids)
+        wanted = [message.role == "assistant" for message in messages] if trained is None else trained
         for i in range(replies[0], replies[-1] + 1):
             message = messages[i]
             ids = self.reply_ids(message.content) if message.role == "assistant" else self.follow_up(message.content)
             token_ids += ids
-            loss_mask += [message.role == "assistant"] * len(ids)
+            loss_mask += [wanted[i] and message.role == "assistant"] * len(ids)
         return Sample(token_ids=token_ids, loss_mask=loss_mask)
 
     def _render(self, messages: list[Message], generation_prompt: bool) -> str:

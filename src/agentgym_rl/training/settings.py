@@ -262,3 +262,93 @@ class HorizonSettings:
         if any(a >= b for a, b in pairwise(turns)):
             raise ValueError(f"a {kind} horizon needs ascending turns, got {list(turns)}")
         _require(self, steps_per_stage=1 if kind in ("stepwise", "linear") else 0, window=1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSettings:
+    """Conversations to learn from: files, play, or both. docs/offline.md has the formats."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    files: tuple[str, ...] = ()
+    """Trajectories (`.jsonl`), AgentGym's conversations (`.json`), globs of either, or run directories, of which the
+    training episodes are read."""
+    keep: Literal["success", "all"] | None = None
+    """Which trajectories of `files` are read: by default successes to imitate, all to build pairs from. Conversations
+    have no outcome and are all read."""
+    play: Literal["oracle", "random"] | None = None
+    """Also play the environments' training items: of the oracle its successes are taken, of random play all."""
+    episodes: int = 512
+    """Of `play`, over all environments."""
+    max_turns: int = 30
+    """Of `play`."""
+
+    def __post_init__(self) -> None:
+        _require(self, episodes=1, max_turns=1)
+        if not self.files and self.play is None:
+            raise ValueError("needs files, or play = 'oracle' or 'random': got neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPOSettings:
+    """Direct preference optimisation on pairs of whole episodes of one item. Defaults are the paper's."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    beta: float = 0.5
+    """Strength of the pull to the reference: an implicit reward is beta * log(pi / reference)."""
+    label_smoothing: float = 0.0
+    """Probability that a preference is the wrong way round."""
+    normalize_length: bool = False
+    """Divide an episode's log-probability by its number of sampled tokens."""
+    rounds: int = 1
+    """With more than one, each round samples new groups with the model so far and takes that model as reference."""
+    sample_groups: int = 0
+    """Items played in each round to build pairs from; 0 takes them from data.files only."""
+    group_size: int = 8
+    """Episodes of each sampled item."""
+    max_turns: int = 10
+    """Of sampled episodes."""
+    min_gap: float = 0.5
+    """A pair needs rewards at least this far apart."""
+    pairs_per_item: int = 4
+    """At most this many of an item's pairs, chosen by the seed."""
+    epochs: int = 1
+    batch_size: int = 32
+    """Pairs per update."""
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=5e-7))
+
+    def __post_init__(self) -> None:
+        _require(self, rounds=1, sample_groups=0, group_size=2, max_turns=1, pairs_per_item=1, epochs=1, batch_size=1)
+        if not (self.beta > 0 and self.min_gap > 0 and 0 <= self.label_smoothing < 0.5):
+            raise ValueError(
+                f"beta and min_gap must be positive and label_smoothing lie in [0, 0.5), "
+                f"got {self.beta}, {self.min_gap} and {self.label_smoothing}"
+            )
+        if self.rounds > 1 and not self.sample_groups:
+            raise ValueError("rounds: a second round needs new episodes, set sample_groups")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentEvolSettings:
+    """Explore, keep what succeeded, retrain from the base model on it and the expert data; repeat."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    rounds: int = 3
+    """With 1 and no expert data it is rejection-sampling fine-tuning."""
+    tasks: int = 512
+    """Items played in each round."""
+    group_size: int = 1
+    """Episodes of each item."""
+    max_turns: int = 10
+    """Of explored episodes."""
+    min_reward: float = 1.0
+    """Episodes of at least this reward are kept."""
+    keep_per_item: int = 1
+    """At most this many kept episodes of an item, chosen by the seed; 0 keeps all."""
+    history: Literal["last", "all"] = "last"
+    """Train on what this round kept, or on what all rounds so far kept. The expert data is always added."""
+
+    def __post_init__(self) -> None:
+        _require(self, rounds=1, tasks=1, group_size=1, max_turns=1, keep_per_item=0)

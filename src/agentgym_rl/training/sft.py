@@ -13,21 +13,53 @@ from agentgym_rl.training.settings import SFTSettings
 from agentgym_rl.types import Sample
 
 
+class SFT:
+    """`epochs` passes over the samples in a seeded order; the last batch of a pass may be smaller.
+
+    What the n-th update learns from depends on n and the seed only, so the number of updates is all there is to resume.
+    """
+
+    def __init__(self, model: Any, samples: list[Sample], settings: SFTSettings, seed: int | str) -> None:
+        samples = [s for s in samples if any(s.loss_mask)]
+        if not samples:
+            raise ConfigError("no demonstration to imitate: every one is empty or has no assistant turn")
+        if settings.loss_on == "everything":
+            samples = [replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in samples]
+        self._samples, self._settings, self._seed = samples, settings, seed
+        self._updates_per_epoch = -(-len(samples) // settings.batch_size)
+        self.total = settings.epochs * self._updates_per_epoch
+        """Updates in all."""
+        self._imitator = Imitator(model, settings.optimizer, self.total)
+
+    @property
+    def updates(self) -> int:
+        """Updates made."""
+        return self._imitator.updates
+
+    def step(self) -> dict[str, float]:
+        """The next update."""
+        epoch, place = divmod(self.updates, self._updates_per_epoch)
+        order = list(self._samples)
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        size = self._settings.batch_size
+        batch = order[place * size : (place + 1) * size]
+        metrics = self._imitator.imitate(batch)
+        tokens = float(sum(map(sum, (s.loss_mask for s in batch))))
+        return metrics | {"epoch": epoch + 1.0, "samples": float(len(batch)), "tokens/trained": tokens}
+
+    def state(self) -> dict[str, Any]:
+        return self._imitator.state()
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._imitator.restore(state)
+
+
 def train_sft(
     model: Any, samples: list[Sample], settings: SFTSettings, seed: int, log: Callable[[int, dict[str, float]], None]
 ) -> None:
-    """`epochs` passes in a seeded order; the last batch of a pass may be smaller."""
-    samples = [s for s in samples if any(s.loss_mask)]
-    if not samples:
-        raise ConfigError("no demonstration to imitate: every one is empty or has no assistant turn")
-    if settings.loss_on == "everything":
-        samples = [replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in samples]
-    starts = range(0, len(samples), settings.batch_size)
-    imitator = Imitator(model, settings.optimizer, settings.epochs * len(starts))
-    for epoch in range(settings.epochs):
-        order = list(samples)
-        random.Random(f"{seed}/{epoch}").shuffle(order)
-        for start in starts:
-            update = imitator.updates
-            log(update, imitator.imitate(order[start : start + settings.batch_size]))
+    """All updates at once. `log` is told the 0-based number of each and its metrics."""
+    trainer = SFT(model, samples, settings, seed)
+    while trainer.updates < trainer.total:
+        update = trainer.updates
+        log(update, trainer.step())
     model.eval()

@@ -1,0 +1,277 @@
+"""Offline methods from start to summary: SFT, DPO and AgentEvol are rounds of data and updates on it.
+
+A step is one update, counted over all rounds. Each round first comes by its data (SFT has one round and reads it; DPO
+and AgentEvol also play), keeps it in the run directory, and then makes its updates. Killed at any moment and started
+again with `resume`, a run goes on from its last checkpoint, and does not play again what a round already has.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agentgym_rl import wiring
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.config import Config
+from agentgym_rl.console import Console
+from agentgym_rl.demonstrations import Demonstration, load_demonstrations
+from agentgym_rl.exploration import Explorer
+from agentgym_rl.heldout import evaluate
+from agentgym_rl.plots import learning_curve
+from agentgym_rl.rounds import Round, read_round, round_path, write_round
+from agentgym_rl.runlog import RunLog, read_metrics
+from agentgym_rl.starting import from_nothing, starting_point
+from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, save_checkpoint
+from agentgym_rl.training.dpo import DPO
+from agentgym_rl.training.sft import SFT
+from agentgym_rl.types import EnvPool
+
+LINES_PER_ROUND = 100
+"""A round of more updates shows every n-th on the console; metrics.jsonl has all."""
+
+
+class Trainer(Protocol):
+    """Updates on a round's data."""
+
+    total: int
+
+    @property
+    def updates(self) -> int: ...
+    def step(self) -> dict[str, float]: ...
+    def state(self) -> dict[str, Any]: ...
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+async def train_offline(
+    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console, started: float
+) -> dict[str, Any]:
+    """The whole recipe in the run directory of `log`; returns its summary."""
+    checkpoints = list_checkpoints(log.checkpoints_dir) if log.resumed else []
+    saved: dict[str, Any] | None = None
+    loaded: list[Demonstration] | None = None
+    if checkpoints:
+        saved = load_state(checkpoints[-1])
+        model, tokenizer = wiring.load_from(checkpoints[-1] / "model", config.model)
+        console.stage("Resuming", f"after step {saved['step']}")
+    elif config.model.scratch is not None and config.warm_start is None:
+        console.stage("Data")
+        loaded = await load_demonstrations(config, pool, items, log, console)
+        model, tokenizer = from_nothing(config, (one.messages for one in loaded), console)
+    else:
+        model, tokenizer = await starting_point(config, pool, items, log, console)
+    if saved is None and config.method == "agentevol":
+        export(model, tokenizer, log.root / "base")
+    run = OfflineRun(config, pool, items, log, console, model, tokenizer, started, loaded)
+    try:
+        await run.begin(saved)
+        return await run.finish()
+    finally:
+        await run.engine.close()
+
+
+@dataclass(slots=True)
+class OfflineRun:
+    """A run in progress."""
+
+    config: Config
+    pool: EnvPool
+    items: wiring.Items
+    log: RunLog
+    console: Console
+    model: Any
+    tokenizer: Any
+    started: float
+    """When this process began, on the monotonic clock."""
+    loaded: list[Demonstration] | None
+    step: int = 0
+    """Finished updates."""
+    round: Round | None = None
+    """The one in progress."""
+    trainer: Trainer | None = None
+    rounds_done: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+    """One entry per finished round: what it had and how held-out items went after it."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    seconds_before: float = 0.0
+    renderer: Renderer = field(init=False)
+    engine: NativeEngine = field(init=False)
+    explorer: Explorer = field(init=False)
+
+    def __post_init__(self) -> None:
+        agent = self.config.agent
+        self.renderer = Renderer(self.tokenizer, self.config.model.chat_template)
+        self.engine = NativeEngine(
+            self.model, decode=self.renderer.decode, max_sessions=agent.concurrency, max_context=agent.max_context
+        )
+        self.explorer = Explorer(
+            self.config,
+            self.pool,
+            self.items,
+            self.log,
+            self.console,
+            self.model,
+            self.engine,
+            self.renderer,
+            self.loaded,
+        )
+        self.loaded = None
+
+    async def begin(self, saved: dict[str, Any] | None) -> None:
+        """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
+        if saved is not None:
+            await self._restore(saved)
+            return
+        shutil.rmtree(self.log.root / "rounds", ignore_errors=True)
+        self.console.stage("Held-out evaluation", "before training")
+        await self.evaluate()
+        self.save()
+
+    async def finish(self) -> dict[str, Any]:
+        """The rounds that are left and the summary."""
+        while self.rounds_done < self.explorer.num_rounds:
+            if self.round is None:
+                await self._begin_round()
+            await self._train_round()
+        return self._summarise()
+
+    async def _begin_round(self) -> None:
+        self.round = self._kept_round()
+        if self.round is None:
+            await self._publish()
+            self.round = await self.explorer.make(self.rounds_done + 1, self.step + 1)
+            write_round(self.log.root, self.round)
+        if self.config.method == "agentevol":
+            base, _ = wiring.load_from(self.log.root / "base", self.config.model)
+            self.model.load_state_dict(base.state_dict())
+        self.trainer = self._make_trainer(self.round)
+
+    def _kept_round(self) -> Round | None:
+        """The next round, if a process that was killed has left all it had played for it."""
+        number = self.rounds_done + 1
+        if not round_path(self.log.root, number).is_file():
+            return None
+        made = read_round(self.log.root, number)
+        return made if made.first_step == self.step + 1 else None
+
+    def _make_trainer(self, made: Round) -> Trainer:
+        config, seed = self.config, f"{self.config.seed}/round{made.number}"
+        if config.dpo is not None:
+            return DPO(self.model, made.pairs, config.dpo, seed)
+        assert config.sft is not None
+        return SFT(self.model, [s for samples in made.samples.values() for s in samples], config.sft, seed)
+
+    async def _train_round(self) -> None:
+        trainer, made, method = self.trainer, self.round, self.config.method
+        assert trainer is not None
+        assert made is not None
+        last_step = made.first_step - 1 + trainer.total
+        num_rounds = self.explorer.num_rounds
+        if num_rounds == 1:
+            self.log.set_status("running", steps=last_step)
+        what = f"{len(made.pairs)} pairs" if made.pairs else f"{sum(map(len, made.samples.values()))} conversations"
+        self.console.stage({"dpo": "Preferences"}.get(method, "Imitation"), f"{trainer.total} updates on {what}")
+        shown = -(-trainer.total // LINES_PER_ROUND)
+        with self.console.steps(last_step, start=self.step, label=f"round {made.number}", method=method):
+            while trainer.updates < trainer.total:
+                started = time.perf_counter()
+                metrics = trainer.step()
+                metrics |= made.metrics if trainer.updates == 1 else {}
+                metrics |= {"round": float(made.number), "time/step_s": time.perf_counter() - started}
+                self.step += 1
+                self.log.log(self.step, metrics)
+                if trainer.updates % shown == 0 or trainer.updates == trainer.total:
+                    self.console.step(self.step, metrics)
+                await self._after_step(last=trainer.updates == trainer.total)
+
+    async def _after_step(self, *, last: bool) -> None:
+        """Checkpoints and evaluations; `last` of the round."""
+        every = self.config.eval.every
+        if last or (every and self.step % every == 0):
+            await self.evaluate()
+        if last:
+            assert self.round is not None
+            self.history.append(_described(self.round, self.step, self.evaluations[-1]))
+            self.rounds_done, self.round, self.trainer = self.round.number, None, None
+        if last or self.step % self.config.checkpoint.every == 0:
+            self.save()
+
+    async def evaluate(self) -> None:
+        """Play held-out items, the same ones every time, and remember the result."""
+        await self._publish()
+        result = await evaluate(self.config, self.pool, self.items, self.log, self.engine, self.renderer, self.step)
+        self.evaluations.append(result)
+        self.console.evaluation(self.step, result["success"], result["episodes"])
+
+    async def _publish(self) -> None:
+        self.model.eval()
+        await self.engine.update_weights(None, self.step)
+
+    def save(self) -> None:
+        state = {
+            "trainer": self.trainer.state() if self.trainer is not None else None,
+            "rounds_done": self.rounds_done,
+            "history": self.history,
+            "evaluations": self.evaluations,
+            "seconds": self._seconds(),
+        }
+        folder = self.log.checkpoints_dir
+        save_checkpoint(folder, self.step, self.model, self.tokenizer, state, self.config.checkpoint.keep)
+
+    async def _restore(self, saved: dict[str, Any]) -> None:
+        self.step, self.rounds_done = saved["step"], saved["rounds_done"]
+        self.history, self.evaluations = saved["history"], saved["evaluations"]
+        self.seconds_before = saved["seconds"]
+        played = self.log.trajectories_path(self.step + 1)
+        self.log.truncate_after(self.step, keep=[] if self._kept_round() is None else [played])
+        if saved["trainer"] is not None:
+            self.round = read_round(self.log.root, self.rounds_done + 1)
+            self.trainer = self._make_trainer(self.round)
+            self.trainer.restore(saved["trainer"])
+
+    def _seconds(self) -> float:
+        return self.seconds_before + time.monotonic() - self.started
+
+    def _summarise(self) -> dict[str, Any]:
+        metrics = read_metrics(self.log.metrics_path)
+        before, after = self.evaluations[0], self.evaluations[-1]
+        summary = {
+            "name": self.config.name,
+            "method": self.config.method,
+            "seed": self.config.seed,
+            "before": before,
+            "after": after,
+            "rounds": self.history,
+            "stages": [],
+            "steps": self.step,
+            "parameters": self.model.num_parameters(),
+            "seconds": round(self._seconds(), 1),
+        }
+        self.log.write_summary(summary)
+        learning_curve(metrics, self.evaluations, [], self.log.curve_path, self.config.name)
+        self.console.table_before_after(before, after)
+        self.console.files(
+            {
+                "learning curve": self.log.curve_path,
+                "summary": self.log.summary_path,
+                "data of each round": self.log.root / "rounds",
+                "trajectories": f"{self.log.trajectories_dir} (agentgym-rl show {self.log.root})",
+                "model": list_checkpoints(self.log.checkpoints_dir)[-1] / "model",
+            }
+        )
+        return summary
+
+
+def _described(made: Round, last_step: int, evaluation: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "round": made.number,
+        "first_step": made.first_step,
+        "last_step": last_step,
+        "explored": made.metrics.get("episodes/usable", 0.0),
+        "explored_success": made.metrics.get("success/mean"),
+        **{source: len(samples) for source, samples in made.samples.items()},
+        **({"pairs": len(made.pairs)} if made.pairs else {}),
+        "success": evaluation["success"],
+    }

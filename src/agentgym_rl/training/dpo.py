@@ -1,0 +1,167 @@
+"""Direct preference optimisation on pairs of whole episodes.
+
+Shapes: P pairs of a micro-batch, 2 for chosen and rejected, A action tokens in it. The log-probability of an episode is
+the sum over the tokens that were sampled in *all* of its turns; what the environment said is context and no more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.learner import Updater
+from agentgym_rl.training.microbatch import MicroBatch, micro_batches
+from agentgym_rl.training.model import action_logprobs, check_plain_head
+from agentgym_rl.training.settings import DPOSettings
+from agentgym_rl.types import Group, Sample, Task, Trajectory
+
+
+@dataclass(slots=True)
+class Preference:
+    """Two episodes of one item, of which the first was paid more, and what the reference model makes of them."""
+
+    chosen: Sample
+    rejected: Sample
+    chosen_reference: float
+    """Log-probability of the chosen episode's sampled tokens under the reference model, summed."""
+    rejected_reference: float
+
+
+def build_pairs(groups: Iterable[Group], settings: DPOSettings, seed: int | str) -> list[tuple[Trajectory, Trajectory]]:
+    """(better, worse) episodes of one item with rewards at least `min_gap` apart, at most `pairs_per_item` of each.
+
+    Groups of the same item count as one. Which pairs are taken depends on the episodes and the seed, not their order.
+    """
+    by_task: dict[Task, list[Trajectory]] = {}
+    for group in groups:
+        by_task.setdefault(group.task, []).extend(t for t in group.usable if t.num_turns)
+    pairs = []
+    for task in sorted(by_task, key=lambda task: (task.env, task.item)):
+        episodes = sorted(by_task[task], key=lambda t: (t.id, [m.content for m in t.messages]))
+        # Rewards are sums of decimals: a gap of 0.3 must not fail for being 0.29999.
+        far = [(a, b) for a, b in product(episodes, episodes) if a.reward - b.reward >= settings.min_gap - 1e-9]
+        count = min(settings.pairs_per_item, len(far))
+        pairs += random.Random(f"{seed}/{task.key}").sample(far, count)
+    return pairs
+
+
+def dpo_loss(
+    policy_P2: Tensor, reference_P2: Tensor, beta: float, label_smoothing: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(loss P, implicit rewards P2) of pairs; column 0 is the chosen episode, 1 the rejected one.
+
+    r(y) = beta (log pi(y) - log ref(y));  h = r(chosen) - r(rejected)
+    loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h)
+
+    Rafailov et al. 2023 (arXiv 2305.18290); e is the label smoothing of Mitchell's conservative DPO (2023).
+    """
+    rewards_P2 = beta * (policy_P2 - reference_P2)
+    margin_P = rewards_P2[:, 0] - rewards_P2[:, 1]
+    loss_P = -(1.0 - label_smoothing) * logsigmoid(margin_P) - label_smoothing * logsigmoid(-margin_P)
+    return loss_P, rewards_P2
+
+
+def pair_batches(
+    pairs: list[Preference], max_tokens: int, device: torch.device | str
+) -> list[tuple[MicroBatch, list[Preference]]]:
+    """Micro-batches that hold both halves of a pair, because its loss needs both: sample 2i is the chosen half of the
+    i-th pair of the list beside it, 2i + 1 the rejected one. At most `max_tokens` padded tokens each, or one pair."""
+
+    def length(pair: Preference) -> int:
+        return max(len(pair.chosen.token_ids), len(pair.rejected.token_ids))
+
+    chunks: list[list[Preference]] = []
+    for pair in sorted(pairs, key=length, reverse=True):
+        if chunks and 2 * (len(chunks[-1]) + 1) * length(chunks[-1][0]) <= max_tokens:
+            chunks[-1].append(pair)
+        else:
+            chunks.append([pair])
+    made = []
+    for chunk in chunks:
+        halves = [sample for pair in chunk for sample in (pair.chosen, pair.rejected)]
+        room = 2 * len(chunk) * length(chunk[0])
+        (micro,) = micro_batches(halves, [1.0] * len(halves), room, device)
+        made.append((micro, chunk))
+    return made
+
+
+@torch.no_grad()
+def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int) -> list[float]:
+    """Log-probability of each sample's trained tokens, summed."""
+    model.eval()
+    found = [0.0] * len(samples)
+    for micro in micro_batches(samples, [1.0] * len(samples), max_tokens, model.device):
+        logprobs_A, _ = action_logprobs(model, micro, temperature=1.0)
+        sums = torch.zeros(len(micro.indices), device=model.device).index_add_(0, micro.rows_A, logprobs_A)
+        for index, value in zip(micro.indices, sums.tolist(), strict=True):
+            found[index] = value
+    return found
+
+
+def prefer(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+    """Pairs with the log-probabilities of `model`, the reference: computed once, so it need not be kept."""
+    halves = [sample for pair in pairs for sample in pair]
+    logprobs = sequence_logprobs(model, halves, max_tokens)
+    return [Preference(*pair, logprobs[2 * i], logprobs[2 * i + 1]) for i, pair in enumerate(pairs)]
+
+
+class DPO(Updater):
+    """`epochs` passes over the pairs in a seeded order. The number of updates made is all there is to resume."""
+
+    def __init__(self, model: Any, pairs: list[Preference], settings: DPOSettings, seed: int | str) -> None:
+        if not pairs:
+            raise ConfigError("DPO needs at least one pair of episodes, got none")
+        check_plain_head(model)
+        self._pairs, self._dpo, self._seed = pairs, settings, seed
+        self._updates_per_epoch = -(-len(pairs) // settings.batch_size)
+        self.total = settings.epochs * self._updates_per_epoch
+        super().__init__(model, settings.optimizer, self.total)
+
+    def step(self) -> dict[str, float]:
+        """The next update."""
+        epoch, place = divmod(self.updates, self._updates_per_epoch)
+        order = list(self._pairs)
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        size = self._dpo.batch_size
+        batch = order[place * size : (place + 1) * size]
+        return self.prefer(batch) | {"epoch": epoch + 1.0, "pairs": float(len(batch))}
+
+    def prefer(self, pairs: list[Preference]) -> dict[str, float]:
+        """One update on the mean loss of `pairs`."""
+        batches = pair_batches(pairs, self.settings.micro_batch_tokens, self.model.device)
+        beside = {id(micro): chunk for micro, chunk in batches}
+        return self.update([micro for micro, _ in batches], lambda m: self._loss(m, beside[id(m)], len(pairs)))
+
+    def _loss(self, micro: MicroBatch, pairs: list[Preference], batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs_A, entropy_A = action_logprobs(self.model, micro, temperature=1.0)
+        device = logprobs_A.device
+        half_A = torch.tensor(micro.indices, device=device)[micro.rows_A]
+        policy_P2 = logprobs_A.new_zeros(2 * len(pairs)).index_add(0, half_A, logprobs_A).view(-1, 2)
+        reference_P2 = torch.tensor([[p.chosen_reference, p.rejected_reference] for p in pairs], device=device)
+        if self._dpo.normalize_length:
+            lengths_P2 = torch.bincount(half_A, minlength=2 * len(pairs)).view(-1, 2)
+            policy_P2, reference_P2 = policy_P2 / lengths_P2, reference_P2 / lengths_P2
+        loss_P, rewards_P2 = dpo_loss(policy_P2, reference_P2, self._dpo.beta, self._dpo.label_smoothing)
+        chosen_P, rejected_P = rewards_P2[:, 0], rewards_P2[:, 1]
+        metrics = {
+            "dpo/accuracy": (chosen_P > rejected_P).float(),
+            "dpo/margin": chosen_P - rejected_P,
+            "dpo/chosen_reward": chosen_P,
+            "dpo/rejected_reward": rejected_P,
+            "dpo/chosen_logprob": policy_P2[:, 0],
+            "dpo/rejected_logprob": policy_P2[:, 1],
+        }
+        share = {name: values_P.sum() / batch_size for name, values_P in metrics.items()}
+        # Every pair weighs the same, and so does every token of it in this mean.
+        entropy_P = entropy_A.new_zeros(2 * len(pairs)).index_add(0, half_A, entropy_A)
+        counts_P = torch.bincount(half_A, minlength=2 * len(pairs))
+        share["entropy/mean"] = (entropy_P / counts_P).sum() / (2 * batch_size)
+        return loss_P.sum() / batch_size, share
