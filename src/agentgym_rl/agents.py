@@ -125,11 +125,14 @@ def _candidate(
     if playing.style == "reflect" and playing.turns_per_attempt is None:
         raise ConfigError("--style reflect needs the turns of an attempt, which only a run's config sets: use a run")
     name = options.name or name
+    identity = {"name": name, **identity}
+    if playing.style == "reflect":
+        identity["turns_per_attempt"] = playing.turns_per_attempt
     return Candidate(
         options,
         kind,
         name,
-        {"name": name, **identity},
+        identity,
         playing,
         own_style=options.style is not None,
         own_context=options.max_context is not None,

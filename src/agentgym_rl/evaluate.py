@@ -128,12 +128,12 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
             watch = _Watch(request, plans, folder, episodes)
             left = [episode for episode in episodes if not folder.finished(episode.key)]
             _announce(console, candidate, root, plans, len(episodes), len(left))
-            with console.progress("episodes", len(left)) as advance:
-                watch.advance = advance
-                for env in dict.fromkeys(episode.task.env for episode in left):
-                    some = [episode for episode in left if episode.task.env == env]
-                    playing = candidate.playing.model_copy(update={"style": some[0].style})
-                    await _play_environment(request, playing, env, at_once[env], some, agent, folder, watch)
+            if left:
+                with console.progress("episodes", len(left)) as watch.advance:
+                    for env in dict.fromkeys(episode.task.env for episode in left):
+                        some = [episode for episode in left if episode.task.env == env]
+                        playing = candidate.playing.model_copy(update={"style": some[0].style})
+                        await _play_environment(request, playing, env, at_once[env], some, agent, folder, watch)
             _finish(request, folder, plans, candidate.name, console)
             return folder.row
     finally:

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from test_rollout import TASK, Corridor
 
-from agentgym_rl.agent.engines.openai import ChatClient, ContextOverflow
+from agentgym_rl.agent.engines.openai import ChatClient, ContextOverflow, Meter, Prices, Tokens
 from agentgym_rl.agent.policy import ChatPolicy
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.errors import ConfigError, EngineError
@@ -239,6 +239,69 @@ async def test_odd_contents(api: Api, client: ChatClient) -> None:
     assert (await client.complete(ASK, SAMPLING)).content == ""
     answer = await client.complete(ASK, SAMPLING)
     assert (answer.content, answer.cut, answer.context_tokens) == ("a?b", False, 0)
+
+
+async def test_one_429_makes_everyone_wait(api: Api, client: ChatClient) -> None:
+    api.next = [Response("slow down", 429, {"Retry-After": "0.5"})]
+    first = asyncio.create_task(client.complete(ASK, SAMPLING))
+    while not client.usage.retries:  # noqa: ASYNC110 - the client has nothing to wait for
+        await asyncio.sleep(0.005)
+    await asyncio.gather(first, *(client.complete(ASK, SAMPLING) for _ in range(3)))
+    assert len(api.times) == 5
+    assert min(api.times[1:]) - api.times[0] >= 0.5
+
+
+async def test_retry_after_in_milliseconds_and_in_nonsense(api: Api, client: ChatClient) -> None:
+    api.next = [Response("", 429, {"Retry-After-Ms": "300", "Retry-After": "3000"})]
+    await client.complete(ASK, SAMPLING)
+    assert 0.3 <= api.times[1] - api.times[0] < 3
+    api.next = [Response("", 429, {"Retry-After": "soon"})]
+    await client.complete(ASK, SAMPLING)
+    assert 0.4 <= api.times[3] - api.times[2] < 3  # as if it had not said
+
+
+async def test_a_used_up_quota_is_not_waited_for(api: Api, client: ChatClient) -> None:
+    api.next = [Response('{"error": {"code": "insufficient_quota"}}', 429)]
+    with pytest.raises(EngineError, match="refused: HTTP 429"):
+        await client.complete(ASK, SAMPLING)
+    assert len(api.asked) == 1
+
+
+async def test_requests_per_minute_are_spaced_out(api: Api) -> None:
+    client = ChatClient(api.url, "tiny", api_key_variable=None, requests_per_minute=600)
+    started = time.monotonic()
+    await asyncio.gather(*(client.complete(ASK, SAMPLING) for _ in range(5)))
+    assert sorted(api.times)[2] - started >= 0.2
+    assert sorted(api.times)[4] - started >= 0.4
+    await client.close()
+
+
+@pytest.mark.parametrize(
+    "usage", [None, 5, {}, {"prompt_tokens": "many", "completion_tokens": 1}, {"prompt_tokens": -1}]
+)
+async def test_usage_that_is_cut_or_broken_is_said_to_be_unknown(api: Api, client: ChatClient, usage: Any) -> None:
+    api.next = [{**completion("paid for"), "usage": usage}]
+    answer = await client.complete(ASK, SAMPLING)
+    assert (answer.content, answer.tokens) == ("paid for", Tokens())
+    assert (client.usage.unreported, client.usage.prompt_tokens) == (1, 0)
+
+
+async def test_an_episode_has_a_meter_of_its_own(api: Api, client: ChatClient) -> None:
+    cached = {"prompt_tokens": 50, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 30}}
+    api.next = [{**completion(), "usage": cached}]
+    meter, other = Meter(client), Meter(client)
+    await meter.complete(ASK, SAMPLING)
+    await other.complete(ASK, SAMPLING)
+    assert meter.answers == [Tokens(50, 4, 30, reported=True)]
+    assert other.answers == [Tokens(10, 2, 0, reported=True)]
+    assert client.usage.prompt_tokens == 60
+    assert Prices(2.0, 10.0, 0.5).cost(meter.answers[0]) == pytest.approx((20 * 2 + 30 * 0.5 + 4 * 10) / 1e6)
+    assert Prices(2.0, 10.0).cost(meter.answers[0]) == pytest.approx((50 * 2 + 4 * 10) / 1e6)
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(ConfigError, match="looks like https"):
+        ChatClient("api.openai.com/v1", "tiny", api_key_variable=None)
 
 
 async def test_the_field_for_the_token_limit_can_be_named(api: Api) -> None:

@@ -169,8 +169,9 @@ def _numbers(entry: Entry) -> Grid:
         lines = {key.partition("/")[2]: cell for key, cell in entry.tasks.items()}
         lines["overall"] = next(iter(entry.scenarios.values()))
     played = {name: cell for name, cell in lines.items() if cell}
+    # pass@1 is avg@k once more.
     rates = [name for cell in played.values() for name in cell if name.startswith(("avg@", "pass@"))]
-    columns = list(dict.fromkeys(rates))
+    columns = [name for name in dict.fromkeys(rates) if name != "pass@1"]
     with_tokens = any(cell["prompt_tokens"] is not None for cell in played.values())
     with_cost = any(cell["cost_usd"] is not None for cell in played.values())
     headings = ["", "items", "episodes", "errors", *columns, "reward", "turns"]

@@ -68,7 +68,10 @@ def combined_interval(parts: Sequence[tuple[float, float, float]]) -> tuple[floa
 def mcnemar_exact(only_first: int, only_second: int) -> float:
     """Two-sided exact McNemar test: under no difference each discordant pair is a fair coin. 1.0 without any."""
     pairs = only_first + only_second
-    tail = sum(math.comb(pairs, i) for i in range(min(only_first, only_second) + 1))
+    tail, ways = 0, 1
+    for i in range(min(only_first, only_second) + 1):
+        tail += ways
+        ways = ways * (pairs - i) // (i + 1)  # the binomial coefficient of i + 1
     return min(1.0, 2 * tail / 2**pairs)
 
 

@@ -1,0 +1,356 @@
+"""Whole evaluations: real environments, a real HTTP server, a tiny real model, a real kill."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_for_tests import CACHED_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, ChatServer, chat_server
+from runs_for_tests import TINY, Process, quiet
+from training_for_tests import counting_player
+
+from agentgym_rl.agent.engines.openai import Prices
+from agentgym_rl.agents import AgentOptions
+from agentgym_rl.console import Console
+from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.evaluate import Request, evaluate
+from agentgym_rl.evaluation.folder import read_records
+from agentgym_rl.runlog import read_trajectories
+from agentgym_rl.training.checkpoint import export
+
+GO_TO_BALL = {"env": "babyai", "subsets": ("GoToRedBallNoDists",), "limit": 6, "turns": (4,)}
+
+
+@pytest.fixture(scope="module")
+def chat_module() -> Iterator[ChatServer]:
+    with chat_server() as chat:
+        yield chat
+
+
+@pytest.fixture
+def chat(chat_module: ChatServer) -> ChatServer:
+    chat_module.faults, chat_module.always, chat_module.delay_s = [], None, 0.0
+    chat_module.num_requests = chat_module.most_at_once = 0
+    return chat_module
+
+
+def chat_agent(chat: ChatServer, **changes: Any) -> AgentOptions:
+    options = AgentOptions(
+        "openai:tiny",
+        base_url=chat.url,
+        key_variable=None,
+        style="act",
+        request_timeout_s=5.0,
+        prices=Prices(2.0, 10.0, 0.5),
+    )
+    return replace(options, **changes)
+
+
+async def run(tmp_path: Path, agent: AgentOptions | str, **changes: Any) -> dict[str, Any]:
+    """The only scenario's numbers."""
+    options = AgentOptions(agent) if isinstance(agent, str) else agent
+    row = await evaluate(Request(options, out=tmp_path / "out", **{**GO_TO_BALL, **changes}), quiet())
+    (cell,) = row["results"][-1]["scenarios"].values()
+    return cell
+
+
+@pytest.mark.parametrize(("env", "limit"), [("textcraft", 8), ("babyai", 8)])
+async def test_the_oracle_solves_everything(env: str, limit: int, tmp_path: Path) -> None:
+    subsets = {"textcraft": ("depth1", "depth4"), "babyai": ("GoTo", "SynthLoc")}[env]
+    cell = await run(tmp_path, "oracle", env=env, subsets=subsets, limit=limit, turns=())
+    played = 11 if env == "textcraft" else 16  # there are three goals of depth 4
+    assert (cell["items"], cell["episodes"], cell["errors"]) == (played, played, 0)
+    assert cell["success"]["value"] == 1.0
+    assert 0.7 < cell["success"]["low"] < 0.9
+    assert cell["success"]["high"] == 1.0
+    assert (cell["prompt_tokens"], cell["cost_usd"]) == (None, None)
+
+
+async def test_random_play_is_seeded_and_worse(tmp_path: Path) -> None:
+    first = await run(tmp_path / "a", "random", limit=12, samples=2)
+    assert 0 < first["success"]["value"] < 1
+    assert first["avg@2"] == first["success"]
+    assert first["pass@2"]["value"] > first["pass@1"]["value"] == pytest.approx(first["success"]["value"])
+    again = await run(tmp_path / "b", "random", limit=12, samples=2, concurrency=1)
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+    other = await run(tmp_path / "c", "random", limit=12, samples=2, seed=1)
+    assert other["reward"] != first["reward"] or other["turns"] != first["turns"]
+
+
+async def test_several_horizons_are_what_each_would_have_been(tmp_path: Path) -> None:
+    whole = await evaluate(
+        Request(AgentOptions("random"), out=tmp_path / "out", **{**GO_TO_BALL, "limit": 15, "turns": (1, 3, 6)}),
+        quiet(),
+    )
+    rates = []
+    for result in whole["results"]:
+        alone = await run(tmp_path / str(result["max_turns"]), "random", limit=15, turns=(result["max_turns"],))
+        (cell,) = result["scenarios"].values()
+        assert cell == alone
+        rates.append(cell["success"]["value"])
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+    assert (tmp_path / "out" / "turns.png").read_bytes().startswith(b"\x89PNG")
+    assert "by turns allowed" in (tmp_path / "out" / "report.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "counting"
+    export(*counting_player(), folder)
+    return folder
+
+
+async def test_a_model_folder_and_the_checkpoints_of_a_run(model: Path, tmp_path: Path) -> None:
+    agent = AgentOptions(str(model), style="act", max_new_tokens=4, max_context=900)
+    cell = await run(tmp_path, agent, limit=3, turns=(2,))
+    assert (cell["episodes"], cell["errors"]) == (3, 0)
+    trajectories = list(read_trajectories(tmp_path / "out" / "trajectories" / "babyai.jsonl"))
+    sampled = sum(len(m.logprobs) for t in trajectories for m in t.messages if m.logprobs is not None)
+    assert cell["sampled_tokens"] == pytest.approx(sampled / 3)
+    first = trajectories[0]
+    opening, observation = first.messages[0].token_ids, first.messages[1].token_ids
+    record = read_records(tmp_path / "out")[first.task.env, first.task.item, 0][0]
+    assert record.tokens is not None
+    assert record.tokens[0].prompt == len(opening) + len(observation) > 100
+
+    folder = tmp_path / "trained"
+    for step in (2, 5):
+        export(*counting_player(), folder / "checkpoints" / f"step_{step:06d}" / "model")
+    (folder / "config.toml").write_text(TINY)
+    row = await evaluate(
+        Request(AgentOptions(str(folder)), out=tmp_path / "last", **{**GO_TO_BALL, "limit": 1}), quiet()
+    )
+    assert row["config"]["agent"]["name"] == "trained@5"
+    assert row["config"]["max_new_tokens"] == 6  # the run's own
+    line = json.loads((tmp_path / "last" / "trajectories" / "babyai.jsonl").read_text().splitlines()[0])
+    assert (line["step"], line["kind"]) == (5, "eval")
+    row = await evaluate(
+        Request(AgentOptions(f"{folder}@2"), out=tmp_path / "second", **{**GO_TO_BALL, "limit": 1}), quiet()
+    )
+    assert row["config"]["agent"]["step"] == 2
+    with pytest.raises(ConfigError, match="no checkpoint of step 3: there is 2, 5"):
+        await run(tmp_path / "third", f"{folder}@3")
+
+
+async def test_an_api_agent_is_counted_and_priced(chat: ChatServer, tmp_path: Path) -> None:
+    chat.delay_s = 0.01
+    cell = await run(tmp_path, chat_agent(chat), concurrency=3)
+    assert (cell["episodes"], cell["errors"], cell["unreported"]) == (6, 0, 0)
+    assert cell["success"]["value"] > 0.5
+    assert chat.most_at_once == 3
+    assert cell["prompt_tokens"] == pytest.approx(PROMPT_TOKENS * chat.num_requests / 6)
+    assert cell["sampled_tokens"] == pytest.approx(COMPLETION_TOKENS * chat.num_requests / 6)
+    each = (PROMPT_TOKENS - CACHED_TOKENS) * 2.0 + CACHED_TOKENS * 0.5 + COMPLETION_TOKENS * 10.0
+    assert cell["cost_usd"] == pytest.approx(chat.num_requests * each / 1e6)
+
+
+async def test_an_api_that_stumbles(chat: ChatServer, tmp_path: Path) -> None:
+    """Every fault is got over by another try, and costs nothing but time; an answer without usage is told."""
+    chat.faults = ["429", "500", "malformed", "hang", "no usage"]
+    cell = await run(tmp_path, chat_agent(chat, request_timeout_s=0.3), limit=3)
+    assert (cell["episodes"], cell["errors"], cell["unreported"]) == (3, 0, 1)
+    assert cell["prompt_tokens"] is None  # not known for all
+    assert "≥" in (tmp_path / "out" / "report.md").read_text()
+
+
+async def test_errors_are_counted_and_no_failures(chat: ChatServer, tmp_path: Path) -> None:
+    agent = chat_agent(chat, request_retries=0)
+    chat.faults = ["500"] * 4
+    cell = await run(tmp_path, agent, limit=6, retries=1, concurrency=1)
+    assert (cell["items"], cell["episodes"], cell["errors"]) == (6, 4, 2)
+    solved = round(cell["success"]["value"] * 4)
+    assert cell["success_errors_as_failures"] == pytest.approx(solved / 6)
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "2 episodes ended as errors" in text
+    lines = (tmp_path / "out" / "trajectories" / "babyai.jsonl").read_text().splitlines()
+    assert len(lines) == 8  # both attempts at each of the two, and the others
+    requests = chat.num_requests
+    cell = await run(tmp_path, agent, limit=6, retries=1, concurrency=1)  # the same command plays the two again
+    assert (cell["episodes"], cell["errors"]) == (6, 0)
+    assert chat.num_requests > requests
+    attempts = [record.attempt for record in next(iter(read_records(tmp_path / "out").values()))]
+    assert attempts == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fault", ["401", "malformed"])
+async def test_an_api_that_never_works_ends_the_evaluation(fault: str, chat: ChatServer, tmp_path: Path) -> None:
+    chat.always = fault
+    with pytest.raises(EngineError, match="the last 20 episodes all failed, the last one with: EngineError"):
+        await run(tmp_path, chat_agent(chat, request_retries=0), limit=40, retries=0)
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["state"] == "failed"
+
+
+async def test_an_episode_has_a_deadline(chat: ChatServer, tmp_path: Path) -> None:
+    chat.always = "hang"
+    cell = await run(tmp_path, chat_agent(chat), limit=2, retries=0, episode_timeout_s=0.3)
+    assert (cell["episodes"], cell["errors"], cell["success"]) == (0, 2, None)
+
+
+async def test_a_rerun_with_other_settings_is_refused(tmp_path: Path, model: Path) -> None:
+    await run(tmp_path, "random")
+    for changes, words in (
+        ({"seed": 3}, r"seed \(saved 0, given 3\)"),
+        ({"limit": 5}, "items"),
+        ({"turns": (9,)}, "turns"),
+        ({"samples": 2}, r"samples \(saved 1, given 2\)"),
+    ):
+        with pytest.raises(ConfigError, match=f"with other settings: .*{words}.*--out"):
+            await run(tmp_path, "random", **changes)
+    with pytest.raises(ConfigError, match=r"agent\.name \(saved 'random', given 'oracle'\)"):
+        await run(tmp_path, "oracle")
+    await run(tmp_path, "random", concurrency=2, retries=0)  # what changes no number may change
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    with pytest.raises(ConfigError, match="holds no evaluation"):
+        await evaluate(Request(AgentOptions("random"), out=tmp_path / "full", **GO_TO_BALL), quiet())
+
+
+async def test_the_suite_says_what_it_was_played_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All 27 tasks are in it. Those without their data are named as not played; ours are marked."""
+    from agentgym_rl.agents import find_agent
+    from agentgym_rl.evaluate import make_plans
+
+    request = Request(AgentOptions("oracle"), suite="agentgym-27")
+    for variable in ("AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX", "SHOPPING"):
+        monkeypatch.delenv(variable, raising=False)
+    plans = make_plans(request, find_agent(request.agent))
+    published = [plan for plan in plans if not plan.own_data or plan.missing]
+    assert len(published) == 27
+    counts = Counter(plan.scenario for plan in plans for _ in plan.items)
+    assert 35 < counts.pop("Web, built-in sites") <= 50  # some sites have fewer tasks to test on than are published
+    assert counts == {
+        "Search, built-in questions": 150,
+        "TextCraft": 100,
+        "BabyAI": 90,
+        "SciWorld": 200,
+    }
+    assert all(plan.missing for plan in plans if plan.scenario in ("WebArena", "Deep search"))
+    assert {plan.max_turns for plan in plans if plan.scenario == "SciWorld"} == {30}
+
+    for site in ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "MAP"):
+        monkeypatch.setenv(site, "http://127.0.0.1:9")
+    questions = tmp_path / "hotpotqa_test.jsonl"
+    questions.write_text('{"question": "Where?", "golden_answers": ["here"]}\n')
+    (tmp_path / "corpus.jsonl").write_text('{"id": "0", "contents": "\\"Here\\"\\nIt is here."}\n')
+    from agentgym_rl.environment.envs.searchqa import build_index
+
+    build_index(tmp_path / "corpus.jsonl", tmp_path / "index")
+    monkeypatch.setenv("AGENTGYM_SEARCHQA_DATA", str(questions))
+    monkeypatch.setenv("AGENTGYM_SEARCHQA_INDEX", str(tmp_path / "index"))
+    plans = make_plans(request, find_agent(request.agent))
+    assert len(plans) == 27
+    assert not any(plan.own_data for plan in plans)
+    by_key = {plan.key: plan for plan in plans}
+    assert by_key["Deep search/HotpotQA"].items == (0,)
+    assert str(questions) in by_key["Deep search/HotpotQA"].data
+    assert "its questions are needed" in by_key["Deep search/NQ"].missing
+    assert len(by_key["WebArena/Shopping"].items) == 15
+    assert by_key["WebArena/Shopping"].items[0] >= 1000  # the published list
+
+
+async def test_killed_and_run_again(tmp_path: Path, chat: ChatServer) -> None:
+    """SIGKILL in the middle, then the same command: what was finished is kept, nothing is played twice."""
+    chat.delay_s = 0.02
+    out = tmp_path / "out"
+    command = ["eval", "--agent", "openai:tiny", "--base-url", chat.url, "--key-variable", "", "--style", "act"]
+    command += ["--env", "babyai", "--subset", "GoToRedBallNoDists", "--limit", "24", "--turns", "3", "--out", str(out)]
+    lines = out / "trajectories" / "babyai.jsonl"
+    process = Process([*command, "--concurrency", "2"], tmp_path / "first")
+    process.kill_when(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 6)
+    whole = lines.read_bytes()
+    kept = whole[: whole.rfind(b"\n") + 1]
+    with lines.open("ab") as file:
+        file.write(b'{"step": 0, "kind": "eval", "samp')  # as a kill in the middle of a write leaves it
+    assert json.loads((out / "eval.json").read_text())["state"] == "running"
+
+    process = Process(command, tmp_path / "second")
+    assert process.wait() == 0, process.output.read_text()
+    said = process.output.read_text()
+    assert f"{kept.count(chr(10).encode())} episodes are there from before" in said
+    assert lines.read_bytes().startswith(kept)
+    played = [(t.task.item, t.id) for t in read_trajectories(lines)]
+    assert len(played) == len(set(played)) == len({item for item, _ in played}) == 24
+    row = json.loads((out / "eval.json").read_text())
+    assert row["state"] == "finished"
+    assert row["results"][0]["scenarios"]["BabyAI"]["episodes"] == 24
+    requests = chat.num_requests
+    asked = {**GO_TO_BALL, "limit": 24, "turns": (3,)}
+    again = await evaluate(Request(chat_agent(chat, prices=None), out=out, **asked), quiet())
+    assert chat.num_requests == requests  # nothing was left to ask
+    assert again["results"] == row["results"]
+
+
+async def test_tables_and_comparison_of_two(tmp_path: Path) -> None:
+    for name in ("oracle", "random"):
+        request = Request(AgentOptions(name), out=tmp_path / name, **{**GO_TO_BALL, "limit": 30, "turns": (1, 3)})
+        await evaluate(request, quiet())
+    process = Process(["report", str(tmp_path / "oracle"), str(tmp_path / "random"), "--compare", "published"],
+                      tmp_path / "table")  # fmt: skip
+    assert process.wait() == 0
+    table = process.output.read_text()
+    assert "oracle" in table
+    assert "ScalingInter-7B ‡" in table
+    assert "published, not measured here" in table
+    process = Process(["compare", str(tmp_path / "random"), str(tmp_path / "oracle"), "--json"], tmp_path / "compared")
+    assert process.wait() == 0
+    compared = json.loads(process.output.read_text())
+    assert compared["notes"] == []
+    mcnemar = compared["all"]["mcnemar"]
+    assert mcnemar["only_first"] + mcnemar["only_second"] + mcnemar["both"] + mcnemar["neither"] == 30
+    assert mcnemar["only_first"] < mcnemar["only_second"]
+    assert mcnemar["p"] < 0.01
+    assert compared["all"]["success"]["low"] > 0
+    process = Process(["compare", str(tmp_path / "random"), str(tmp_path / "oracle")], tmp_path / "words")
+    assert process.wait() == 0
+    assert "oracle beats random in success" in process.output.read_text()
+    process = Process(["compare", str(tmp_path / "random"), str(tmp_path / "nowhere")], tmp_path / "none")
+    assert process.wait() == 2
+    assert "holds no evaluation" in process.output.read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"suite": "agentgym-27"}, "either --suite"),
+        ({"env": "chess"}, "unknown environment 'chess'"),
+        ({"subsets": ("Chess",)}, "no subset 'Chess'"),
+        ({"items": "3"}, "not both"),
+        ({"subsets": (), "items": "999999999"}, "no item 999999999"),
+        ({"url": "http://127.0.0.1:9"}, "needs --items"),
+    ],
+)
+async def test_what_cannot_be_is_said_and_leaves_nothing_behind(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        await run(tmp_path, "random", **changes)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [("nobody", "is neither oracle"), ("./nowhere", "is neither oracle"), ("openai:", "needs a model's name")],
+)
+async def test_agents_that_are_none(agent: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        await run(tmp_path, agent)
+    assert not (tmp_path / "out").exists()
+
+
+async def test_a_narrow_terminal(tmp_path: Path) -> None:
+    from rich.console import Console as RichConsole
+
+    screen = io.StringIO()
+    rich = RichConsole(file=screen, width=80, highlight=False, force_terminal=True, color_system=None)
+    request = Request(AgentOptions("oracle"), out=tmp_path / "out", **GO_TO_BALL)
+    await evaluate(request, Console(rich_console=rich))
+    lines = [line for line in screen.getvalue().splitlines() if "\x1b" not in line and str(tmp_path) not in line]
+    assert any("oracle" in line and "100.0" in line for line in lines)
+    assert max(map(len, lines)) <= 80

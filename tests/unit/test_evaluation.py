@@ -1,0 +1,353 @@
+"""Records, metrics, folders, tables and comparisons of evaluations, on episodes made by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentgym_rl.agent.engines.openai import Prices, Tokens
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.evaluation.compare import compare, load_side, verdict
+from agentgym_rl.evaluation.folder import Folder, read_evaluation, read_records
+from agentgym_rl.evaluation.metrics import results
+from agentgym_rl.evaluation.options import prices_of, turns_of
+from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
+from agentgym_rl.evaluation.records import Record, record_of
+from agentgym_rl.evaluation.report import Entry, entry_of, grids, markdown, notes, published_entries
+from agentgym_rl.evaluation.suites import AGENTGYM_27, evenly_spaced
+from agentgym_rl.runlog import read_trajectories
+from agentgym_rl.types import Limits, Message, StopReason, Task, Trajectory
+
+
+def plan(scenario: str, name: str, items: range, env: str = "toy", **changes: Any) -> TaskPlan:
+    given = {"split": "test", "subset": None, "max_turns": 8, "style": "act", "max_context": 100, "data": "toys"}
+    return TaskPlan(scenario, name, env, items=tuple(items), **{**given, **changes})
+
+
+def trajectory(
+    item: int, rewards: list[float], stop: StopReason = StopReason.DONE, env: str = "toy", *, tokens: bool = False
+) -> Trajectory:
+    """Solved when it is done and its rewards sum up to 1. With tokens: 5 of prompt, then 2 a reply and 3 between."""
+    messages = [Message("user", "look", [1] * 5 if tokens else [])]
+    for _ in rewards:
+        messages.append(Message("assistant", "go", [2, 2] if tokens else [], [-1.0, -1.0] if tokens else None))
+        messages.append(Message("user", "seen", [3] * 3 if tokens else []))
+    error = "EnvError: broken" if stop is StopReason.ERROR else None
+    return Trajectory("t", Task(env, item), messages, rewards, [{} for _ in rewards], stop, error, 8)
+
+
+def record(item: int, rewards: list[float], stop: StopReason = StopReason.DONE, sample: int = 0, **more: Any) -> Record:
+    attempt, usage = more.pop("attempt", 0), more.pop("usage", None)
+    return record_of(trajectory(item, rewards, stop, **more), sample, attempt, ("A/a",), usage)
+
+
+def attempts(*records: Record) -> dict[Any, list[Record]]:
+    found: dict[Any, list[Record]] = {}
+    for one in records:
+        found.setdefault(one.key, []).append(one)
+    return found
+
+
+WON, LOST, CUT, BROKEN = [0.0, 1.0], [0.0], [0.0] * 8, [0.0, 0.0, 0.0]
+
+
+def test_an_episode_under_shorter_horizons() -> None:
+    won = record(0, [0.25, 0.0, 0.75])
+    assert [won.under(turns) for turns in (1, 2)] == [won.under(1), won.under(2)]
+    one, three, nine = won.under(1), won.under(3), won.under(9)
+    assert one is not None
+    assert (one.success, one.reward, one.turns, one.truncated) == (False, 0.25, 1, True)
+    assert three == nine
+    assert three is not None
+    assert (three.success, three.reward, three.turns, three.truncated) == (True, 1.0, 3, False)
+
+
+def test_a_failure_says_nothing_about_the_turn_it_came_in_but_about_those_before() -> None:
+    broken = record(0, BROKEN, StopReason.ERROR)
+    assert broken.under(3) is None
+    assert broken.under(8) is None
+    two = broken.under(2)
+    assert two is not None
+    assert (two.success, two.turns) == (False, 2)
+
+
+def test_tokens_of_a_local_model_are_counted_as_an_api_would() -> None:
+    counted = record(0, [0.0, 0.0, 1.0], tokens=True).tokens
+    assert counted is not None
+    assert [(t.prompt, t.completion) for t in counted] == [(5, 2), (10, 2), (15, 2)]
+    assert record(0, WON).tokens is None
+
+
+def test_rates_errors_and_intervals() -> None:
+    plans = [plan("A", "a", range(4))]
+    tried = attempts(
+        record(0, WON),
+        record(1, LOST),
+        record(2, BROKEN, StopReason.ERROR),
+        record(2, BROKEN, StopReason.ERROR, attempt=1),
+        record(3, BROKEN, StopReason.ERROR),
+        record(3, WON, attempt=1),
+    )
+    (result,) = results(plans, tried, 1, None, None)
+    cell = result["tasks"]["A/a"]
+    assert (cell["items"], cell["episodes"], cell["errors"], cell["unplayed"]) == (4, 3, 1, 0)
+    assert cell["success"]["value"] == pytest.approx(2 / 3)
+    assert cell["success_errors_as_failures"] == pytest.approx(2 / 4)
+    assert cell["success"]["low"] == pytest.approx(0.2077, abs=1e-4)  # Wilson of 2 in 3
+    assert cell["turns"] == pytest.approx(5 / 3)
+    assert result["overall"] is None  # one scenario has no mean
+    del tried["toy", 0, 0]
+    (result,) = results(plans, tried, 1, None, None)
+    assert result["tasks"]["A/a"]["unplayed"] == 1
+
+
+def test_a_scenario_pools_its_items_and_the_mean_is_over_scenarios() -> None:
+    plans = [plan("A", "a", range(3)), plan("A", "b", range(3, 4)), plan("B", "b", range(2), env="other")]
+    tried = attempts(
+        *(record(item, WON) for item in range(3)),
+        record(3, CUT, StopReason.MAX_TURNS),
+        record(0, LOST, env="other"),
+        record(1, LOST, env="other"),
+    )
+    (result,) = results(plans, tried, 1, None, None)
+    assert result["scenarios"]["A"]["success"]["value"] == 0.75
+    assert result["scenarios"]["A"]["truncated"] == 0.25
+    assert result["overall"]["success"]["value"] == 0.375
+    assert result["total"]["episodes"] == 6
+    missing = plan("C", "c", range(0), env="absent", missing="not installed")
+    (result,) = results([*plans, missing], tried, 1, None, None)
+    assert (result["scenarios"]["C"], result["overall"]) == (None, None)
+
+
+def test_samples_of_items() -> None:
+    """Item 0: 2 of 4, item 1: 0 of 3 and an error. pass@2 of item 0 is 1 - 1/6."""
+    tried = attempts(
+        *(record(0, WON if sample < 2 else LOST, sample=sample) for sample in range(4)),
+        *(record(1, LOST, sample=sample) for sample in range(3)),
+        record(1, BROKEN, StopReason.ERROR, sample=3),
+    )
+    (result,) = results([plan("A", "a", range(2))], tried, 4, None, None)
+    cell = result["tasks"]["A/a"]
+    assert cell["success"]["value"] == cell["avg@4"]["value"] == 0.25
+    assert cell["pass@2"]["value"] == pytest.approx((5 / 6) / 2)
+    assert (cell["pass@4"]["value"], cell["pass@4"]["items"]) == (1.0, 1)  # the other has no four samples
+    assert cell["success_errors_as_failures"] == pytest.approx(0.25)
+
+
+def test_money_counts_what_failed_too() -> None:
+    usage = [Tokens(1000, 100, 400, reported=True)]
+    tried = attempts(
+        record(0, [0.0], StopReason.ERROR, usage=usage),
+        record(0, [1.0], attempt=1, usage=usage),
+        record(1, [1.0], usage=[Tokens(1000, 100, reported=True)]),
+    )
+    prices = Prices(1.0, 10.0, 0.5)
+    (result,) = results([plan("A", "a", range(2))], tried, 1, None, prices)
+    cell = result["tasks"]["A/a"]
+    assert cell["cost_usd"] == pytest.approx((2 * (600 + 200 + 1000) + 1000 + 1000) / 1e6)
+    assert (cell["prompt_tokens"], cell["sampled_tokens"]) == (1000, 100)
+
+
+def test_horizons_count_only_the_tokens_of_their_turns() -> None:
+    tried = attempts(record(0, [0.0, 0.0, 1.0], tokens=True))
+    short, long = results([plan("A", "a", range(1))], tried, 1, [1, 3], None)
+    assert [r["max_turns"] for r in (short, long)] == [1, 3]
+    assert [r["tasks"]["A/a"]["success"]["value"] for r in (short, long)] == [0.0, 1.0]
+    assert [r["tasks"]["A/a"]["prompt_tokens"] for r in (short, long)] == [5, 30]
+
+
+def test_an_item_of_two_columns_is_played_once() -> None:
+    plans = [plan("A", "a", range(3)), plan("A", "b", range(2, 5))]
+    episodes = episodes_of(plans, 2, 16)
+    assert len(episodes) == 10
+    assert [e.columns for e in episodes if e.task.item == 2] == [("A/a", "A/b")] * 2
+    assert [e.sample for e in episodes] == [0] * 5 + [1] * 5
+    assert episodes[0].limits == Limits(8, 16, 100)
+
+
+def config(plans: list[TaskPlan], name: str = "us", **changes: Any) -> dict[str, Any]:
+    agent = {"name": name}
+    return {"agent": agent, "turns": None, "samples": 1, "tasks": [p.to_json() for p in plans], **changes}
+
+
+def episode(item: int, sample: int = 0) -> Episode:
+    return Episode(Task("toy", item), sample, Limits(8, 16, 100), "act", ("A/a",))
+
+
+def evaluated(root: Path, plans: list[TaskPlan], played: dict[int, list[float]], **changes: Any) -> Path:
+    """A folder as an evaluation leaves it."""
+    with Folder(root, config(plans, root.name, **changes), {}) as folder:
+        for item, rewards in played.items():
+            folder.write(episode(item), trajectory(item, rewards), 0, None, 0)
+        turns = changes.get("turns")
+        folder.save(results(plans, folder.records, 1, turns, None), "finished")
+    return root
+
+
+def test_a_folder_keeps_what_was_played_and_drops_a_torn_line(tmp_path: Path) -> None:
+    plans = [plan("A", "a", range(3))]
+    usage = [Tokens(7, 2, 3, reported=True), Tokens()]
+    with Folder(tmp_path / "x", config(plans), {"concurrency": 1}) as folder:
+        written = [
+            folder.write(episode(0), trajectory(0, WON), 0, usage, 4),
+            folder.write(episode(1), trajectory(1, BROKEN, StopReason.ERROR), 0, None, 4),
+        ]
+    path = tmp_path / "x" / "trajectories" / "toy.jsonl"
+    whole = path.read_bytes()
+    line = json.loads(whole.splitlines()[0])
+    assert (line["step"], line["kind"], line["columns"], line["usage"]) == (4, "eval", ["A/a"], [[7, 2, 3], None])
+    assert [t.task.item for t in read_trajectories(path)] == [0, 1]  # as a run's trajectories are read
+    path.write_bytes(whole + whole[:57])
+    with Folder(tmp_path / "x", config(plans), {"concurrency": 9}) as folder:
+        assert folder.resumed
+        assert [r for some in folder.records.values() for r in some] == written
+        assert folder.finished(("toy", 0, 0))
+        assert not folder.finished(("toy", 1, 0))  # only a failure is known: it is played again
+        assert path.read_bytes() == whole
+        with pytest.raises(ConfigError, match="another process is evaluating"):
+            Folder(tmp_path / "x", config(plans), {})
+
+
+def test_a_folder_refuses_other_settings_and_damage(tmp_path: Path) -> None:
+    plans = [plan("A", "a", range(3))]
+    root = evaluated(tmp_path / "us", plans, {0: WON})
+    with pytest.raises(ConfigError, match=r"tasks\.a\.items \(saved \[0, 1, 2\], given \[0, 1\]\)"):
+        Folder(root, config([plan("A", "a", range(2))]), {})
+    with pytest.raises(ConfigError, match=r"agent\.name \(saved 'us', given 'them'\), samples \(saved 1, given 2\)"):
+        Folder(root, config(plans, "them", samples=2), {})
+    path = root / "trajectories" / "toy.jsonl"
+    path.write_bytes(b'{"broken": 1}\n' + path.read_bytes())
+    with pytest.raises(ConfigError, match="line 1 is not an episode"):
+        Folder(root, config(plans), {})
+    (root / "eval.json").write_text("{")
+    with pytest.raises(ConfigError, match="not readable JSON"):
+        read_evaluation(root)
+
+
+def test_a_pair_of_evaluations(tmp_path: Path) -> None:
+    plans = [plan("A", "a", range(10))]
+    first = evaluated(tmp_path / "first", plans, {i: WON if i < 3 else LOST for i in range(10)})
+    second = evaluated(tmp_path / "second", plans, {i: WON if i < 9 else LOST for i in range(10)})
+    compared = compare(load_side(first), load_side(second))
+    numbers = compared["all"]
+    assert numbers["mcnemar"] == {"both": 3, "only_first": 0, "only_second": 6, "neither": 1, "p": 2 / 64}
+    assert numbers["success"]["difference"] == pytest.approx(0.6)
+    assert numbers["success"]["p"] == pytest.approx(2 / 64)
+    assert 0 < numbers["reward"]["low"] < 0.6 < numbers["reward"]["high"] <= 1
+    assert compared["notes"] == []
+    assert verdict(numbers, "first", "second") == "second beats first in success (p = 0.031)"
+    same = compare(load_side(first), load_side(first))["all"]
+    assert same["mcnemar"]["p"] == same["reward"]["p"] == 1.0
+    assert "no significant difference" in verdict(same, "x", "y")
+
+
+def test_only_what_both_played_on_the_same_data_is_compared(tmp_path: Path) -> None:
+    first = evaluated(tmp_path / "first", [plan("A", "a", range(4))], dict.fromkeys(range(4), WON))
+    more = evaluated(tmp_path / "more", [plan("A", "a", range(2, 8))], dict.fromkeys(range(2, 8), LOST))
+    compared = compare(load_side(first), load_side(more))
+    assert compared["all"]["items"] == 2
+    assert compared["notes"] == ["the items differ (4 and 6): compared on the 2 that both have"]
+    apart = evaluated(tmp_path / "apart", [plan("A", "a", range(8, 9))], {8: WON})
+    with pytest.raises(ConfigError, match="no item in common"):
+        compare(load_side(first), load_side(apart))
+    other = evaluated(tmp_path / "other", [plan("A", "a", range(4), data="ours")], {0: WON})
+    with pytest.raises(ConfigError, match="played on different data"):
+        compare(load_side(first), load_side(other))
+    short = evaluated(tmp_path / "short", [plan("A", "a", range(4))], dict.fromkeys(range(4), WON), turns=[1, 5])
+    compared = compare(load_side(first), load_side(short))
+    assert compared["notes"] == ["toy: first was allowed 8 turns, short 5"]
+    assert compare(load_side(short, 1), load_side(short, 5))["all"]["mcnemar"]["only_second"] == 4
+    with pytest.raises(ConfigError, match="with 1, 5 turns, not with 3"):
+        load_side(short, 3)
+
+
+def test_the_table_has_a_row_for_each_agent_and_a_column_for_each_task(tmp_path: Path) -> None:
+    textcraft = [plan("TextCraft", f"Depth {d}", range(d, d + 1)) for d in (1, 2)]
+    own = [plan("Web", "Map", range(5, 6), own_data=True)]
+    absent = [plan("Deep search", "NQ", range(0), env="qa", missing="its questions are needed")]
+    first = evaluated(tmp_path / "us", textcraft + own + absent, {1: WON, 2: LOST, 5: WON})
+    second = evaluated(tmp_path / "them", textcraft, {1: LOST, 2: LOST})
+    source, published = published_entries()
+    entries = [entry_of(read_evaluation(first)), entry_of(read_evaluation(second)), *published]
+    summary, depths, web, *rest = grids(entries)
+    assert summary.headings == ["agent", "TextCraft", "Web †", "Deep search", "mean"]
+    assert [cell.text for cell in summary.rows[0]] == ["us", "50.0", "100.0", "–", "–"]
+    assert [cell.text for cell in summary.rows[1]] == ["them", "0.0", "–", "–", "–"]
+    gpt = next(row for row in summary.rows if row[0].text.startswith("GPT-4o"))
+    assert [cell.text for cell in gpt] == ["GPT-4o ‡", "83.0", "–", "26.8", "–"]
+    assert not any(cell.small for cell in gpt)
+    assert depths.headings == ["agent", "Depth 1", "Depth 2", "overall"]
+    assert [[cell.text for cell in row] for row in depths.rows] == [
+        ["us", "100.0", "0.0", "50.0"],
+        ["them", "0.0", "0.0", "0.0"],
+    ]
+    assert len(web.rows) == 1
+    assert [grid.title for grid in rest] == ["us", "them"]
+    text = markdown(entries, source)
+    assert "| us | 50.0 (9–91) | 100.0 (21–100) | – | – |" in text
+    assert "Deep search (NQ): not played, its questions are needed." in text
+    assert "† our own data" in text
+    assert "‡ published, not measured here" in text
+    assert "‡" not in "".join(notes(entries[:2]))
+
+
+def test_a_mean_is_shown_only_beside_means_over_the_same_scenarios(tmp_path: Path) -> None:
+    one, two = plan("A", "a", range(1)), plan("B", "b", range(1, 2))
+    third = plan("C", "c", range(2, 3), own_data=True)
+    both = evaluated(tmp_path / "both", [one, two], {0: WON, 1: LOST})
+    three = evaluated(tmp_path / "three", [one, two, third], {0: WON, 1: LOST, 2: LOST})
+    entry, other = entry_of(read_evaluation(both)), entry_of(read_evaluation(three))
+    assert grids([entry])[0].rows[0][-1].text == "50.0"
+    assert [row[-1].text for row in grids([entry, other])[0].rows] == ["–", "33.3 †"]
+
+
+def test_published_numbers_are_those_of_the_reference() -> None:
+    source, entries = published_entries()
+    assert "2509.08755" in source
+    found: dict[str, Entry] = {entry.name: entry for entry in entries}
+    assert {e.name: e.scenarios["SciWorld"]["success"]["value"] for e in found.values()}["ScalingInter-7B"] == 0.57
+    assert found["o3"].scenarios["WebArena"]["success"]["value"] == 0.34
+    assert len(entries) == 8
+
+
+def test_the_27_tasks() -> None:
+    assert len(AGENTGYM_27) == len({task.key for task in AGENTGYM_27}) == 27
+    counts: dict[str, int] = {}
+    for task in AGENTGYM_27:
+        counts[task.scenario.name] = counts.get(task.scenario.name, 0) + task.num_items
+    assert counts == {"WebArena": 50, "Deep search": 400, "TextCraft": 100, "BabyAI": 90, "SciWorld": 200}
+
+
+def test_items_evenly_spaced() -> None:
+    assert evenly_spaced(range(10), 4) == [0, 2, 5, 7]
+    assert evenly_spaced(range(3), 9) == [0, 1, 2]
+    goto = [40 * seed + level for seed in range(100) for level in range(11)]  # BabyAI's items of 11 levels
+    levels = [item % 40 for item in evenly_spaced(goto, 55)]
+    assert [levels.count(level) for level in range(11)] == [5] * 11
+
+
+@pytest.mark.parametrize("text", ["", "2,,4", "0,3", "a", "-2", "2.5"])
+def test_turns_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--turns needs whole numbers"):
+        turns_of(text)
+
+
+def test_options() -> None:
+    assert turns_of("8, 2,4,2") == (2, 4, 8)
+    assert turns_of(None) == ()
+    assert prices_of(1.0, 2.0, None) == Prices(1.0, 2.0)
+    assert prices_of(None, None, None) is None
+    with pytest.raises(ConfigError, match="prices need both"):
+        prices_of(1.0, None, None)
+
+
+def test_records_can_be_read_without_touching_the_folder(tmp_path: Path) -> None:
+    root = evaluated(tmp_path / "us", [plan("A", "a", range(1))], {0: WON})
+    path = root / "trajectories" / "toy.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"torn')
+    before = path.read_bytes()
+    assert list(read_records(root)) == [("toy", 0, 0)]
+    assert path.read_bytes() == before
