@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.training.batch import Batch, estimate, gather
+from agentgym_rl.training.learner import Updater
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings, ScratchSettings, SFTSettings
@@ -52,6 +53,31 @@ def trajectory(
 def group(seed: int, rewards: list[float], **options: Any) -> Group:
     members = [trajectory(1000 * seed + i, reward=r, **options) for i, r in enumerate(rewards)]
     return Group(Task("toy", seed), members)
+
+
+def lively_groups() -> list[Group]:
+    """Groups with rewards on any turn, states met again, and endings of every kind with what was seen after them.
+
+    They were sampled by something close to tiny_model(1) at temperature 0.7.
+    """
+    sampler = tiny_model(1)
+    made = [group(1, [0.0, 1.0, 0.5], turns=3), group(2, [1.0, 0.0]), group(3, [1.0, 1.0])]
+    endings = [StopReason.DONE, StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.MAX_CONTEXT]
+    for i, t in enumerate(t for g in made for t in g.trajectories):
+        rng = random.Random(i)
+        t.stop = endings[i % 4]
+        if t.task.item < 3000:  # the last group's rewards stay equal
+            t.rewards = [r + round(rng.uniform(-0.5, 0.5), 2) for r in t.rewards]
+        t.infos = [{"state_key": rng.choice("xyz")} for _ in t.rewards]
+        if t.stop is StopReason.MAX_TURNS:
+            t.messages[-1].token_ids = [rng.randrange(VOCABULARY) for _ in range(4)]
+        known = [0.0, *(p.item() for p in slow_logprobs(sampler, t.token_ids, 0.7))]
+        shift, place = rng.uniform(-0.5, 0.5), 0
+        for message in t.messages:
+            places = range(place, place := place + len(message.token_ids))
+            if message.logprobs is not None:
+                message.logprobs = [known[i] + shift + rng.uniform(-0.4, 0.4) for i in places]
+    return made
 
 
 def batch_of(made: list[Group], rl: RLSettings) -> Batch:
@@ -93,22 +119,32 @@ def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
         return LlamaForCausalLM(config)
 
 
+def catch(updater: Updater) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """A list that gets (weights before, gradients) of every update, which are otherwise dropped after it."""
+    caught: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
+    step = updater._optimizer.step
+
+    def keep() -> None:
+        named = dict(updater.model.named_parameters())
+        gradients = {n: p.grad.clone() for n, p in named.items() if p.grad is not None}
+        caught.append(({n: p.detach().clone() for n, p in named.items()}, gradients))
+        step()
+
+    updater._optimizer.step = keep  # type: ignore[method-assign,assignment]
+    return caught
+
+
 class Catching(RLLearner):
-    """Keeps the gradients of every update, which are otherwise dropped after it."""
+    """Keeps the gradients of every update of the policy."""
 
     def learn(self, batch: Any, seed: int) -> dict[str, float]:
-        self.gradients: list[dict[str, torch.Tensor]] = []
-        step = self._optimizer.step
+        if not hasattr(self, "caught"):
+            self.caught = catch(self)
+        return super().learn(batch, seed)
 
-        def keep() -> None:
-            self.gradients.append({n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None})
-            step()
-
-        self._optimizer.step = keep  # type: ignore[method-assign,assignment]
-        try:
-            return super().learn(batch, seed)
-        finally:
-            self._optimizer.step = step  # type: ignore[method-assign]
+    @property
+    def gradients(self) -> list[dict[str, torch.Tensor]]:
+        return [gradients for _, gradients in self.caught]
 
 
 def slow_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> list[torch.Tensor]:

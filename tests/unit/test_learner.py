@@ -6,23 +6,25 @@ import copy
 import math
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, Literal
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from training_for_tests import VOCABULARY, Catching, batch_of, group, groups, slow_logprobs, tiny_model
+from training_for_tests import VOCABULARY, Catching, batch_of, catch, group, lively_groups, slow_logprobs, tiny_model
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.advantages import ESTIMATORS, Episode
+from agentgym_rl.training.batch import Batch, estimate, gather
+from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.learner import Imitator, Updater, freeze
 from agentgym_rl.training.losses import KL_ESTIMATORS
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.rl_learner import RLLearner
-from agentgym_rl.training.settings import OptimizerSettings, RLSettings
-from agentgym_rl.types import Group
+from agentgym_rl.training.settings import CriticSettings, OptimizerSettings, RLSettings
+from agentgym_rl.types import Group, StopReason, Trajectory
 
 PLAIN = OptimizerSettings(lr=0.0, max_grad_norm=0.0)
 SETTINGS = RLSettings(kl_coef=0.0, optimizer=PLAIN)
@@ -30,95 +32,389 @@ ONE_BATCH = [group(1, [0.0, 1.0, 1.0]), group(2, [1.0, 0.0]), group(3, [1.0, 1.0
 torch.set_num_threads(1)
 
 
-def slow_loss(model: Any, reference: Any, made: list[Group], rl: RLSettings, temperature: float) -> torch.Tensor:
-    """The same loss with nothing but loops, for one update on samples from the present policy."""
-    usable = [t for g in made for t in g.usable]
-    all_actions = sum(sum(t.loss_mask) for t in usable)
-    total = torch.zeros(())
-    for g in made:
-        rewards = torch.tensor([t.reward for t in g.usable], dtype=torch.float64)
-        flat = len(set(rewards.tolist())) <= 1
-        if flat and rl.zero_variance == "drop":
-            continue
-        for t, reward in zip(g.usable, rewards, strict=True):
-            advantage = 0.0 if flat else float((reward - rewards.mean()) / (rewards.std(correction=1) + 1e-6))
-            own = sum(t.loss_mask)
-            weight = 1 / all_actions if rl.aggregate == "token" else 1 / (len(usable) * own)
-            logprobs = slow_logprobs(model, t.token_ids, temperature)
-            reference_logprobs = slow_logprobs(reference, t.token_ids, temperature) if rl.kl_coef else logprobs
-            for place in range(1, len(t.token_ids)):
-                if not t.loss_mask[place]:
-                    continue
-                p = logprobs[place - 1]
-                ratio = torch.exp(p - p.detach())
-                correction = min(math.exp(float(p.detach()) - t.logprobs[place]), rl.importance_cap)
-                loss = -ratio * advantage * (correction if rl.importance == "token" else 1.0)
-                if rl.kl_coef:
-                    loss = loss + rl.kl_coef * KL_ESTIMATORS[rl.kl_estimator](p, reference_logprobs[place - 1].detach())
-                total = total + weight * loss
-    return total
+def prepared(learner: RLLearner, made: list[Group], rl: RLSettings) -> Batch:
+    """What train_rl does between playing and learning."""
+    batch = gather(made, rl)
+    if rl.algorithm == "ppo" or rl.kl_in == "reward":
+        learner.assess(batch.samples)
+    return estimate(batch, rl, learner.kl_coef)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    made=groups(),
-    aggregate=st.sampled_from(["token", "trajectory"]),
-    importance=st.sampled_from(["token", "none"]),
-    kl=st.sampled_from([(0.0, "k3"), (0.3, "k1"), (0.3, "k2"), (0.3, "k3")]),
-    zero_variance=st.sampled_from(["drop", "keep"]),
-    temperature=st.sampled_from([1.0, 0.7]),
-    micro_batch_tokens=st.sampled_from([1, 60, 10_000]),
-)
-def test_gradients_agree_with_a_slow_loop(
-    made: list[Group],
-    aggregate: Literal["token", "trajectory"],
-    importance: Literal["token", "none"],
-    kl: tuple[float, Literal["k1", "k2", "k3"]],
-    zero_variance: Literal["drop", "keep"],
-    temperature: float,
-    micro_batch_tokens: int,
-) -> None:
-    rl = replace(
-        SETTINGS,
-        aggregate=aggregate,
-        importance=importance,
-        kl_coef=kl[0],
-        kl_estimator=kl[1],
-        zero_variance=zero_variance,
-        optimizer=replace(PLAIN, micro_batch_tokens=micro_batch_tokens),
-    )
-    model, reference = tiny_model(1), freeze(tiny_model(2))
-    learner = Catching(model, rl, temperature, lambda: nullcontext(reference))
-    metrics = learner.learn(batch_of(made, rl), seed=0)
-    slow = tiny_model(1)
-    loss = slow_loss(slow, reference, made, rl, temperature)
-    loss.backward()
-    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-5)
-    assert len(learner.gradients) == 1
-    for name, parameter in slow.named_parameters():
-        torch.testing.assert_close(learner.gradients[0][name], parameter.grad, atol=2e-5, rtol=1e-3)
+class SlowLearner:
+    """The same with nothing but loops: one whole unpadded forward pass per trajectory, plain autograd."""
+
+    def __init__(self, made: list[Group], rl: RLSettings, temperature: float, reference: Any, critic: Any) -> None:
+        self.rl, self.temperature, self.critic = rl, temperature, critic
+        self.played = [(number, t) for number, g in enumerate(made) for t in g.usable]
+        start = tiny_model(1)
+        self.old = [[p.item() for p in self.actions(start, t)] for _, t in self.played]
+        self.reference = [[p.item() for p in self.actions(reference, t)] for _, t in self.played]
+        self.sampled = [[p for p in t.logprobs if not math.isnan(p)] for _, t in self.played]
+        self.values = [[v.item() for v in self.critic_values(critic, t)] for _, t in self.played]
+        found = ESTIMATORS[rl.algorithm]([self.episode(i) for i in range(len(self.played))], rl)
+        self.advantages, self.returns = found.advantages, found.returns
+        flat = {n for n in range(len(made)) if not any(any(a) for a, (m, _) in self.pairs() if m == n)}
+        self.dropped = flat if rl.zero_variance == "drop" and rl.algorithm in ("grpo", "rloo") else set()
+        total = sum(len(old) for old in self.old)
+        count = len(self.played)
+        by_aggregate = {
+            "token": [1 / total] * count,
+            "trajectory": [1 / (count * len(old)) for old in self.old],
+            "constant": [1 / (count * rl.aggregate_length)] * count,
+        }
+        self.weights = by_aggregate[rl.aggregate]
+
+    def pairs(self) -> Any:
+        return zip(self.advantages, self.played, strict=True)
+
+    def actions(self, model: Any, t: Trajectory) -> list[torch.Tensor]:
+        every = slow_logprobs(model, t.token_ids, self.temperature)
+        return [p for p, trained in zip(every, t.loss_mask[1:], strict=True) if trained]
+
+    def entropies(self, model: Any, t: Trajectory) -> list[torch.Tensor]:
+        logits = model(input_ids=torch.tensor([t.token_ids])).logits[0] / self.temperature
+        entropy = torch.distributions.Categorical(logits=logits).entropy()
+        return [entropy[i - 1] for i, trained in enumerate(t.loss_mask) if trained]
+
+    def critic_values(self, critic: Any, t: Trajectory) -> list[torch.Tensor]:
+        """Before each action token, and one more: after everything that was seen."""
+        if critic is None:
+            return []
+        hidden = critic.decoder(input_ids=torch.tensor([t.token_ids])).last_hidden_state[0]
+        places = [i - 1 for i, trained in enumerate(t.loss_mask) if trained] + [len(t.token_ids) - 1]
+        return [critic.head(hidden[place])[0] for place in places]
+
+    def episode(self, i: int) -> Episode:
+        number, t = self.played[i]
+        penalties = []
+        if self.rl.kl_in == "reward":
+            kl = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(-d) - 1 + d}
+            gaps = [p - q for p, q in zip(self.old[i], self.reference[i], strict=True)]
+            penalties = [self.rl.kl_coef * kl[self.rl.kl_estimator](gap) for gap in gaps]
+        cut = t.stop in (StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.MAX_CONTEXT)
+        return Episode(
+            number,
+            list(t.rewards),
+            [len(m.token_ids) for m in t.messages if m.role == "assistant"],
+            [info.get("state_key") for info in t.infos],
+            penalties,
+            self.values[i][:-1],
+            self.values[i][-1] if self.values[i] and cut else 0.0,
+        )
+
+    def correction(self, i: int, token: int) -> float:
+        gaps = [p - q for p, q in zip(self.old[i], self.sampled[i], strict=True)]
+        cap = self.rl.importance_cap
+        if self.rl.importance == "token":
+            return min(math.exp(gaps[token]), cap)
+        if self.rl.importance == "sequence_mask":
+            return 1.0 if 1 / cap <= math.exp(sum(gaps) / len(gaps)) <= cap else 0.0
+        return 1.0
+
+    def bounded(self, ratio: torch.Tensor, advantage: float) -> torch.Tensor:
+        """-min(r A, clip(r) A) by cases."""
+        rl = self.rl
+        if advantage > 0 and ratio.item() > 1 + rl.clip_high:
+            return torch.tensor(-(1 + rl.clip_high) * advantage)
+        if advantage < 0 and ratio.item() < 1 - rl.clip_low:
+            return torch.tensor(-(1 - rl.clip_low) * advantage)
+        return -ratio * advantage
+
+    def policy_loss(self, model: Any) -> torch.Tensor:
+        rl, total = self.rl, torch.zeros(())
+        for i, (number, t) in enumerate(self.played):
+            if number in self.dropped:
+                continue
+            now, weight = self.actions(model, t), self.weights[i]
+            if rl.loss == "gspo":  # the form for whole sequences; all tokens of an episode have one advantage here
+                ratio = torch.exp(sum(p - q for p, q in zip(now, self.old[i], strict=True)) / len(now))
+                total = total + weight * len(now) * self.correction(i, 0) * self.bounded(ratio, self.advantages[i][0])
+            for token, (p, advantage) in enumerate(zip(now, self.advantages[i], strict=True)):
+                ratio = torch.exp(p - self.old[i][token])
+                if rl.loss == "clip":
+                    total = total + weight * self.correction(i, token) * self.bounded(ratio, advantage)
+                if rl.loss == "cispo":
+                    bounded = min(max(ratio.item(), 1 - rl.clip_low), 1 + rl.clip_high)
+                    total = total - weight * self.correction(i, token) * bounded * advantage * p
+                if rl.kl_coef and rl.kl_in == "loss":
+                    kl = KL_ESTIMATORS[rl.kl_estimator](p, torch.tensor(self.reference[i][token]))
+                    total = total + weight * rl.kl_coef * kl
+            if rl.entropy_coef:
+                total = total - rl.entropy_coef * weight * sum(self.entropies(model, t))
+        return total
+
+    def critic_loss(self, critic: Any) -> torch.Tensor:
+        total, bound = torch.zeros(()), self.rl.critic.clip
+        for i, (_, t) in enumerate(self.played):
+            now = self.critic_values(critic, t)[:-1]
+            for value, old, target in zip(now, self.values[i][:-1], self.returns[i], strict=True):
+                error = (value - target) ** 2
+                if bound and abs(value.item() - old) > bound:
+                    near = (old + math.copysign(bound, value.item() - old) - target) ** 2
+                    error = error if error.item() > near else torch.tensor(near)
+                total = total + self.weights[i] * 0.5 * error
+        return total
 
 
-def test_observation_tokens_have_no_gradient_of_their_own() -> None:
-    """By autograd: the loss depends on the logits before action tokens only, whatever the mask says."""
-    model = tiny_model()
-    batch = batch_of(ONE_BATCH, SETTINGS)
+def small_critic() -> ValueModel:
+    """One whose head has begun to say something."""
+    critic = ValueModel(tiny_model(3).get_decoder(), 16)
+    with torch.no_grad():
+        critic.head.weight.copy_(torch.linspace(-0.3, 0.3, 16)[None])
+        critic.head.bias.fill_(0.1)
+    return critic
+
+
+def assert_same_gradients(found: dict[str, torch.Tensor], module: Any) -> None:
+    for name, parameter in module.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found.get(name, torch.zeros_like(parameter)), expected, atol=3e-5, rtol=2e-3)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"kl_coef": 0.3, "kl_estimator": "k3"},
+    "dr. grpo": {"normalize_std": False, "aggregate": "constant", "aggregate_length": 9, "zero_variance": "keep"},
+    "gigpo": {
+        "credit": "anchor",
+        "turn_discount": 0.9,
+        "aggregate": "trajectory",
+        "kl_coef": 0.2,
+        "kl_estimator": "k2",
+    },
+    "gspo": {"loss": "gspo", "aggregate": "trajectory", "importance": "none", "clip_low": 0.05, "clip_high": 0.05},
+    "gspo, masked": {"loss": "gspo", "aggregate": "trajectory", "importance": "sequence_mask", "importance_cap": 1.3},
+    "rloo, cispo": {
+        "algorithm": "rloo",
+        "credit": "turns",
+        "loss": "cispo",
+        "importance": "sequence_mask",
+        "importance_cap": 1.3,
+    },
+    "reinforce++": {"algorithm": "reinforce++", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
+    "baseline": {"algorithm": "reinforce++-baseline", "entropy_coef": 0.1, "kl_coef": 0.3, "kl_estimator": "k1"},
+    "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "entropy_coef": 0.1},
+    "ppo, turns": {"algorithm": "ppo", "credit": "turns", "turn_discount": 0.8, "kl_coef": 0.2, "kl_in": "reward"},
+    "ppo, two levels": {"algorithm": "ppo", "credit": "two_level", "loss": "cispo", "critic": {"clip": 0.05}},
+    "ppo, free critic": {"algorithm": "ppo", "token_discount": 0.95, "credit": "turns", "critic": {"clip": 0.0}},
+}
+
+
+def settings_of(name: str, **more: Any) -> RLSettings:
+    chosen = {**CASES[name], **more}
+    moving = OptimizerSettings(lr=2e-2, max_grad_norm=0.0, micro_batch_tokens=chosen.pop("micro_batch_tokens", 60))
+    critic = CriticSettings(optimizer=moving, **chosen.pop("critic", {}))
+    return replace(SETTINGS, optimizer=moving, critic=critic, **chosen)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_two_updates_agree_with_a_slow_loop(name: str) -> None:
+    """Loss and gradients of the first update and, with old log-probabilities and values kept, of the second."""
+    rl, temperature, made = settings_of(name, epochs=2), 0.7, lively_groups()
+    reference = freeze(tiny_model(2))
+    value_model = small_critic() if rl.algorithm == "ppo" else None
+    slow = SlowLearner(made, rl, temperature, reference, copy.deepcopy(value_model))
+    learner = RLLearner(tiny_model(1), rl, temperature, lambda: nullcontext(reference), value_model)
+    caught = catch(learner)
+    valued = catch(learner.critic) if learner.critic else []
+    batch = prepared(learner, made, rl)
+    metrics = learner.learn(batch, seed=0)
+    assert (learner.updates, len(caught)) == (2, 2)
+    model, losses = tiny_model(1), []
+    for weights, gradients in caught:
+        model.load_state_dict(weights, strict=False)
+        model.zero_grad()
+        losses.append(slow.policy_loss(model))
+        losses[-1].backward()
+        assert_same_gradients(gradients, model)
+    assert metrics["loss"] == pytest.approx(sum(x.item() for x in losses) / 2, abs=1e-4)
+    assert any(not torch.equal(caught[0][0][n], caught[1][0][n]) for n in caught[0][0])
+    assert (0.1 < metrics["importance/kept"] < 0.9) == (rl.importance == "sequence_mask")
+    if value_model is None:
+        return
+    critic, losses = small_critic(), []
+    assert len(valued) == 2
+    for weights, gradients in valued:
+        critic.load_state_dict(weights, strict=False)
+        critic.zero_grad()
+        losses.append(slow.critic_loss(critic))
+        losses[-1].backward()
+        assert_same_gradients(gradients, critic)
+    assert metrics["value/loss"] == pytest.approx(sum(x.item() for x in losses) / 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "rloo, cispo", "reinforce++", "baseline", "ppo, turns"])
+def test_nothing_depends_on_order_padding_micro_batches_or_ranks(name: str) -> None:
+    """A rank's share is some of the samples with the weights they have in the whole batch: gradients add up."""
+    made = lively_groups()
+    reference = freeze(tiny_model(2))
+
+    def learner_of(tokens: int) -> tuple[Catching, Batch]:
+        rl = settings_of(name, micro_batch_tokens=tokens)
+        critic = small_critic() if rl.algorithm == "ppo" else None
+        learner = Catching(tiny_model(1), rl, 1.0, lambda: nullcontext(reference), critic)
+        return learner, prepared(learner, made, rl)
+
+    def learn(learner: Catching, batch: Batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+        valued = catch(learner.critic) if learner.critic else []
+        metrics = learner.learn(batch, 0)
+        gradients = {**learner.gradients[0], **{f"critic.{n}": g for _, some in valued for n, g in some.items()}}
+        return metrics, gradients
+
+    whole_metrics, whole = learn(*learner_of(10_000))
+    for tokens in (1, 70):
+        made = made[::-1]
+        for g in made:
+            g.trajectories.reverse()
+        metrics, gradients = learn(*learner_of(tokens))
+        assert metrics == pytest.approx(whole_metrics, rel=1e-3, abs=1e-5)
+        for key, gradient in whole.items():
+            torch.testing.assert_close(gradients[key], gradient, atol=2e-5, rtol=1e-3)
+    for ranks in (2, 3):
+        total: dict[str, torch.Tensor] = {}
+        loss = 0.0
+        for rank in range(ranks):
+            learner, batch = learner_of(70)
+            share = Batch(samples=batch.samples[rank::ranks], weights=batch.weights[rank::ranks])
+            metrics, gradients = learn(learner, share)
+            loss += metrics["loss"]
+            total = {key: total.get(key, 0) + gradient for key, gradient in gradients.items()}
+        assert loss == pytest.approx(whole_metrics["loss"], rel=1e-3, abs=1e-5)
+        for key, gradient in whole.items():
+            torch.testing.assert_close(total[key], gradient, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "gspo", "rloo, cispo", "reinforce++", "baseline", "ppo", "ppo, turns"])
+def test_observation_tokens_have_exactly_no_gradient(name: str) -> None:
+    """By autograd: loss and value loss depend on the states before action tokens only, whatever the mask says."""
+    rl = settings_of(name, zero_variance="keep", importance="none")
+    critic = small_critic() if rl.algorithm == "ppo" else None
+    learner = RLLearner(tiny_model(1), rl, 1.0, None, critic)
+    batch = prepared(learner, lively_groups(), rl)
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
+    expected = torch.zeros(micro.input_ids_BL.shape, dtype=torch.bool)
+    expected[micro.rows_A, micro.columns_A - 1] = True
+    assert not expected.all()
     seen: list[torch.Tensor] = []
 
     def keep(module: Any, arguments: Any, output: torch.Tensor) -> None:
         output.retain_grad()
         seen.append(output)
 
-    learner = RLLearner(model, SETTINGS, 1.0)
-    model.model.norm.register_forward_hook(keep)
-    learner._loss(micro, batch.samples)[0].backward()
-    (hidden_BLH,) = seen
-    assert hidden_BLH.grad is not None
-    moved = hidden_BLH.grad.abs().sum(-1) > 0
-    expected = torch.zeros_like(moved)
-    expected[micro.rows_A, micro.columns_A - 1] = True
-    assert torch.equal(moved, expected)
+    losses = [(learner.model.get_decoder(), lambda: learner._loss(micro, batch.samples))]
+    if learner.critic is not None:
+        losses.append((learner.critic.model.decoder, lambda: learner.critic._loss(micro)))  # type: ignore[union-attr]
+    for decoder, loss in losses:
+        seen.clear()
+        decoder.norm.register_forward_hook(keep)
+        loss()[0].backward()
+        gradient = seen[0].grad
+        assert gradient is not None
+        assert (gradient[~expected] == 0).all()
+        moved = gradient.abs().sum(-1) > 0
+        assert moved[expected].float().mean() > 0.5  # an advantage or an error may happen to be 0
+
+
+def test_a_critic_reads_before_each_action_and_after_what_was_seen_last() -> None:
+    rl, made = settings_of("ppo"), lively_groups()
+    critic = small_critic()
+    slow = SlowLearner(made, rl, 1.0, freeze(tiny_model(2)), critic)
+    learner = RLLearner(tiny_model(1), rl, 1.0, None, copy.deepcopy(critic))
+    batch = prepared(learner, made, rl)
+    bootstrapped = 0
+    for (_, t), expected, sample, episode in zip(slow.played, slow.values, batch.samples, batch.episodes, strict=True):
+        assert sample.token_ids == t.token_ids  # with what came after the last reply
+        assert sample.values == pytest.approx(expected[:-1], abs=1e-5)
+        assert sample.last_value == pytest.approx(expected[-1], abs=1e-5)
+        truncated = t.stop is not StopReason.DONE
+        assert episode.last_value == (sample.last_value if truncated else 0.0)
+        if t.stop is StopReason.MAX_TURNS:
+            bootstrapped += 1
+            blind = slow.critic_values(critic, replace(t, messages=t.messages[:-1]))[-1].item()
+            assert abs(sample.last_value - blind) > 1e-4  # the observation after the last reply counts
+    assert bootstrapped == 2
+
+
+@pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (3, 2)])
+def test_ppo_updates_policy_and_critic_as_often_as_asked_against_fixed_old_values(
+    epochs: int, minibatches: int
+) -> None:
+    rl = settings_of("ppo", epochs=epochs, minibatches=minibatches)
+    learner = RLLearner(tiny_model(1), rl, 1.0, None, small_critic())
+    batch = prepared(learner, lively_groups(), rl)
+    before = [(list(s.values), list(s.returns), list(s.advantages)) for s in batch.samples]
+    caught, critic = catch(learner), learner.critic
+    assert critic is not None
+    valued = catch(critic)
+    learner.learn(batch, 0)
+    assert learner.updates == critic.updates == len(caught) == len(valued) == epochs * minibatches
+    assert [(s.values, s.returns, s.advantages) for s in batch.samples] == before
+    weights = [w["head.weight"] for w, _ in valued]
+    assert all(not torch.equal(a, b) for a, b in pairwise(weights))
+    old = [(s.old_logprobs, s.values) for s in batch.samples]
+    learner.assess(batch.samples)  # what is known already stays as it was before the updates
+    assert [(s.old_logprobs, s.values) for s in batch.samples] == old
+
+
+def test_the_policy_waits_while_the_critic_warms_up() -> None:
+    rl = settings_of("ppo", critic={"warmup_steps": 2})
+    learner = RLLearner(tiny_model(1), rl, 1.0)
+    counts = []
+    for _ in range(3):
+        learner.learn(prepared(learner, lively_groups(), rl), 0)
+        counts.append((learner.updates, learner.critic.updates if learner.critic else 0))
+    assert counts == [(0, 1), (0, 2), (1, 3)]
+
+
+def test_a_new_critic_says_nothing_and_learns_what_states_are_worth() -> None:
+    rl = settings_of("ppo", micro_batch_tokens=10_000, epochs=3)
+    learner = RLLearner(tiny_model(1), rl, 1.0)
+    first = prepared(learner, ONE_BATCH, rl)
+    assert all(v == 0.0 for s in first.samples for v in s.values)
+    errors = [learner.learn(prepared(learner, ONE_BATCH, rl), 0)["value/error"] for _ in range(6)]
+    assert errors[-1] < 0.5 * errors[0]
+
+
+def test_a_masked_trajectory_is_left_out_and_counted() -> None:
+    rl = settings_of("rloo, cispo", importance_cap=1.0 + 1e-6, zero_variance="keep")
+    learner = Catching(tiny_model(1), rl, 1.0)
+    metrics = learner.learn(prepared(learner, lively_groups(), rl), 0)
+    assert (metrics["importance/kept"], metrics["grad/norm"]) == (0.0, 0.0)
+
+
+def test_kl_coefficient_follows_its_target_and_is_saved() -> None:
+    rl = replace(SETTINGS, kl_coef=0.5, kl_target=0.01, kl_rate=0.2)
+    far = RLLearner(tiny_model(1), rl, 1.0, lambda: nullcontext(freeze(tiny_model(2))))
+    assert far.learn(batch_of(ONE_BATCH, rl), 0)["kl/coef"] == 0.5
+    assert far.kl_coef == pytest.approx(0.5 * 1.2)  # much too far: as much as one step allows
+    near = RLLearner(tiny_model(1), rl, 1.0)
+    near.learn(batch_of(ONE_BATCH, rl), 0)
+    assert near.kl_coef == pytest.approx(0.5 * 0.8)  # no distance at all
+    measured = far.learn(batch_of(ONE_BATCH, rl), 0)["kl/reference"]
+    between = RLLearner(tiny_model(1), replace(rl, kl_target=measured / 1.5), 1.0, far._reference)
+    assert between.learn(batch_of(ONE_BATCH, rl), 0)["kl/reference"] == pytest.approx(measured, rel=1e-4)
+    assert between.kl_coef == pytest.approx(0.5 * (1 + 0.2 * 0.5), rel=1e-4)
+    resumed = RLLearner(tiny_model(1), rl, 1.0)
+    resumed.restore(far.state())
+    assert resumed.kl_coef == far.kl_coef
+    fixed = RLLearner(tiny_model(1), replace(rl, kl_target=0.0), 1.0)
+    fixed.learn(batch_of(ONE_BATCH, rl), 0)
+    assert fixed.kl_coef == 0.5
+
+
+def test_kl_in_the_reward_is_not_in_the_loss_as_well() -> None:
+    """At the same advantages the gradient is that without any KL."""
+    rl = replace(SETTINGS, kl_coef=0.4, kl_in="reward", zero_variance="keep")
+    learner = Catching(tiny_model(1), rl, 1.0, lambda: nullcontext(freeze(tiny_model(2))))
+    batch = prepared(learner, ONE_BATCH, rl)
+    without = Catching(tiny_model(1), replace(rl, kl_coef=0.0), 1.0)
+    plain = batch_of(ONE_BATCH, replace(rl, kl_coef=0.0))
+    assert [s.advantages for s in batch.samples] != [s.advantages for s in plain.samples]
+    for sample, other in zip(batch.samples, plain.samples, strict=True):
+        other.advantages = list(sample.advantages)
+    assert learner.learn(batch, 0)["kl/reference"] > 0.01
+    without.learn(plain, 0)
+    for name, gradient in without.gradients[0].items():
+        torch.testing.assert_close(learner.gradients[0][name], gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_log_probabilities_do_not_depend_on_padding_or_neighbours() -> None:
