@@ -100,13 +100,13 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
             old, reference = torch.tensor(sample.old_logprobs), torch.tensor(sample.reference_logprobs)
             episode.penalties = (kl_coef * KL_ESTIMATORS[settings.kl_estimator](old, reference)).tolist()
         episode.values = sample.values
-        episode.last_value = sample.last_value if truncated else 0.0
+        episode.last_value = sample.last_value if truncated and settings.bootstrap else 0.0
     found = ESTIMATORS[settings.algorithm](batch.episodes, settings)
     for sample, advantages in zip(batch.samples, found.advantages, strict=True):
         sample.advantages = advantages
     for sample, returns in zip(batch.samples, found.returns, strict=False):
         sample.returns = returns
-    flat = _flat_groups(batch, settings)
+    flat = _flat_groups(batch)
     trained = [i for i, masked in enumerate(batch.masked) if not masked]
     weights = token_weights([batch.samples[i] for i in trained], settings.aggregate, settings.aggregate_length)
     dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ("grpo", "rloo") else set()
@@ -122,14 +122,13 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     )
 
 
-def _flat_groups(batch: Batch, settings: RLSettings) -> set[int]:
-    """Groups that say nothing: no advantage, or, where advantages are not the group's own, no difference in reward."""
-    spread: dict[int, list[float]] = {}
+def _flat_groups(batch: Batch) -> set[int]:
+    """Groups in which no token has an advantage: nothing of theirs is better or worse than expected."""
+    largest: dict[int, float] = {}
     for episode, sample in zip(batch.episodes, batch.samples, strict=True):
-        said = sample.advantages if settings.algorithm in ("grpo", "rloo") else [episode.total]
-        low, high = spread.get(episode.group, [said[0], said[0]])
-        spread[episode.group] = [min(low, *said), max(high, *said)]
-    return {group for group, (low, high) in spread.items() if high - low < EPSILON}
+        found = max(abs(a) for a in sample.advantages)
+        largest[episode.group] = max(largest.get(episode.group, 0.0), found)
+    return {group for group, advantage in largest.items() if advantage < EPSILON}
 
 
 def token_weights(samples: list[Sample], aggregate: str, aggregate_length: int = 1) -> list[float]:

@@ -50,7 +50,7 @@ class RLState:
     step: int = 0
     """Finished steps."""
     version: int = 0
-    """Of the weights that were published last."""
+    """Of the weights that were published last: a step without anything to learn from publishes none."""
     played: list[Group] = field(default_factory=list)
     """Under overlap: the next step's episodes, played with weights that are gone."""
     played_s: float = 0.0
@@ -111,7 +111,7 @@ async def train_rl(
         else:
             found, samples = _learn(groups, state, learner, limits, settings, seed)
         if samples:
-            state.version = step + 1
+            state.version += 1
             await publish(state.version)
         now = time.perf_counter()
         metrics |= found | _times(rollout_s, now - learning_since, now - started, metrics)

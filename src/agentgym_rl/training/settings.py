@@ -157,6 +157,9 @@ class RLSettings:
     """Between tokens; ppo."""
     turn_lambda: float = 0.95
     """Between turns; ppo with two_level."""
+    bootstrap: bool = True
+    """ppo: after a truncation the critic's value stands for what would have come; else nothing does. Without a
+    turn_discount below 1 it makes waiting as good as acting: an agent that never ends an episode never fails."""
     anchor_weight: float = 1.0
     """Weight of the comparison within anchor states against that of whole episodes."""
     zero_variance: Literal["drop", "keep"] = "drop"
