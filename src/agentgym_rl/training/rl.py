@@ -104,10 +104,15 @@ async def train_rl(
         _advance(state.horizons, groups)
         learning_since = time.perf_counter()
         if settings.overlap and step + 1 < settings.steps:
-            async with asyncio.TaskGroup() as both:
-                both.create_task(_play(step + 1, state, collect, limits, settings, seed))
-                work = both.create_task(asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed))
-            found, samples = work.result()
+            # No task group: what fails shall come out as itself, not in a group of exceptions.
+            playing = asyncio.create_task(_play(step + 1, state, collect, limits, settings, seed))
+            try:
+                found, samples = await asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed)
+            except BaseException:
+                playing.cancel()
+                await asyncio.gather(playing, return_exceptions=True)
+                raise
+            await playing
         else:
             found, samples = _learn(groups, state, learner, limits, settings, seed)
         if samples:
