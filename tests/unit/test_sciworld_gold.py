@@ -60,7 +60,8 @@ def test_the_kept_paths_are_of_items_and_can_be_said() -> None:
     paths = gold.kept_paths()
     all_items = {(task.name, number) for task in tasks.TASKS for number in range(task.num_variations)}
     assert set(paths) <= all_items
-    assert len(paths) > 450
+    assert len(paths) > 1000
+    assert all((task.name, task.variations("test")[0]) in paths for task in tasks.TASKS)
     assert gold.STORE.stat().st_size < 3_000_000
     for path in paths.values():
         assert path
