@@ -85,7 +85,7 @@ class SlowLearner:
             [info.get("state_key") for info in t.infos],
             penalties,
             self.values[i][:-1],
-            self.values[i][-1] if self.values[i] and cut else 0.0,
+            self.values[i][-1] if self.values[i] and cut and self.rl.bootstrap else 0.0,
         )
 
     def correction(self, i: int, token: int) -> float:
@@ -175,7 +175,13 @@ CASES: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": "ppo", "gae_lambda": 0.9, "entropy_coef": 0.1},
     "ppo, turns": {"algorithm": "ppo", "credit": "turns", "turn_discount": 0.8, "kl_coef": 0.2, "kl_in": "reward"},
     "ppo, two levels": {"algorithm": "ppo", "credit": "two_level", "loss": "cispo", "critic": {"clip": 0.05}},
-    "ppo, free critic": {"algorithm": "ppo", "token_discount": 0.95, "credit": "turns", "critic": {"clip": 0.0}},
+    "ppo, free critic": {
+        "algorithm": "ppo",
+        "token_discount": 0.95,
+        "credit": "turns",
+        "critic": {"clip": 0.0},
+        "bootstrap": False,
+    },
 }
 
 

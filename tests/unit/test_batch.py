@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from training_for_tests import group, groups, trajectory
+from training_for_tests import few, group, groups, trajectory
 
-from agentgym_rl.training.batch import Batch, estimate, gather, to_sample, token_weights
+from agentgym_rl.training.batch import (
+    Batch,
+    equal_rewards,
+    estimate,
+    gather,
+    overlong_penalty,
+    to_sample,
+    token_weights,
+)
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.settings import Algorithm, RLSettings
-from agentgym_rl.types import Group, Message, Sample, StopReason, Trajectory
+from agentgym_rl.types import Group, Limits, Message, Sample, StopReason, Trajectory
 
 Aggregate = Literal["token", "trajectory"]
 
@@ -36,6 +44,7 @@ def action_tokens(micro: list[MicroBatch]) -> list[tuple[float, ...]]:
     return sorted(rows)
 
 
+@few(25)
 @given(made=groups(), aggregate=st.sampled_from(["token", "trajectory"]))
 def test_a_batch_holds_exactly_the_sampled_tokens_of_usable_episodes(made: list[Group], aggregate: Aggregate) -> None:
     batch = batch_of(made, aggregate=aggregate)
@@ -61,6 +70,7 @@ def test_a_batch_holds_exactly_the_sampled_tokens_of_usable_episodes(made: list[
     assert sum(row[1] for row in found) == pytest.approx(1.0, rel=1e-5)
 
 
+@few(25)
 @given(made=groups(), seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 300), st.integers(1, 300)))
 def test_order_and_micro_batch_size_change_nothing(made: list[Group], seed: int, sizes: tuple[int, int]) -> None:
     batch = batch_of(made)
@@ -71,6 +81,7 @@ def test_order_and_micro_batch_size_change_nothing(made: list[Group], seed: int,
     assert action_tokens(first) == action_tokens(second)
 
 
+@few(25)
 @given(made=groups(), max_tokens=st.integers(1, 200))
 def test_micro_batches_keep_to_their_size_and_point_at_the_tokens(made: list[Group], max_tokens: int) -> None:
     batch = batch_of(made)
@@ -82,6 +93,7 @@ def test_micro_batches_keep_to_their_size_and_point_at_the_tokens(made: list[Gro
         assert (m.columns_A > 0).all()
 
 
+@few(25)
 @given(made=groups())
 def test_dropping_groups_without_variance_leaves_the_weights_of_the_others(made: list[Group]) -> None:
     kept, dropped = batch_of(made), batch_of(made, drop=True)
@@ -143,10 +155,84 @@ def test_an_episode_in_which_nothing_was_sampled_is_left_out() -> None:
     assert [s.trajectory_id for s in batch_of([made]).samples] == [t.id for t in made.trajectories[:2]]
 
 
+def test_masked_overlong_episodes_are_compared_with_but_not_trained_on() -> None:
+    made = group(1, [1.0, 0.0, 1.0, 0.0])
+    made.trajectories[0].stop, made.trajectories[1].stop = StopReason.LENGTH, StopReason.MAX_CONTEXT
+    made.trajectories[2].stop = StopReason.MAX_TURNS  # its horizon cut it, not its length
+    rl = RLSettings(overlong="mask", aggregate="trajectory", normalize_std=False)
+    batch = estimate(gather([made], rl), rl)
+    kept = made.trajectories[2:]
+    assert [s.trajectory_id for s in batch.samples] == [t.id for t in kept]
+    assert batch.weights == pytest.approx([1 / (2 * sum(t.loss_mask)) for t in kept])
+    assert [s.advantages[0] for s in batch.samples] == [0.5, -0.5]  # against the mean of all four
+    assert len(estimate(gather([made], RLSettings()), RLSettings()).samples) == 4
+
+
+def test_the_overlong_penalty_rises_over_the_buffer_and_is_paid_by_the_turn() -> None:
+    rl = RLSettings(overlong="penalty", overlong_buffer=4)
+    assert [overlong_penalty(n, 10, rl) for n in (0, 6, 7, 8, 10, 12)] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
+    assert overlong_penalty(1, 2, rl) == 0.5  # a buffer cannot be longer than a reply
+    made = group(1, [1.0, 0.0], turns=3)
+    batch = gather([made], rl, {"toy": Limits(max_turns=9, max_new_tokens=4, max_context=99)})
+    for t, episode in zip(made.trajectories, batch.episodes, strict=True):
+        replies = [len(m.token_ids) for m in t.messages if m.role == "assistant"]
+        assert episode.lengths == replies
+        assert episode.rewards == pytest.approx([r - n / 4 for r, n in zip(t.rewards, replies, strict=True)])
+    assert made.trajectories[0].rewards == [0.0, 0.0, 1.0]  # what is recorded stays as it was
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_kl_in_the_reward_is_taken_off_token_by_token(estimator: Any) -> None:
+    made = group(1, [1.0, 0.0])
+    rl = RLSettings(kl_in="reward", kl_estimator=estimator, normalize_std=False)
+    batch = gather([made], rl)
+    totals = []
+    for number, sample in enumerate(batch.samples):
+        count = len(sample.logprobs)
+        sample.old_logprobs = [-1.0 - 0.1 * i for i in range(count)]
+        sample.reference_logprobs = [-1.5 + 0.3 * number] * count
+        gaps = [p - q for p, q in zip(sample.old_logprobs, sample.reference_logprobs, strict=True)]
+        kl = {"k1": gaps, "k2": [g * g / 2 for g in gaps], "k3": [math.exp(-g) - 1 + g for g in gaps]}[estimator]
+        totals.append(1.0 - number - 0.3 * sum(kl))
+    found = estimate(batch, rl, kl_coef=0.3)
+    assert found.samples[0].advantages[0] == pytest.approx((totals[0] - totals[1]) / 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("algorithm", "kept"), [("grpo", 2), ("rloo", 2), ("reinforce++", 4), ("ppo", 4)])
+def test_only_algorithms_that_compare_groups_drop_those_of_equal_rewards(algorithm: Algorithm, kept: int) -> None:
+    rl = RLSettings(algorithm=algorithm)
+    batch = gather([group(1, [1.0, 0.0]), group(2, [1.0, 1.0])], rl)
+    for sample in batch.samples:
+        sample.values = [0.3] * len(sample.logprobs)
+    assert len(estimate(batch, rl).samples) == kept
+
+
+def test_only_a_truncation_is_bootstrapped_and_only_if_asked() -> None:
+    made = group(1, [1.0, 0.0, 0.0])
+    made.trajectories[1].stop = StopReason.MAX_TURNS
+    for rl, expected in (
+        (RLSettings(algorithm="ppo"), [0.0, 0.7, 0.0]),
+        (RLSettings(algorithm="ppo", bootstrap=False), [0.0] * 3),
+    ):
+        batch = gather([made], rl)
+        for sample in batch.samples:
+            sample.values, sample.last_value = [0.3] * len(sample.logprobs), 0.7
+        assert [e.last_value for e in estimate(batch, rl).episodes] == expected
+
+
+def test_equal_rewards_says_which_groups_a_comparison_cannot_use() -> None:
+    assert equal_rewards(group(1, [0.1 + 0.2, 0.3]))
+    assert not equal_rewards(group(1, [0.0, 1e-3]))
+    one_left = group(1, [0.0, 1.0])
+    one_left.trajectories[0].stop = StopReason.ERROR
+    assert equal_rewards(one_left)
+
+
 def test_weights_by_token_and_by_trajectory() -> None:
     short, long = Sample([1, 2], [False, True]), Sample([1, 2, 3, 4], [False, True, True, True])
     assert token_weights([short, long], "token") == [0.25, 0.25]
     assert token_weights([short, long], "trajectory") == [0.5, pytest.approx(1 / 6)]
+    assert token_weights([short, long], "constant", 10) == [0.05, 0.05]
     assert token_weights([], "token") == token_weights([], "trajectory") == []
 
 
@@ -159,3 +245,11 @@ def test_a_trained_token_without_a_logprob_is_refused() -> None:
 def test_a_trained_first_token_is_refused() -> None:
     with pytest.raises(ValueError, match="t2: the first token"):
         micro_batches([Sample([1, 2], [True, True], trajectory_id="t2")], [1.0], 100)
+
+
+@pytest.mark.parametrize("name", ["advantages", "old_logprobs", "reference_logprobs", "values", "returns"])
+def test_a_list_of_another_length_than_the_trained_tokens_is_refused(name: str) -> None:
+    sample = Sample([1, 2, 3], [False, True, True], [-1.0, -1.0], trajectory_id="t3")
+    setattr(sample, name, [0.0, 0.0, 0.0])
+    with pytest.raises(ValueError, match=f"t3: 2 trained tokens need as many {name}, got 3"):
+        micro_batches([sample], [1.0], 100)

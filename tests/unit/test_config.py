@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import tomli_w
@@ -13,6 +14,7 @@ import tomli_w
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.runlog import RunLog
+from agentgym_rl.training.settings import INVALID, Algorithm, Credit
 
 RECIPE = """
 name = "tiny"
@@ -81,7 +83,7 @@ def test_the_last_override_of_a_key_counts(recipe: Path) -> None:
         ("rl.groups_per_step=0", "rl: groups_per_step must be at least 1, got 0"),
         ("rl.minibatches=0", "rl: minibatches must be at least 1"),
         ("rl.epochs=0", "rl: epochs must be at least 1"),
-        ("rl.group_size=1", "rl.group_size: grpo .* at least 2, got 1"),
+        ("rl.group_size=1", "rl: group_size: grpo .* at least 2, got 1"),
         ("rl.kl_coef=-0.1", "rl: kl_coef must be at least 0"),
         ("rl.importance_cap=0.5", "rl: importance_cap must be at least 1"),
         ("rl.optimizer.lr=-1.0", "rl.optimizer: lr must be at least 0"),
@@ -107,6 +109,32 @@ def test_what_is_wrong_is_said_in_one_line(recipe: Path, override: str, message:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(recipe, [override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        *(
+            ([f"rl.algorithm={a}", f"rl.credit={c}"], f"{c}.* cannot be used with {re.escape(f'{a}: {why}')}")
+            for (a, c), why in INVALID.items()
+        ),
+        (["rl.algorithm=ppo", "rl.loss=gspo"], "gspo.* cannot be used with ppo: it has one ratio a trajectory"),
+        (["rl.algorithm=rloo", "rl.group_size=1"], "rloo compares the episodes of a group, .* at least 2, got 1"),
+        (["rl.algorithm=ppo", "rl.group_size=1", "rl.resample_rounds=1"], "resample_rounds needs groups of at least 2"),
+        (["rl.kl_coef=0", "rl.kl_target=0.1"], "kl_target steers kl_coef, which is 0"),
+        (["rl.overlap=2"], "overlap must be 0 .* or 1 .*, got 2"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(recipe: Path, overrides: list[str], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load_config(recipe, overrides)
+
+
+@pytest.mark.parametrize("credit", get_args(Credit))
+@pytest.mark.parametrize("algorithm", get_args(Algorithm))
+def test_every_other_pair_of_algorithm_and_credit_is_taken(recipe: Path, algorithm: str, credit: str) -> None:
+    if (algorithm, credit) not in INVALID:
+        assert load_config(recipe, [f"rl.algorithm={algorithm}", f"rl.credit={credit}"]).rl.credit == credit
 
 
 def test_further_mistakes_are_counted(recipe: Path) -> None:

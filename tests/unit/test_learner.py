@@ -11,8 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from slow_learner_for_tests import CASES, SlowLearner, prepared, settings_of, small_critic
-from training_for_tests import VOCABULARY, Catching, batch_of, catch, group, lively_groups, slow_logprobs, tiny_model
+from training_for_tests import (
+    VOCABULARY,
+    Catching,
+    batch_of,
+    catch,
+    few,
+    group,
+    groups,
+    lively_groups,
+    slow_logprobs,
+    tiny_model,
+)
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from agentgym_rl.errors import ConfigError
@@ -22,7 +35,7 @@ from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings
-from agentgym_rl.types import StopReason
+from agentgym_rl.types import Group, StopReason
 
 PLAIN = OptimizerSettings(lr=0.0, max_grad_norm=0.0)
 SETTINGS = RLSettings(kl_coef=0.0, optimizer=PLAIN)
@@ -70,6 +83,23 @@ def test_two_updates_agree_with_a_slow_loop(name: str) -> None:
         losses[-1].backward()
         assert_same_gradients(gradients, critic)
     assert metrics["value/loss"] == pytest.approx(sum(x.item() for x in losses) / 2, rel=1e-4)
+
+
+@few(10)
+@given(made=groups(), name=st.sampled_from(sorted(CASES)), tokens=st.sampled_from([1, 60, 10_000]))
+def test_an_update_on_random_episodes_agrees_with_a_slow_loop(made: list[Group], name: str, tokens: int) -> None:
+    """Of any shape, some of them failed."""
+    rl = settings_of(name, micro_batch_tokens=tokens)
+    reference = freeze(tiny_model(2))
+    critic = small_critic() if rl.algorithm == "ppo" else None
+    slow = SlowLearner(made, rl, 1.0, reference, copy.deepcopy(critic))
+    learner = Catching(tiny_model(1), rl, 1.0, lambda: nullcontext(reference), critic)
+    metrics = learner.learn(prepared(learner, made, rl), 0)
+    model = tiny_model(1)
+    loss = slow.policy_loss(model)
+    loss.backward()
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-4)
+    assert_same_gradients(learner.gradients[0], model)
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo, cispo", "reinforce++", "baseline", "ppo, turns"])

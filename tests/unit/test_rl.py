@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.errors import EnvError
+from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.microbatch import micro_batches
@@ -47,19 +48,27 @@ class Bench:
 
     kl_coef = 0.0
 
-    def __init__(self, *, rewards: tuple[float, float] = (0.0, 1.0), failing: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        rewards: tuple[float, float] = (0.0, 1.0),
+        failing: bool = False,
+        flat: Callable[[Task], bool] = lambda task: False,
+        stuck: bool = False,
+    ) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.rows: list[dict[str, Any]] = []
         self.saved: dict[int, dict[str, Any]] = {}
         self.state = new_state()
-        self._rewards, self._failing = rewards, failing
+        self._rewards, self._failing, self._flat, self._stuck = rewards, failing, flat, stuck
         self.version = 0
 
     async def collect(self, tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
         self.calls.append(("collect", [t.key for t in tasks], limits, seed))
         groups = []
         for task in tasks:
-            members = [trajectory(task.item * 10 + i, reward=r) for i, r in enumerate(self._rewards)]
+            rewards = (1.0, 1.0) if self._flat(task) else self._rewards
+            members = [trajectory(task.item * 10 + i, reward=r) for i, r in enumerate(rewards)]
             for member in members:
                 member.task = task
                 for message in member.messages:
@@ -78,7 +87,7 @@ class Bench:
 
     async def publish(self, version: int) -> None:
         self.calls.append(("publish", version))
-        self.version = version
+        self.version = 0 if self._stuck else version
 
     def record(self, step: int, groups: list[Group]) -> None:
         self.calls.append(("record", step, sum(len(g.trajectories) for g in groups)))
@@ -93,6 +102,9 @@ class Bench:
     async def after_step(self, step: int) -> None:
         self.calls.append(("after", step))
         self.saved[step] = json.loads(json.dumps(self.state.state()))
+
+    def of(self, kind: str) -> list[tuple[Any, ...]]:
+        return [call for call in self.calls if call[0] == kind]
 
     async def run(self, settings: RLSettings = SETTINGS) -> None:
         limits = {"a": LIMITS, "b": replace(LIMITS, max_new_tokens=9)}
@@ -165,6 +177,125 @@ async def test_seeds_differ_between_steps_environments_and_uses() -> None:
     assert all(0 <= derive_seed(i, "x") < 2**63 for i in range(50))
 
 
+OVERLAPPED = replace(SETTINGS, overlap=1)
+
+
+async def test_overlap_is_one_version_off_from_the_second_step_on_and_never_more() -> None:
+    exact, overlapped = Bench(), Bench()
+    await exact.run()
+    await overlapped.run(OVERLAPPED)
+    ages = [(row["staleness/mean"], row["staleness/max"]) for row in overlapped.rows]
+    assert ages == [(0.0, 0.0)] + [(1.0, 1.0)] * 6
+    assert [row["staleness/max"] for row in exact.rows] == [0.0] * 7
+    assert {row["importance"] for row in overlapped.rows} == {"token"}
+
+
+async def test_overlap_plays_the_same_tasks_under_the_same_horizons_and_seeds() -> None:
+    exact, overlapped = Bench(), Bench()
+    await exact.run()
+    await overlapped.run(OVERLAPPED)
+    for kind in ("collect", "record", "learn", "publish", "learned", "log", "after"):
+        assert overlapped.of(kind) == exact.of(kind)
+    horizons = [[row["horizon/a"], row["horizon/b"]] for row in exact.rows]
+    assert [[row["horizon/a"], row["horizon/b"]] for row in overlapped.rows] == horizons
+    # The next step is under way before this one is published: the other way round than without overlap.
+    names = [call[0] for call in overlapped.calls]
+    second = [i for i, call in enumerate(overlapped.calls) if call[0] == "collect"][2]
+    assert second < names.index("publish")
+
+
+@pytest.mark.parametrize("killed_after", [1, 3, 6])
+async def test_a_resumed_run_with_overlap_learns_from_what_was_played_before(killed_after: int) -> None:
+    whole, resumed = Bench(), Bench()
+    await whole.run(OVERLAPPED)
+    saved = whole.saved[killed_after]
+    assert len(saved["played"]) == 4
+    resumed.state.restore(saved, killed_after)
+    resumed.version = resumed.state.version
+    await resumed.run(OVERLAPPED)
+    for kind in ("record", "learn", "publish", "learned", "log", "after"):
+        assert resumed.of(kind) == whole.of(kind)[killed_after:]
+    played_before = sum(len(c[1]) for c in whole.of("collect")) - sum(len(c[1]) for c in resumed.of("collect"))
+    assert played_before == 4 * (killed_after + 1)
+    timed = {name for name in whole.rows[0] if name.startswith("time/") or name.endswith("_per_s")}
+    for found, expected in zip(resumed.rows, whole.rows[killed_after:], strict=True):
+        assert {k: v for k, v in found.items() if k not in timed} == {
+            k: v for k, v in expected.items() if k not in timed
+        }
+    assert whole.saved[7]["played"] == []
+
+
+@pytest.mark.parametrize(("settings", "step"), [(SETTINGS, 2), (OVERLAPPED, 3)])
+async def test_an_engine_that_does_not_take_updates_is_an_error(settings: RLSettings, step: int) -> None:
+    bench = Bench(stuck=True)
+    with pytest.raises(EngineError, match=f"at most {settings.overlap} versions old, one was sampled by version 0"):
+        await bench.run(settings)
+    assert len(bench.rows) == step - 1
+
+
+async def test_what_fails_while_learning_comes_out_as_itself() -> None:
+    class Breaking(Bench):
+        async def collect(self, tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+            if len(self.of("collect")) == 4:
+                raise EngineError("the engine broke")
+            return await super().collect(tasks, limits, seed)
+
+    with pytest.raises(EngineError, match="the engine broke"):
+        await Breaking().run(OVERLAPPED)
+
+
+async def test_dynamic_sampling_plays_new_tasks_in_place_of_groups_that_say_nothing() -> None:
+    bench = Bench(flat=lambda task: task.item % 2 == 0)
+    await bench.run(replace(SETTINGS, steps=1, resample_rounds=3))
+    kept, rounds = 0, []
+    asked = [task for call in bench.of("collect") for task in call[1]]
+    (_, _, recorded), (_, learned, _) = bench.of("record")[0], bench.of("learn")[0]
+    assert recorded == 2 * len(asked)  # what says nothing is recorded all the same
+    assert learned == 2 * sum(int(key.partition("/")[2]) % 2 for key in asked)
+    seeds = [call[3] for call in bench.of("collect")]
+    assert len(set(seeds)) == len(seeds)
+    # Round by round: as many new ones as are missing, and no round after there are enough.
+    remaining = iter(bench.of("collect"))
+    wanted = SETTINGS.groups_per_step
+    while wanted > 0 and len(rounds) < 4:
+        count = 0
+        while count < wanted:
+            call = next(remaining)
+            count += len(call[1])
+            kept += sum(int(key.partition("/")[2]) % 2 for key in call[1])
+        assert count == wanted
+        rounds.append(count)
+        wanted = SETTINGS.groups_per_step - kept
+    assert next(remaining, None) is None
+    assert rounds[0] == 4
+    assert len(rounds) > 1
+
+
+async def test_dynamic_sampling_ends_after_its_rounds() -> None:
+    bench = Bench(rewards=(1.0, 1.0))
+    await bench.run(replace(SETTINGS, steps=1, resample_rounds=2))
+    assert sum(len(call[1]) for call in bench.of("collect")) == 3 * 4
+    assert bench.of("learn") == []
+
+
+async def test_values_and_penalties_are_asked_for_before_advantages_are_estimated() -> None:
+    class Valuing(Bench):
+        def assess(self, samples: list[Sample]) -> None:
+            super().assess(samples)
+            for sample in samples:
+                sample.values = [0.25] * len(sample.logprobs)
+                sample.old_logprobs = sample.reference_logprobs = [-1.0] * len(sample.logprobs)
+
+    for chosen in ({"algorithm": "ppo"}, {"kl_in": "reward", "kl_coef": 0.1}):
+        bench = Valuing()
+        await bench.run(replace(SETTINGS, steps=1, **chosen))  # type: ignore[arg-type]
+        names = [call[0] for call in bench.calls]
+        assert names.index("assess") < names.index("learn")
+    plain = Valuing()
+    await plain.run(replace(SETTINGS, steps=1))
+    assert plain.of("assess") == []
+
+
 class RealCollector:
     """Engine, renderer, pool and collector around one model."""
 
@@ -196,26 +327,29 @@ async def test_engine_and_learner_agree_on_real_multi_turn_episodes(temperature:
     assert real.pool.num_open == 0
 
 
-async def test_the_whole_loop_learns_to_count() -> None:
-    """The smallest real run: engine, collector, learner, weights shared between them."""
+@pytest.mark.parametrize("overlap", [0, 1])
+async def test_the_whole_loop_learns_to_count(overlap: int) -> None:
+    """The smallest real run: engine, collector, learner; weights shared between them, or a copy under overlap."""
     model, tokenizer = counting_player()
-    real = RealCollector(model, tokenizer)
-    settings = RLSettings(steps=12, groups_per_step=8, group_size=4, kl_coef=0.0, optimizer=OptimizerSettings(lr=3e-3))
+    real = RealCollector(copy.deepcopy(model) if overlap else model, tokenizer)
+    settings = RLSettings(
+        steps=12, groups_per_step=8, group_size=4, kl_coef=0.0, overlap=overlap, optimizer=OptimizerSettings(lr=3e-3)
+    )
     state = RLState(
         TaskSource({"counting": list(range(100))}, 0),
         {"counting": make_horizon(HorizonSettings(kind="stepwise", turns=(3, 6), steps_per_stage=6))},
     )
     rows: list[dict[str, Any]] = []
-    seen: list[Trajectory] = []
+    seen: list[list[Trajectory]] = []
 
     async def nothing(step: int) -> None:
         assert real.pool.num_open == 0
 
     async def publish(version: int) -> None:
-        await real.engine.update_weights(None, version)
+        await real.engine.update_weights(model.state_dict() if overlap else None, version)
 
     hooks = Hooks(
-        lambda step, groups: seen.extend(t for g in groups for t in g.trajectories),
+        lambda step, groups: seen.append([t for g in groups for t in g.trajectories]),
         lambda *_: None,
         lambda step, metrics: rows.append(copy.copy(metrics)),
         nothing,
@@ -224,9 +358,14 @@ async def test_the_whole_loop_learns_to_count() -> None:
     await train_rl(state, learner, real.collect, publish, {"counting": LIMITS}, settings, hooks, 0)
     await real.engine.close()
     assert rows[-1]["reward/mean"] > rows[0]["reward/mean"] + 0.3
-    # Sampler and learner are the same weights at every step: old keys and values would show here.
     learned = [step for step, row in enumerate(rows, 1) if row["samples"]]
     assert len(learned) > 3
-    assert max(rows[step - 1]["mismatch/abs"] for step in learned) < 1e-4
-    assert [t.versions for t in seen if t.versions] == sorted(t.versions for t in seen if t.versions)
-    assert seen[-1].versions == [sum(step < 12 for step in learned)]
+    published = 0
+    for step, (row, played) in enumerate(zip(rows, seen, strict=True), 1):
+        version = published - (step - 1 in learned) * overlap
+        assert {v for t in played for v in t.versions} == {version}
+        if step in learned:
+            assert row["staleness/max"] == published - version
+            # The same weights that sampled must say the same; old keys and values would show here.
+            assert (row["mismatch/abs"] < 1e-4) == (published == version)
+            published += 1
