@@ -59,6 +59,10 @@ class SlotCache:
         self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
         self.values[:, target, :, :length] = self.values[:, source, :, :length]
 
+    def bytes_of(self, slots: int, length: int) -> int:
+        """What keys and values of so many slots and tokens take."""
+        return 2 * self._layers * slots * self._heads * (length + 1) * self._head_dim * self._dtype.itemsize
+
     def _zeros(self, slots: int, length: int) -> torch.Tensor:
         shape = (self._layers, slots, self._heads, length + 1, self._head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)

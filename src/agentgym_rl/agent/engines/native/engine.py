@@ -1,4 +1,7 @@
-"""Continuous batching over one model: requests join and leave between steps, one token a step for each of them."""
+"""Continuous batching over one model: requests join and leave between steps, one token a step for each of them.
+
+On a CUDA device several steps run in one launch, and requests join and leave between launches.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ import asyncio
 import math
 import random
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
-from agentgym_rl.agent.engines.native.decoder import DecoderRunner, unwrap, why_unsupported
-from agentgym_rl.agent.engines.native.recompute import RecomputeRunner
-from agentgym_rl.agent.engines.native.runner import Row, Runner
+from agentgym_rl.agent.engines.native.choice import make_runner
+from agentgym_rl.agent.engines.native.decoder import unwrap
+from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Launch, LaunchRunner, Row, Runner
 from agentgym_rl.agent.engines.native.sampling import sample, signed_64
 from agentgym_rl.agent.engines.native.sessions import Session, SessionTable
 from agentgym_rl.agent.engines.native.weights import evaluating, load_in_place
@@ -27,6 +30,11 @@ SETTLE_ROUNDS = 3
 """Turns of the event loop given to other tasks between steps, so that a wave of environments answers and joins the next
 step together. A round in which requests arrived is followed by another, up to SETTLE_ROUNDS_MOST."""
 SETTLE_ROUNDS_MOST = 12
+LAUNCHES_A_REPLY = 8
+"""A launch has so many steps that a reply of the usual length takes this many: a row that ends early idles for half a
+launch, and a request that arrives waits for one."""
+LAUNCH_STEPS = (2, 16)
+"""Fewest and most."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +50,8 @@ class Request:
     limit: int
     """Length of token_ids at which the reply ends."""
     future: asyncio.Future[Completion]
+    num_reusable: int
+    """How much of the prompt its session had cached when it came."""
     logprobs: list[float] = field(default_factory=list)
     session: Session | None = None
     version: int = 0
@@ -76,29 +86,25 @@ class NativeEngine:
         self._model = model
         self._decode = decode
         self._vocabulary = unwrap(model).get_input_embeddings().weight.shape[0]
-        reason = why_unsupported(model)
-        self._runner: Runner
-        if reason is None:
-            self._runner = DecoderRunner(model, max_slots=max_sessions, max_length=self.max_context)
-        else:
-            self._runner = RecomputeRunner(model)
-            warnings.warn(
-                f"The native engine has no fast path for this model ({reason}): every token recomputes its whole "
-                "sequence through the model's own forward. Results are right, but slow.",
-                stacklevel=2,
-            )
+        runner = make_runner(model, max_slots=max_sessions, max_length=self.max_context)
+        self._runner: Runner | LaunchRunner = runner
+        self._launches = hasattr(runner, "launch")
+        self._waiter = ThreadPoolExecutor(1, "native-engine") if self._launches else None
+        self._usual_reply = 64.0
         self._sessions = SessionTable(max_sessions)
         self._seeds = random.Random(seed)
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._running: dict[Request, None] = {}
         self._names: set[str] = set()
         self._arrivals = 0
+        self._updates = 0
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.reset_stats()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        self._check(prompt_ids, sampling, session)
+        num_reusable = self._sessions.num_reusable(session, prompt_ids)
+        self._check(prompt_ids, num_reusable, sampling, session)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         request = Request(
             session_name=session,
@@ -107,6 +113,7 @@ class NativeEngine:
             sampling=sampling,
             seed=signed_64(seed),
             limit=min(len(prompt_ids) + sampling.max_new_tokens, self.max_context),
+            num_reusable=num_reusable,
             future=asyncio.get_running_loop().create_future(),
         )
         self._waiting.append(request)
@@ -130,15 +137,18 @@ class NativeEngine:
         if source is not None:
             load_in_place(self._model, source)
         self._sessions.invalidate()
+        self._updates += 1
         self.version = version
 
     async def close(self) -> None:
         self._closed = True
-        self._fail(self._waiting + deque(self._running), "The engine was closed.")
+        self._fail([*self._waiting, *self._running], "The engine was closed.")
         if self._task is not None:
             await asyncio.wait([self._task])
         self._sessions.invalidate()
         self._runner.free()
+        if self._waiter is not None:
+            self._waiter.shutdown()
 
     def stats(self) -> dict[str, float]:
         """Counters since the last reset. Prompt tokens were `computed`, `reused` from the session's own cache, or
@@ -157,7 +167,7 @@ class NativeEngine:
             "busy_seconds": 0.0,
         }
 
-    def _check(self, prompt_ids: list[int], sampling: Sampling, session: str) -> None:
+    def _check(self, prompt_ids: list[int], num_known: int, sampling: Sampling, session: str) -> None:
         if self._closed:
             raise EngineError("The engine was closed; make another.")
         if session in self._names:
@@ -169,9 +179,10 @@ class NativeEngine:
                 f"The prompt has {len(prompt_ids)} tokens and the engine's max_context is {self.max_context}, a reply "
                 "included: end the episode earlier (limits.max_context) or raise max_context."
             )
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self._vocabulary:
+        new = prompt_ids[num_known:]
+        if new and (min(new) < 0 or max(new) >= self._vocabulary):
             raise EngineError(
-                f"The prompt has token ids from {min(prompt_ids)} to {max(prompt_ids)}; the model knows 0 to "
+                f"The prompt has token ids from {min(new)} to {max(new)}; the model knows 0 to "
                 f"{self._vocabulary - 1}: tokenizer and model do not belong together."
             )
         if sampling.max_new_tokens < 1:
@@ -189,11 +200,13 @@ class NativeEngine:
             while self._waiting or self._running:
                 await self._settle()
                 self._admit()
-                if self._running:
+                if self._running and self._launches:
+                    await self._launch()
+                elif self._running:
                     self._step()
         finally:
             self._task = None
-            self._fail(self._waiting + deque(self._running), "The event loop ended while a reply was being sampled.")
+            self._fail([*self._waiting, *self._running], "The event loop ended while a reply was being sampled.")
 
     async def _settle(self) -> None:
         for done_rounds in range(1, SETTLE_ROUNDS_MOST + 1):
@@ -210,39 +223,159 @@ class NativeEngine:
                 return
             self._waiting.popleft()
             # At least one token is computed, for the logits that follow it.
-            session.num_cached = min(session.common_prefix(request.token_ids), request.num_prompt - 1)
+            session.num_cached = min(session.num_cached, request.num_reusable, request.num_prompt - 1)
             session.token_ids = request.token_ids
             request.session, request.version = session, self.version
-            self._running.append(request)
+            self._running[request] = None
             self._stats["requests"] += 1
             self._stats["prompt_tokens_reused"] += session.num_cached
 
     def _step(self) -> None:
         """One token for every running request."""
+        runner = cast(Runner, self._runner)
         started = time.perf_counter()
         requests = list(self._running)
         rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in requests if r.session is not None]
         try:
             with evaluating(self._model):
-                logits, num_computed = self._runner.forward(rows)
+                logits, num_computed = runner.forward(rows)
             tokens, logprobs = self._sample(requests, logits)
         except Exception as error:
             # Caught here and not higher: the callers are not on this stack, and each of them must be told.
             self._fail(requests, f"A step of the model failed: {type(error).__name__}: {error}", error)
             return
-        num_asked = sum(len(row.token_ids) - row.start for row in rows)
-        # A request's later steps compute the token it sampled last: that one is no prompt token.
-        num_decoded = sum(
-            bool(r.logprobs) and len(r.token_ids) - r.session.num_cached == 1 for r in requests if r.session
-        )
+        self._count_prompts(requests, rows, num_computed)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
             self._append(request, token, logprob)
         stats = self._stats
         stats["steps"] += 1
         stats["new_tokens"] += len(requests)
-        stats["prompt_tokens_computed"] += num_computed - num_decoded
-        stats["prompt_tokens_shared"] += num_asked - num_computed
         stats["busy_seconds"] += time.perf_counter() - started
+
+    def _count_prompts(self, requests: list[Request], rows: list[Row], num_computed: int) -> None:
+        num_asked = sum(len(row.token_ids) - row.start for row in rows)
+        # A request's later steps compute the token it sampled last: that one is no prompt token.
+        num_decoded = sum(
+            bool(request.logprobs) and len(row.token_ids) - row.start == 1
+            for request, row in zip(requests, rows, strict=True)
+        )
+        self._stats["prompt_tokens_computed"] += num_computed - num_decoded
+        self._stats["prompt_tokens_shared"] += num_asked - num_computed
+
+    async def _launch(self) -> None:
+        """Some tokens for every running request: a chain of launches, each started before the one before it is read,
+        for as long as most rows go on and nobody waits to join."""
+        started = time.perf_counter()
+        requests, updates = list(self._running), self._updates
+        lengths = [len(request.token_ids) for request in requests]
+        try:
+            self._begin(requests)
+            under_way: deque[Launch] = deque()
+            num_steps = 0
+            while True:
+                left = max(
+                    (r.limit - n for r, n in zip(requests, lengths, strict=True) if r in self._running), default=0
+                )
+                while len(under_way) < 2 and num_steps < left:
+                    if num_steps > 0 and not self._goes_on(requests, lengths, num_steps, updates):
+                        break
+                    steps = min(left - num_steps, self._launch_steps())
+                    under_way.append(cast(LaunchRunner, self._runner).launch(steps))
+                    num_steps += steps
+                if not under_way:
+                    break
+                launch = under_way.popleft()
+                await asyncio.get_running_loop().run_in_executor(self._waiter, launch.wait)
+                self._collect(requests, launch, updates)
+        except Exception as error:
+            self._fail(
+                [r for r in requests if r in self._running],
+                f"A launch on the device failed: {type(error).__name__}: {error}",
+                error,
+            )
+        self._stats["busy_seconds"] += time.perf_counter() - started
+
+    def _begin(self, requests: list[Request]) -> None:
+        runner = cast(LaunchRunner, self._runner)
+        runner.refresh()
+        runner.reserve(max(request.limit for request in requests))
+        rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in requests if r.session is not None]
+        num_computed = runner.prefill(rows) + len(rows)
+        self._count_prompts(requests, rows, num_computed)
+        runner.begin(
+            [
+                DecodeRow(
+                    slot=row.slot,
+                    token=row.token_ids[-1],
+                    position=len(row.token_ids) - 1,
+                    remaining=request.limit - len(row.token_ids),
+                    seed=request.seed,
+                    temperature=float(request.sampling.temperature),
+                    top_p=request.sampling.top_p,
+                    stop_token_ids=request.sampling.stop_token_ids,
+                )
+                for request, row in zip(requests, rows, strict=True)
+            ]
+        )
+
+    def _launch_steps(self) -> int:
+        fewest, most = LAUNCH_STEPS
+        return min(most, max(fewest, round(self._usual_reply / LAUNCHES_A_REPLY)))
+
+    def _goes_on(self, requests: list[Request], lengths: list[int], num_steps: int, updates: int) -> bool:
+        """Whether another launch for the same rows is worth starting before the last one is read."""
+        if self._waiting or self._closed or self._updates != updates:
+            return False
+        going = sum(r in self._running and r.limit - n > num_steps for r, n in zip(requests, lengths, strict=True))
+        return 2 * going >= len(requests)
+
+    def _collect(self, requests: list[Request], launch: Launch, updates: int) -> None:
+        tokens, logprobs = launch.read()
+        num_new = 0
+        for request, new, values in zip(requests, tokens, logprobs, strict=True):
+            if new and request in self._running:
+                num_new += self._extend(request, new, values)
+                # Keys and values of older weights are not to be kept.
+                if request.session is not None and self._updates != updates:
+                    request.session.num_cached = 0
+        self._stats["steps"] += launch.steps
+        self._stats["new_tokens"] += num_new
+
+    def _extend(self, request: Request, new: list[int], logprobs: list[float]) -> int:
+        """What a launch picked for a request, up to where it stops; returns how many tokens that is."""
+        session = request.session
+        assert session is not None
+        if not math.isfinite(logprobs[-1]):
+            self._runner.clear(session.slot)
+            self._fail([request], "The model's logits are not finite: its weights may have diverged.")
+            return 0
+        try:
+            stop = self._first_stop(request, new)
+        except Exception as error:
+            reply = request.token_ids[request.num_prompt :] + new
+            self._fail([request], f"decode() failed on {reply}: {type(error).__name__}: {error}", error)
+            return 0
+        if stop is not None and stop + 1 < len(new):
+            new, logprobs = new[: stop + 1], logprobs[: stop + 1]
+        request.token_ids += new
+        request.logprobs += logprobs
+        session.num_cached = len(request.token_ids) - 1
+        if stop is not None or len(request.token_ids) >= request.limit:
+            self._complete(request, stop is not None)
+        return len(new)
+
+    def _first_stop(self, request: Request, new: list[int]) -> int | None:
+        """Where in `new` the reply stops. The device stops at the first stop tokens itself, so the last token tells."""
+        sampling = request.sampling
+        if not sampling.stop and len(sampling.stop_token_ids) <= MOST_STOPS:
+            return len(new) - 1 if new[-1] in sampling.stop_token_ids else None
+        reply = request.token_ids[request.num_prompt :]
+        for place, token in enumerate(new):
+            if token in sampling.stop_token_ids:
+                return place
+        if not self._completes_stop(reply + new, sampling.stop):
+            return None
+        return next(n for n in range(len(new)) if self._completes_stop(reply + new[: n + 1], sampling.stop))
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         device = logits.device
@@ -265,7 +398,7 @@ class NativeEngine:
             self._runner.clear(session.slot)
             self._fail([request], "The model's logits are not finite: its weights may have diverged.")
             return
-        if self._runner.keeps_cache:
+        if cast(Runner, self._runner).keeps_cache:
             session.num_cached = len(request.token_ids)
         request.token_ids.append(token)
         request.logprobs.append(logprob)
@@ -276,12 +409,17 @@ class NativeEngine:
             self._fail([request], f"decode() failed on {reply}: {type(error).__name__}: {error}", error)
             return
         if stopped or len(request.token_ids) >= request.limit:
-            self._remove(request)
-            self._sessions.finish(session)
-            if not request.future.done():
-                request.future.set_result(
-                    Completion(reply, request.logprobs, "stop" if stopped else "length", request.version)
-                )
+            self._complete(request, stopped)
+
+    def _complete(self, request: Request, stopped: bool) -> None:
+        self._remove(request)
+        if request.session is not None:
+            self._sessions.finish(request.session)
+        reply = request.token_ids[request.num_prompt :]
+        self._usual_reply += 0.02 * (len(reply) - self._usual_reply)
+        if not request.future.done():
+            finish: Literal["stop", "length"] = "stop" if stopped else "length"
+            request.future.set_result(Completion(reply, request.logprobs, finish, request.version))
 
     def _completes_stop(self, reply: list[int], stops: tuple[str, ...]) -> bool:
         if not stops or self._decode is None:
@@ -292,8 +430,8 @@ class NativeEngine:
     def _remove(self, request: Request) -> None:
         self._names.discard(request.session_name)
         if request in self._running:
-            self._running.remove(request)
-        if request in self._waiting:
+            del self._running[request]
+        elif request in self._waiting:
             self._waiting.remove(request)
 
     def _forget(self, request: Request) -> None:
@@ -302,7 +440,7 @@ class NativeEngine:
         if request.session is not None:
             self._sessions.drop(request.session)
 
-    def _fail(self, requests: Any, message: str, cause: BaseException | None = None) -> None:
+    def _fail(self, requests: Iterable[Request], message: str, cause: BaseException | None = None) -> None:
         for request in list(requests):
             self._forget(request)
             if not request.future.done():

@@ -1,7 +1,5 @@
-"""What stands between the scheduler and a model: rows in, next-token logits out.
-
-A faster way to run a model (CUDA graphs, say) is another Runner; the scheduler does not change.
-"""
+"""What stands between the scheduler and a model: a Runner, rows in and next-token logits out, a step at a time; or a
+LaunchRunner, which picks the tokens itself and does several steps in one launch."""
 
 from __future__ import annotations
 
@@ -39,3 +37,64 @@ class Runner(Protocol):
     def free(self) -> None:
         """Give the cache's memory back."""
         ...
+
+
+MOST_STOPS = 8
+"""Stop tokens of a row that a launch looks for; the scheduler looks for further ones."""
+
+
+@dataclass(slots=True)
+class DecodeRow:
+    """One sequence of a launch; all its tokens but the last are in the cache."""
+
+    slot: int
+    token: int
+    """The last one."""
+    position: int
+    """Where in the sequence it is."""
+    remaining: int
+    """How many tokens may be picked."""
+    seed: int
+    temperature: float
+    top_p: float
+    stop_token_ids: tuple[int, ...]
+
+
+class Launch(Protocol):
+    """Steps under way on the device."""
+
+    steps: int
+
+    def wait(self) -> None:
+        """Block until they are done (in a thread, say)."""
+        ...
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Tokens and log-probabilities of every row; a row that ended early has fewer."""
+        ...
+
+
+class LaunchRunner(Protocol):
+    def refresh(self) -> None:
+        """Notice weights that have moved."""
+        ...
+
+    def reserve(self, length: int) -> None:
+        """Make room for sequences of `length` tokens."""
+        ...
+
+    def prefill(self, rows: list[Row]) -> int:
+        """Compute what is missing of all rows but their last tokens; returns how many tokens that took."""
+        ...
+
+    def begin(self, rows: list[DecodeRow]) -> None:
+        """Put the rows of the next launches on the device."""
+        ...
+
+    def launch(self, steps: int) -> Launch:
+        """Start so many steps for those rows. Two launches may be under way at once."""
+        ...
+
+    def clear(self, slot: int) -> None: ...
+
+    def free(self) -> None: ...

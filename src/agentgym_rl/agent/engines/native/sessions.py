@@ -43,6 +43,11 @@ class SessionTable:
     def __contains__(self, name: str) -> bool:
         return name in self._sessions
 
+    def num_reusable(self, name: str, prompt_ids: list[int]) -> int:
+        """How many tokens of the prompt the session has cached."""
+        session = self._sessions.get(name)
+        return 0 if session is None else session.common_prefix(prompt_ids)
+
     def acquire(self, name: str) -> Session | None:
         """The session, made busy, with a slot of its own; None while every slot is busy."""
         session = self._sessions.get(name)

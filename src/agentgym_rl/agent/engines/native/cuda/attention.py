@@ -1,0 +1,318 @@
+"""Attention over the slot cache, in Triton: one query a row when decoding, packed queries when prefilling.
+
+All query heads of a key/value head are rows of one product, so every key and value is read once for all of them.
+Shapes: B rows, T packed tokens, H query heads, K key/value heads, D head width, L positions of a slot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.0 / math.log(2.0)
+PREFILL_ROWS = 128
+"""Query rows (tokens x heads of a group) of one prefill program."""
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Runs of queries that one prefill program takes, [N] each; a count of 0 is padding."""
+
+    first: torch.Tensor
+    """Place of the first query among the packed tokens."""
+    position: torch.Tensor
+    """Its position in its sequence."""
+    count: torch.Tensor
+    slot: torch.Tensor
+
+
+@triton.jit
+def decode_attention_kernel(
+    query,
+    keys,
+    values,
+    out,
+    partial_out,
+    partial_stats,
+    slots,
+    positions,
+    done,
+    slot_stride,
+    head_stride,
+    scale_log2,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_GROUP: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    row = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    num_heads = tl.num_programs(1) * GROUP
+    is_done = tl.load(done + row) != 0
+    length = tl.where(is_done, 0, tl.load(positions + row) + 1).to(tl.int32)
+    part = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_LENGTH) * BLOCK_LENGTH
+    low = split * part
+    high = tl.minimum(low + part, length)
+    offs_g = tl.arange(0, BLOCK_GROUP)
+    offs_d = tl.arange(0, HEAD_DIM)
+    offs_n = tl.arange(0, BLOCK_LENGTH)
+    heads = row * num_heads + kv_head * GROUP + offs_g
+    in_group = offs_g < GROUP
+    q = tl.load(query + heads[:, None] * HEAD_DIM + offs_d[None, :], mask=in_group[:, None], other=0.0)
+    base = tl.load(slots + row).to(tl.int64) * slot_stride + kv_head * head_stride
+    tile = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+    top = tl.full([BLOCK_GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_GROUP], tl.float32)
+    mixed = tl.zeros([BLOCK_GROUP, HEAD_DIM], tl.float32)
+    for start in range(low, high, BLOCK_LENGTH):
+        inside = start + offs_n < high
+        k = tl.load(keys + base + start * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(inside[None, :], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        fade = tl.exp2(top - new_top)
+        total = total * fade + tl.sum(weights, 1)
+        v = tl.load(values + base + start * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        top = new_top
+    if SPLITS == 1:
+        mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+        target = out + heads[:, None] * HEAD_DIM + offs_d[None, :]
+        tl.store(target, mixed.to(out.dtype.element_ty), mask=in_group[:, None])
+    else:
+        place = heads * SPLITS + split
+        tl.store(partial_out + place[:, None] * HEAD_DIM + offs_d[None, :], mixed, mask=in_group[:, None])
+        tl.store(partial_stats + place * 2, top, mask=in_group)
+        tl.store(partial_stats + place * 2 + 1, total, mask=in_group)
+
+
+@triton.jit
+def merge_splits_kernel(partial_out, partial_stats, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
+    head = tl.program_id(0)
+    offs_s = tl.arange(0, SPLITS)
+    offs_d = tl.arange(0, HEAD_DIM)
+    place = head * SPLITS + offs_s
+    top = tl.load(partial_stats + place * 2)
+    total = tl.load(partial_stats + place * 2 + 1)
+    highest = tl.max(top, 0)
+    share = tl.where(total > 0, tl.exp2(top - highest), 0.0)
+    parts = tl.load(partial_out + place[:, None] * HEAD_DIM + offs_d[None, :])
+    weight = tl.sum(total * share, 0)
+    mixed = tl.sum(parts * share[:, None], 0) / tl.where(weight > 0, weight, 1.0)
+    tl.store(out + head * HEAD_DIM + offs_d, mixed.to(out.dtype.element_ty))
+
+
+@triton.jit
+def prefill_attention_kernel(
+    query,
+    keys,
+    values,
+    out,
+    block_first,
+    block_position,
+    block_count,
+    block_slot,
+    query_stride,
+    out_stride,
+    slot_stride,
+    head_stride,
+    scale_log2,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+):
+    block = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    count = tl.load(block_count + block).to(tl.int32)
+    if count > 0:
+        first = tl.load(block_first + block)
+        start = tl.load(block_position + block).to(tl.int32)
+        offs_m = tl.arange(0, BLOCK_ROWS)
+        offs_d = tl.arange(0, HEAD_DIM)
+        offs_n = tl.arange(0, BLOCK_LENGTH)
+        token = offs_m // GROUP
+        used = (token < count)[:, None]
+        head = kv_head * GROUP + offs_m % GROUP
+        column = head[:, None] * HEAD_DIM + offs_d[None, :]
+        q = tl.load(query + (first + token)[:, None] * query_stride + column, mask=used, other=0.0)
+        base = tl.load(block_slot + block).to(tl.int64) * slot_stride + kv_head * head_stride
+        tile = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+        top = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_ROWS], tl.float32)
+        mixed = tl.zeros([BLOCK_ROWS, HEAD_DIM], tl.float32)
+        # Keys that every query of the block sees need no mask.
+        seen_by_all = (start + 1) // BLOCK_LENGTH * BLOCK_LENGTH
+        for low in range(0, seen_by_all, BLOCK_LENGTH):
+            k = tl.load(keys + base + low * HEAD_DIM + tile)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_top[:, None])
+            fade = tl.exp2(top - new_top)
+            total = total * fade + tl.sum(weights, 1)
+            v = tl.load(values + base + low * HEAD_DIM + tile)
+            mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            top = new_top
+        for low in range(seen_by_all, start + count, BLOCK_LENGTH):
+            inside = low + offs_n < start + count
+            k = tl.load(keys + base + low * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            seen = (low + offs_n)[None, :] <= (start + token)[:, None]
+            scores = tl.where(seen, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, 1))
+            # Position 0 is seen by all, so the first block of keys makes every maximum finite.
+            weights = tl.exp2(scores - new_top[:, None])
+            fade = tl.exp2(top - new_top)
+            total = total * fade + tl.sum(weights, 1)
+            v = tl.load(values + base + low * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
+            mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            top = new_top
+        mixed = mixed / total[:, None]
+        tl.store(out + (first + token)[:, None] * out_stride + column, mixed.to(out.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def copy_slots_kernel(
+    keys,
+    values,
+    sources,
+    targets,
+    lengths,
+    layer_stride,
+    slot_stride,
+    head_stride,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_LENGTH: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    plane = tl.program_id(1).to(tl.int64)
+    low = tl.program_id(2) * BLOCK_LENGTH
+    length = tl.load(lengths + pair).to(tl.int32)
+    if low < length:
+        offs_n = low + tl.arange(0, BLOCK_LENGTH)
+        offs_d = tl.arange(0, HEAD_DIM)
+        base = plane // NUM_KV_HEADS * layer_stride + plane % NUM_KV_HEADS * head_stride
+        source = base + tl.load(sources + pair) * slot_stride
+        target = base + tl.load(targets + pair) * slot_stride
+        tile = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
+        inside = (offs_n < length)[:, None]
+        tl.store(keys + target + tile, tl.load(keys + source + tile, mask=inside), mask=inside)
+        tl.store(values + target + tile, tl.load(values + source + tile, mask=inside), mask=inside)
+
+
+def decode_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    done: torch.Tensor,
+    scaling: float,
+    num_processors: int,
+) -> torch.Tensor:
+    """[B, H * D] queries at `positions` of `slots` over keys and values [slots, K, L, D]; rows that are done give 0."""
+    num_rows, width = query.shape
+    _, num_kv, _, head_dim = keys.shape
+    num_heads = width // head_dim
+    group = num_heads // num_kv
+    splits = num_splits(num_rows * num_kv, num_processors)
+    out = torch.empty_like(query)
+    partial_out = partial_stats = out
+    if splits > 1:
+        partial_out = torch.empty((num_rows * num_heads * splits * head_dim,), dtype=torch.float32, device=query.device)
+        partial_stats = torch.empty((num_rows * num_heads * splits * 2,), dtype=torch.float32, device=query.device)
+    wide = keys.dtype.itemsize == 4
+    decode_attention_kernel[(num_rows, num_kv, splits)](
+        query,
+        keys,
+        values,
+        out,
+        partial_out,
+        partial_stats,
+        slots,
+        positions,
+        done,
+        keys.stride(0),
+        keys.stride(1),
+        scaling * LOG2_E,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+        BLOCK_LENGTH=32 if wide else 64,
+        SPLITS=splits,
+        num_warps=4,
+        num_stages=2 if wide else 3,
+    )
+    if splits > 1:
+        merge_splits_kernel[(num_rows * num_heads,)](partial_out, partial_stats, out, head_dim, splits, num_warps=1)
+    return out
+
+
+def num_splits(num_programs: int, num_processors: int) -> int:
+    """Into how many parts each sequence is cut, so that few sequences still keep every processor busy."""
+    return next((splits for splits in (16, 4) if num_programs * splits <= 3 * num_processors), 1)
+
+
+def prefill_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: Blocks, scaling: float, out: torch.Tensor
+) -> None:
+    """Packed queries [T, H * D] over keys and values [slots, K, L, D] into `out`; each sees its sequence up to itself.
+
+    The new tokens' own keys and values are in the cache already.
+    """
+    _, num_kv, _, head_dim = keys.shape
+    wide = keys.dtype.itemsize == 4
+    prefill_attention_kernel[(len(blocks.count), num_kv)](
+        query,
+        keys,
+        values,
+        out,
+        blocks.first,
+        blocks.position,
+        blocks.count,
+        blocks.slot,
+        query.stride(0),
+        out.stride(0),
+        keys.stride(0),
+        keys.stride(1),
+        scaling * LOG2_E,
+        GROUP=out.shape[1] // head_dim // num_kv,
+        HEAD_DIM=head_dim,
+        BLOCK_ROWS=32 if wide else PREFILL_ROWS,
+        BLOCK_LENGTH=32 if wide else 64,
+        num_warps=4 if wide or head_dim < 128 else 8,
+        num_stages=2,
+    )
+
+
+def queries_per_block(group: int, dtype: torch.dtype) -> int:
+    """Tokens that one prefill program takes."""
+    rows = 32 if dtype.itemsize == 4 else PREFILL_ROWS
+    return max(1, rows // group)
+
+
+def copy_slots(keys: torch.Tensor, values: torch.Tensor, pairs: torch.Tensor, longest: int) -> None:
+    """Copy the first pairs[2] positions of slots pairs[0] to slots pairs[1], in every layer of [layers, slots, K, L, D]."""
+    num_layers, _, num_kv, _, head_dim = keys.shape
+    block = 64
+    copy_slots_kernel[(pairs.shape[1], num_layers * num_kv, triton.cdiv(longest, block))](
+        keys,
+        values,
+        pairs[0],
+        pairs[1],
+        pairs[2],
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        NUM_KV_HEADS=num_kv,
+        HEAD_DIM=head_dim,
+        BLOCK_LENGTH=block,
+    )

@@ -1,0 +1,144 @@
+"""A decode step and a prefill pass over the kernels and the joint weights. Static shapes, no host round trips.
+
+Shapes: B rows of a decode step, T packed tokens of a prefill pass, C hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from agentgym_rl.agent.engines.native.cache import SlotCache
+from agentgym_rl.agent.engines.native.cuda.attention import Blocks, decode_attention, prefill_attention
+from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
+from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState, pick
+from agentgym_rl.agent.engines.native.cuda.products import add_product, norm_gate_up, norm_qkv
+from agentgym_rl.agent.engines.native.cuda.weights import LayerWeights, layer_weights
+
+NARROW = 1024
+"""Models up to this hidden size use the fused products: the library's are over before they are launched."""
+
+
+@dataclass(slots=True)
+class Packed:
+    """Tokens of several sequences, end to end, [T] each; padding writes to the spare position of slot 0."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    blocks: Blocks
+
+
+class CapturedModel:
+    """The arithmetic of Llama, Qwen2 and Qwen3 on joint weights and a slot cache."""
+
+    def __init__(self, model: Any, cache: SlotCache) -> None:
+        self._model, self._cache = model, cache
+        decoder = model.model
+        self._embedding = decoder.embed_tokens.weight.data
+        self._head = model.lm_head.weight.data
+        self._norm = (decoder.norm.weight.data, decoder.norm.variance_epsilon)
+        self._layers: list[LayerWeights] = [layer_weights(layer) for layer in decoder.layers]
+        self._scaling = decoder.layers[0].self_attn.scaling
+        self._narrow = self._embedding.shape[1] <= NARROW
+        device = self._embedding.device
+        self._num_processors = 132
+        if device.type == "cuda":
+            self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._cos = self._sin = torch.empty(0)
+
+    def refresh_rotary(self) -> None:
+        """Angles for every position of the cache, as the model's own module rounds them: [L, D / 2] each."""
+        like = torch.empty(0, dtype=self._embedding.dtype, device=self._embedding.device)
+        positions = torch.arange(self._cache.spare_position + 1, device=like.device).unsqueeze(0)
+        cos, sin = self._model.model.rotary_emb(like, positions)
+        half = cos.shape[-1] // 2
+        self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
+
+    def decode(self, state: RowState, picks: Picks, *, with_top_p: bool) -> None:
+        """Compute each row's token and pick the one after it."""
+        hidden = self._embedding.index_select(0, state.token)
+        for index, layer in enumerate(self._layers):
+            if self._narrow:
+                self._narrow_layer(index, layer, hidden, state)
+            else:
+                self._wide_layer(index, layer, hidden, state)
+        hidden = rms_norm(hidden, *self._norm)
+        pick(_logits(hidden, self._head), state, picks, with_top_p=with_top_p)
+
+    def prefill(self, packed: Packed) -> None:
+        """Compute keys and values of the packed tokens. Nothing is picked, so the last layer ends with its keys."""
+        hidden = self._embedding.index_select(0, packed.token_ids)
+        for index, layer in enumerate(self._layers):
+            keys, values = self._cache.keys[index], self._cache.values[index]
+            query = self._query(index, layer, hidden, packed.slots, packed.positions, None)
+            if index == len(self._layers) - 1:
+                return
+            mixed = torch.empty_like(query)
+            prefill_attention(query, keys, values, packed.blocks, self._scaling, mixed)
+            self._rest(layer, hidden, mixed)
+
+    def _narrow_layer(self, index: int, layer: LayerWeights, hidden: torch.Tensor, state: RowState) -> None:
+        keys, values, processors = self._cache.keys[index], self._cache.values[index], self._num_processors
+        query = norm_qkv(
+            hidden,
+            layer.input_norm,
+            layer.qkv,
+            layer.qkv_bias,
+            layer.head_norms,
+            self._cos,
+            self._sin,
+            keys,
+            values,
+            state.slot,
+            state.position,
+            state.done,
+            processors,
+        )
+        mixed = decode_attention(query, keys, values, state.slot, state.position, state.done, self._scaling, processors)
+        add_product(hidden, mixed, layer.out, layer.out_bias, processors)
+        inner = norm_gate_up(hidden, layer.post_norm, layer.gate_up, processors)
+        add_product(hidden, inner, layer.down, None, processors)
+
+    def _wide_layer(self, index: int, layer: LayerWeights, hidden: torch.Tensor, state: RowState) -> None:
+        keys, values = self._cache.keys[index], self._cache.values[index]
+        query = self._query(index, layer, hidden, state.slot, state.position, state.done)
+        mixed = decode_attention(
+            query, keys, values, state.slot, state.position, state.done, self._scaling, self._num_processors
+        )
+        self._rest(layer, hidden, mixed)
+
+    def _query(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        done: torch.Tensor | None,
+    ) -> torch.Tensor:
+        x = rms_norm(hidden, *layer.input_norm)
+        qkv = _product(x, layer.qkv, layer.qkv_bias)
+        keys, values = self._cache.keys[index], self._cache.values[index]
+        return rope_and_store(qkv, keys, values, layer.head_norms, self._cos, self._sin, slots, positions, done)
+
+    def _rest(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+        """What follows attention; the residual sums are part of the products."""
+        torch.addmm(hidden, mixed, layer.out.t(), out=hidden)
+        if layer.out_bias is not None:
+            hidden += layer.out_bias
+        inner = silu_times(_product(rms_norm(hidden, *layer.post_norm), layer.gate_up, None))
+        torch.addmm(hidden, inner, layer.down.t(), out=hidden)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return torch.mm(x, weight.t()) if bias is None else torch.addmm(bias, x, weight.t())
+
+
+def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """float32, without rounding in between."""
+    if x.dtype is torch.float32:
+        return torch.mm(x, weight.t())
+    return torch.mm(x, weight.t(), out_dtype=torch.float32)

@@ -1,0 +1,269 @@
+"""Decode steps captured whole in CUDA graphs, several in one launch, and packed prefill passes before them.
+
+One graph is one step for a bucket of batch sizes; a launch replays it as often as wanted without asking the host. What a
+step needs to know of its rows is on the device (`RowState`), and so is what it picks until the launch is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import torch
+
+from agentgym_rl.agent.engines.native.cache import SlotCache
+from agentgym_rl.agent.engines.native.cuda.attention import copy_slots, queries_per_block
+from agentgym_rl.agent.engines.native.cuda.model import CapturedModel
+from agentgym_rl.agent.engines.native.cuda.packing import BLOCK_FIELDS, TOKEN_FIELDS, as_packed, pack
+from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState
+from agentgym_rl.agent.engines.native.cuda.weights import addresses, why_not_captured
+from agentgym_rl.agent.engines.native.decoder import share_prompts
+from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
+from agentgym_rl.errors import EngineError
+
+BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+STEPS_MOST = 32
+"""Steps of one launch."""
+PREFILL_TOKENS = 16384
+"""Tokens of one prefill pass."""
+CAPTURED_PREFILLS = (64, 128, 256, 512, 1024, 2048)
+"""Passes of up to so many tokens are replayed: launching their kernels one by one takes longer than they do."""
+WHOLE_CACHE_SHARE = 0.15
+"""The cache is reserved to its full length at once where that takes no more than this share of the device's memory;
+otherwise it grows, and steps are captured anew each time."""
+
+TOKEN, POSITION, SLOT, REMAINING, SEED, DONE, TEMPERATURE, TOP_P, STOPS = range(9)
+"""Rows of the input array."""
+
+
+class CapturedLaunch:
+    """Replays under way."""
+
+    def __init__(self, host: torch.Tensor, num_rows: int, steps: int, event: Any) -> None:
+        self._host, self._num_rows, self.steps, self._event = host, num_rows, steps, event
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        array = self._host.numpy()[:, : self._num_rows]
+        tokens = array[: self.steps].T.tolist()
+        logprobs = array[STEPS_MOST : STEPS_MOST + self.steps].view(numpy.float32).T.tolist()
+        for row, count in enumerate(array[2 * STEPS_MOST].tolist()):
+            if count < self.steps:
+                tokens[row], logprobs[row] = tokens[row][:count], logprobs[row][:count]
+        return tokens, logprobs
+
+
+class CapturedRunner:
+    """Runs the models that `why_not_captured` has no word against."""
+
+    def __init__(self, model: Any, *, max_slots: int, max_length: int) -> None:
+        self._model = model
+        parameter = model.model.embed_tokens.weight
+        self._device, dtype = parameter.device, parameter.dtype
+        self._on_cuda = self._device.type == "cuda"
+        config = model.config
+        self.cache = SlotCache(
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=model.model.layers[0].self_attn.head_dim,
+            max_slots=max_slots,
+            max_length=max_length,
+            dtype=dtype,
+            device=self._device,
+        )
+        self._block_tokens = queries_per_block(config.num_attention_heads // config.num_key_value_heads, dtype)
+        self._graphs: dict[Any, Callable[[], None]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
+        self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
+        self._addresses: tuple[int, ...] = ()
+        self._captured: CapturedModel
+        self._most = bucket_for(max_slots)
+        self._inputs = torch.zeros((STOPS + MOST_STOPS, self._most), dtype=torch.int64, device=self._device)
+        self._host_inputs = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._on_cuda)
+        self._outputs = torch.zeros((2 * STEPS_MOST + 1, self._most), dtype=torch.int32, device=self._device)
+        self._host_outputs = [
+            torch.zeros(self._outputs.shape, dtype=torch.int32, pin_memory=self._on_cuda) for _ in "ab"
+        ]
+        self._num_rows, self._with_top_p = 0, False
+        self.captures = 0
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Captured steps hold for weights at their addresses: where one has moved, begin anew."""
+        if addresses(self._model) != self._addresses:
+            reason = why_not_captured(self._model)
+            if reason is not None:
+                raise EngineError(f"The model was changed under the engine and {reason}: make another engine.")
+            self._graphs.clear()
+            self._captured = CapturedModel(self._model, self.cache)
+            self._addresses = addresses(self._model)
+            if self.cache.spare_position > 0:
+                self._captured.refresh_rotary()
+
+    @torch.no_grad()
+    def reserve(self, length: int) -> None:
+        """Room for sequences of `length` tokens."""
+        if length <= self.cache.spare_position:
+            return
+        self._graphs.clear()
+        if self._on_cuda:
+            whole = self.cache.bytes_of(self.cache.max_slots, self.cache.max_length)
+            if whole <= WHOLE_CACHE_SHARE * torch.cuda.get_device_properties(self._device).total_memory:
+                length = self.cache.max_length
+        self.cache.reserve(self.cache.max_slots, length)
+        self._captured.refresh_rotary()
+
+    @torch.no_grad()
+    def prefill(self, rows: list[Row]) -> int:
+        """Compute what is missing of all rows but their last tokens; returns how many tokens that took."""
+        rows = [row for row in rows if row.start < len(row.token_ids) - 1]
+        if not rows:
+            return 0
+        leaders, leader_of = share_prompts(rows)
+        passes = pack(leaders, PREFILL_TOKENS, self._block_tokens)
+        flat = numpy.concatenate([part.ravel() for each in passes for part in (each.tokens, each.blocks)])
+        arrays = torch.from_numpy(flat).to(self._device)
+        offset = 0
+        for each in passes:
+            views = []
+            for part in (each.tokens, each.blocks):
+                views.append(arrays[offset : offset + part.size].view(part.shape))
+                offset += part.size
+            self._prefill_pass(*views)
+        copies = [
+            (leaders[leader].slot, row.slot, len(row.token_ids) - 1)
+            for row, leader in zip(rows, leader_of, strict=True)
+            if row is not leaders[leader]
+        ]
+        if copies:
+            pairs = torch.tensor(copies, device=self._device).t().contiguous()
+            copy_slots(self.cache.keys, self.cache.values, pairs, max(length for _, _, length in copies))
+        return sum(each.tokens.shape[1] for each in passes)
+
+    @torch.no_grad()
+    def begin(self, rows: list[DecodeRow]) -> None:
+        """Put the rows of the next launches on the device."""
+        num_rows = len(rows)
+        bucket = bucket_for(num_rows)
+        self._num_rows, self._with_top_p = num_rows, any(row.top_p < 1 for row in rows)
+        self._step(bucket)  # captured before the rows are there: capturing runs a step
+        array = self._host_inputs.numpy()
+        array[:, num_rows:bucket] = 0
+        array[DONE, :num_rows], array[DONE, num_rows:bucket] = 0, 1
+        array[TOKEN, :num_rows] = [row.token for row in rows]
+        array[POSITION, :num_rows] = [row.position for row in rows]
+        array[SLOT, :num_rows] = [row.slot for row in rows]
+        array[REMAINING, :num_rows] = [row.remaining for row in rows]
+        array[SEED, :num_rows] = [row.seed for row in rows]
+        array[TEMPERATURE].view(numpy.float64)[:num_rows] = [row.temperature for row in rows]
+        array[TOP_P].view(numpy.float64)[:num_rows] = [row.top_p for row in rows]
+        array[STOPS:, :num_rows] = -1
+        for place, row in enumerate(rows):
+            for index, stop in enumerate(row.stop_token_ids[:MOST_STOPS]):
+                array[STOPS + index, place] = stop
+        self._inputs.copy_(self._host_inputs, non_blocking=True)
+
+    @torch.no_grad()
+    def launch(self, steps: int) -> CapturedLaunch:
+        """Start up to STEPS_MOST steps for the rows of `begin`. Two launches may be under way at once."""
+        step = self._step(bucket_for(self._num_rows))
+        self._outputs[2 * STEPS_MOST].zero_()
+        for _ in range(steps):
+            step()
+        self._host_outputs.reverse()
+        host = self._host_outputs[0]
+        host.copy_(self._outputs, non_blocking=True)
+        event = None
+        if self._on_cuda:
+            event = torch.cuda.Event(blocking=True)
+            event.record()
+        return CapturedLaunch(host, self._num_rows, steps, event)
+
+    def clear(self, slot: int) -> None:
+        with torch.no_grad():
+            self.cache.clear(slot)
+
+    def free(self) -> None:
+        self._graphs.clear()
+        self.cache.free()
+
+    def _step(self, bucket: int) -> Callable[[], None]:
+        key = ("decode", bucket, self._with_top_p)
+        if key not in self._graphs:
+            self._inputs[DONE].fill_(1)
+            state, picks, with_top_p = self._state(bucket), self._picks(bucket), self._with_top_p
+            self._graphs[key] = self._capture(lambda: self._captured.decode(state, picks, with_top_p=with_top_p))
+        return self._graphs[key]
+
+    def _prefill_pass(self, tokens: torch.Tensor, blocks: torch.Tensor) -> None:
+        num_tokens, num_blocks = tokens.shape[1], blocks.shape[1]
+        size = next((size for size in CAPTURED_PREFILLS if size >= num_tokens), None)
+        blocks_most = 0 if size is None else size // self._block_tokens + min(size, 256)
+        if size is None or num_blocks > blocks_most or not self._on_cuda:
+            self._captured.prefill(as_packed(tokens, blocks))
+            return
+        key = ("prefill", size)
+        if key not in self._graphs:
+            static_tokens = torch.zeros((TOKEN_FIELDS, size), dtype=torch.int64, device=self._device)
+            static_blocks = torch.zeros((BLOCK_FIELDS, blocks_most), dtype=torch.int64, device=self._device)
+            static_tokens[1] = self.cache.spare_position
+            packed = as_packed(static_tokens, static_blocks)
+            replay = self._capture(lambda: self._captured.prefill(packed))
+
+            def run(tokens: torch.Tensor, blocks: torch.Tensor) -> None:
+                static_tokens[:, tokens.shape[1] :] = 0
+                static_tokens[1, tokens.shape[1] :] = self.cache.spare_position
+                static_blocks[2, blocks.shape[1] :] = 0
+                static_tokens[:, : tokens.shape[1]] = tokens
+                static_blocks[:, : blocks.shape[1]] = blocks
+                replay()
+
+            self._graphs[key] = run  # type: ignore[assignment]
+        self._graphs[key](tokens, blocks)  # type: ignore[call-arg]
+
+    def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run once, which compiles the kernels, then record. Without CUDA there is nothing to record."""
+        stream = self._stream
+        if stream is None:
+            return run
+        graph = torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            run()
+            torch.cuda.synchronize(self._device)
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        self.captures += 1
+        return graph.replay
+
+    def _state(self, bucket: int) -> RowState:
+        rows = self._inputs[:, :bucket]
+        heat, top_p = rows[TEMPERATURE].view(torch.float64), rows[TOP_P].view(torch.float64)
+        return RowState(
+            token=rows[TOKEN],
+            position=rows[POSITION],
+            slot=rows[SLOT],
+            remaining=rows[REMAINING],
+            seed=rows[SEED],
+            done=rows[DONE],
+            temperature=heat,
+            top_p=top_p,
+            stops=rows[STOPS:],
+        )
+
+    def _picks(self, bucket: int) -> Picks:
+        rows = self._outputs[:, :bucket]
+        return Picks(rows[:STEPS_MOST], rows[STEPS_MOST : 2 * STEPS_MOST].view(torch.float32), rows[2 * STEPS_MOST])
+
+
+def bucket_for(num_rows: int) -> int:
+    """The batch size that a step for so many rows is captured with."""
+    return next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 256) * 256)

@@ -1,0 +1,388 @@
+"""The native engine's captured steps on a CUDA device, against transformers itself."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.errors import EngineError
+from agentgym_rl.types import Completion, Sampling
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+VOCABULARY = 5003
+"""More than one block of the sampling kernels, and no multiple of one."""
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 192,
+    "intermediate_size": 304,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.15,  # wide enough that replies depend on the whole prompt
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+WIDE: dict[str, Any] = {**SHAPE, "hidden_size": 1280, "intermediate_size": 1536, "initializer_range": 0.05}
+"""Too wide for the fused products: the library's are used."""
+CONFIGS = {
+    "llama": LlamaConfig(**SHAPE, num_attention_heads=3, num_key_value_heads=3),
+    "llama-gqa-tied": LlamaConfig(
+        **SHAPE, num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True, attention_bias=True
+    ),
+    "qwen2": Qwen2Config(**SHAPE, num_attention_heads=6, num_key_value_heads=1),
+    "qwen3": Qwen3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=2, head_dim=128),
+    "llama-wide": LlamaConfig(**WIDE, num_attention_heads=10, num_key_value_heads=2, attention_bias=True),
+    "qwen2-wide": Qwen2Config(**WIDE, num_attention_heads=20, num_key_value_heads=4),
+    "qwen3-wide": Qwen3Config(**WIDE, num_attention_heads=10, num_key_value_heads=2, head_dim=128),
+}
+CLASSES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM, "qwen3": Qwen3ForCausalLM}
+
+
+def make_model(kind: str, dtype: torch.dtype = torch.float32) -> Any:
+    with torch.random.fork_rng(devices=[0]):
+        torch.manual_seed(7)
+        model = CLASSES[kind.split("-")[0]](copy.deepcopy(CONFIGS[kind])).cuda()
+        # Biases and norm weights start at 0 and 1, which would hide a forward pass that leaves them out.
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias") or "norm" in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.to(dtype).eval()
+
+
+def make_engine(model: Any, **options: Any) -> NativeEngine:
+    """An engine with captured steps: a warning would say that it has none."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        return NativeEngine(model, **options)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCABULARY), k=length)
+
+
+def greedy(model: Any, ids: list[int], num_new: int) -> list[int]:
+    out = model.generate(
+        torch.tensor([ids], device="cuda"),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long, device="cuda"),
+        max_new_tokens=num_new,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[0, len(ids) :].tolist()
+
+
+def distribution(model: Any, ids: list[int], reply: list[int], temperature: float = 1.0) -> torch.Tensor:
+    """[len(reply), V] log-probabilities from one plain forward pass over everything."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + reply], device="cuda")).logits[0, len(ids) - 1 : -1]
+    return torch.log_softmax(logits.float() / temperature, -1).cpu()
+
+
+def gaps(model: Any, ids: list[int], completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+    """|engine - plain forward| at every sampled token."""
+    expected = distribution(model, ids, completion.token_ids, temperature)
+    expected = expected.gather(1, torch.tensor(completion.token_ids).unsqueeze(1)).squeeze(1)
+    return (torch.tensor(completion.logprobs) - expected).abs()
+
+
+async def play(engine: NativeEngine, name: str, turns: int, seed: int, sampling: Sampling) -> list[list[int]]:
+    """A multi-turn session: replies, with random observations between them."""
+    rng = random.Random(seed)
+    ids, replies = prompt(rng.randint(3, 150), seed), []
+    for _ in range(turns):
+        completion = await engine.generate(ids, sampling, name)
+        replies.append(completion.token_ids)
+        ids = ids + completion.token_ids + prompt(rng.randint(1, 40), rng.randint(0, 99))
+        await asyncio.sleep(rng.choice([0, 0, 0.002]))
+    await engine.release(name)
+    return replies
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+async def test_greedy_equals_transformers_and_logprobs_a_plain_forward(kind: str) -> None:
+    model = make_model(kind)
+    engine = make_engine(model)
+    prompts = [prompt(n) for n in (1, 2, 7, 63, 64, 65, 300)]
+    done = await asyncio.gather(
+        *(engine.generate(p, Sampling(24, temperature=0), str(i)) for i, p in enumerate(prompts))
+    )
+    assert len({tuple(c.token_ids) for c in done}) > 3, "the model is too dull to test with"
+    for ids, completion in zip(prompts, done, strict=True):
+        assert completion.token_ids == greedy(model, ids, 24)
+        assert completion.finish == "length"
+        assert gaps(model, ids, completion).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+async def test_turns_keep_keys_and_agree_with_a_plain_forward(kind: str) -> None:
+    model = make_model(kind)
+    engine = make_engine(model, max_sessions=64)
+
+    async def episode(name: str, seed: int) -> None:
+        temperature = random.Random(seed).choice([1.0, 0.7])
+        ids = prompt(20 + 7 * seed, seed)
+        for turn in range(4):
+            sampling = Sampling(5 + 9 * (seed % 3), temperature=temperature, seed=100 * seed + turn)
+            completion = await engine.generate(ids, sampling, name)
+            assert gaps(model, ids, completion, temperature).max() < 1e-4
+            ids = ids + completion.token_ids + prompt(5 + seed, turn)
+
+    await asyncio.gather(*(episode(f"e{i}", i) for i in range(40)))
+    stats = engine.stats()
+    assert stats["prompt_tokens_reused"] > 2 * stats["prompt_tokens_computed"]
+    # One session recomputed whole gives what its kept keys gave.
+    ids = prompt(200)
+    first = await engine.generate(ids, Sampling(8, seed=1), "kept")
+    longer = ids + first.token_ids + prompt(30, 1)
+    kept = await engine.generate(longer, Sampling(8, seed=2), "kept")
+    fresh = await engine.generate(longer, Sampling(8, seed=2), "fresh")
+    assert kept.token_ids == fresh.token_ids
+    assert kept.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen2", "qwen3", "qwen2-wide"])
+async def test_bfloat16_is_close_to_a_plain_forward(kind: str) -> None:
+    model = make_model(kind, torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lm_head" in name or (model.config.tie_word_embeddings and "embed_tokens" in name):
+                parameter.mul_(0.2)  # logits of the size that trained models have
+    engine = make_engine(model, max_sessions=64)
+    prompts = [prompt(30 + 11 * i, i) for i in range(48)]
+    done = await asyncio.gather(*(engine.generate(p, Sampling(32, seed=i), str(i)) for i, p in enumerate(prompts)))
+    delta = torch.cat([gaps(model, ids, completion) for ids, completion in zip(prompts, done, strict=True)])
+    assert delta.mean() < 0.01, delta.mean()
+
+
+@pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen3", "qwen2-wide"])
+@pytest.mark.parametrize("schedule", range(2))
+async def test_fuzzed_schedules_give_the_same_tokens_as_one_by_one(kind: str, schedule: int) -> None:
+    model = make_model(kind)
+    rng = random.Random(schedule)
+    jobs = []
+    for index in range(40):
+        sampling = Sampling(
+            max_new_tokens=rng.randint(1, 40),
+            temperature=rng.choice([0, 0.7, 1.0, 1.3]),
+            top_p=rng.choice([1.0, 1.0, 0.8]),
+            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 3, 8, 400]))),
+            seed=rng.randint(-(2**70), 2**70),
+        )
+        jobs.append((f"s{index}", rng.randint(1, 4), index, sampling))
+    alone = make_engine(model, max_sessions=1)
+    expected = [await play(alone, *job) for job in jobs]
+    together = make_engine(model, max_sessions=rng.choice([3, 12, 64]))
+
+    async def late(job: tuple[str, int, int, Sampling], wait_s: float) -> list[list[int]]:
+        await asyncio.sleep(wait_s)
+        return await play(together, *job)
+
+    got = await asyncio.gather(*(late(job, rng.random() * 0.2) for job in jobs))
+    assert got == expected
+    assert together.stats()["sessions"] == 0
+
+
+async def test_draws_equal_those_of_the_same_model_on_cpu() -> None:
+    model = make_model("qwen3")
+    jobs = [(prompt(10 + i, i), Sampling(12, temperature=1.2, top_p=0.7 if i % 2 else 1.0, seed=i)) for i in range(12)]
+    on_cpu, on_gpu = NativeEngine(copy.deepcopy(model).cpu()), make_engine(model)
+    for ids, sampling in jobs:
+        expected = await on_cpu.generate(ids, sampling, "a")
+        got = await on_gpu.generate(ids, sampling, "a")
+        assert got.token_ids == expected.token_ids
+        assert got.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
+
+
+async def test_sampled_frequencies_follow_the_distribution() -> None:
+    model = make_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.2)
+    engine = make_engine(model, max_sessions=512)
+    ids, draws = prompt(10), 8192
+    done = await asyncio.gather(*(engine.generate(ids, Sampling(1, seed=i), f"s{i}") for i in range(draws)))
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in done]), minlength=VOCABULARY)
+    expected = distribution(model, ids, [0])[0].exp() * draws
+    # Single tokens where they are likely, and the whole vocabulary in 50 parts.
+    likely = expected > 20
+    assert ((counts - expected).abs()[likely] < 5 * expected[likely].sqrt()).all()
+    parts, expected_parts = counts[:5000].view(50, 100).sum(1), expected[:5000].view(50, 100).sum(1)
+    assert ((parts - expected_parts).abs() < 5 * expected_parts.sqrt() + 1).all()
+
+
+async def test_weights_changed_in_place_are_used_after_an_update() -> None:
+    model = make_model("qwen2", torch.float32)
+    engine = make_engine(model)
+    ids = prompt(50)
+    await engine.generate(ids, Sampling(4, temperature=0), "a")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    for _ in range(2):
+        model.train()
+        model(torch.tensor([ids], device="cuda"), labels=torch.tensor([ids], device="cuda")).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        await engine.update_weights(None, 1)
+        completion = await engine.generate(ids, Sampling(12, temperature=0), "a")
+        assert completion.token_ids == greedy(model, ids, 12)
+        assert gaps(model, ids, completion).max() < 1e-4
+
+
+async def test_an_update_in_the_middle_of_a_reply() -> None:
+    """The reply goes on with the new weights, and each log-probability is that of the weights that sampled it."""
+    model = make_model("llama")
+    before = copy.deepcopy(model)
+    engine = make_engine(model)
+    ids = prompt(20)
+    await engine.generate(ids, Sampling(2), "warm")
+    task = asyncio.create_task(engine.generate(ids, Sampling(1200, seed=1), "a"))
+    while engine.stats()["new_tokens"] < 40:
+        await asyncio.sleep(0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+        model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
+    await engine.update_weights(None, 7)
+    completion = await task
+    assert completion.version == 0
+    index = torch.tensor(completion.token_ids).unsqueeze(1)
+    old, new = (distribution(m, ids, completion.token_ids).gather(1, index).squeeze(1) for m in (before, model))
+    got = torch.tensor(completion.logprobs)
+    is_old, is_new = (got - old).abs() < 1e-3, (got - new).abs() < 1e-3
+    change = next(i for i in range(len(got)) if not is_old[i:].any())
+    assert 0 < change < len(got)
+    assert is_old[:change].all()
+    assert is_new[change:].all()
+
+
+async def test_parameters_stay_themselves(tmp_path: Path) -> None:
+    """Joint matrices are views' storage, not copies: saving, loading and copying work as before."""
+    model = make_model("qwen2", torch.bfloat16)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    torch.cuda.synchronize()
+    engine = make_engine(model, max_sessions=4)
+    ids = prompt(30)
+    first = await engine.generate(ids, Sampling(6, temperature=0), "a")
+    layer = model.model.layers[1]
+    q, k = layer.self_attn.q_proj.weight, layer.self_attn.k_proj.weight
+    assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert all(torch.equal(before[name].cpu(), value) for name, value in again.state_dict().items())
+    other = {name: value * 0.5 for name, value in before.items()}
+    await engine.update_weights(other, 1)
+    assert all(torch.equal(other[name], value) for name, value in model.state_dict().items())
+    model.load_state_dict(before)
+    await engine.update_weights(None, 2)
+    assert (await engine.generate(ids, Sampling(6, temperature=0), "b")).token_ids == first.token_ids
+    # Parameters that were moved elsewhere are noticed.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone() * 0.5
+    await engine.update_weights(None, 3)
+    moved = await engine.generate(ids, Sampling(6, temperature=0), "c")
+    assert gaps(model, ids, moved).mean() < 0.05
+    assert moved.logprobs != first.logprobs
+
+
+async def test_stops_limits_and_strings() -> None:
+    model = make_model("llama")
+    engine = make_engine(model, decode=lambda ids: "".join(f"<{i}>" for i in ids), max_context=400)
+    ids = prompt(25)
+    plain = (await engine.generate(ids, Sampling(50, seed=5), "a")).token_ids
+    first = next(i for i, token in enumerate(plain) if i >= 13 and token not in plain[:i])
+    by_token = await engine.generate(ids, Sampling(50, seed=5, stop_token_ids=(plain[first],)), "b")
+    assert (by_token.token_ids, by_token.finish) == (plain[: first + 1], "stop")
+    many = tuple(t for t in range(VOCABULARY) if t not in plain)[:20]
+    by_many = await engine.generate(ids, Sampling(50, seed=5, stop_token_ids=(*many, plain[first])), "b2")
+    assert (by_many.token_ids, by_many.finish) == (plain[: first + 1], "stop")
+    stop = f"{plain[first - 1]}><{plain[first]}"
+    by_text = await engine.generate(ids, Sampling(50, seed=5, stop=("never", stop)), "c")
+    assert (by_text.token_ids, by_text.finish) == (plain[: first + 1], "stop")
+    # A new turn after a reply that was cut on the host: the device had gone further.
+    turn = ids + by_text.token_ids + prompt(9)
+    assert gaps(model, turn, await engine.generate(turn, Sampling(9, seed=1), "c")).max() < 1e-4
+    full = await engine.generate(prompt(390), Sampling(50, seed=0), "d")
+    assert (len(full.token_ids), full.finish) == (10, "length")
+
+
+async def test_identical_prompts_are_computed_once() -> None:
+    model = make_model("qwen2")
+    engine = make_engine(model)
+    ids = prompt(333)
+    done = await asyncio.gather(*(engine.generate(ids, Sampling(8, seed=i), str(i)) for i in range(9)))
+    assert len({tuple(c.token_ids) for c in done}) == 9
+    assert all(gaps(model, ids, completion).max() < 1e-4 for completion in done)
+    stats = engine.stats()
+    assert (stats["prompt_tokens_computed"], stats["prompt_tokens_shared"]) == (332 + 9, 8 * 332)
+
+
+async def test_long_prompts_over_several_passes_and_a_growing_cache() -> None:
+    model = make_model("llama-gqa-tied")
+    engine = make_engine(model, max_sessions=24)
+    prompts = [prompt(1200 + i, i) for i in range(24)]
+    done = await asyncio.gather(*(engine.generate(p, Sampling(6, seed=0), str(i)) for i, p in enumerate(prompts)))
+    for ids, completion in zip(prompts, done, strict=True):
+        assert gaps(model, ids, completion).max() < 1e-4
+
+
+async def test_failures_name_themselves_and_leave_the_engine_usable() -> None:
+    model = make_model("llama")
+    engine = make_engine(model, max_sessions=8)
+    ids = prompt(10)
+    healthy = model.lm_head.weight.detach().clone()
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(EngineError, match="not finite"):
+        await engine.generate(ids, Sampling(3), "a")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(healthy)
+    doomed = asyncio.create_task(engine.generate(ids, Sampling(1000, seed=1), "doomed"))
+    other = asyncio.create_task(engine.generate(prompt(11), Sampling(60, temperature=0), "other"))
+    while engine.stats()["new_tokens"] < 20:
+        await asyncio.sleep(0)
+    doomed.cancel()
+    assert (await other).token_ids == greedy(model, prompt(11), 60)
+    with pytest.raises(asyncio.CancelledError):
+        await doomed
+    under_way = asyncio.create_task(engine.generate(ids, Sampling(1000, seed=1), "a"))
+    await asyncio.sleep(0.05)
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await under_way
+
+
+async def test_adapters_run_module_by_module_and_say_so() -> None:
+    peft = pytest.importorskip("peft")
+    model = make_model("llama-gqa-tied")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(0, 0.05)
+    with pytest.warns(UserWarning, match="module by module"):
+        engine = NativeEngine(wrapped)
+    wrapped.eval()
+    ids = prompt(40)
+    completion = await engine.generate(ids, Sampling(12, temperature=0), "a")
+    assert completion.token_ids == greedy(wrapped, ids, 12)
+    assert gaps(wrapped, ids, completion).max() < 1e-4
