@@ -243,6 +243,7 @@ class OfflineRun:
             "seed": self.config.seed,
             "before": before,
             "after": after,
+            "evaluations": self.evaluations,
             "rounds": self.history,
             "stages": [],
             "steps": self.step,

@@ -265,6 +265,7 @@ class Run:
             "seed": self.config.seed,
             "before": before,
             "after": after,
+            "evaluations": self.evaluations,
             "stages": stages,
             "steps": self.state.step,
             "parameters": self.model.num_parameters(),
