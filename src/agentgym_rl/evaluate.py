@@ -205,12 +205,12 @@ def _announce(
     console.stage("Evaluation", f"{candidate.name}, {tasks} tasks, {total} episodes, in {root}")
     if left < total:
         console.note(f"{total - left} episodes are there from before, {left} are left")
-    reasons: dict[str, list[str]] = {}
-    for plan in plans:
-        if plan.missing:
-            reasons.setdefault(plan.missing, []).append(plan.key)
-    for reason, names in reasons.items():
-        console.warn(f"not played: {', '.join(names)}: {reason}")
+    for reason in dict.fromkeys(plan.missing for plan in plans if plan.missing):
+        names = [plan for plan in plans if plan.missing == reason]
+        scenario = names[0].scenario
+        whole = all(plan.missing for plan in plans if plan.scenario == scenario)
+        what = scenario if whole else f"{scenario} ({', '.join(plan.name for plan in names)})"
+        console.warn(f"{what} is not played: {reason}")
 
 
 def _finish(request: Request, folder: Folder, plans: Sequence[TaskPlan], name: str, console: Console) -> None:
@@ -265,9 +265,9 @@ def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
     if plan.missing:
         return plan
     if scenario.env == "webarena" and not stands_in and not all(os.environ.get(site) for site in WEBARENA_SITES):
-        return replace(plan, items=(), missing=f"WebArena's sites are needed: set {', '.join(WEBARENA_SITES)}")
+        return _absent(plan, f"WebArena's sites are needed: set {', '.join(WEBARENA_SITES)}")
     if not plan.items:
-        return replace(plan, missing=f"its questions are needed: set {SEARCHQA_DATA} and {SEARCHQA_INDEX}")
+        return _absent(plan, f"its questions are needed: set {SEARCHQA_DATA} and {SEARCHQA_INDEX}")
     count = min(task.num_items, request.limit or task.num_items)
     return replace(plan, items=tuple(evenly_spaced(plan.items, count)))
 
@@ -317,8 +317,12 @@ def _plan(
     try:
         env_class = catalog.load(env)
     except ConfigError as error:
-        return replace(plan, missing=str(error))
+        return _absent(plan, str(error))
     return replace(plan, items=tuple(catalog.items(env_class, split, subset)))
+
+
+def _absent(plan: TaskPlan, reason: str) -> TaskPlan:
+    return replace(plan, items=(), data="", own_data=False, missing=reason)
 
 
 def _data_of(env: str, request: Request, split: str = "") -> tuple[str, bool]:

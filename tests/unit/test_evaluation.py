@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from agentgym_rl.agent.engines.openai import Prices, Tokens
 from agentgym_rl.errors import ConfigError
@@ -18,6 +20,7 @@ from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
 from agentgym_rl.evaluation.records import Record, record_of
 from agentgym_rl.evaluation.report import Entry, entry_of, grids, markdown, notes, published_entries
 from agentgym_rl.evaluation.suites import AGENTGYM_27, evenly_spaced
+from agentgym_rl.evaluation.terminal import print_report
 from agentgym_rl.runlog import read_trajectories
 from agentgym_rl.types import Limits, Message, StopReason, Task, Trajectory
 
@@ -302,6 +305,30 @@ def test_a_mean_is_shown_only_beside_means_over_the_same_scenarios(tmp_path: Pat
     entry, other = entry_of(read_evaluation(both)), entry_of(read_evaluation(three))
     assert grids([entry])[0].rows[0][-1].text == "50.0"
     assert [row[-1].text for row in grids([entry, other])[0].rows] == ["–", "33.3 †"]
+
+
+def test_rows_that_cannot_be_read_across_are_named(tmp_path: Path) -> None:
+    first = evaluated(tmp_path / "x", [plan("A", "a", range(1)), plan("B", "b", range(1, 2))], {0: WON, 1: WON})
+    second = evaluated(tmp_path / "y", [plan("A", "a", range(2), max_turns=3), plan("B", "b", range(1, 2))], {0: WON})
+    lines = notes([entry_of(read_evaluation(folder)) for folder in (first, second)])
+    differing = [line for line in lines if "differ" in line]
+    assert differing == ["A: the rows differ in items and turns; `agentgym-rl compare` pairs what they share."]
+
+
+@pytest.mark.parametrize(("width", "parts"), [(140, 1), (80, 2), (50, 4)])
+def test_a_wide_table_in_a_narrow_terminal_is_cut_between_columns(width: int, parts: int, tmp_path: Path) -> None:
+    plans = [plan(task.scenario.name, task.name, range(i, i + 1)) for i, task in enumerate(AGENTGYM_27)]
+    plans += [plan("Search, built-in questions", "x", range(90, 91)), plan("Web, built-in sites", "y", range(91, 92))]
+    root = evaluated(tmp_path / "us", plans, dict.fromkeys([*range(27), 90, 91], WON))
+    source, published = published_entries()
+    screen = io.StringIO()
+    console = Console(file=screen, width=width, highlight=False)
+    print_report(console, [entry_of(read_evaluation(root)), *published], source)
+    text = screen.getvalue()
+    assert max(map(len, text.splitlines())) <= width
+    for whole in ("Qwen2.5-3B-Instruct ‡", "ScalingInter-7B ‡", "WebArena", "TextCraft"):
+        assert whole in text
+    assert text.count("Gemini-2.5-Pro ‡") == parts
 
 
 def test_published_numbers_are_those_of_the_reference() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -23,6 +24,11 @@ def report(folders: list[Path], compared: str | None, out: Path | None) -> None:
     """Print several evaluations as one table, and write it where asked."""
     published = wants_published(compared)
     entries = [entry_of(read_evaluation(folder)) for folder in folders]
+    names = [entry.name for entry in entries]
+    entries = [
+        replace(entry, name=f"{entry.name} ({folder.resolve().name})") if names.count(entry.name) > 1 else entry
+        for entry, folder in zip(entries, folders, strict=True)
+    ]
     source = ""
     if published:
         source, others = published_entries()

@@ -142,6 +142,8 @@ def _notes(first: Side, second: Side, num_shared: int) -> list[str]:
         for side in (first, second)
         if side.errors
     ]
+    if first.samples != second.samples:
+        notes.append(f"{first.name} has {first.samples} samples an item, {second.name} {second.samples}")
     for env, turns in first.horizons.items():
         other = second.horizons.get(env, turns)
         if other != turns:

@@ -81,7 +81,7 @@ def grids(entries: Sequence[Entry]) -> list[Grid]:
     """Every table of a report."""
     plans = list({plan.key: plan for entry in entries for plan in entry.plans}.values())
     scenarios = list(dict.fromkeys(plan.scenario for plan in plans))
-    own = {plan.scenario for plan in plans if plan.own_data}
+    own = {plan.scenario for plan in plans if plan.own_data and plan.items}
     ours = [entry for entry in entries if not entry.published]
     found = []
     if len(scenarios) > 1:
@@ -111,12 +111,30 @@ def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
             lines.append(f"{entry.name}: {entry.total['unplayed']} episodes are not played yet.")
         if entry.total["unreported"]:
             lines.append(f"{entry.name}: {entry.total['unreported']} answers came without usage: cost lacks them.")
+    lines += _differences(ours)
     lines += _data_notes([plan for entry in ours for plan in entry.plans])
     if any(plan.own_data for entry in ours for plan in entry.plans if plan.items):
         lines.append(f"{OWN} our own data, which stand in for the benchmark's: not comparable with published results.")
     if source:
         lines.append(f"{PUBLISHED} published, not measured here ({source}): on other items and with other prompts.")
     return lines
+
+
+def _differences(entries: Sequence[Entry]) -> list[str]:
+    """Columns whose rows were not played on the same items with the same turns: they cannot simply be read across."""
+    found: dict[str, dict[str, None]] = {}
+    plans: dict[str, list[TaskPlan]] = {}
+    for plan in (plan for entry in entries for plan in entry.plans if plan.items):
+        plans.setdefault(plan.key, []).append(plan)
+    for same in plans.values():
+        kinds: dict[str, set[Any]] = {"items": {p.items for p in same}, "turns": {p.max_turns for p in same}}
+        kinds["data"] = {p.data for p in same}
+        found.setdefault(same[0].scenario, {}).update({kind: None for kind, some in kinds.items() if len(some) > 1})
+    return [
+        f"{name}: the rows differ in {' and '.join(kinds)}; `agentgym-rl compare` pairs what they share."
+        for name, kinds in found.items()
+        if kinds
+    ]
 
 
 def _data_notes(plans: Sequence[TaskPlan]) -> list[str]:

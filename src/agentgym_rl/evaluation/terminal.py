@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.cells import cell_len
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -17,18 +18,48 @@ from agentgym_rl.evaluation.report import Cell, Entry, Grid, grids, notes
 
 def print_report(console: Console, entries: Sequence[Entry], source: str = "") -> None:
     for grid in grids(entries):
-        console.print(_drawn(grid))
+        console.print(Text(f"\n{grid.title}", "bold"))
+        for part in _fitting(grid, console.width):
+            console.print(part)
     for line in notes(entries, source):
         console.print(Padding(Text(line, "dim"), (0, 0, 0, 2)))
 
 
-def _drawn(grid: Grid) -> RenderableType:
+def _fitting(grid: Grid, room: int) -> list[Table]:
+    """The grid as one table; in a narrow terminal its headings are broken between words, and what then still does not
+    fit beside the names goes into a table below."""
+    columns = range(len(grid.headings))
+    whole = [max(_width(grid, column), *map(cell_len, grid.headings[column].split("\n"))) for column in columns]
+    if sum(whole) + 2 * len(whole) <= room:
+        return [_drawn(grid, columns, whole)]
+    widths = [_width(grid, column) for column in columns]
+    parts: list[list[int]] = [[0]]
+    used = widths[0] + 2
+    for column in columns[1:]:
+        if len(parts[-1]) > 1 and used + widths[column] + 2 > room:
+            parts.append([0])
+            used = widths[0] + 2
+        parts[-1].append(column)
+        used += widths[column] + 2
+    return [_drawn(grid, part, widths) for part in parts]
+
+
+def _width(grid: Grid, column: int) -> int:
+    """Of the longest word of the heading and of the longest line of a cell."""
+    cells = [row[column] for row in grid.rows]
+    texts = [*grid.headings[column].split(), *(cell.text for cell in cells), *(cell.small for cell in cells)]
+    return max(map(cell_len, texts), default=0)
+
+
+def _drawn(grid: Grid, columns: Sequence[int], widths: Sequence[int]) -> Table:
     table = _table()
-    for place, heading in enumerate(grid.headings):
-        table.add_column(heading, justify="right" if place else "left", vertical="top", overflow="fold")
+    for column in columns:
+        # A name longer than the terminal is the only thing that may still have to be folded.
+        width = widths[column] if column else None
+        table.add_column(grid.headings[column], justify="right" if column else "left", width=width, overflow="fold")
     for row in grid.rows:
-        table.add_row(*(_cell(cell, leading=place == 0) for place, cell in enumerate(row)))
-    return Group(Text(f"\n{grid.title}", "bold"), table)
+        table.add_row(*(_cell(row[column], leading=column == 0) for column in columns))
+    return table
 
 
 def _table() -> Table:
