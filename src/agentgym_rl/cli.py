@@ -274,6 +274,19 @@ def view(
 
 
 @app.command()
+def convert(
+    sources: Annotated[list[str], typer.Argument(help="Trajectories (.jsonl), globs, run directories; the file last")],
+    everything: Annotated[bool, typer.Option("--all", help="Also episodes that were no success")] = False,
+) -> None:
+    """Write trajectories as AgentGym's conversations: agentgym-rl convert RUN [MORE ...] OUT.json"""
+    from agentgym_rl.training.conversations import convert as run
+
+    *patterns, out = sources
+    count = run(patterns, Path(out), keep_all=everything)
+    print(f"wrote {count} conversations to {out}")
+
+
+@app.command()
 def index(
     corpus: Annotated[Path, typer.Argument(help="Passages: a .jsonl file, or a .json file that is one list")],
     out: Annotated[Path | None, typer.Option(help="Folder to make; by default CORPUS.index beside the corpus")] = None,

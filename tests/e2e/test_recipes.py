@@ -18,7 +18,7 @@ from agentgym_rl.runlog import read_metrics
 RECIPES = Path(__file__).parents[2] / "recipes"
 ALL = sorted(RECIPES.rglob("*.toml"))
 QUICKSTART = RECIPES / "quickstart.toml"
-SMALL = [QUICKSTART, *sorted(RECIPES.glob("*/tiny.toml"))]
+SMALL = [QUICKSTART, *sorted(RECIPES.glob("*/tiny*.toml"))]
 PROGRAMS = sorted(RECIPES.rglob("*.py"))
 SHORTENED = [
     *("rl.steps=2", "rl.groups_per_step=4", "rl.group_size=3", "eval.episodes=6", "eval.every=0"),

@@ -56,7 +56,7 @@ def find_files(patterns: Iterable[str]) -> list[Path]:
             some = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
             needed = "a file, a glob or a run directory"
         if not some:
-            raise ConfigError(f"data.files: {needed} is needed, {pattern!r} is none")
+            raise ConfigError(f"data: {needed} is needed, {pattern!r} is none")
         found |= dict.fromkeys(some)
     return list(found)
 
@@ -101,6 +101,20 @@ def write_conversations(conversations: Iterable[Conversation], path: Path) -> in
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return len(rows)
+
+
+def convert(patterns: list[str], out: Path, *, keep_all: bool) -> int:
+    """Write episodes, successes unless `keep_all`, as AgentGym's JSON and return how many."""
+    if out.suffix != ".json" or not patterns:
+        raise ConfigError(f"convert needs sources and then a .json file to write, the last is {str(out)!r}")
+    if out.exists():
+        raise ConfigError(f"{out} exists already: choose another file")
+    paths = find_files(patterns)
+    foreign = [path for path in paths if not is_trajectory_file(path)]
+    if foreign:
+        raise ConfigError(f"{foreign[0]} is no file of trajectories (.jsonl)")
+    episodes = (t for t in read_trajectory_files(paths) if keep_all or t.success)
+    return write_conversations(map(of_trajectory, episodes), out)
 
 
 def _read(row: dict[str, Any]) -> Conversation:

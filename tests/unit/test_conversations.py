@@ -1,0 +1,188 @@
+"""Conversations in and out: AgentGym's JSON with its loss flags, trajectories, globs and run directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers_for_tests import byte_level_bpe
+from training_for_tests import counting_conversations
+
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.conversations import (
+    ACKNOWLEDGEMENTS,
+    Conversation,
+    convert,
+    find_files,
+    of_trajectory,
+    read_conversations,
+    read_trajectory_files,
+    write_conversations,
+)
+from agentgym_rl.types import Message, StopReason, Task, Trajectory
+
+PUBLISHED = [
+    {
+        "item_id": "textcraft_0",
+        "conversations": [
+            {"from": "human", "loss": None, "value": "You are given a few crafting commands."},
+            {"from": "gpt", "loss": False, "value": ACKNOWLEDGEMENTS[0]},
+            {"from": "human", "loss": None, "value": "Goal: craft a torch."},
+            {"from": "gpt", "loss": True, "value": "Thought: I need coal.\nAction: get 1 coal"},
+            {"from": "human", "loss": None, "value": "Got 1 coal"},
+            {"from": "gpt", "loss": False, "value": "Action: a slip that is shown and not learned"},
+            {"from": "human", "loss": None, "value": "Could not understand."},
+            {"from": "gpt", "loss": True, "value": "Action: craft 1 torch using 1 coal, 1 stick"},
+        ],
+    }
+]
+"""The shape of AgentGym's published data; the words are made up."""
+
+
+def write(path: Path, rows: Any) -> Path:
+    path.write_text(json.dumps(rows), encoding="utf-8")
+    return path
+
+
+def episodes(count: int = 3, *, system: bool = True) -> list[Trajectory]:
+    made = []
+    for number, messages in enumerate(counting_conversations(count)):
+        opening = [Message("system", "Count – to the goal.")] if system else []
+        turns = sum(m.role == "assistant" for m in messages)
+        rewards = [0.0] * (turns - 1) + [float(number % 2)]
+        infos: list[dict[str, Any]] = [{} for _ in range(turns - 1)] + [{"success": bool(number % 2)}]
+        made.append(
+            Trajectory(f"t{number}", Task("counting", number), opening + messages, rewards, infos, StopReason.DONE)
+        )
+    return made
+
+
+def write_trajectories(path: Path, some: list[Trajectory]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(t.to_json() + "\n" for t in some), encoding="utf-8")
+    return path
+
+
+def test_the_published_format_is_read_with_its_loss_flags(tmp_path: Path) -> None:
+    (found,) = read_conversations(write(tmp_path / "train.json", PUBLISHED))
+    assert found.item_id == "textcraft_0"
+    assert [m.role for m in found.messages] == [
+        *("system", "user", "assistant", "user", "assistant", "user", "assistant"),
+    ]
+    assert found.messages[0].content == "You are given a few crafting commands."
+    assert found.trained == [False, False, True, False, False, False, True]
+
+
+def test_only_replies_with_loss_true_are_trained_on(tmp_path: Path) -> None:
+    (found,) = read_conversations(write(tmp_path / "train.json", PUBLISHED))
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    sample = renderer.demonstration(found.messages, found.trained)
+    trained = [token for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+    replies = [m.content for m in found.messages if m.role == "assistant"]
+    assert trained == [*renderer.reply_ids(replies[0]), *renderer.reply_ids(replies[2])]
+    # The slip is in the context all the same.
+    slip = renderer.reply_ids(replies[1])
+    assert any(sample.token_ids[i : i + len(slip)] == slip for i in range(len(sample.token_ids)))
+
+
+@pytest.mark.parametrize("loss", [None, False, 1, "true"])
+def test_anything_but_true_is_not_trained_on(tmp_path: Path, loss: Any) -> None:
+    turns = [{"from": "human", "loss": None, "value": "a"}, {"from": "gpt", "loss": loss, "value": "b"}]
+    (found,) = read_conversations(write(tmp_path / "x.json", [{"item_id": "x_1", "conversations": turns}]))
+    assert found.trained == [False, False]
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_what_was_written_is_read_back_equal(tmp_path: Path, system: bool) -> None:
+    conversations = [of_trajectory(t) for t in episodes(system=system)]
+    conversations[0].trained[-2] = False
+    path = tmp_path / "new" / "out.json"
+    assert write_conversations(conversations, path) == 3
+    assert read_conversations(path) == conversations
+    row = json.loads(path.read_text())[0]
+    assert {turn["from"] for turn in row["conversations"]} == {"human", "gpt"}
+    assert all(turn["loss"] is None for turn in row["conversations"] if turn["from"] == "human")
+
+
+def test_an_untrained_first_reply_that_is_no_acknowledgement_stays(tmp_path: Path) -> None:
+    turns = [
+        {"from": "human", "loss": None, "value": "A wall."},
+        {"from": "gpt", "loss": False, "value": "go north"},
+        {"from": "human", "loss": None, "value": "A door."},
+        {"from": "gpt", "loss": True, "value": "open"},
+    ]
+    (found,) = read_conversations(write(tmp_path / "x.json", [{"item_id": "x_1", "conversations": turns}]))
+    assert [m.role for m in found.messages] == ["user", "assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        {"item_id": "x"},
+        [{"item_id": "x"}],
+        [{"item_id": "x", "conversations": [{"from": "tool", "value": "a"}]}],
+        [{"item_id": "x", "conversations": [{"from": "gpt"}]}],
+        [3],
+    ],
+)
+def test_what_is_no_conversation_is_refused_by_name(tmp_path: Path, rows: Any) -> None:
+    with pytest.raises(ConfigError, match=r"bad\.json is not a list of AgentGym conversations"):
+        read_conversations(write(tmp_path / "bad.json", rows))
+
+
+def test_failed_episodes_and_torn_last_lines_are_left_out(tmp_path: Path) -> None:
+    some = episodes()
+    some[1].stop, some[1].error = StopReason.ERROR, "EnvError: broken"
+    path = write_trajectories(tmp_path / "a.jsonl", some)
+    path.write_text(path.read_text() + '{"id": "to')
+    assert [t.id for t in read_trajectory_files([path])] == ["t0", "t2"]
+
+
+def test_a_damaged_line_is_an_error(tmp_path: Path) -> None:
+    path = write_trajectories(tmp_path / "a.jsonl", episodes())
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([lines[0][:20], *lines[1:]]) + "\n")
+    with pytest.raises(ConfigError, match="line 1 is not a JSON object"):
+        list(read_trajectory_files([path]))
+    path.write_text('{"id": 3}\n')
+    with pytest.raises(ConfigError, match="line 1 is not a trajectory"):
+        list(read_trajectory_files([path]))
+
+
+def test_a_run_directory_gives_training_episodes_and_never_held_out_ones(tmp_path: Path) -> None:
+    run = tmp_path / "run" / "trajectories"
+    for name in ("eval_000000", "step_000002", "step_000001", "warmstart_000000"):
+        write_trajectories(run / f"{name}.jsonl", episodes())
+    assert [p.name for p in find_files([str(tmp_path / "run")])] == ["step_000001.jsonl", "step_000002.jsonl"]
+    both = find_files([str(run / "step_*.jsonl"), str(run / "step_000001.jsonl")])
+    assert [p.name for p in both] == ["step_000001.jsonl", "step_000002.jsonl"]  # each once
+
+
+@pytest.mark.parametrize("pattern", ["nothing.json", "no/*.jsonl", "."])
+def test_files_that_are_not_there_are_refused(tmp_path: Path, pattern: str) -> None:
+    with pytest.raises(ConfigError, match=r"data: .* is needed"):
+        find_files([str(tmp_path / pattern)])
+
+
+def test_a_conversation_has_one_flag_per_message() -> None:
+    (first, *_) = [of_trajectory(t) for t in episodes()]
+    assert isinstance(first, Conversation)
+    assert first.item_id == "counting_0"
+    assert [m.role == "assistant" for m in first.messages] == first.trained
+
+
+def test_convert_writes_successes_or_everything(tmp_path: Path) -> None:
+    path = write_trajectories(tmp_path / "run" / "trajectories" / "step_000001.jsonl", episodes(4))
+    assert convert([str(tmp_path / "run")], tmp_path / "won.json", keep_all=False) == 2
+    assert [c.item_id for c in read_conversations(tmp_path / "won.json")] == ["counting_1", "counting_3"]
+    assert convert([str(path)], tmp_path / "all.json", keep_all=True) == 4
+    assert read_conversations(tmp_path / "all.json") == [of_trajectory(t) for t in episodes(4)]
+    with pytest.raises(ConfigError, match="exists already"):
+        convert([str(path)], tmp_path / "all.json", keep_all=True)
+    with pytest.raises(ConfigError, match="no file of trajectories"):
+        convert([str(tmp_path / "all.json")], tmp_path / "new.json", keep_all=True)
+    with pytest.raises(ConfigError, match=r"a \.json file to write"):
+        convert([str(path)], tmp_path / "new.jsonl", keep_all=True)

@@ -1,0 +1,99 @@
+"""Recipes of offline methods: what belongs to a method, what is refused and why, what is saved."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+from agentgym_rl.config import Config, load_config
+from agentgym_rl.errors import ConfigError
+
+COMMON = """
+[model]
+path = "owner/model"
+[[environments]]
+name = "keydoor"
+"""
+RECIPES = {
+    "rl": COMMON + "[rl]\nsteps = 3\n",
+    "sft": 'method = "sft"\n' + COMMON + '[data]\nplay = "oracle"\n',
+    "dpo": 'method = "dpo"\n' + COMMON + "[dpo]\nsample_groups = 4\n",
+    "agentevol": 'method = "agentevol"\n' + COMMON,
+}
+
+
+def load(tmp_path: Path, method: str, *overrides: str) -> Config:
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPES[method])
+    return load_config(path, list(overrides))
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_a_method_has_its_sections_and_no_others(tmp_path: Path, method: str) -> None:
+    config = load(tmp_path, method)
+    assert config.method == method
+    present = {name for name in ("sft", "dpo", "agentevol", "data") if getattr(config, name) is not None}
+    assert present == {"rl": set(), "sft": {"sft", "data"}, "dpo": {"dpo"}, "agentevol": {"sft", "agentevol"}}[method]
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_what_is_saved_is_a_recipe_of_the_same_run(tmp_path: Path, method: str) -> None:
+    config = load(tmp_path, method)
+    saved = {k: v for k, v in config.resolved().items() if v is not None}
+    assert ("rl" in saved) == ("horizon" in saved) == (method == "rl")
+    path = tmp_path / "config.toml"
+    path.write_text(tomli_w.dumps(_without_none(saved)))
+    assert load_config(path, []) == config
+    assert tomllib.loads(path.read_text())["method"] == method
+
+
+def _without_none(value: object) -> object:
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("method", "override", "reason"),
+    [
+        ("rl", "data.play=oracle", r"\[data\] is read by method = 'sft' or 'dpo' or 'agentevol', this is 'rl'"),
+        ("rl", "sft.epochs=2", r"\[sft\] is read by method = 'sft' or 'agentevol', this is 'rl'"),
+        ("sft", "rl.steps=3", r"\[rl\] is read by method = 'rl', this is 'sft'"),
+        ("sft", "horizon.turns=[3]", r"\[horizon\] is read by method = 'rl'"),
+        ("sft", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo'"),
+        ("dpo", "sft.epochs=2", r"\[sft\] is read by"),
+        ("agentevol", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo', this is 'agentevol'"),
+        ("agentevol", "environments.0.horizon={turns=[3]}", "a horizon is read by method = 'rl'"),
+        ("dpo", "data.play=oracle", "dpo compares what a model did"),
+        ("dpo", "data={files=['x.jsonl'],keep='success'}", "dpo needs failures"),
+        ("dpo", "dpo.sample_groups=0", "needs dpo.sample_groups or data.files"),
+        ("dpo", "dpo.beta=0", "beta and min_gap must be positive"),
+        ("dpo", "dpo.label_smoothing=0.5", "label_smoothing"),
+        ("dpo", "dpo={rounds=2}", "a second round needs new episodes"),
+        ("sft", "data={}", "needs files, or play"),
+        ("sft", "method=grpo", "method: Input should be 'rl', 'sft', 'dpo' or 'agentevol'"),
+        ("agentevol", "agentevol.rounds=0", "rounds must be at least 1"),
+        ("agentevol", "agentevol.tries=4", "unknown key"),
+    ],
+)
+def test_what_does_not_belong_is_refused_with_a_reason(tmp_path: Path, method: str, override: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load(tmp_path, method, override)
+
+
+def test_imitation_needs_data(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('method = "sft"\n' + COMMON)
+    with pytest.raises(ConfigError, match=r"method = 'sft' needs \[data\]"):
+        load_config(path, [])
+
+
+def test_only_imitation_can_start_from_nothing_without_a_warm_start(tmp_path: Path) -> None:
+    scratch = ("model={scratch={}}",)
+    assert load(tmp_path, "sft", *scratch).warm_start is None
+    for method in ("dpo", "agentevol"):
+        with pytest.raises(ConfigError, match=r"model\.scratch needs warm_start"):
+            load(tmp_path, method, *scratch)
