@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import asyncio
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import pytest
@@ -28,13 +29,13 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.training.batch import estimate, gather
+from agentgym_rl.training.batch import Batch, estimate, gather
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
-from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
+from agentgym_rl.training.settings import Algorithm, CriticSettings, HorizonSettings, OptimizerSettings, RLSettings
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import Group, Limits, Message, Sampling, StopReason, Task, Trajectory
 
@@ -43,9 +44,16 @@ LIMITS = Limits(max_turns=3, max_new_tokens=32, max_context=2000)
 SETTINGS = RLSettings(kl_coef=0.0, optimizer=OptimizerSettings(lr=1e-2))
 
 
-def batch_of(groups: list[Group], *, drop: bool = False, aggregate: Any = "token") -> Any:
-    rl = replace(SETTINGS, zero_variance="drop" if drop else "keep", aggregate=aggregate)
-    return estimate(gather(groups, rl), rl)
+ALGORITHMS = get_args(Algorithm)
+
+
+def batch_of(
+    groups: list[Group], *, drop: bool = False, aggregate: Any = "token", algorithm: Algorithm = "grpo"
+) -> Batch:
+    rl = replace(SETTINGS, algorithm=algorithm, zero_variance="drop" if drop else "keep", aggregate=aggregate)
+    batch = gather(groups, rl)
+    RLLearner(tiny_model(), rl, 1.0).assess(batch.samples)
+    return estimate(batch, rl)
 
 
 async def played(renderer: Renderer, replies: list[Any], sampling: Sampling, reward: float) -> Trajectory:
@@ -85,23 +93,36 @@ async def test_mistake_01_an_end_of_turn_that_was_not_sampled_is_not_trained_on(
     assert renderer.end_of_turn in members[0].token_ids  # the next prompt does contain it
 
 
-def test_mistake_02_the_final_reward_is_on_tokens_that_are_trained() -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_mistake_02_the_final_reward_is_on_tokens_that_are_trained(algorithm: Algorithm) -> None:
+    """Whatever was seen after the last reply: a success is good for every token that was sampled, and for no other."""
     won, lost = trajectory(1, turns=4, reward=1.0), trajectory(2, turns=3, reward=0.0)
-    batch = batch_of([Group(won.task, [won, lost])])
+    for episode in (won, lost):
+        episode.messages[-1].token_ids = [1, 2, 3]
+    batch = batch_of([Group(won.task, [won, lost])], algorithm=algorithm)
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
-    assert (micro.advantages_A != 0).all()
-    assert {round(a, 3) for a in micro.advantages_A.tolist()} == {0.707, -0.707}
-    assert int((micro.advantages_A > 0).sum()) == sum(won.loss_mask)
+    good = micro.rows_A == micro.indices.index(0)
+    assert (micro.advantages_A[good] > 0).all()
+    assert (micro.advantages_A[~good] < 0).all()
+    assert int(good.sum()) == sum(won.loss_mask)
+    if algorithm == "ppo":
+        assert (micro.returns_A[good] == 1.0).all()
 
 
-def test_mistake_03_everything_a_loss_sees_has_one_shape() -> None:
-    batch = batch_of([group(1, [0.0, 1.0, 1.0])])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_mistake_03_everything_a_loss_sees_has_one_shape(algorithm: Algorithm) -> None:
+    batch = batch_of([group(1, [0.0, 1.0, 1.0])], algorithm=algorithm)
+    known = ["logprobs", "advantages", "turn_index", "versions"]
+    known += ["values", "returns"] if algorithm == "ppo" else []
     for sample in batch.samples:
-        lengths = {len(getattr(sample, n)) for n in ("logprobs", "advantages", "turn_index", "versions")}
-        assert lengths == {sum(sample.loss_mask)}
+        assert {len(getattr(sample, name)) for name in known} == {sum(sample.loss_mask)}
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
-    flat = (micro.rows_A, micro.columns_A, micro.targets_A, micro.weights_A, micro.logprobs_A, micro.advantages_A)
+    flat = [micro.rows_A, micro.columns_A, micro.targets_A, micro.weights_A, micro.logprobs_A, micro.advantages_A]
+    flat += [micro.values_A, micro.returns_A] if algorithm == "ppo" else []
     assert {tuple(t.shape) for t in flat} == {(micro.num_actions,)}
+    batch.samples[0].values = [0.0] * len(batch.samples[0].token_ids)  # a critic that looked at the whole sequence
+    with pytest.raises(ValueError, match="trained tokens need as many values"):
+        micro_batches(batch.samples, batch.weights, 10_000)
 
 
 def test_mistake_04_every_turns_reward_counts_and_a_failure_is_no_zero() -> None:
@@ -193,25 +214,31 @@ async def test_mistake_07_nothing_is_left_open_and_no_id_comes_twice() -> None:
     assert (pool.num_open, Raising.num_alive) == (0, 0)
 
 
-@pytest.mark.parametrize("aggregate", ["token", "trajectory"])
-def test_mistake_08_micro_batches_and_rows_do_not_change_the_weights(aggregate: Any) -> None:
+@pytest.mark.parametrize("aggregate", ["token", "trajectory", "constant"])
+@pytest.mark.parametrize("algorithm", ["grpo", "reinforce++", "ppo"])
+def test_mistake_08_micro_batches_and_rows_do_not_change_the_weights(algorithm: Algorithm, aggregate: Any) -> None:
     groups = [group(1, [0.0, 1.0, 0.0]), group(2, [1.0, 0.0])]
     usable = [t for g in groups for t in g.trajectories]
     updates = []
     for micro_batch_tokens in (1, 30, 10_000):
-        model = tiny_model()
         optimizer = OptimizerSettings(lr=0.0, max_grad_norm=0.0, micro_batch_tokens=micro_batch_tokens)
-        settings = replace(SETTINGS, optimizer=optimizer, aggregate=aggregate)
-        metrics = RLLearner(model, settings, 1.0).learn(batch_of(groups, aggregate=aggregate), 0)
-        updates.append((metrics["loss"], metrics["grad/norm"]))
-    assert updates[1] == pytest.approx(updates[0], rel=1e-4)
-    assert updates[2] == pytest.approx(updates[0], rel=1e-4)
-    batch = batch_of(groups, aggregate=aggregate)
+        settings = replace(SETTINGS, algorithm=algorithm, optimizer=optimizer, aggregate=aggregate)
+        settings = replace(settings, critic=CriticSettings(optimizer=optimizer))
+        batch = batch_of(groups, aggregate=aggregate, algorithm=algorithm)
+        metrics = RLLearner(tiny_model(), settings, 1.0).learn(batch, 0)
+        names = ("loss", "grad/norm", *(("value/loss", "value/grad_norm") if algorithm == "ppo" else ()))
+        updates.append([metrics[name] for name in names])
+    assert updates[1] == pytest.approx(updates[0], rel=1e-4, abs=1e-7)
+    assert updates[2] == pytest.approx(updates[0], rel=1e-4, abs=1e-7)
     assert len(batch.samples) == len(usable)  # one row each, however many turns
     shares = [weight * sum(s.loss_mask) for s, weight in zip(batch.samples, batch.weights, strict=True)]
     tokens = [sum(t.loss_mask) for t in usable]
-    expected = [n / sum(tokens) for n in tokens] if aggregate == "token" else [1 / len(usable)] * len(usable)
-    assert shares == pytest.approx(expected)
+    expected = {
+        "token": [n / sum(tokens) for n in tokens],
+        "trajectory": [1 / len(usable)] * len(usable),
+        "constant": [n / (len(usable) * SETTINGS.aggregate_length) for n in tokens],
+    }
+    assert shares == pytest.approx(expected[aggregate])
 
 
 async def test_mistake_09_nothing_cached_under_old_weights_is_used_again() -> None:
@@ -233,15 +260,20 @@ async def test_mistake_09_nothing_cached_under_old_weights_is_used_again() -> No
     assert (first.version, kept.version) == (0, 1)
 
 
-def test_mistake_10_placeholders_cannot_reach_a_ratio() -> None:
-    batch = batch_of([group(1, [0.0, 1.0])])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_mistake_10_placeholders_cannot_reach_a_ratio(algorithm: Algorithm) -> None:
+    settings = replace(SETTINGS, algorithm=algorithm, epochs=2, kl_coef=0.1)
+    batch = batch_of([group(1, [0.0, 1.0])], algorithm=algorithm)
     for sample in batch.samples:
         assert len(sample.logprobs) == sum(sample.loss_mask)  # there is no place for one
-    metrics = RLLearner(tiny_model(), SETTINGS, 1.0).learn(batch, 0)
+    metrics = RLLearner(tiny_model(), settings, 1.0).learn(batch, 0)
     assert all(math.isfinite(value) for value in metrics.values())
+    for sample in batch.samples:
+        for name in ("logprobs", "old_logprobs", "reference_logprobs", "advantages"):
+            assert len(getattr(sample, name)) == sum(sample.loss_mask)
     batch.samples[0].loss_mask = [False] + [True] * (len(batch.samples[0].loss_mask) - 1)  # a mask that is off
     with pytest.raises(ValueError, match="trained tokens need as many logprobs"):
-        RLLearner(tiny_model(), SETTINGS, 1.0).learn(batch, 0)
+        RLLearner(tiny_model(), settings, 1.0).learn(batch, 0)
 
 
 def test_mistake_11_nothing_evaluates_what_a_model_wrote() -> None:
@@ -259,10 +291,23 @@ def test_mistake_11_an_error_has_a_status_of_its_own() -> None:
         assert http.post("/step", json={"id": session, "action": "up"}).status_code == 409
 
 
-def test_mistake_11_every_metric_is_defined() -> None:
+async def test_mistake_11_every_metric_is_defined() -> None:
     defined = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
-    learned = RLLearner(tiny_model(), replace(SETTINGS, kl_coef=0.1), 1.0).learn(batch_of([group(1, [0.0, 1.0])]), 0)
-    names = {*episode_metrics([group(1, [0.0, 1.0])]), *learned, "groups/zero_variance", "samples"}
+    settings = replace(SETTINGS, algorithm="ppo", kl_coef=0.1, steps=1, groups_per_step=1, group_size=2)
+    rows: list[dict[str, float | str]] = []
+
+    async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+        return [Group(task, group(task.item, [0.0, 1.0]).trajectories) for task in tasks]
+
+    async def nothing(number: int) -> None: ...
+
+    horizon = make_horizon(HorizonSettings(turns=(4,)))
+    state = RLState(TaskSource({"toy": [1]}, 0), {"toy": horizon})
+    hooks = Hooks(lambda *_: None, lambda *_: None, lambda step, row: rows.append(row), nothing)
+    learner = RLLearner(tiny_model(), settings, 1.0)
+    await train_rl(state, learner, collect, nothing, {"toy": LIMITS}, settings, hooks, 0)
+    names = {re.sub(r"turn_\d.*", "turn_K", name).replace("horizon/toy", "horizon/<env>") for name in rows[0]}
+    assert {"value/loss", "kl/reference", "staleness/max", "entropy/turn_K", "time/step_s"} <= names
     assert [name for name in sorted(names) if f"`{name}`" not in defined] == []
 
 
