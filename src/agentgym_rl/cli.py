@@ -183,7 +183,7 @@ def _option(panel: str, text: str, **bounds: Any) -> Any:
 def evaluate(
     agent: Annotated[str, typer.Option(help="oracle, random, a model folder or hub name, RUN, RUN@STEP, openai:MODEL")],
     suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27")] = None,
-    env: Annotated[str | None, typer.Option(help="One environment instead of a suite")] = None,
+    env: Annotated[str | None, typer.Option(help="One environment, or one scenario of the suite")] = None,
     subset: Annotated[list[str] | None, typer.Option(help="Subset of --env; may be given several times")] = None,
     items: Annotated[str | None, typer.Option(help="Items of --env: 0-99 or 3,5,8 or the path of a task list")] = None,
     split: Annotated[str, typer.Option(help="Split the items are taken from")] = "test",
@@ -191,7 +191,7 @@ def evaluate(
     turns: Annotated[str | None, typer.Option(help="Turns allowed, one number or several: 2,4,8,16,32")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes of each item, for avg@k and pass@k")] = 1,
     seed: Annotated[int, typer.Option(help="Of sampling and of random play")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default evals/AGENT-SUITE")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default evals/AGENT-SUITE-ENV")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the agent in the tables")] = None,
     compare: Annotated[str | None, typer.Option(help="`published` adds the paper's rows to the table")] = None,
     temperature: Annotated[float | None, _option("Model", "0 for greedy; 1, or the run's own", min=0)] = None,

@@ -71,18 +71,28 @@ class Request:
     compare_published: bool = False
 
     def __post_init__(self) -> None:
-        if (self.suite is None) == (self.env is None):
-            raise ConfigError("say what to play: either --suite agentgym-27 or --env NAME")
+        if self.suite is None and self.env is None:
+            raise ConfigError(
+                "say what to play: --suite agentgym-27, --env NAME, or both for one of its scenarios"
+            )
         if self.suite is not None and self.suite not in SUITES:
             raise ConfigError(f"unknown suite {self.suite!r}: known are {', '.join(SUITES)}")
         if self.suite is not None and (self.subsets or self.items or self.url):
-            raise ConfigError("--subset, --items and --url belong to --env; a suite has its own")
+            raise ConfigError("a suite has its own items: leave out --subset, --items and --url, or leave out --suite")
+        if self.suite is not None and self.env is not None and self.env not in _environments(self.suite):
+            raise ConfigError(f"{self.suite} has no {self.env!r}: it has {', '.join(_environments(self.suite))}")
+        if self.suite is None and self.compare_published:
+            raise ConfigError("published results are of a suite's scenarios: --compare published needs --suite")
         if self.items is not None and self.subsets:
             raise ConfigError("give --items or --subset, not both")
         if self.agent.style is not None and self.agent.style not in STYLES:
             raise ConfigError(f"unknown style {self.agent.style!r}: known are {', '.join(STYLES)}")
         if any(t < 1 for t in self.turns):
             raise ConfigError(f"--turns needs numbers from 1 on, got {self.turns}")
+
+
+def _environments(suite: str) -> list[str]:
+    return list(dict.fromkeys(task.scenario.env for task in SUITES[suite]))
 
 
 def request_of(given: Mapping[str, Any]) -> Request:
@@ -118,7 +128,8 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     heavy = {plan.env for plan in playable if request.url is None and not catalog.load(plan.env).cheap}
     at_once = {plan.env: _concurrency(request, plan.env in heavy) for plan in playable}
     config = _config(request, candidate, plans)
-    root = request.out or Path("evals") / _slug(f"{candidate.name}-{request.suite or request.env}")
+    named = "-".join(filter(None, (candidate.name, request.suite, request.env)))
+    root = request.out or Path("evals") / _slug(named)
     # Before the folder is made: an agent that cannot be loaded leaves nothing behind.
     agent = load_agent(candidate, max(at_once.values()), most)
     try:
@@ -247,7 +258,7 @@ def _suite_plans(request: Request) -> list[TaskPlan]:
     """The suite's tasks; where an environment has none of their data, our stand-ins follow the empty columns."""
     assert request.suite is not None
     plans: list[TaskPlan] = []
-    for env in dict.fromkeys(task.scenario.env for task in SUITES[request.suite]):
+    for env in [request.env] if request.env is not None else _environments(request.suite):
         tasks = [_suite_plan(task, request) for task in SUITES[request.suite] if task.scenario.env == env]
         plans += tasks
         if not any(plan.items for plan in tasks):
@@ -278,13 +289,13 @@ def _environment_plans(request: Request) -> list[TaskPlan]:
     known = {task.scenario.env: task.scenario for tasks in SUITES.values() for task in tasks}
     style, context = ("act", 8192) if env not in known else (known[env].style, known[env].max_context)
     data, own = _data_of(env, request, request.split)
-    name = known[env].name if env in known and not own else env
-    scenario = Scenario(name, env, known[env].max_turns if env in known else 30, style, context)
+    # Not under the published scenario's name: these are not its tasks.
+    scenario = Scenario(env, env, known[env].max_turns if env in known else 30, style, context)
     if request.url is not None and request.items is None:
         raise ConfigError("an environment on a server needs --items, such as 0-99: servers do not say what to test on")
     if request.items is not None:
         items = read_items(request.items)
-        plan = TaskPlan(name, "items", env, "", None, (), scenario.max_turns, style, context, data, own)
+        plan = TaskPlan(env, "items", env, "", None, (), scenario.max_turns, style, context, data, own)
         plans = [replace(plan, items=tuple(items))]
         if request.url is None:
             splits = catalog.load(env).splits

@@ -279,7 +279,7 @@ async def test_killed_and_run_again(tmp_path: Path, chat: ChatServer) -> None:
     assert len(played) == len(set(played)) == len({item for item, _ in played}) == 24
     row = json.loads((out / "eval.json").read_text())
     assert row["state"] == "finished"
-    assert row["results"][0]["scenarios"]["BabyAI"]["episodes"] == 24
+    assert row["results"][0]["scenarios"]["babyai"]["episodes"] == 24
     requests = chat.num_requests
     asked = {**GO_TO_BALL, "limit": 24, "turns": (3,)}
     again = await evaluate(Request(chat_agent(chat, prices=None), out=out, **asked), quiet())
@@ -289,7 +289,8 @@ async def test_killed_and_run_again(tmp_path: Path, chat: ChatServer) -> None:
 
 async def test_tables_and_comparison_of_two(tmp_path: Path) -> None:
     for name in ("oracle", "random"):
-        request = Request(AgentOptions(name), out=tmp_path / name, **{**GO_TO_BALL, "limit": 30, "turns": (1, 3)})
+        asked = {"suite": "agentgym-27", "env": "babyai", "limit": 5, "turns": (1, 8)}
+        request = Request(AgentOptions(name), out=tmp_path / name, **asked)
         await evaluate(request, quiet())
     process = Process(["report", str(tmp_path / "oracle"), str(tmp_path / "random"), "--compare", "published"],
                       tmp_path / "table")  # fmt: skip
@@ -318,7 +319,11 @@ async def test_tables_and_comparison_of_two(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"suite": "agentgym-27"}, "either --suite"),
+        ({"env": None}, "say what to play: --suite"),
+        ({"suite": "agentgym-28"}, "unknown suite 'agentgym-28'"),
+        ({"suite": "agentgym-27"}, "a suite has its own items"),
+        ({"suite": "agentgym-27", "env": "maze", "subsets": ()}, "agentgym-27 has no 'maze'"),
+        ({"compare_published": True}, "needs --suite"),
         ({"env": "chess"}, "unknown environment 'chess'"),
         ({"subsets": ("Chess",)}, "no subset 'Chess'"),
         ({"items": "3"}, "not both"),
