@@ -146,7 +146,7 @@ def digits(*counts: int) -> Callable[[str], list[str]]:
 
 async def test_length_is_paid(tmp_path: Path) -> None:
     env = paying(pays=lambda said, asked: len(said[-1].split()) / 10, choices=digits(1, 1, 1, 2, 3, 9))
-    doctor = await drive(tmp_path, env, turns=1, steps=20, agent__max_new_tokens=24)
+    doctor = await drive(tmp_path, env, turns=1, steps=16, agent__max_new_tokens=40, rl__optimizer={"lr": 1e-3})
     assert "length_runaway" in named(doctor)
 
 
@@ -168,13 +168,12 @@ async def test_the_invalid_is_paid(tmp_path: Path) -> None:
 
 
 async def test_the_rate_is_absurd(tmp_path: Path) -> None:
-    assert "entropy_collapse" in named(await drive(tmp_path, rl__optimizer={"lr": 0.3}))
+    assert "entropy_collapse" in named(await drive(tmp_path, rl__optimizer={"lr": 0.1}))
 
 
 async def test_randomness_is_paid_and_nothing_holds_the_policy_back(tmp_path: Path) -> None:
-    doctor = await drive(
-        tmp_path, paying(pays=lambda said, asked: 0.0), rl__entropy_coef=1.0, rl__kl_coef=1e-9, rl__zero_variance="keep"
-    )
+    env = paying(pays=lambda said, asked: 0.0)
+    doctor = await drive(tmp_path, env, steps=20, rl__entropy_coef=1.0, rl__kl_coef=1e-9, rl__zero_variance="keep")
     assert {"entropy_explosion", "kl_runaway"} <= named(doctor)
 
 
