@@ -24,7 +24,7 @@ import orjson
 
 from agentgym_rl.types import StopReason, Task, Trajectory
 
-VERSION = 1
+VERSION = 2
 """Of the tables below; a file of another version is made anew."""
 CHUNK_BYTES = 4 << 20
 """Read and recorded at once: how often progress can be seen, and how soon others get their turn."""
@@ -42,7 +42,7 @@ CREATE TABLE episodes (
   run INTEGER, file INTEGER, line INTEGER, start INTEGER, length INTEGER, step INTEGER, kind TEXT, trajectory TEXT,
   team TEXT, env TEXT, item INTEGER, subset TEXT, stop TEXT, success INTEGER, reward REAL, turns INTEGER,
   horizon INTEGER, sampled INTEGER, seconds REAL, PRIMARY KEY (file, line)) WITHOUT ROWID;
-CREATE INDEX episodes_by_step ON episodes (run, step, file, line);
+CREATE INDEX episodes_by_step ON episodes (run, step DESC, kind DESC, env, file, line);
 CREATE INDEX episodes_by_task ON episodes (env, item);
 CREATE TABLE learned (
   run INTEGER, file INTEGER, line INTEGER, start INTEGER, length INTEGER, trajectory TEXT, advantage REAL,
@@ -292,14 +292,14 @@ class Reader:
 
     def _episode_row(self, row: dict[str, Any], stem: str) -> tuple[Any, ...]:
         prefix, _, digits = stem.rpartition("_")
-        step = row.get("step", int(digits) if digits.isdigit() else 0)
-        env, item, name = str(row["env"]), int(row["item"]), str(row["id"])
+        step = _integer(row.get("step", int(digits) if digits.isdigit() else 0))
+        env, item, name = str(row["env"]), _integer(row["item"]), str(row["id"])
         stop = StopReason(row["stop"]) if row.get("stop") else None
         played = Trajectory(name, Task(env, item), [], row["rewards"], row["infos"], stop)
         sampled = sum(len(m["logprobs"]) for m in row["messages"] if m.get("logprobs"))
         team = match[1] if (match := _MEMBER.fullmatch(name)) else f"{env}/{item}"
         return (
-            int(step),
+            step,
             str(row.get("kind") or _KINDS.get(prefix, "eval")),
             name,
             team,
@@ -310,10 +310,16 @@ class Reader:
             int(played.success),
             played.reward,
             played.num_turns,
-            int(row.get("horizon") or 0),
+            _integer(row.get("horizon") or 0),
             sampled,
             float(row.get("seconds") or 0.0),
         )
+
+
+def _integer(value: Any) -> int:
+    if abs(number := int(value)) >= 1 << 63:
+        raise OverflowError(f"{number} is more than SQLite can hold")
+    return number
 
 
 def _learned_row(row: dict[str, Any]) -> tuple[str, float | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,15 +13,17 @@ from agentgym_rl.viewer.index import Index, read_row
 
 FACETS = ("kind", "step", "env", "subset", "stop", "success", "horizon")
 """What episodes can be filtered by and counted over."""
+_NEWEST = "step DESC, kind DESC, env, file, line"
 ORDERS = {
-    "step": "step DESC, file DESC, line",
-    "oldest": "step, file, line",
-    "reward": "reward DESC, step DESC, file, line",
-    "worst": "reward, step DESC, file, line",
-    "turns": "turns DESC, step DESC, file, line",
-    "sampled": "sampled DESC, step DESC, file, line",
-    "seconds": "seconds DESC, step DESC, file, line",
+    "step": _NEWEST,
+    "oldest": "step, kind DESC, env, file, line",
+    "reward": f"reward DESC, {_NEWEST}",
+    "worst": f"reward, {_NEWEST}",
+    "turns": f"turns DESC, {_NEWEST}",
+    "sampled": f"sampled DESC, {_NEWEST}",
+    "seconds": f"seconds DESC, {_NEWEST}",
 }
+SLOW_COUNT_S = 0.1
 _COLUMNS = (
     "episodes.file, line, episodes.step, kind, trajectory, team, env, item, subset, stop, success, reward, turns, "
     "horizon, sampled, seconds"
@@ -66,12 +69,23 @@ class Filter:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class Cube:
+    """The episodes of a run counted over all facets at once."""
+
+    stamp: tuple[int, ...]
+    """Of the files it was counted from."""
+    cells: list[tuple[dict[str, Any], int]]
+    good_until: float
+    """On the monotonic clock: until then it is used even though the run has grown."""
+
+
 class Queries:
     """Answers from the index, as plain dictionaries."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._cubes: dict[int, tuple[tuple[int, ...], list[tuple[dict[str, Any], int]]]] = {}
+        self._cubes: dict[int, Cube] = {}
         self._guard = threading.Lock()
 
     def episodes(self, run: Path, wanted: Filter, order: str, offset: int, limit: int) -> dict[str, Any]:
@@ -97,10 +111,10 @@ class Queries:
         grouped = f"FROM episodes WHERE {where} GROUP BY file, team {having}"
         total = connection.execute(f"SELECT count(*) FROM (SELECT 1 {grouped})", values).fetchone()[0]
         rows = connection.execute(
-            "SELECT file, min(line) AS line, step, kind, team, env, item, subset, horizon, count(*) AS size, "
-            "sum(success) AS successes, avg(reward) AS reward, max(reward) - min(reward) AS spread, "
-            f"group_concat(success || ':' || reward) AS members {grouped} "
-            "ORDER BY step DESC, file DESC, min(line) LIMIT ? OFFSET ?",
+            "SELECT file, min(line) AS line, step, kind, team, env, item, subset, max(horizon) AS horizon, "
+            "count(*) AS size, sum(success) AS successes, avg(reward) AS reward, max(reward) - min(reward) AS spread, "
+            f"group_concat(success || ':' || coalesce(reward, 'nan')) AS members {grouped} "
+            "ORDER BY step DESC, kind DESC, env, file, min(line) LIMIT ? OFFSET ?",
             (*values, limit, offset),
         ).fetchall()
         stems = self._stems(number)
@@ -181,12 +195,13 @@ class Queries:
         for run_id, path in runs.items():
             number = self._index.run_number(path)
             rows = self._index.connection.execute(
-                f"SELECT {_COLUMNS} FROM episodes WHERE env = ? AND item = ? AND run = ? "
-                "ORDER BY step DESC, kind, line LIMIT ?",
+                f"SELECT {_COLUMNS} FROM episodes WHERE env = ? AND item = ? AND run = ? ORDER BY {_NEWEST} LIMIT ?",
                 (env, item, number, limit),
             ).fetchall()
             stems = self._stems(number)
-            found += [self._row(row, stems) | {"run": run_id} for row in rows]
+            of_run = [self._row(row, stems) | {"run": run_id} for row in rows]
+            self._add_advantages(number, of_run)
+            found += of_run
         return found
 
     def evaluations(self, run: Path) -> list[dict[str, Any]]:
@@ -223,14 +238,18 @@ class Queries:
         )
         with self._guard:
             cached = self._cubes.get(number)
-        if cached and cached[0] == stamp:
-            return cached[1]
+        started = time.monotonic()
+        # A large run that is being indexed changes all the time: count it again only once that has paid off.
+        if cached and (cached.stamp == stamp or started < cached.good_until):
+            return cached.cells
         names = ", ".join(FACETS)
         rows = ask(f"SELECT {names}, count(*) FROM episodes WHERE run = ? GROUP BY {names}", (number,)).fetchall()
-        cube = [(dict(zip(FACETS, row, strict=False)), int(row[-1])) for row in rows]
+        cells = [(dict(zip(FACETS, row, strict=False)), int(row[-1])) for row in rows]
+        now = time.monotonic()
+        good_until = now + 10 * (now - started) if now - started > SLOW_COUNT_S else 0.0
         with self._guard:
-            self._cubes[number] = (stamp, cube)
-        return cube
+            self._cubes[number] = Cube(stamp, cells, good_until)
+        return cells
 
     def _stems(self, number: int) -> dict[int, str]:
         rows = self._index.connection.execute("SELECT file, stem FROM files WHERE run = ?", (number,))

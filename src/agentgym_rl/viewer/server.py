@@ -227,6 +227,7 @@ def serve(library: Library, host: str, port: int, token: str | None, announce: C
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
+        bound.listen(128)  # before the link is shown: whoever is quick waits instead of being refused
     except (OSError, socket.gaierror) as error:
         bound.close()
         advice = ": choose another --port" if getattr(error, "errno", 0) == errno.EADDRINUSE else ""

@@ -18,7 +18,7 @@ const PAGES = {
   "": homePage, runs: homePage, run: runPage, episodes: episodesPage, groups: groupsPage, episode: episodePage,
   group: groupPage, compare: comparePage, play: playPage, evals: evalsPage, eval: evalPage,
 };
-const SECTIONS = [["runs", "Runs"], ["evals", "Evaluations"], ["compare", "Compare"], ["play", "Playground"]];
+const SECTIONS = [["runs", "Runs"], ["evals", "Evals"], ["compare", "Compare"], ["play", "Play"]];
 const BELONGS = { "": "runs", run: "runs", episodes: "runs", groups: "runs", episode: "runs", group: "runs", eval: "evals" };
 const THEMES = ["auto", "light", "dark"];
 
@@ -149,8 +149,8 @@ async function begin() {
   }
   addEventListener("hashchange", open);
   addEventListener("keydown", onKey);
+  await watch(onChange);
   await open();
-  watch(onChange);
 }
 
 begin();

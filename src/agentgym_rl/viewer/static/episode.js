@@ -148,7 +148,9 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
     speedChoice,
     place,
   );
-  const node = h("div", { class: "replay" }, h("div", { class: "see" }, picture.node, controls, strip), side);
+  // A button that was clicked lets go of the keyboard, so that the space bar plays; one reached by Tab keeps it.
+  const release = (event) => event.detail > 0 && event.target.closest("button")?.blur();
+  const node = h("div", { class: "replay" }, h("div", { class: "see", onclick: release }, picture.node, controls, strip), side);
 
   function draw() {
     const k = current();

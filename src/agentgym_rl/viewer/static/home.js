@@ -8,6 +8,7 @@ import { ago, count, number, percent } from "./format.js";
 import { link } from "./route.js";
 
 const CHOSEN_AT_FIRST = 3;
+const colors = new Map(); // a run keeps its colour when the list is sorted anew
 
 export function stateBadge(status) {
   const state = status?.state ?? "unknown";
@@ -27,7 +28,6 @@ function progressOf(status) {
 export async function homePage(route) {
   const list = h("div", { class: "runs" });
   const evals = h("div", {});
-  const hidden = new Set((route.query.get("hide") ?? "").split(",").filter(Boolean));
   let chosen = route.query.get("show")?.split(",") ?? null;
   let known = [];
   const state = { smooth: route.query.get("smooth"), axis: route.query.get("axis") ?? undefined };
@@ -37,7 +37,7 @@ export async function homePage(route) {
 
   async function load() {
     const overview = await get("overview");
-    known = overview.runs.filter((run) => run.kind === "run" && !hidden.has(run.id));
+    known = overview.runs.filter((run) => run.kind === "run");
     chosen ??= known.slice(0, CHOSEN_AT_FIRST).map((run) => run.id);
     fill(list, known.length ? [heading(overview), h("ul", { class: "run-list card" }, known.map(runRow))] : nothing(overview));
     const finished = overview.runs.filter((run) => run.kind === "eval");
@@ -55,7 +55,8 @@ export async function homePage(route) {
   }
 
   function colorOf(run) {
-    return COLORS[known.findIndex((some) => some.id === run.id) % COLORS.length];
+    if (!colors.has(run.id)) colors.set(run.id, COLORS[colors.size % COLORS.length]);
+    return colors.get(run.id);
   }
 
   function runRow(run) {

@@ -5,7 +5,7 @@ import { get, isExport } from "./api.js";
 const PAUSE_MS = 2000;
 
 /** Calls `tell({runs, index})` after a change; runs is a Set of the ids that changed. Returns a function that ends it. */
-export function watch(tell) {
+export async function watch(tell) {
   if (isExport()) return () => {};
   let stamps = null;
   let indexStamp = null;
@@ -33,7 +33,8 @@ export function watch(tell) {
     if (!document.hidden) await look();
     if (!ended) timer = setTimeout(loop, PAUSE_MS);
   }
-  loop();
+  // Whoever waits for the first look sees every change after it, and none twice.
+  await loop();
   return () => {
     ended = true;
     clearTimeout(timer);

@@ -48,7 +48,7 @@ function rowsOf(data, run, parameters) {
 }
 
 function ordered(rows, order = "step") {
-  return rows.toSorted(ORDERS[order] ?? ORDERS.step); // stable: rows are stored in the order of their files
+  return rows.toSorted(ORDERS[order] ?? ORDERS.step); // stable: of one step they are stored in the server's order
 }
 
 function page(rows, { offset = 0, limit = 100 }) {
@@ -64,9 +64,10 @@ function groupsOf(rows, { mixed }) {
   }
   const found = [...groups.values()].map((members) => {
     const rewards = members.map((row) => row.reward);
-    const { key, step, kind, team, env, item, subset, horizon } = members[0];
+    const { key, step, kind, team, env, item, subset } = members[0];
     return {
-      key, step, kind, team, env, item, subset, horizon,
+      key, step, kind, team, env, item, subset,
+      horizon: Math.max(...members.map((row) => row.horizon)),
       size: members.length,
       successes: members.filter((row) => row.success).length,
       reward: rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length,

@@ -1,0 +1,232 @@
+"""Files made to run script in the reader's browser: nothing of them runs, from the server or from an export."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+from urllib.parse import quote
+
+import pytest
+from envs_for_tests import Counting
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from viewer_for_tests import run as run_in_thread
+from viewer_for_tests import viewer_in_thread
+
+from agentgym_rl.environment.envs.webarena.browser import find_chromium
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.runlog import RunLog
+from agentgym_rl.types import EnvSession, Message, StopReason, Task, Trajectory
+from agentgym_rl.view import LocalWorlds
+from agentgym_rl.viewer.export import exported_page
+from agentgym_rl.viewer.index import Index
+from agentgym_rl.viewer.library import Library
+
+MARK = "window.top.pwned=(window.top.pwned||[]).concat(document.URL)"
+PAYLOADS = [
+    f"<script>{MARK}</script>",
+    f"</script><script>{MARK}</script>",
+    f'"><img src=x onerror="{MARK}">',
+    f"<svg onload='{MARK}'>",
+    f"javascript:{MARK}",
+    f"<a href='javascript:{MARK}'>press here</a>",
+    f"${{{MARK}}} {{{{constructor.constructor('{MARK}')()}}}}",
+    f"<iframe srcdoc='<script>{MARK}</script>'></iframe>",
+    "<!--<script>\u2028\u0000\ud7ff\u202e",
+    f"Thought: <style>@import 'x'</style><img src=x onerror={MARK}>\nAction: <script>{MARK}</script>",
+]
+HOSTILE = "\n".join(PAYLOADS)
+NAME = '<img src=x onerror="window.top.pwned=1">'
+SVG = f"""<svg xmlns="http://www.w3.org/2000/svg" width="60" height="60" onload="{MARK}"><script>{MARK}</script>
+<foreignObject width="60" height="60"><iframe xmlns="http://www.w3.org/1999/xhtml" src="javascript:{MARK}"/>
+</foreignObject>
+<a href="javascript:{MARK}"><rect width="60" height="60" fill="red"/></a><image href="x" onerror="{MARK}"/></svg>"""
+HTML = f"""<p>page</p><script>{MARK}</script><img src=x onerror="{MARK}"><form action="/x"></form>
+<iframe srcdoc="<script>{MARK}</script>"></iframe><meta http-equiv="refresh" content="0;url=javascript:{MARK}">"""
+EXECUTED = "window.pwned ?? null"
+
+
+class Hostile(Counting):
+    """Draws script instead of pictures: SVG for even items, HTML for odd ones."""
+
+    name: ClassVar[str] = "hostile"
+
+    def reset(self, item: int) -> str:
+        self._hostile_item = item
+        super().reset(item)
+        return HOSTILE
+
+    def render(self) -> str:
+        return HTML if self._hostile_item % 2 else SVG
+
+
+class HostileWorlds(LocalWorlds):
+    """The one environment, under whatever name a file gives it."""
+
+    async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
+        return await LocalPool({"hostile": Hostile}).open("hostile")
+
+    def describe(self) -> list[dict[str, Any]]:
+        row = {"name": NAME, "summary": HOSTILE, "installed": True, "missing": ""}
+        return [row | {"ranges": {"train": [0, 9]}, "subsets": PAYLOADS}]
+
+    def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
+        return (PAYLOADS[item % len(PAYLOADS)],)
+
+
+def hostile_episode(item: int) -> Trajectory:
+    ids, logprobs = [0, 1, 2], [-1.0, -2.0, -3.0]
+    messages = [Message("system", HOSTILE), Message("user", HOSTILE), Message("assistant", HOSTILE, ids, logprobs, 1)]
+    info = {"valid": False, "success": False, "attempt": PAYLOADS[0], "env_reward": PAYLOADS[2]}
+    stop, why = StopReason.ERROR, HOSTILE
+    return Trajectory(f"{NAME}-{item}-0-0", Task(NAME, item), messages, [0.0], [info], stop, why, horizon=3)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    path = folder / "evil <img src=x onerror=pwned=1>"
+    log = RunLog.create(path, {"name": HOSTILE, "environments": [{"name": NAME}], NAME: {PAYLOADS[2]: PAYLOADS[0]}})
+    for item in range(4):
+        log.write_trajectory(1, hostile_episode(item))
+        log.write_trajectory(1, hostile_episode(item), "eval")
+    log.log(1, {"success/mean": 0.5, NAME: 1.0, f"horizon/{NAME}": 2})
+    log.set_status("failed", error=HOSTILE)
+    summary = {"stages": [{"env": NAME, "turns": 2, "first_step": NAME, "last_step": NAME}]}
+    rates = {"subsets": {PAYLOADS[1]: {"success": 1}}, "success": 0.5}
+    (path / "summary.json").write_text(json.dumps(summary | {"before": rates, "after": rates}))
+    (path / "doctor.jsonl").write_text(json.dumps({"step": NAME, "rule": NAME, "message": HOSTILE}) + "\n")
+    model = path / "checkpoints" / "step_000001" / "model"
+    model.mkdir(parents=True)
+    vocabulary = {text: number for number, text in enumerate(PAYLOADS)}
+    (model / "tokenizer.json").write_text(json.dumps({"model": {"type": "BPE", "vocab": vocabulary}}))
+    log.close()
+    evaluation = folder / "evil eval"
+    (evaluation / "trajectories").mkdir(parents=True)
+    cell = {
+        "success": {"value": 0.5, "low": 0.1, "high": 0.9},
+        "items": NAME,
+        "episodes": 1,
+        "errors": NAME,
+        "pass@2": {},
+    }
+    result = {"max_turns": 2, "tasks": {f"{NAME}/{NAME}": cell}, "scenarios": {NAME: cell}, "total": {"errors": NAME}}
+    plan = {"scenario": NAME, "name": NAME, "env": NAME, "subset": PAYLOADS[2], "missing": HOSTILE}
+    row = {"state": NAME, "config": {"agent": {"name": HOSTILE}, "tasks": [plan]}}
+    results = [result, result | {"max_turns": 4}]
+    (evaluation / "eval.json").write_text(json.dumps(row | {"results": results}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        is_root = hasattr(os, "geteuid") and os.geteuid() == 0
+        made = playwright.chromium.launch(executable_path=find_chromium(), chromium_sandbox=not is_root)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    context = browser.new_context()
+    context.set_default_timeout(30_000)
+    made = context.new_page()
+    asked: list[str] = []
+    made.on("dialog", lambda dialog: asked.append(dialog.message))
+    made.on("request", lambda request: asked.append(request.url) if not _ours(request.url) else None)
+    yield made
+    assert asked == []
+    context.close()
+
+
+def _ours(url: str) -> bool:
+    return url.startswith(("http://127.0.0.1", "blob:", "data:", "file:"))
+
+
+def library_of(root: Path, cache: Path) -> Library:
+    library = Library([root], HostileWorlds(), Index(cache / "index.sqlite3"))
+    library.indexer.round()
+    return library
+
+
+def addresses(library: Library) -> list[str]:
+    run = quote(next(place.id for place in library.places().values() if place.kind == "run"), safe="")
+    evil = quote("evil eval", safe="")
+    pages = ["runs", "evals", f"run/{run}", f"episodes/{run}", f"groups/{run}", f"eval/{evil}"]
+    for key in ("step_000001.0", "step_000001.1"):  # an SVG and an HTML picture
+        pages += [f"episode/{run}/{key}{query}" for query in ("", "?turn=1", "?view=transcript", "?view=tokens")]
+        pages += [f"group/{run}/{key}", f"compare?a={run}|{key}"]
+    return [*pages, f"run/{quote(NAME)}", f"{quote(NAME)}", f"episodes/{run}?env={quote(NAME)}&stop={quote(HOSTILE)}"]
+
+
+def visit_all(page: Page, base: str, pages: list[str]) -> None:
+    for address in pages:
+        page.goto(f"{base}#/{address}")
+        expect(page.locator("main:not(.loading) .page")).to_be_visible(timeout=30_000)
+        for details in page.locator("details").all():
+            details.evaluate("e => e.open = true")
+        page.wait_for_timeout(60)  # for what would run late
+        assert page.evaluate(EXECUTED) is None, address
+        assert page.locator("main script, main [onerror], main [onload]").count() == 0, address
+        foreign = "[...document.querySelectorAll('a[href]')].filter(a => !a.getAttribute('href').startsWith('#'))"
+        assert page.evaluate(f"{foreign}.length") == 0, address
+
+
+def test_nothing_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
+    library = library_of(root, tmp_path)
+    with viewer_in_thread(library) as url:
+        pages = addresses(library)
+        visit_all(page, url, pages)
+        # It is there, as text: the pages did show what was to be dangerous.
+        page.goto(f"{url}#/{next(a for a in pages if 'transcript' in a)}")
+        expect(page.locator(".block.observation pre").first).to_contain_text(PAYLOADS[0])
+        page.goto(f"{url}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.0'))}")
+        picture = page.locator(".picture img")
+        expect(picture).to_be_visible()
+        assert picture.evaluate("e => e.naturalWidth") == 60
+        page.goto(f"{url}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.1'))}")
+        frame = page.locator(".picture iframe")
+        expect(frame).to_have_attribute("sandbox", "")
+        expect(page.frame_locator(".picture iframe").locator("p")).to_have_text("page")
+        page.wait_for_timeout(300)
+        assert page.evaluate(EXECUTED) is None
+        page.goto(f"{url}#/play")
+        expect(page.locator(".story .now")).to_contain_text(PAYLOADS[0])
+        page.locator(".action-button").first.click()
+        expect(page.locator(".past")).to_have_count(1)
+        assert page.evaluate(EXECUTED) is None
+        # Even the raw picture, opened by itself, runs nothing.
+        run = next(place.id for place in library.places().values() if place.kind == "run")
+        for key in ("step_000001.0", "step_000001.1"):
+            page.goto(f"{url}api/frame?run={quote(run, safe='')}&key={key}&turn=0")
+            page.wait_for_timeout(150)
+            assert page.evaluate(EXECUTED) is None
+
+
+def test_nothing_of_a_hostile_export_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
+    library = library_of(root, tmp_path)
+    text, _ = run_in_thread(exported_page(library, episodes=100, pictures=True))
+    (tmp_path / "out.html").write_bytes(text)
+    assert text.count(b"</script>") == 2  # the data and the page's own
+    base = (tmp_path / "out.html").as_uri()
+    pages = addresses(library)
+    visit_all(page, base, pages)
+    page.goto(f"{base}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.0'))}")
+    expect(page.locator(".picture img")).to_be_visible()
+    page.goto(f"{base}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.1'))}")
+    expect(page.locator(".picture iframe")).to_be_visible()
+    expect(page.frame_locator(".picture iframe").locator("p")).to_have_text("page")
+    page.wait_for_timeout(300)
+    assert page.evaluate(EXECUTED) is None
+    library.close()
+
+
+def test_the_payloads_do_run_where_nothing_stops_them(browser: Browser) -> None:
+    """Otherwise the tests above could not fail."""
+    page = browser.new_page()
+    page.set_content(f"<body>{PAYLOADS[0]}{PAYLOADS[2]}{HTML}</body>")
+    page.wait_for_function(EXECUTED, timeout=30_000)
+    page.close()

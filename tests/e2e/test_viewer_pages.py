@@ -1,0 +1,350 @@
+"""The viewer in a real Chromium: every page opened, replays stepped, filters used, a game won, a live run watched."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect, sync_playwright
+from viewer_for_tests import (
+    GROUP_SIZE,
+    GROUPS,
+    STEPS,
+    library_of,
+    played,
+    run,
+    viewer_in_thread,
+    wait_for_index,
+    write_evaluation,
+    write_run,
+)
+
+from agentgym_rl.environment.envs.webarena.browser import find_chromium
+from agentgym_rl.runlog import RunLog
+from agentgym_rl.viewer.export import exported_page
+from agentgym_rl.viewer.library import Library
+from agentgym_rl.viewer.queries import Filter
+
+TRAINED = STEPS * GROUPS * GROUP_SIZE
+HELD_OUT = 4 * (STEPS + 1)
+WAIT_MS = 30_000
+"""For what takes a fraction of a second on a machine that has nothing else to do."""
+expect.set_options(timeout=WAIT_MS)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with sync_playwright() as playwright:
+        root = hasattr(os, "geteuid") and os.geteuid() == 0
+        made = playwright.chromium.launch(executable_path=find_chromium(), chromium_sandbox=not root)
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    write_run(folder / "small")
+    shutil.copytree(folder / "small", folder / "twin")
+    write_evaluation(folder / "oracle")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def library(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Library:
+    return library_of(root, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def url(library: Library) -> Iterator[str]:
+    with viewer_in_thread(library) as address:
+        yield address
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 1280, "height": 860})
+    context.set_default_timeout(WAIT_MS)
+    made = context.new_page()
+    problems: list[str] = []
+    made.on("pageerror", lambda error: problems.append(f"{error}"))
+    made.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
+    yield made
+    context.close()
+    assert not problems
+
+
+def fits(page: Page) -> bool:
+    return bool(page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth"))
+
+
+PAGES = {
+    "runs": "Runs",
+    "run/small": "small",
+    "episodes/small": "small",
+    "groups/small": "small",
+    "episode/small/step_000002.0": "maze / 20",
+    "episode/small/step_000002.0?view=transcript": "maze / 20",
+    "episode/small/step_000002.0?view=tokens": "maze / 20",
+    "group/small/step_000002.0": "Group maze / 20",
+    "compare?a=small|eval_000000.1": "Compare maze / 1",
+    "play?env=maze&item=3": "Playground",
+    "evals": "Evaluations",
+    "eval/oracle": "oracle",
+}
+
+
+@pytest.mark.parametrize("width", [1280, 390], ids=["wide", "phone"])
+def test_every_page_opens_and_fits(page: Page, url: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 860})
+    for address, heading in PAGES.items():
+        page.goto(f"{url}#/{address}")
+        expect(page.locator("main h1")).to_have_text(heading)
+        expect(page.locator(".message.error")).to_have_count(0)
+        assert fits(page), address
+    page.goto(f"{url}#/run/nowhere")
+    expect(page.locator(".message.error")).to_contain_text("no run")
+
+
+def test_curves_show_values_stages_and_several_runs(page: Page, url: str) -> None:
+    page.goto(f"{url}#/run/small")
+    expect(page.locator(".doctor")).to_contain_text("entropy fell to 0.5")
+    success = page.locator(".chart-card", has_text="Success").first
+    expect(success.locator(".stage")).to_have_count(3)
+    expect(success.locator(".mark")).to_have_count(STEPS + 1)
+    box = success.locator("svg").bounding_box()
+    assert box
+    page.mouse.move(box["x"] + box["width"] - 16, box["y"] + 60)
+    tip = success.locator(".tip")
+    expect(tip).to_contain_text("step 3")
+    expect(tip).to_contain_text("100% of 4")
+    page.goto(f"{url}#/runs")
+    for name in ("small", "twin"):
+        expect(page.get_by_label(f"Show curves of {name}")).to_be_checked()
+    expect(page.locator(".chart-card").first.locator(".line")).to_have_count(2)
+    page.get_by_label("Show curves of twin").uncheck()
+    expect(page.locator(".chart-card").first.locator(".line")).to_have_count(1)
+    assert "show=small" in page.url
+    page.reload()
+    expect(page.locator(".chart-card").first.locator(".line")).to_have_count(1)
+
+
+def test_episodes_are_filtered_and_the_link_remembers(page: Page, url: str, library: Library) -> None:
+    page.goto(f"{url}#/episodes/small")
+    expect(page.locator(".total")).to_have_text(f"{TRAINED + HELD_OUT} episodes")
+    page.locator("[data-filter=kind]").select_option("eval")
+    expect(page.locator(".total")).to_have_text(f"{HELD_OUT} episodes")
+    page.locator("[data-filter=success]").select_option("true")
+    page.locator("[data-filter=step]").select_option("2")
+    expect(page.locator(".total")).to_have_text("4 episodes")
+    expect(page.locator(".row")).to_have_count(4)
+    expect(page.locator(".row .outcome.good")).to_have_count(4)
+    page.reload()
+    expect(page.locator(".total")).to_have_text("4 episodes")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    expect(page.locator("main h1")).to_have_text("maze / 1")
+    page.go_back()
+    page.get_by_role("button", name="Clear").click()
+    expect(page.locator(".total")).to_have_text(f"{TRAINED + HELD_OUT} episodes")
+
+
+def test_a_replay_is_stepped_played_and_linked_to(page: Page, url: str, library: Library) -> None:
+    row = library.episodes("oracle", Filter(), "step", 0, 1)["rows"][0]
+    turns = row["turns"]
+    page.goto(f"{url}#/episode/oracle/{row['key']}")
+    picture = page.locator(".picture img")
+    expect(page.locator(".place")).to_have_text(f"turn 1 of {turns}")
+    expect(picture).to_be_visible()
+    first = picture.get_attribute("src")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".place")).to_have_text(f"turn 2 of {turns}")
+    expect(picture).not_to_have_attribute("src", first or "")
+    assert page.url.endswith("?turn=1")
+    page.reload()
+    expect(page.locator(".place")).to_have_text(f"turn 2 of {turns}")
+    expect(page.locator(".block.action")).to_contain_text(re.compile("up|down|left|right"))
+    page.get_by_label("Speed").select_option("4")
+    page.locator(".tick").nth(turns - 1).click()
+    page.keyboard.press("Space")
+    expect(page.locator(".place")).to_have_text("the end")
+    expect(page.locator(".turn")).to_contain_text("reward 1")
+    expect(page.get_by_role("button", name="Play")).to_be_visible()
+    page.keyboard.press("ArrowLeft")
+    page.keyboard.press("?")
+    expect(page.locator("dialog")).to_contain_text("play or pause")
+
+
+def test_a_replay_that_differs_says_so_instead_of_a_picture(page: Page, url: str, root: Path, library: Library) -> None:
+    path = root / "oracle" / "trajectories" / "changed.jsonl"
+    line = (root / "oracle" / "trajectories" / "maze.jsonl").read_text().splitlines()[1]
+    path.write_text(line.replace('"item": 1', '"item": 7') + "\n")
+    wait_for_index(library, 5, "oracle")
+    page.goto(f"{url}#/episode/oracle/changed.0")
+    expect(page.locator(".no-picture")).to_contain_text("differs from the record at the start")
+    path.unlink()
+    wait_for_index(library, 4, "oracle")
+
+
+def test_tokens_are_coloured_and_masked_ones_hatched(page: Page, url: str, library: Library) -> None:
+    episode = library.episode("small", "step_000002.0")
+    everything = sum(len(m["token_ids"]) for m in episode["messages"])
+    page.goto(f"{url}#/episode/small/step_000002.0?view=tokens")
+    expect(page.locator(".token")).to_have_count(everything)
+    expect(page.locator(".token.masked")).to_have_count(everything - episode["sampled"])
+    hatch = page.locator(".token.masked").first.evaluate("e => getComputedStyle(e).backgroundImage")
+    assert "repeating-linear-gradient" in hatch
+    likely = min(m["logprobs"][1] for m in episode["messages"] if m["logprobs"])
+    assert likely < 0
+    sampled = page.locator(".token:not(.masked)").nth(1)
+    before = sampled.evaluate("e => e.style.backgroundColor")
+    assert "surprise" in before
+    sampled.hover()
+    expect(page.locator(".token-detail")).to_contain_text("entropy 0.7")
+    page.get_by_role("radio", name="Advantage").click()
+    assert re.search("plus|minus", sampled.evaluate("e => e.style.backgroundColor"))
+    page.goto(f"{url}#/episode/small/step_000001.0?view=tokens&colour=entropy")
+    expect(page.locator(".legend")).to_contain_text("not recorded")
+
+
+def test_a_group_stands_side_by_side_with_its_advantages(page: Page, url: str) -> None:
+    page.goto(f"{url}#/groups/small?kind=train&step=2&mixed=true")
+    expect(page.locator(".row")).to_have_count(1)
+    page.locator(".row").click()
+    expect(page.locator("thead th a")).to_have_count(GROUP_SIZE)
+    expect(page.locator(".advantage")).to_have_text(["+0.5", "−0.5", "−0.5", "−0.5"])
+    page.goto(f"{url}#/group/small/step_000001.0")
+    expect(page.locator(".badges")).to_contain_text("advantages not recorded")
+
+
+def test_two_checkpoints_are_compared_turn_by_turn(page: Page, url: str) -> None:
+    page.goto(f"{url}#/episode/small/eval_000000.1")
+    page.locator("main").get_by_role("link", name="Compare").click()
+    expect(page.locator("main h1")).to_have_text("Compare maze / 1")
+    heads = page.locator(".pair.heads .side")
+    expect(heads.nth(0)).to_contain_text("no success")
+    expect(heads.nth(1).locator(".badge.good")).to_have_text("success")
+    expect(page.locator(".split")).to_have_count(1)
+    expect(page.locator(".pair:not(.heads) .picture img").first).to_be_visible()
+    options = page.get_by_label("Right episode").locator("option").all_text_contents()
+    chosen = next(text for text in options if text.startswith("oracle"))
+    page.get_by_label("Right episode").select_option(label=chosen)
+    expect(heads.nth(1)).to_contain_text("oracle")
+
+
+def test_a_game_is_won_by_hand_and_by_the_oracle(page: Page, url: str) -> None:
+    page.goto(f"{url}#/play?env=maze&item=3")
+    expect(page.locator(".picture img")).to_be_visible()
+    page.locator(".action-button").first.click()
+    expect(page.locator(".past")).to_have_count(1)
+    page.get_by_label("Action", exact=True).fill("<b>jump</b>")
+    page.keyboard.press("Enter")
+    expect(page.locator(".past")).to_have_count(2)
+    expect(page.locator(".past").nth(1)).to_contain_text("<b>jump</b>")
+    expect(page.locator(".past").nth(1)).to_contain_text("invalid")
+    for turn in range(3, 40):
+        page.get_by_role("button", name="one turn").click()
+        expect(page.locator(".past")).to_have_count(turn)
+        if page.locator(".verdict").count():
+            break
+    expect(page.locator(".verdict.good")).to_contain_text("Success")
+
+
+def test_evaluations_have_tables_and_the_scaling_plot(page: Page, url: str) -> None:
+    page.goto(f"{url}#/evals")
+    expect(page.locator("tbody th a")).to_have_text("the oracle")
+    expect(page.locator("tbody .rate b").first).to_have_text("75.0")
+    page.locator("tbody th a").click()
+    expect(page.locator(".scaling .mark")).to_have_count(2)
+    expect(page.locator(".numbers tbody tr")).to_have_count(3)
+
+
+def test_a_live_run_is_followed(page: Page, url: str, root: Path) -> None:
+    with RunLog.create(root / "live", {"name": "live", "environments": [{"name": "maze"}]}) as log:
+        page.goto(f"{url}#/runs")
+        row = page.locator(".run-row", has_text="live")
+        expect(row.locator(".state")).to_have_text("running")
+        page.goto(f"{url}#/episodes/live")
+        for step in (1, 2):
+            for trajectory in played("maze", [step] * 3, "random", 4, f"train-{step}"):
+                log.write_trajectory(step, trajectory)
+            log.log(step, {"success/mean": 0.5})
+            expect(page.locator(".total")).to_have_text(f"{3 * step} episodes")
+    page.goto(f"{url}#/runs")
+    expect(row.locator(".state")).to_have_text("finished")
+
+
+def test_the_theme_is_chosen_kept_and_otherwise_the_systems(browser: Browser, url: str) -> None:
+    context = browser.new_context(color_scheme="dark")
+    page = context.new_page()
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    page.goto(f"{url}#/evals")
+    expect(page.locator("h1")).to_be_visible()
+    dark = page.evaluate(background)
+    page.keyboard.press("d")  # from automatic to light
+    light = page.evaluate(background)
+    assert dark != light
+    page.reload()
+    expect(page.locator("h1")).to_be_visible()
+    assert page.evaluate(background) == light
+    context.close()
+
+
+def test_an_export_answers_as_the_server_does(page: Page, url: str, root: Path, tmp_path: Path) -> None:
+    async def export() -> bytes:
+        library = library_of(root, tmp_path)
+        text, _ = await exported_page(library, episodes=10_000, pictures=True)
+        await library.worlds.close()
+        return text
+
+    questions = [
+        "facets?run=small",
+        "facets?run=small&success=true&kind=train",
+        "episodes?run=small&limit=7&offset=5",
+        "episodes?run=small&order=reward&kind=train&limit=500",
+        "episodes?run=small&order=turns&stop=max_turns&limit=500",
+        "groups?run=small&kind=train&mixed=true",
+        "groups?run=small&kind=train&step=2",
+        "same_task?env=maze&item=2",
+    ]
+    page.goto(f"{url}#/evals")
+    ask = "async questions => Promise.all(questions.map(async q => (await fetch('api/' + q)).json()))"
+    from_server = page.evaluate(ask, questions)
+    text = run(export()).decode()
+    # The same page with its offline answers within reach of the test.
+    peek = text.replace("begin();\n", "begin(); globalThis.peek = get;\n")
+    script = peek.partition('<script type="module">')[2].partition("</script>")[0]
+    peek = re.sub(r"script-src '[^']*'", "script-src 'unsafe-inline'", peek)
+    assert "globalThis.peek" in script
+    (tmp_path / "peek.html").write_text(peek)
+    page.goto((tmp_path / "peek.html").as_uri())
+    expect(page.locator(".run-row").first).to_be_visible()
+    answer = """async questions => Promise.all(questions.map(q => {
+      const [path, query] = q.split("?");
+      return peek(path, Object.fromEntries(new URLSearchParams(query)));
+    }))"""
+    for question, mine, theirs in zip(questions, page.evaluate(answer, questions), from_server, strict=True):
+        assert json.dumps(_plain(mine), sort_keys=True) == json.dumps(_plain(theirs), sort_keys=True), question
+    (tmp_path / "out.html").write_text(text)
+    page.goto(f"{(tmp_path / 'out.html').as_uri()}#/episode/oracle/maze.2?turn=1")
+    expect(page.locator(".picture img")).to_be_visible()
+    expect(page.locator(".notice")).to_contain_text("Exported on")
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".place")).to_contain_text("turn 3")
+    page.goto(f"{(tmp_path / 'out.html').as_uri()}#/run/small")
+    expect(page.locator(".chart-card").first.locator(".line")).to_have_count(1)
+
+
+def _plain(answer: object) -> object:
+    """Without what the export leaves out on purpose: numbers of the index."""
+    if isinstance(answer, dict):
+        return {name: _plain(value) for name, value in answer.items() if name != "file"}
+    if isinstance(answer, list):
+        return [_plain(value) for value in answer]
+    return answer

@@ -1,0 +1,294 @@
+"""The viewer's index, questions and reading: against what is on disk, while it grows, and when it is damaged."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from viewer_for_tests import GROUP_SIZE, GROUPS, STEPS, library_of, played, with_tokens, write_evaluation, write_run
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.runlog import RunLog, read_trajectories
+from agentgym_rl.viewer import index as index_module
+from agentgym_rl.viewer.discovery import discover, read_status
+from agentgym_rl.viewer.index import Index
+from agentgym_rl.viewer.library import Library, NotFound
+from agentgym_rl.viewer.queries import ORDERS, Filter
+from agentgym_rl.viewer.vocabulary import Vocabulary
+
+TRAINED = STEPS * GROUPS * GROUP_SIZE
+HELD_OUT = 4 * (STEPS + 1)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "small")
+    write_evaluation(root / "evals" / "oracle")
+    return root
+
+
+@pytest.fixture
+def library(written: Path, tmp_path: Path) -> Library:
+    return library_of(written, tmp_path)
+
+
+def every(library: Library, run: str = "small", wanted: Filter | None = None, order: str = "step") -> list[dict]:
+    return library.episodes(run, wanted or Filter(), order, 0, 500)["rows"]
+
+
+def test_runs_and_evaluations_are_found_with_readable_ids(written: Path, tmp_path: Path) -> None:
+    assert {p.id: p.kind for p in discover([written]).values()} == {"small": "run", "evals/oracle": "eval"}
+    assert list(discover([written / "small"])) == ["small"]
+    # The same name below two roots: both are there, under different ids.
+    twin = tmp_path / "twin" / "small"
+    twin.mkdir(parents=True)
+    (twin / "config.toml").write_text("")
+    (twin / "status.json").write_text("{}")
+    (twin / "loop").symlink_to(twin)
+    assert set(discover([written, tmp_path / "twin"])) == {"small", "evals/oracle", "twin/small"}
+
+
+def test_every_episode_is_indexed_with_what_its_file_says(library: Library, written: Path) -> None:
+    rows = every(library)
+    assert len(rows) == TRAINED + HELD_OUT == library.overview()["runs"][0]["episodes"]
+    for row in rows:
+        stem, _, line = row["key"].rpartition(".")
+        episode = list(read_trajectories(written / "small" / "trajectories" / f"{stem}.jsonl"))[int(line)]
+        assert row["trajectory"] == episode.id
+        assert (row["env"], row["item"]) == (episode.task.env, episode.task.item)
+        assert (row["reward"], row["turns"], row["success"]) == (episode.reward, episode.num_turns, episode.success)
+        assert (row["stop"], row["horizon"], row["sampled"]) == (episode.stop, episode.horizon, sum(episode.loss_mask))
+        assert row["subset"]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        Filter(kind="train"),
+        Filter(kind="eval", step=2),
+        Filter(success=1),
+        Filter(success=0, kind="train", horizon=5),
+        Filter(stop="max_turns"),
+        Filter(env="maze", item=10),
+        Filter(env="nowhere"),
+    ],
+)
+def test_filters_counts_and_pages_agree(library: Library, wanted: Filter) -> None:
+    def passes(row: dict) -> bool:
+        chosen = {name: getattr(wanted, name) for name in Filter.__dataclass_fields__}
+        return all(value is None or row[name] == value for name, value in chosen.items())
+
+    expected = {row["key"] for row in every(library) if passes(row)}
+    answer = library.episodes("small", wanted, "step", 0, 500)
+    assert {row["key"] for row in answer["rows"]} == expected
+    assert answer["total"] == len(expected)
+    paged = [library.episodes("small", wanted, "step", offset, 3)["rows"] for offset in range(0, len(expected), 3)]
+    assert [row["key"] for page in paged for row in page] == [row["key"] for row in answer["rows"]]
+    if wanted.item is None:
+        assert sum(count for _, count in library.facets("small", wanted)["env"]) >= len(expected)
+        counted = dict(library.facets("small", wanted)["stop"])
+        for stop, count in counted.items():
+            also = {name: getattr(wanted, name) for name in Filter.__dataclass_fields__} | {"stop": stop}
+            assert library.episodes("small", Filter(**also), "step", 0, 1)["total"] == count
+
+
+def test_orders_sort_by_what_they_say(library: Library) -> None:
+    columns = {"step": ("step", -1), "oldest": ("step", 1), "reward": ("reward", -1), "worst": ("reward", 1)}
+    columns |= {"turns": ("turns", -1), "sampled": ("sampled", -1), "seconds": ("seconds", -1)}
+    assert set(columns) == set(ORDERS)
+    for order, (column, sign) in columns.items():
+        values = [sign * row[column] for row in every(library, order=order)]
+        assert values == sorted(values), order
+
+
+def test_a_subset_of_several_is_found_by_each(library: Library) -> None:
+    connection = library.index.connection
+    connection.execute("UPDATE episodes SET subset = 'one, two' WHERE env = 'maze' AND step = 1 AND kind = 'train'")
+    library.queries._cubes.clear()
+    of_one, of_two = (every(library, wanted=Filter(subset=name)) for name in ("one", "two"))
+    assert len(of_one) == len(of_two) == GROUPS * GROUP_SIZE
+    assert not every(library, wanted=Filter(subset="on"))
+    facet = dict(library.facets("small", Filter(step=1))["subset"])
+    assert facet["one"] == facet["two"] == GROUPS * GROUP_SIZE
+
+
+def test_groups_are_the_episodes_played_together(library: Library) -> None:
+    answer = library.groups("small", Filter(kind="train"), False, 0, 100)
+    assert answer["total"] == len(answer["rows"]) == STEPS * GROUPS
+    for group in answer["rows"]:
+        assert group["size"] == len(group["members"]) == GROUP_SIZE
+        assert group["successes"] == sum(success for success, _ in group["members"])
+        members = library.episode("small", group["key"])["group"]
+        assert [[m["success"], m["reward"]] for m in members] == group["members"]
+    mixed = library.groups("small", Filter(kind="train"), True, 0, 100)["rows"]
+    assert mixed == [group for group in answer["rows"] if group["spread"] > 0]
+    assert mixed
+
+
+def test_an_episode_comes_with_its_tokens_and_what_was_learned_of_it(library: Library) -> None:
+    row = every(library, wanted=Filter(kind="train", step=2))[0]
+    episode = library.episode("small", row["key"])
+    sampled = [m for m in episode["messages"] if m["logprobs"] is not None]
+    assert sum(len(m["token_ids"]) for m in sampled) == len(episode["learned"]["advantages"]) == row["sampled"]
+    assert sampled[0]["texts"][0] == "<|start|>"
+    assert all(text.startswith(" ") for text in sampled[0]["texts"][1:-1])
+    assert row["advantage"] == pytest.approx(row["reward"] - 0.5)
+    before = every(library, wanted=Filter(kind="train", step=1))[0]
+    assert before["advantage"] is None
+    assert library.episode("small", before["key"])["learned"] is None
+    with pytest.raises(NotFound, match="no episode"):
+        library.episode("small", "../../../etc/passwd.0")
+    with pytest.raises(NotFound, match="no run"):
+        library.episode("../small", row["key"])
+
+
+def test_the_same_item_is_found_in_every_run(library: Library) -> None:
+    found = library.same_task("maze", 2)
+    assert {row["run"] for row in found} == {"small", "evals/oracle"}
+    assert len(found) == STEPS + 2
+
+
+def test_a_run_that_grows_is_read_from_where_reading_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "CHUNK_BYTES", 3000)  # several chunks a file, and lines longer than one
+    log = RunLog.create(tmp_path / "runs" / "live", {"name": "live"})
+    episodes = [with_tokens(t, random.Random(1)) for t in played("maze", list(range(6)), "random", 12, "train-1")]
+    library = library_of(tmp_path / "runs", tmp_path)
+    for number, episode in enumerate(episodes, 1):
+        log.write_trajectory(1, episode)
+        library.indexer.round()
+        assert [row["trajectory"] for row in every(library, "live")] == [e.id for e in episodes[:number]]
+    path = log.trajectories_path(1)
+    stamp = library.indexer.stamp
+    library.indexer.round()
+    assert library.indexer.stamp == stamp  # nothing new, nothing read
+    with path.open("ab") as file:
+        file.write(b'{"torn')
+    library.indexer.round()
+    assert len(every(library, "live")) == 6
+    assert library.queries.counts(path.parents[1]) == {"episodes": 6, "broken": 0}
+    log.close()
+    # A step played again replaces its file; the new one may begin like the old one and be longer.
+    other = [with_tokens(t, random.Random(2)) for t in played("maze", list(range(8)), "random", 12, "train-1")]
+    again = RunLog.create(tmp_path / "runs" / "live", {"name": "live"}, resume=True)
+    for episode in other:
+        again.write_trajectory(1, episode)
+    library.indexer.round()
+    rows = every(library, "live", order="oldest")
+    assert [library.raw_episode("live", row["key"])["messages"][0]["token_ids"] for row in rows] == [
+        e.messages[0].token_ids for e in other
+    ]
+    again.truncate_after(0)
+    again.close()
+    library.indexer.round()
+    assert every(library, "live") == []
+
+
+def test_a_file_changed_in_place_is_read_afresh(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "x" / "trajectories"
+    folder.mkdir(parents=True)
+    (folder.parent / "config.toml").write_text("")
+    lines = [t.to_json() + "\n" for t in played("maze", [0, 1, 2], "random", 4, "a")]
+    path = folder / "step_000001.jsonl"
+    path.write_text(lines[0] + lines[1])
+    library = library_of(tmp_path / "runs", tmp_path)
+    inode = path.stat().st_ino
+    with path.open("r+") as file:
+        file.write(lines[2] + lines[1] + lines[0])
+    assert path.stat().st_ino == inode
+    library.indexer.round()
+    assert [row["item"] for row in every(library, "x", order="oldest")] == [2, 1, 0]
+
+
+def test_damaged_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "x" / "trajectories"
+    folder.mkdir(parents=True)
+    (folder.parent / "config.toml").write_text("this is not TOML [")
+    (folder.parent / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 1}\nrubbish\n[1]\n{"step": 2, "loss": null}\n{"st'
+    )
+    good = played("maze", [0], "random", 4, "a")[0].to_json()
+    row = json.loads(good)
+    bad = [
+        "rubbish",
+        "[]",
+        "{}",
+        json.dumps(row | {"stop": "vanished"}),
+        json.dumps(row | {"item": 10**30}),
+        json.dumps(row | {"rewards": "many"}),
+        json.dumps(row | {"messages": [1, 2]}),
+    ]
+    odd = json.dumps(row | {"rewards": [float("nan")], "infos": [{}]})  # as Python writes it: NaN is not JSON
+    (folder / "step_000001.jsonl").write_text("\n".join([good, *bad, odd, good]) + "\n")
+    library = library_of(tmp_path / "runs", tmp_path)
+    assert [row["key"] for row in every(library, "x", order="oldest")] == [
+        "step_000001.0",
+        "step_000001.8",
+        "step_000001.9",
+    ]
+    assert library.overview()["runs"][0]["broken"] == len(bad)
+    assert library.runs.metrics(library.place("x"))["series"] == {"loss": [1, None]}
+    assert library.episode("x", "step_000001.9")["item"] == 0
+    assert [group["size"] for group in library.groups("x", Filter(), False, 0, 9)["rows"]] == [3]
+
+
+def test_the_index_is_kept_shared_and_made_anew_when_it_is_no_index(written: Path, tmp_path: Path) -> None:
+    path = tmp_path / "index.sqlite3"
+    first = library_of(written, tmp_path)
+    second = Library([written], first.worlds, Index(path))
+    second.indexer.round()
+    assert second.indexer.stamp == 0  # it was all there
+    assert every(second) == every(first)
+    first.close()
+    second.close()
+    path.write_bytes(b"this is no database at all, but it is long enough to be taken for one" * 50)
+    assert len(every(library_of(written, tmp_path))) == TRAINED + HELD_OUT
+
+
+def test_runs_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "runs" / "a")
+    library = library_of(tmp_path / "runs", tmp_path)
+    (tmp_path / "runs" / "a").rename(tmp_path / "moved")
+    library.index.forget_missing()
+    for table in ("runs", "files", "episodes"):
+        assert library.index.connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == 0
+
+
+def test_a_process_that_is_gone_was_killed(tmp_path: Path) -> None:
+    RunLog.create(tmp_path / "run", {"name": "run"}).close()
+    assert read_status(tmp_path / "run")["state"] == "running"
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status | {"pid": child}))
+    assert read_status(tmp_path / "run")["state"] == "killed"
+
+
+def test_the_doctor_the_evaluations_and_the_stages_are_on_the_run_page(library: Library) -> None:
+    details = library.runs.details(library.place("small"))
+    assert [warning["rule"] for warning in details["doctor"]] == ["entropy_collapse"]
+    assert [row["step"] for row in details["evaluations"]] == list(range(STEPS + 1))
+    assert details["evaluations"][-1]["success"] == 1.0
+    assert details["evaluations"][-1]["low"] < 1.0 == details["evaluations"][-1]["high"]
+    overview = {row["id"]: row for row in library.overview()["runs"]}
+    assert overview["evals/oracle"]["success"] == 0.75
+    assert overview["evals/oracle"]["agent"] == "the oracle"
+
+
+def test_tokens_of_all_kinds_of_tokenizers_are_readable() -> None:
+    byte_level = Vocabulary(
+        {"model": {"type": "BPE", "vocab": {"Ġhello": 0, "Ã©": 1, "Ċ": 2}}, "decoder": {"type": "ByteLevel"}}
+    )
+    assert byte_level.texts([0, 1, 2, 9]) == [" hello", "é", "\n", "⟨9⟩"]
+    pieces = Vocabulary({"model": {"type": "Unigram", "vocab": [["<unk>", 0.0], ["▁hi", -1.0], ["<0x0A>", -2.0]]}})
+    assert pieces.texts([1, 2]) == [" hi", "\n"]
+
+
+def test_what_is_no_folder_is_refused() -> None:
+    with pytest.raises(ConfigError, match="is no folder"):
+        Library([Path("/no/such/folder")], None)  # type: ignore[arg-type]

@@ -1,0 +1,294 @@
+"""The viewer's server: who may ask, what is never given away, replays, the playground, the export."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import hashlib
+import html
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from viewer_for_tests import library_of, played, viewer_in_thread, write_evaluation, write_run
+
+from agentgym_rl.agent.policy import Reply
+from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.types import Message
+from agentgym_rl.view import LocalWorlds
+from agentgym_rl.viewer.bundle import join_modules
+from agentgym_rl.viewer.export import exported_page
+from agentgym_rl.viewer.guard import is_loopback
+from agentgym_rl.viewer.library import Library
+from agentgym_rl.viewer.playground import MAX_GAMES, NoSuchGame, Playground
+from agentgym_rl.viewer.replays import Picture, Replays, picture_of
+from agentgym_rl.viewer.server import static_files
+
+ACT = ("act", None)
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "small")
+    write_evaluation(root / "oracle")
+    return library_of(root, tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="module")
+def client(library: Library) -> Iterator[httpx.Client]:
+    with viewer_in_thread(library) as url, httpx.Client(base_url=url) as made:
+        yield made
+
+
+def test_every_question_of_the_page_is_answered(client: httpx.Client) -> None:
+    for path in ("overview", "changes", "environments", "items?env=maze&split=test"):
+        assert client.get(f"api/{path}").status_code == 200, path
+    for path in ("run", "metrics", "episodes", "groups", "facets"):
+        assert client.get(f"api/{path}?run=small").status_code == 200, path
+    assert client.get("api/eval?run=oracle").json()["config"]["agent"]["name"] == "the oracle"
+    assert client.get("api/episode?run=small&key=step_000002.1").json()["env"] == "maze"
+    assert client.get("api/same_task?env=maze&item=1").status_code == 200
+    assert client.get("api/episodes?run=small&limit=100000").status_code == 422
+    assert client.get("api/episodes?run=small&order=upwards").status_code == 400
+    assert client.get("api/episodes?run=nowhere").status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "static/../server.py",
+        "static/..%2fserver.py",
+        "static/%2e%2e/%2e%2e/view.py",
+        "static//etc/passwd",
+        "api/episode?run=small&key=../../config.0",
+        "api/episode?run=../&key=step_000001.0",
+        "api/episode?run=/etc&key=passwd.0",
+        "api/run?run=..",
+        "api/frame?run=small&key=..%2F..%2Fx.0&turn=0",
+        "api/nothing",
+    ],
+)
+def test_nothing_outside_is_reachable(client: httpx.Client, path: str) -> None:
+    # Sent as it is: the client would tidy the path up.
+    request = client.build_request("GET", "/")
+    request.url = request.url.copy_with(raw_path=f"/{path}".encode())
+    answer = client.send(request)
+    assert answer.status_code in (404, 422), answer.text
+    assert "import" not in answer.text
+    assert "root:" not in answer.text
+
+
+def test_every_answer_carries_a_strict_policy(client: httpx.Client) -> None:
+    for path in ("", "static/app.js", "api/overview", "api/nothing"):
+        headers = client.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "script-src 'self'" in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert "access-control-allow-origin" not in headers
+    assert "<script>" not in client.get("").text
+    assert not re.search(r"\son\w+=", client.get("").text)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil"])
+def test_a_name_pointed_at_loopback_is_refused(client: httpx.Client, host: str) -> None:
+    assert client.get("api/overview", headers={"host": host}).status_code == 421
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:1234", "127.0.0.1:99", "[::1]:8", "127.8.9.1", "x.localhost"])
+def test_loopback_names_are_welcome(client: httpx.Client, host: str) -> None:
+    assert client.get("api/changes", headers={"host": host}).status_code == 200
+
+
+def test_other_sites_cannot_play(client: httpx.Client) -> None:
+    body = {"env": "maze", "item": 0}
+    assert client.post("api/play/open", json=body).status_code == 200
+    here = str(client.base_url).rstrip("/")
+    assert client.post("api/play/open", json=body, headers={"origin": here}).status_code == 200
+    assert client.post("api/play/open", json=body, headers={"origin": "https://evil.example"}).status_code == 403
+    assert client.post("api/play/open", json=body, headers={"origin": "null"}).status_code == 403
+    assert client.post("api/play/open", json=body, headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert client.post("api/play/open", data={"env": "maze"}).status_code == 415
+    plain = {"content-type": "text/plain"}
+    assert client.post("api/play/open", content=json.dumps(body), headers=plain).status_code == 415
+    large = {"content-type": "application/json"}
+    assert client.post("api/play/open", content=b"1" * (1 << 21), headers=large).status_code == 413
+    assert client.delete("api/overview").status_code == 405
+
+
+def test_elsewhere_a_token_is_needed(library: Library, tmp_path: Path) -> None:
+    other = library_of(library.roots[0], tmp_path)
+    with viewer_in_thread(other, token="secret", loopback=False) as url, httpx.Client(base_url=url) as client:
+        for path in ("", "static/app.js", "api/overview"):
+            assert client.get(path).status_code == 401
+            assert client.get(f"{path}?token=wrong").status_code == 401
+        assert client.get("api/overview", headers={"authorization": "Bearer wrong"}).status_code == 401
+        assert client.get("api/overview", headers={"authorization": "Bearer secret"}).status_code == 200
+        assert client.get("api/overview", headers={"host": "name.of.this.machine"}).status_code == 401
+        answer = client.get("?token=secret")
+        assert answer.status_code == 303
+        assert answer.headers["location"] == "/"
+        cookie = answer.headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite" in cookie
+        assert "secret" not in cookie
+        assert client.get("api/overview").status_code == 200  # the client keeps the cookie, as a browser does
+
+
+def test_loopback_is_told_from_the_rest() -> None:
+    assert all(map(is_loopback, ["localhost", "127.0.0.1", "::1", "[::1]", "127.3.2.1"]))
+    assert not any(map(is_loopback, ["0.0.0.0", "10.0.0.1", "::", "example.org", "127.0.0.1.example.org", ""]))
+
+
+def test_a_picture_of_every_turn_and_of_the_end(client: httpx.Client) -> None:
+    row = client.get("api/episodes?run=oracle").json()["rows"][0]
+    pictures = set()
+    for turn in range(row["turns"] + 1):
+        answer = client.get(f"api/frame?run=oracle&key={row['key']}&turn={turn}")
+        assert answer.headers["content-type"] == "image/svg+xml"
+        policy = answer.headers["content-security-policy"]
+        assert "sandbox" in policy
+        assert "script" not in policy
+        pictures.add(answer.text)
+    assert len(pictures) == row["turns"] + 1
+    answer = client.get(f"api/frame?run=oracle&key={row['key']}&turn={row['turns'] + 1}")
+    assert answer.status_code == 404
+    assert "there is no turn" in answer.json()["detail"]
+
+
+async def test_a_replay_that_cannot_be_says_why() -> None:
+    episode = json.loads((await asyncio.to_thread(played, "maze", [3], "oracle", 30, "x"))[0].to_json())
+    replays = Replays(LocalWorlds())
+    assert isinstance(await replays.frame("good", episode, ACT, 1), Picture)
+    changed = json.loads(json.dumps(episode))
+    changed["messages"][3]["content"] = "Something else."
+    assert isinstance(await replays.frame("changed", changed, ACT, 0), Picture)
+    assert "differs from the record after turn 1" in str(await replays.frame("changed", changed, ACT, 1))
+    cut = episode | {"messages": episode["messages"][:-1]}
+    last = len(episode["rewards"])
+    assert "never answered" in str(await replays.frame("cut", cut, ACT, last))
+    assert "unknown environment" in str(await replays.frame("gone", episode | {"env": "atlantis"}, ACT, 0))
+    assert "style" in str(await replays.frame("style", episode, ("mime", None), 0))
+    assert "no item" in str(await replays.frame("item", episode | {"item": 10**9}, ACT, 0))
+    await replays.close()
+
+
+async def test_replies_with_thoughts_are_replayed_in_their_style() -> None:
+    episode = json.loads((await asyncio.to_thread(played, "maze", [3], "oracle", 30, "x"))[0].to_json())
+    for message in episode["messages"]:
+        if message["role"] == "assistant":
+            message["content"] = f"Thought: this way.\nAction: {message['content']}"
+    replays = Replays(LocalWorlds())
+    assert isinstance(await replays.frame("react", episode, ("react", None), len(episode["rewards"])), Picture)
+    assert "differs" in str(await replays.frame("act", episode, ACT, len(episode["rewards"])))
+    await replays.close()
+
+
+def test_pictures_are_told_apart_by_their_content() -> None:
+    assert picture_of(b"\x89PNG...") == Picture("image/png", b"\x89PNG...")
+    assert isinstance(picture_of("<svg/>"), Picture)
+    assert picture_of("<p>hello</p>") == Picture("text/html", b"<p>hello</p>")
+    assert "bytes" in str(picture_of("x" * (9 << 20)))
+
+
+async def test_the_playground_is_played_by_hand_and_by_policies() -> None:
+    playground = Playground(LocalWorlds())
+    game = await playground.open("maze", 5)
+    assert game["actions"]
+    assert isinstance(await playground.picture(game["session"]), Picture)
+    game = await playground.act(game["session"], "fly away")
+    assert game["turns"][0]["valid"] is False
+    game = await playground.let_play(game["session"], "random")
+    while not game["done"]:
+        game = await playground.let_play(game["session"], "oracle")
+    assert game["success"]
+    assert {turn["by"] for turn in game["turns"]} == {"you", "random", "oracle"}
+    with pytest.raises(EnvError, match="is over"):
+        await playground.act(game["session"], "up")
+    with pytest.raises(ConfigError, match="no policy"):
+        await playground.let_play(game["session"], "magic")
+    games = [await playground.open("maze", item) for item in range(MAX_GAMES)]
+    with pytest.raises(NoSuchGame):
+        await playground.act(game["session"], "up")  # the oldest had to go
+    await playground.close(games[0]["session"])
+    await playground.close_all()
+
+
+async def test_a_policy_hears_what_was_played_by_hand() -> None:
+    heard: list[list[Message]] = []
+
+    class Listener:
+        async def reply(self, messages: list[Message], observation: str, limits: object) -> object:
+            heard.append(list(messages))
+            return Reply([Message("user", observation)], Message("assistant", "up"))
+
+        async def close(self) -> None:
+            return None
+
+    worlds = LocalWorlds()
+    worlds.policies["listener"] = lambda session, seed: Listener()
+    playground = Playground(worlds)
+    game = await playground.open("maze", 5)
+    await playground.act(game["session"], "down")
+    await playground.let_play(game["session"], "listener")
+    assert [message.role for message in heard[0]] == ["system", "user", "assistant"]
+    assert heard[0][-1].content == "down"
+    await playground.close_all()
+
+
+async def test_the_export_holds_everything_and_nothing_of_this_machine(library: Library, tmp_path: Path) -> None:
+    text, told = await exported_page(library_of(library.roots[0], tmp_path), episodes=1000, pictures=True)
+    page = text.decode()
+    assert str(library.roots[0]) not in page
+    assert page.count("<script") == 2
+    assert "src=" not in page.partition("</style>")[2]
+    script = re.search(r'<script type="module">(.*?)</script>', page, re.DOTALL)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert script
+    assert policy
+    digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
+    assert f"script-src 'sha256-{digest}';" in html.unescape(policy[1])
+    packed = re.search(r'id="embedded">([^<]*)<', page)
+    assert packed
+    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    assert str(library.roots[0]) not in json.dumps(data)
+    total = sum(row["episodes"] for row in data["overview"]["runs"])
+    assert sum(len(rows) for rows in data["rows"].values()) == total
+    assert told.startswith(f"{total} episodes of 2 runs")
+    assert all(set(data["frames"][run]) == {row["key"] for row in rows} for run, rows in data["rows"].items())
+
+
+async def test_a_small_export_takes_whole_groups_from_all_over_the_run(library: Library, tmp_path: Path) -> None:
+    text, _ = await exported_page(library_of(library.roots[0], tmp_path), episodes=12, pictures=False)
+    packed = re.search(rb'id="embedded">([^<]*)<', text)
+    assert packed
+    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    rows = data["rows"]["small"]
+    assert 8 < len(rows) <= 12
+    assert len({row["step"] for row in rows}) > 1
+    for row in rows:
+        if row["kind"] == "train":
+            assert len(data["episodes"]["small"][row["key"]]["group"]) == 4
+
+
+def test_modules_outside_the_small_language_are_refused() -> None:
+    modules = {name: text.decode() for name, text in static_files().items() if name.endswith(".js")}
+    assert "export " not in join_modules(modules, "app.js").replace("AgentGym", "")
+    with pytest.raises(ValueError, match="not understood"):
+        join_modules({"a.js": "export default 3;\n"}, "a.js")
+    with pytest.raises(ValueError, match="in a ring"):
+        join_modules({"a.js": 'import { b } from "./b.js";\n', "b.js": 'import { a } from "./a.js";\n'}, "a.js")
+
+
+def test_the_page_never_parses_markup_from_strings() -> None:
+    for name, text in static_files().items():
+        if name.endswith(".js"):
+            assert not re.findall(rb"innerHTML|outerHTML|insertAdjacentHTML|document\.write|srcdoc", text), name
+            assert not re.findall(rb"\beval\(|new Function|setAttribute\(.on", text), name
+        assert b"://" not in text.replace(b"http://www.w3.org/", b""), name

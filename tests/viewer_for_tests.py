@@ -1,0 +1,171 @@
+"""Run directories for the viewer's tests, by the real writers from real episodes, and the viewer serving them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import threading
+import time
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+from servers_for_tests import wait_until
+
+from agentgym_rl.agent.policy import OraclePolicy, RandomPolicy
+from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.environment.envs.maze import Maze
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.environment.server import bind
+from agentgym_rl.runlog import RunLog
+from agentgym_rl.types import Limits, Sample, Task, Trajectory
+from agentgym_rl.view import LocalWorlds
+from agentgym_rl.viewer.index import Index
+from agentgym_rl.viewer.library import Library
+from agentgym_rl.viewer.server import create_app
+
+Value = TypeVar("Value")
+WORDS = ["<|start|>", "<|end|>", "up", "down", "left", "right", "maze", "wall", "goal"]
+STEPS, GROUPS, GROUP_SIZE = 3, 2, 4
+CONFIG = {"name": "small", "environments": [{"name": "maze"}], "agent": {"style": "act"}}
+
+
+def run(coroutine: Coroutine[Any, Any, Value]) -> Value:
+    """In a thread of its own: Playwright's synchronous interface keeps a loop running in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, coroutine).result()
+
+
+def played(env: str, items: list[int], policy: str, max_turns: int, name: str) -> list[Trajectory]:
+    """Episodes of an environment by the oracle or by chance."""
+
+    async def play() -> list[Trajectory]:
+        pool = LocalPool({"maze": Maze})
+        found = []
+        for place, item in enumerate(items):
+            session = await pool.open(env)
+            player = OraclePolicy(session) if policy == "oracle" else RandomPolicy(session, place)
+            limits = Limits(max_turns, 8, 4096)
+            found.append(
+                await rollout(Task(env, item), session, player, limits, id=f"{name}-{place // 4}-{place % 4}-0")
+            )
+            await session.close()
+        await pool.close()
+        return found
+
+    return run(play())
+
+
+def with_tokens(trajectory: Trajectory, source: random.Random) -> Trajectory:
+    """The same with token ids, and log-probabilities where a policy spoke."""
+    for message in trajectory.messages:
+        message.token_ids = [0, *source.choices(range(2, len(WORDS)), k=4), 1]
+        if message.role == "assistant":
+            message.logprobs = [-source.expovariate(1.0) for _ in message.token_ids]
+            message.version = 1
+    return trajectory
+
+
+def write_run(root: Path, *, finished: bool = True) -> Path:
+    """A run of three steps in the maze with evaluations, what was learned, warnings of the doctor and a tokenizer."""
+    source = random.Random(0)
+    log = RunLog.create(root, CONFIG)
+    for step in range(STEPS + 1):
+        for trajectory in played("maze", [0, 1, 2, 3], "oracle" if step else "random", 30, f"eval{step}"):
+            log.write_trajectory(step, trajectory, "eval")
+        if step == 0:
+            continue
+        items = [item for item in range(10 * step, 10 * step + GROUPS) for _ in range(GROUP_SIZE)]
+        episodes = played("maze", items, "random", 4 + step, f"train-{step}")
+        episodes[0] = played("maze", items[:1], "oracle", 30, f"train-{step}")[0]
+        for trajectory in episodes:
+            log.write_trajectory(step, with_tokens(trajectory, source))
+        if step > 1:
+            log.write_learned(step, [_sample(t) for t in episodes])
+        metrics = {"success/mean": 0.1 * step, "reward/mean": 0.1 * step, "turns/mean": 3.0, "entropy/mean": 1.0 / step}
+        log.log(step, {**metrics, "horizon/maze": 4 + step, "kl/reference": 0.01, "tokens/sampled_per_s": 900.0})
+    (root / "doctor.jsonl").write_text('{"step": 2, "rule": "entropy_collapse", "message": "entropy fell to 0.5"}\n')
+    model = root / "checkpoints" / "step_000003" / "model"
+    model.mkdir(parents=True)
+    added = [{"id": number, "content": WORDS[number]} for number in range(2)]
+    vocabulary = {word: number for number, word in enumerate(WORDS)}
+    tokenizer = {"model": {"type": "WordLevel", "vocab": vocabulary}, "added_tokens": added}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    if finished:
+        log.set_status("finished", step=STEPS, steps=STEPS)
+    log.close()
+    return root
+
+
+def _sample(trajectory: Trajectory) -> Sample:
+    count = sum(trajectory.loss_mask)
+    return Sample(
+        trajectory.token_ids,
+        trajectory.loss_mask,
+        advantages=[trajectory.reward - 0.5] * count,
+        entropies=[0.7] * count,
+        old_logprobs=[-1.0] * count,
+        trajectory_id=trajectory.id,
+    )
+
+
+def write_evaluation(root: Path) -> Path:
+    """An evaluation of the oracle under two horizons, as `agentgym-rl eval` writes it."""
+
+    def cell(value: float) -> dict[str, object]:
+        rate = {"value": value, "low": value / 2, "high": 1.0}
+        counts = {"items": 4, "episodes": 4, "errors": 0, "unplayed": 0}
+        return {**counts, "success": rate, "reward": rate, "turns": 5.0, "sampled_tokens": None, "cost_usd": None}
+
+    def result(turns: int, value: float) -> dict[str, object]:
+        tasks = {"Maze/small": cell(value), "Maze/large": cell(value / 2)}
+        total = {"items": 4, "episodes": 4, "errors": 0, "unplayed": 0, "cost_usd": None}
+        return {"max_turns": turns, "tasks": tasks, "scenarios": {"Maze": cell(value)}, "overall": None, "total": total}
+
+    plans = [{"scenario": "Maze", "name": n, "env": "maze", "subset": None, "style": "act"} for n in ("small", "large")]
+    (root / "trajectories").mkdir(parents=True)
+    row = {"format": 1, "state": "finished", "config": {"agent": {"name": "the oracle"}, "tasks": plans}}
+    (root / "eval.json").write_text(json.dumps({**row, "results": [result(4, 0.25), result(30, 0.75)]}))
+    lines = []
+    for trajectory in played("maze", [0, 1, 2, 3], "oracle", 30, "x"):
+        trajectory.id = f"maze-{trajectory.task.item}-sample0-attempt0"
+        lines.append(f'{{"step": 0, "kind": "eval", "sample": 0, "attempt": 0, {trajectory.to_json()[1:]}\n')
+    (root / "trajectories" / "maze.jsonl").write_text("".join(lines))
+    return root
+
+
+def library_of(root: Path, cache: Path) -> Library:
+    """A library with an index of its own, brought up to date."""
+    library = Library([root], LocalWorlds(), Index(cache / "index.sqlite3"))
+    library.indexer.round()
+    return library
+
+
+@contextlib.contextmanager
+def viewer_in_thread(library: Library, *, token: str | None = None, loopback: bool = True) -> Iterator[str]:
+    """The viewer on a free port of loopback; yields its address."""
+    listener = bind("127.0.0.1", 0)
+    config = uvicorn.Config(create_app(library, token=token, loopback=loopback), log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        library.close()
+        assert not thread.is_alive(), "the viewer did not shut down within 10 s"
+
+
+def wait_for_index(library: Library, episodes: int, run: str) -> None:
+    """Until the viewer's own thread has read so many episodes of a run."""
+    give_up_at = time.monotonic() + 20
+    while library.queries.counts(library.place(run).path)["episodes"] != episodes:
+        assert time.monotonic() < give_up_at, "the index did not come up to date"
+        time.sleep(0.02)
