@@ -307,6 +307,13 @@ def test_a_mean_is_shown_only_beside_means_over_the_same_scenarios(tmp_path: Pat
     assert [row[-1].text for row in grids([entry, other])[0].rows] == ["–", "33.3 †"]
 
 
+def test_a_scenario_played_in_part_is_marked(tmp_path: Path) -> None:
+    plans = [plan("Deep search", "HotpotQA", range(1)), plan("Deep search", "NQ", range(0), missing="no questions")]
+    entry = entry_of(read_evaluation(evaluated(tmp_path / "us", plans, {0: WON})))
+    assert [cell.text for cell in grids([entry])[0].rows[0]] == ["us", "100.0", "–", "100.0 *"]
+    assert "* over the tasks that were played, not over the whole scenario." in notes([entry])
+
+
 def test_rows_that_cannot_be_read_across_are_named(tmp_path: Path) -> None:
     first = evaluated(tmp_path / "x", [plan("A", "a", range(1)), plan("B", "b", range(1, 2))], {0: WON, 1: WON})
     second = evaluated(tmp_path / "y", [plan("A", "a", range(2), max_turns=3), plan("B", "b", range(1, 2))], {0: WON})

@@ -17,6 +17,7 @@ from agentgym_rl.evaluation.plan import TaskPlan
 MISSING = "–"
 OWN = "†"
 PUBLISHED = "‡"
+PARTLY = "*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
     lines += _data_notes([plan for entry in ours for plan in entry.plans])
     if any(plan.own_data for entry in ours for plan in entry.plans if plan.items):
         lines.append(f"{OWN} our own data, which stand in for the benchmark's: not comparable with published results.")
+    if any(_partly_played(entry) for entry in ours):
+        lines.append(f"{PARTLY} over the tasks that were played, not over the whole scenario.")
     if source:
         lines.append(f"{PUBLISHED} published, not measured here ({source}): on other items and with other prompts.")
     return lines
@@ -152,9 +155,19 @@ def _summary(entries: Sequence[Entry], scenarios: Sequence[str], own: set[str]) 
     marked = [f"{name} {OWN}" if name in own else name for name in scenarios]
     grid = Grid("Success, %", ["agent", *marked, "mean"])
     for entry in entries:
-        cells = [_rate(entry.scenarios.get(scenario)) for scenario in scenarios]
+        cells = [_overall(entry, scenario) for scenario in scenarios]
         grid.rows.append([_name(entry), *cells, _mean(entry, entries)])
     return grid
+
+
+def _overall(entry: Entry, scenario: str) -> Cell:
+    cell = _rate(entry.scenarios.get(scenario))
+    return Cell(f"{cell.text} {PARTLY}", cell.small) if scenario in _partly_played(entry) else cell
+
+
+def _partly_played(entry: Entry) -> set[str]:
+    """Scenarios of which some tasks have no data here."""
+    return {p.scenario for p in entry.plans if p.items} & {p.scenario for p in entry.plans if p.missing}
 
 
 def _mean(entry: Entry, entries: Sequence[Entry]) -> Cell:
@@ -176,7 +189,7 @@ def _scenario(entries: Sequence[Entry], scenario: str, plans: Sequence[TaskPlan]
         if entry.scenarios.get(scenario) is None:
             continue
         cells = [_rate(entry.tasks.get(plan.key)) for plan in plans]
-        grid.rows.append([_name(entry), *cells, *([_rate(entry.scenarios[scenario])] if several else [])])
+        grid.rows.append([_name(entry), *cells, *([_overall(entry, scenario)] if several else [])])
     return grid
 
 
