@@ -62,7 +62,7 @@ class RLState:
             "horizons": {e: h.state() for e, h in self.horizons.items()},
             "version": self.version,
             "played": [[t.to_json() for t in group.trajectories] for group in self.played],
-            "played_s": self.played_s,
+            "played_s": self.played_s if self.played else 0.0,
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
