@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.native.sampling import signed_64, top_p_filter, uniforms
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
@@ -104,17 +105,50 @@ def gaps(model: Any, ids: list[int], completion: Completion, temperature: float 
     return (torch.tensor(completion.logprobs) - expected).abs()
 
 
-async def play(engine: NativeEngine, name: str, turns: int, seed: int, sampling: Sampling) -> list[list[int]]:
-    """A multi-turn session: replies, with random observations between them."""
+async def until(engine: NativeEngine, new_tokens: float) -> None:
+    for _ in range(100_000):
+        if engine.stats()["new_tokens"] >= new_tokens:
+            return
+        await asyncio.sleep(0)
+    raise AssertionError(f"never reached {new_tokens} tokens: {engine.stats()}")
+
+
+Turn = tuple[list[int], list[int]]
+"""A prompt and the reply to it."""
+
+
+async def play(engine: NativeEngine, name: str, turns: int, seed: int, sampling: Sampling) -> list[Turn]:
+    """A multi-turn session, with random observations between replies."""
     rng = random.Random(seed)
-    ids, replies = prompt(rng.randint(3, 150), seed), []
+    ids, played = prompt(rng.randint(3, 150), seed), []
     for _ in range(turns):
         completion = await engine.generate(ids, sampling, name)
-        replies.append(completion.token_ids)
+        played.append((ids, completion.token_ids))
         ids = ids + completion.token_ids + prompt(rng.randint(1, 40), rng.randint(0, 99))
         await asyncio.sleep(rng.choice([0, 0, 0.002]))
     await engine.release(name)
-    return replies
+    return played
+
+
+def is_tie(model: Any, sampling: Sampling, got: list[Turn], expected: list[Turn]) -> bool:
+    """Whether the first difference of two sessions is rounding: the number drawn lies on the line between two tokens.
+
+    Products of other sizes round differently in the last bits, and what follows such a token is another reply.
+    """
+    (ids, reply), (_, other) = next((g, e) for g, e in zip(got, expected, strict=True) if g[1] != e[1])
+    place = next(i for i in range(len(reply)) if reply[i] != other[i])
+    low, high = sorted((reply[place], other[place]))
+    logprobs = distribution(model, ids, reply[: place + 1], sampling.temperature or 1.0)[place].double()
+    if sampling.temperature == 0:
+        return bool((logprobs[low] - logprobs[high]).abs() < 1e-4)
+    assert sampling.seed is not None
+    position = torch.tensor([len(ids) + place])
+    drawn = uniforms(torch.tensor([signed_64(sampling.seed)]), position).item()
+    cumulative = logprobs.exp().cumsum(0)
+    if sampling.top_p < 1:
+        kept = top_p_filter(logprobs.unsqueeze(0), torch.tensor([sampling.top_p]))
+        cumulative = kept[0].exp().cumsum(0)
+    return abs(cumulative[low].item() - drawn) < 1e-4 and (cumulative[high - 1] - cumulative[low]).item() < 1e-4
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -164,8 +198,8 @@ async def test_bfloat16_is_close_to_a_plain_forward(kind: str) -> None:
     model = make_model(kind, torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lm_head" in name or (model.config.tie_word_embeddings and "embed_tokens" in name):
-                parameter.mul_(0.2)  # logits of the size that trained models have
+            if "proj" in name or "lm_head" in name:
+                parameter.mul_(0.3)  # a layer's share of the stream as small as in trained models
     engine = make_engine(model, max_sessions=64)
     prompts = [prompt(30 + 11 * i, i) for i in range(48)]
     done = await asyncio.gather(*(engine.generate(p, Sampling(32, seed=i), str(i)) for i, p in enumerate(prompts)))
@@ -192,12 +226,14 @@ async def test_fuzzed_schedules_give_the_same_tokens_as_one_by_one(kind: str, sc
     expected = [await play(alone, *job) for job in jobs]
     together = make_engine(model, max_sessions=rng.choice([3, 12, 64]))
 
-    async def late(job: tuple[str, int, int, Sampling], wait_s: float) -> list[list[int]]:
+    async def late(job: tuple[str, int, int, Sampling], wait_s: float) -> list[Turn]:
         await asyncio.sleep(wait_s)
         return await play(together, *job)
 
     got = await asyncio.gather(*(late(job, rng.random() * 0.2) for job in jobs))
-    assert got == expected
+    different = [(job[3], g, e) for job, g, e in zip(jobs, got, expected, strict=True) if g != e]
+    assert all(is_tie(model, *case) for case in different)
+    assert len(different) <= 2
     assert together.stats()["sessions"] == 0
 
 
@@ -254,8 +290,7 @@ async def test_an_update_in_the_middle_of_a_reply() -> None:
     ids = prompt(20)
     await engine.generate(ids, Sampling(2), "warm")
     task = asyncio.create_task(engine.generate(ids, Sampling(1200, seed=1), "a"))
-    while engine.stats()["new_tokens"] < 40:
-        await asyncio.sleep(0)
+    await until(engine, 40)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.5)
         model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
@@ -266,9 +301,8 @@ async def test_an_update_in_the_middle_of_a_reply() -> None:
     old, new = (distribution(m, ids, completion.token_ids).gather(1, index).squeeze(1) for m in (before, model))
     got = torch.tensor(completion.logprobs)
     is_old, is_new = (got - old).abs() < 1e-3, (got - new).abs() < 1e-3
-    change = next(i for i in range(len(got)) if not is_old[i:].any())
+    change = next(i for i in range(len(got)) if not is_old[i])
     assert 0 < change < len(got)
-    assert is_old[:change].all()
     assert is_new[change:].all()
 
 
@@ -358,8 +392,7 @@ async def test_failures_name_themselves_and_leave_the_engine_usable() -> None:
         model.lm_head.weight.copy_(healthy)
     doomed = asyncio.create_task(engine.generate(ids, Sampling(1000, seed=1), "doomed"))
     other = asyncio.create_task(engine.generate(prompt(11), Sampling(60, temperature=0), "other"))
-    while engine.stats()["new_tokens"] < 20:
-        await asyncio.sleep(0)
+    await until(engine, engine.stats()["new_tokens"] + 20)
     doomed.cancel()
     assert (await other).token_ids == greedy(model, prompt(11), 60)
     with pytest.raises(asyncio.CancelledError):

@@ -28,8 +28,8 @@ def make_runner(model: Any, *, max_slots: int, max_length: int) -> DecoderRunner
 
             return CapturedRunner(model, max_slots=max_slots, max_length=max_length)
         warnings.warn(
-            f"The native engine cannot capture this model's steps in CUDA graphs ({reason}): they run module by module. "
-            "Results are right, but slower.",
+            f"The native engine cannot capture this model's steps in CUDA graphs ({reason}): they run module by "
+            "module. Results are right, but slower.",
             stacklevel=3,
         )
     return DecoderRunner(model, max_slots=max_slots, max_length=max_length)

@@ -1,1 +1,1 @@
-"""The native engine's fast path on a CUDA device: captured steps over its own kernels. Needs Triton; imported only there."""
+"""The native engine's fast path on a CUDA device: captured steps over its own kernels. Imports Triton."""

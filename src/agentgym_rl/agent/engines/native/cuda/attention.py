@@ -4,6 +4,8 @@ All query heads of a key/value head are rows of one product, so every key and va
 Shapes: B rows, T packed tokens, H query heads, K key/value heads, D head width, L positions of a slot.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 import math
@@ -12,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from agentgym_rl.agent.engines.native.cuda.chaining import CHAINED, follow
 
 LOG2_E = 1.0 / math.log(2.0)
 PREFILL_ROWS = 128
@@ -49,7 +53,9 @@ def decode_attention_kernel(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
+    follow(CHAIN)
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
@@ -94,7 +100,10 @@ def decode_attention_kernel(
 
 
 @triton.jit
-def merge_splits_kernel(partial_out, partial_stats, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr):
+def merge_splits_kernel(
+    partial_out, partial_stats, out, HEAD_DIM: tl.constexpr, SPLITS: tl.constexpr, CHAIN: tl.constexpr
+):
+    follow(CHAIN)
     head = tl.program_id(0)
     offs_s = tl.arange(0, SPLITS)
     offs_d = tl.arange(0, HEAD_DIM)
@@ -249,10 +258,13 @@ def decode_attention(
         BLOCK_LENGTH=32 if wide else 64,
         SPLITS=splits,
         num_warps=4,
-        num_stages=2 if wide else 3,
+        num_stages=2,
+        **CHAINED,
     )
     if splits > 1:
-        merge_splits_kernel[(num_rows * num_heads,)](partial_out, partial_stats, out, head_dim, splits, num_warps=1)
+        merge_splits_kernel[(num_rows * num_heads,)](
+            partial_out, partial_stats, out, HEAD_DIM=head_dim, SPLITS=splits, num_warps=1, **CHAINED
+        )
     return out
 
 
@@ -300,7 +312,7 @@ def queries_per_block(group: int, dtype: torch.dtype) -> int:
 
 
 def copy_slots(keys: torch.Tensor, values: torch.Tensor, pairs: torch.Tensor, longest: int) -> None:
-    """Copy the first pairs[2] positions of slots pairs[0] to slots pairs[1], in every layer of [layers, slots, K, L, D]."""
+    """The first pairs[2] positions of slots pairs[0] to slots pairs[1], in every layer of [layers, slots, K, L, D]."""
     num_layers, _, num_kv, _, head_dim = keys.shape
     block = 64
     copy_slots_kernel[(pairs.shape[1], num_layers * num_kv, triton.cdiv(longest, block))](

@@ -1,12 +1,11 @@
-"""The other kernels of a decoder layer, in Triton.
-
-Two sets. For wide models the matrix products are the library's and only what lies between them is here: norm, rotary
-embedding with the write into the cache, SiLU times up. For narrow ones, where a product takes a few microseconds, the
-products are here too and do those things on the way in and out: four launches a layer beside attention instead of eight.
+"""What lies between the matrix products of a decoder layer, in Triton: norm, rotary embedding with the write into the
+cache, SiLU times up. For prefill, and for models so wide that the library's products are best.
 
 Shapes: T tokens (rows of a decode step, or packed prompts), C hidden size, H and K query and key/value heads, D head
 width, I intermediate size. Weights are as in torch.nn.Linear: [out, in].
 """
+
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -14,9 +13,12 @@ import torch
 import triton
 import triton.language as tl
 
+from agentgym_rl.agent.engines.native.cuda.chaining import CHAINED, follow
+
 
 @triton.jit
-def rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+    follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BLOCK)
     inside = offs < SIZE
@@ -32,7 +34,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty_like(x)
     size = x.shape[1]
     block = triton.next_power_of_2(size)
-    rms_norm_kernel[(len(x),)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=4 if block <= 2048 else 8)
+    num_warps = 4 if block <= 2048 else 8
+    rms_norm_kernel[(len(x),)](x, weight, out, eps, SIZE=size, BLOCK=block, num_warps=num_warps, **CHAINED)
     return out
 
 
@@ -48,8 +51,6 @@ def rope_and_store_kernel(
     sin,
     slots,
     positions,
-    done,
-    spare,
     slot_stride,
     head_stride,
     norm_eps,
@@ -58,9 +59,10 @@ def rope_and_store_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    HAS_DONE: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
     """One token: all its heads, [heads, D] in two halves because rotation pairs them."""
+    follow(CHAIN)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + token)
@@ -88,8 +90,6 @@ def rope_and_store_kernel(
     target = query + token * HEADS * HEAD_DIM + place
     tl.store(target, new_low, mask=is_query)
     tl.store(target + HALF, new_high, mask=is_query)
-    if HAS_DONE:
-        position = tl.where(tl.load(done + token) != 0, spare, position)
     base = slot * slot_stride + position * HEAD_DIM
     kept = base + (offs_h - HEADS)[:, None] * head_stride + offs_d[None, :]
     tl.store(keys + kept, new_low, mask=is_key)
@@ -109,11 +109,9 @@ def rope_and_store(
     sin: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
-    done: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Queries [T, H * D], rotated; keys and values go into the cache [slots, K, L, D], those of rows that are done to
-    its spare position."""
-    _, num_kv, length, head_dim = keys.shape
+    """Queries [T, H * D], rotated; keys and values go into the cache [slots, K, L, D]."""
+    _, num_kv, _, head_dim = keys.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv
     query = torch.empty((len(qkv), num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm, eps = norms if norms is not None else (cos, cos, 0.0)
@@ -128,8 +126,6 @@ def rope_and_store(
         sin,
         slots,
         positions,
-        positions if done is None else done,
-        length - 1,
         keys.stride(0),
         keys.stride(1),
         eps,
@@ -138,14 +134,15 @@ def rope_and_store(
         HEAD_DIM=head_dim,
         BLOCK_HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
         HAS_NORM=norms is not None,
-        HAS_DONE=done is not None,
         num_warps=4,
+        **CHAINED,
     )
     return query
 
 
 @triton.jit
-def silu_times_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def silu_times_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr):
+    follow(CHAIN)
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < SIZE
@@ -159,5 +156,6 @@ def silu_times(gate_up: torch.Tensor) -> torch.Tensor:
     size = gate_up.shape[1] // 2
     out = torch.empty((len(gate_up), size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(2048, triton.next_power_of_2(size))
-    silu_times_kernel[(len(gate_up), triton.cdiv(size, block))](gate_up, out, SIZE=size, BLOCK=block, num_warps=4)
+    grid = (len(gate_up), triton.cdiv(size, block))
+    silu_times_kernel[grid](gate_up, out, SIZE=size, BLOCK=block, num_warps=4, **CHAINED)
     return out

@@ -14,11 +14,11 @@ from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention import Blocks, decode_attention, prefill_attention
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
 from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState, pick
-from agentgym_rl.agent.engines.native.cuda.products import add_product, norm_gate_up, norm_qkv
+from agentgym_rl.agent.engines.native.cuda.products import add_product, embed, gate_up, qkv
 from agentgym_rl.agent.engines.native.cuda.weights import LayerWeights, layer_weights
 
 NARROW = 1024
-"""Models up to this hidden size use the fused products: the library's are over before they are launched."""
+"""Models up to this hidden size decode with the fused products alone; for wider ones the library's are better."""
 
 
 @dataclass(slots=True)
@@ -59,12 +59,7 @@ class CapturedModel:
 
     def decode(self, state: RowState, picks: Picks, *, with_top_p: bool) -> None:
         """Compute each row's token and pick the one after it."""
-        hidden = self._embedding.index_select(0, state.token)
-        for index, layer in enumerate(self._layers):
-            if self._narrow:
-                self._narrow_layer(index, layer, hidden, state)
-            else:
-                self._wide_layer(index, layer, hidden, state)
+        hidden = self._narrow_layers(state) if self._narrow else self._wide_layers(state)
         hidden = rms_norm(hidden, *self._norm)
         pick(_logits(hidden, self._head), state, picks, with_top_p=with_top_p)
 
@@ -73,56 +68,70 @@ class CapturedModel:
         hidden = self._embedding.index_select(0, packed.token_ids)
         for index, layer in enumerate(self._layers):
             keys, values = self._cache.keys[index], self._cache.values[index]
-            query = self._query(index, layer, hidden, packed.slots, packed.positions, None)
+            query = self._query(index, layer, hidden, packed)
             if index == len(self._layers) - 1:
                 return
             mixed = torch.empty_like(query)
             prefill_attention(query, keys, values, packed.blocks, self._scaling, mixed)
             self._rest(layer, hidden, mixed)
 
-    def _narrow_layer(self, index: int, layer: LayerWeights, hidden: torch.Tensor, state: RowState) -> None:
-        keys, values, processors = self._cache.keys[index], self._cache.values[index], self._num_processors
-        query = norm_qkv(
-            hidden,
-            layer.input_norm,
+    def _narrow_layers(self, state: RowState) -> torch.Tensor:
+        stream = embed(state.token, self._embedding, self._layers[0].input_norm[0])
+        for index, layer in enumerate(self._layers):
+            query = self._fused_query(index, layer, stream.scaled, stream.squares, state)
+            mixed = self._attend(index, query, state)
+            add_product(stream, mixed, layer.out, layer.out_bias, layer.post_norm[0])
+            inner = gate_up(stream, layer.post_norm[1], layer.gate_up)
+            last = index + 1 == len(self._layers)
+            next_norm = self._norm[0] if last else self._layers[index + 1].input_norm[0]
+            add_product(stream, inner, layer.down, None, next_norm)
+        return stream.hidden
+
+    def _wide_layers(self, state: RowState) -> torch.Tensor:
+        hidden = self._embedding.index_select(0, state.token)
+        for index, layer in enumerate(self._layers):
+            query = self._fused_query(index, layer, rms_norm(hidden, *layer.input_norm), None, state)
+            self._rest(layer, hidden, self._attend(index, query, state))
+        return hidden
+
+    def _fused_query(
+        self, index: int, layer: LayerWeights, x: torch.Tensor, squares: torch.Tensor | None, state: RowState
+    ) -> torch.Tensor:
+        return qkv(
+            x,
+            squares,
+            layer.input_norm[1],
             layer.qkv,
             layer.qkv_bias,
             layer.head_norms,
             self._cos,
             self._sin,
-            keys,
-            values,
+            self._cache.keys[index],
+            self._cache.values[index],
             state.slot,
             state.position,
             state.done,
-            processors,
         )
-        mixed = decode_attention(query, keys, values, state.slot, state.position, state.done, self._scaling, processors)
-        add_product(hidden, mixed, layer.out, layer.out_bias, processors)
-        inner = norm_gate_up(hidden, layer.post_norm, layer.gate_up, processors)
-        add_product(hidden, inner, layer.down, None, processors)
 
-    def _wide_layer(self, index: int, layer: LayerWeights, hidden: torch.Tensor, state: RowState) -> None:
-        keys, values = self._cache.keys[index], self._cache.values[index]
-        query = self._query(index, layer, hidden, state.slot, state.position, state.done)
-        mixed = decode_attention(
-            query, keys, values, state.slot, state.position, state.done, self._scaling, self._num_processors
+    def _attend(self, index: int, query: torch.Tensor, state: RowState) -> torch.Tensor:
+        return decode_attention(
+            query,
+            self._cache.keys[index],
+            self._cache.values[index],
+            state.slot,
+            state.position,
+            state.done,
+            self._scaling,
+            self._num_processors,
         )
-        self._rest(layer, hidden, mixed)
 
-    def _query(
-        self,
-        index: int,
-        layer: LayerWeights,
-        hidden: torch.Tensor,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        done: torch.Tensor | None,
-    ) -> torch.Tensor:
+    def _query(self, index: int, layer: LayerWeights, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
         x = rms_norm(hidden, *layer.input_norm)
-        qkv = _product(x, layer.qkv, layer.qkv_bias)
+        projected = _product(x, layer.qkv, layer.qkv_bias)
         keys, values = self._cache.keys[index], self._cache.values[index]
-        return rope_and_store(qkv, keys, values, layer.head_norms, self._cos, self._sin, slots, positions, done)
+        return rope_and_store(
+            projected, keys, values, layer.head_norms, self._cos, self._sin, packed.slots, packed.positions
+        )
 
     def _rest(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
         """What follows attention; the residual sums are part of the products."""

@@ -4,6 +4,8 @@ The draw inverts the cumulative distribution in two strides: sums over blocks of
 inside it finds the token. So the logits are read once, whatever the number of rows.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -74,7 +76,7 @@ def _ordered(x):
 
 @triton.jit
 def top_p_kernel(logits, cut, temperature, top_p, done, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest scaled logit that stays: bisection over the numbers themselves, so exact up to ties, which all stay."""
+    """The lowest scaled logit that stays: bisection over the numbers themselves, exact up to ties, which all stay."""
     row = tl.program_id(0)
     heat = tl.load(temperature + row)
     share = tl.load(top_p + row)

@@ -1,21 +1,81 @@
-"""Matrix products of narrow models that do their neighbours' work on the way in and out, in Triton.
+"""Matrix products that do their neighbours' work on the way in and out, in Triton.
 
 A product of a few hundred rows by a few hundred columns is over in microseconds: what counts is the number of launches.
-Norm weights and biases are the model's own. A norm costs nothing here: rows are scaled by the norm's weight before the
-product and by their root mean square after it.
+A norm between two products costs nothing here: the first one also writes its sum scaled by the norm's weight, and the
+sum of squares of each row in parts; the second multiplies the scaled rows and divides by the root mean square last.
+
+Shapes: B rows, C hidden size, H and K query and key/value heads, D head width, I intermediate size, P parts.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from agentgym_rl.agent.engines.native.cuda.chaining import CHAINED, follow
+
+PARTS_BLOCK = 32
+"""Columns that one program of `add_product` sums the squares of."""
+
+
+@dataclass(slots=True)
+class Residual:
+    """The stream of hidden states through the layers, and what the next norm needs of it."""
+
+    hidden: torch.Tensor
+    """[B, C]."""
+    scaled: torch.Tensor
+    """[B, C]: hidden times the next norm's weight."""
+    squares: torch.Tensor
+    """[P, B] float32: sums of squares of the parts of each row."""
+
 
 @triton.jit
-def norm_qkv_kernel(
-    hidden,
+def embed_kernel(
+    tokens,
+    table,
     norm_weight,
+    hidden,
+    scaled,
+    squares,
+    num_rows,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,
+    CHAIN: tl.constexpr,
+):
+    follow(CHAIN)
+    row = tl.program_id(0)
+    offs = tl.arange(0, BLOCK)
+    inside = offs < SIZE
+    x = tl.load(table + tl.load(tokens + row) * SIZE + offs, mask=inside, other=0.0)
+    wide = x.to(tl.float32)
+    tl.store(hidden + row * SIZE + offs, x, mask=inside)
+    weight = tl.load(norm_weight + offs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled + row * SIZE + offs, (wide * weight).to(scaled.dtype.element_ty), mask=inside)
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    total = tl.sum(wide * wide, 0)
+    tl.store(squares + parts * num_rows + row, tl.where(parts == 0, total, 0.0), mask=parts < PARTS)
+
+
+@triton.jit
+def _roots(squares, rows, real, num_rows, eps, SIZE: tl.constexpr, PARTS: tl.constexpr):
+    """One over the root mean square of each row."""
+    parts = tl.arange(0, triton.next_power_of_2(PARTS))
+    known = (parts < PARTS)[:, None] & real[None, :]
+    sums = tl.load(squares + parts[:, None] * num_rows + rows[None, :], mask=known, other=0.0)
+    return tl.rsqrt(tl.sum(sums, 0) / SIZE + eps)
+
+
+@triton.jit
+def qkv_kernel(
+    scaled,
+    squares,
     weight,
     bias,
     q_norm,
@@ -35,6 +95,7 @@ def norm_qkv_kernel(
     eps,
     norm_eps,
     SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -42,37 +103,29 @@ def norm_qkv_kernel(
     HAS_NORM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
-    """Norm, one head of the qkv product, its norm and rotation, and the write to the queries or into the cache."""
+    """One head of the qkv product, its norm and rotation, and the write to the queries or into the cache."""
+    follow(CHAIN)
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = rows < num_rows
-    offs_d = tl.arange(0, HALF)
     offs_k = tl.arange(0, BLOCK_K)
-    columns = head * HEAD_DIM + offs_d
-    low = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
-    high = tl.zeros([BLOCK_ROWS, HALF], tl.float32)
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    columns = head * HEAD_DIM + tl.arange(0, HEAD_DIM)
+    product = tl.zeros([BLOCK_ROWS, HEAD_DIM], tl.float32)
+    position = tl.load(positions + rows, mask=real, other=0)
     for start in range(0, SIZE, BLOCK_K):
         k = start + offs_k
-        x = tl.load(hidden + rows[:, None] * SIZE + k[None, :], mask=real[:, None] & (k < SIZE)[None, :], other=0.0)
-        scale = tl.load(norm_weight + k, mask=k < SIZE, other=0.0)
-        w = weight + columns[None, :] * SIZE + k[:, None]
-        w_low = tl.load(w, mask=(k < SIZE)[:, None], other=0.0)
-        w_high = tl.load(w + HALF * SIZE, mask=(k < SIZE)[:, None], other=0.0)
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        x = (wide * scale.to(tl.float32)[None, :]).to(x.dtype)
-        low = tl.dot(x, w_low, low, input_precision="ieee")
-        high = tl.dot(x, w_high, high, input_precision="ieee")
-    root = tl.rsqrt(squares / SIZE + eps)[:, None]
-    low *= root
-    high *= root
+        x = tl.load(scaled + rows[:, None] * SIZE + k[None, :], mask=real[:, None] & (k < SIZE)[None, :], other=0.0)
+        w = tl.load(weight + columns[None, :] * SIZE + k[:, None], mask=(k < SIZE)[:, None], other=0.0)
+        product = tl.dot(x, w, product, input_precision="ieee")
+    if PARTS > 0:
+        product *= _roots(squares, rows, real, num_rows, eps, SIZE, PARTS)[:, None]
     if HAS_BIAS:
-        low += tl.load(bias + columns).to(tl.float32)[None, :]
-        high += tl.load(bias + columns + HALF).to(tl.float32)[None, :]
-    position = tl.load(positions + rows, mask=real, other=0)
+        product += tl.load(bias + columns).to(tl.float32)[None, :]
+    low, high = tl.split(tl.permute(tl.reshape(product, (BLOCK_ROWS, 2, HALF)), (0, 2, 1)))
+    offs_d = tl.arange(0, HALF)
     if head < HEADS + KV_HEADS:
         if HAS_NORM:
             inner = tl.rsqrt((tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM + norm_eps)[:, None]
@@ -107,46 +160,43 @@ def norm_qkv_kernel(
 
 
 @triton.jit
-def norm_gate_up_kernel(
-    hidden,
-    norm_weight,
+def gate_up_kernel(
+    scaled,
+    squares,
     weight,
     out,
     num_rows,
     eps,
     SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
     INNER: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
-    """Norm, the gate and up products, SiLU and their product."""
-    columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    """The gate and up products, SiLU and their product. Columns of both are one tile: the gate's, then the up's."""
+    follow(CHAIN)
+    first = tl.program_id(0) * BLOCK_COLUMNS
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = rows < num_rows
-    inside = columns < INNER
     offs_k = tl.arange(0, BLOCK_K)
-    gate = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    up = tl.zeros([BLOCK_ROWS, BLOCK_COLUMNS], tl.float32)
-    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    both = tl.arange(0, 2 * BLOCK_COLUMNS)
+    column = first + both % BLOCK_COLUMNS
+    weight_row = column + (both // BLOCK_COLUMNS) * INNER
+    product = tl.zeros([BLOCK_ROWS, 2 * BLOCK_COLUMNS], tl.float32)
     for start in range(0, SIZE, BLOCK_K):
         k = start + offs_k
-        x = tl.load(hidden + rows[:, None] * SIZE + k[None, :], mask=real[:, None] & (k < SIZE)[None, :], other=0.0)
-        scale = tl.load(norm_weight + k, mask=k < SIZE, other=0.0)
-        w = weight + columns[None, :] * SIZE + k[:, None]
-        known = inside[None, :] & (k < SIZE)[:, None]
-        w_gate = tl.load(w, mask=known, other=0.0)
-        w_up = tl.load(w + INNER * SIZE, mask=known, other=0.0)
-        wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, 1)
-        x = (wide * scale.to(tl.float32)[None, :]).to(x.dtype)
-        gate = tl.dot(x, w_gate, gate, input_precision="ieee")
-        up = tl.dot(x, w_up, up, input_precision="ieee")
-    root = tl.rsqrt(squares / SIZE + eps)[:, None]
-    gate *= root
-    mixed = gate * tl.sigmoid(gate) * (up * root)
+        x = tl.load(scaled + rows[:, None] * SIZE + k[None, :], mask=real[:, None] & (k < SIZE)[None, :], other=0.0)
+        known = (column < INNER)[None, :] & (k < SIZE)[:, None]
+        w = tl.load(weight + weight_row[None, :] * SIZE + k[:, None], mask=known, other=0.0)
+        product = tl.dot(x, w, product, input_precision="ieee")
+    product *= _roots(squares, rows, real, num_rows, eps, SIZE, PARTS)[:, None]
+    gate, up = tl.split(tl.permute(tl.reshape(product, (BLOCK_ROWS, 2, BLOCK_COLUMNS)), (0, 2, 1)))
+    columns = first + tl.arange(0, BLOCK_COLUMNS)
     target = out + rows[:, None] * INNER + columns[None, :]
-    tl.store(target, mixed.to(out.dtype.element_ty), mask=real[:, None] & inside[None, :])
+    mixed = gate * tl.sigmoid(gate) * up
+    tl.store(target, mixed.to(out.dtype.element_ty), mask=real[:, None] & (columns < INNER)[None, :])
 
 
 @triton.jit
@@ -155,6 +205,9 @@ def add_product_kernel(
     weight,
     bias,
     hidden,
+    norm_weight,
+    scaled,
+    squares,
     num_rows,
     INNER: tl.constexpr,
     SIZE: tl.constexpr,
@@ -162,8 +215,10 @@ def add_product_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):
-    """hidden += x @ weight.T + bias."""
+    """hidden += x @ weight.T + bias, and what the next norm needs of it."""
+    follow(CHAIN)
     columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     real = rows < num_rows
@@ -173,35 +228,60 @@ def add_product_kernel(
     for start in range(0, INNER, BLOCK_K):
         k = start + offs_k
         a = tl.load(x + rows[:, None] * INNER + k[None, :], mask=real[:, None] & (k < INNER)[None, :], other=0.0)
-        w = tl.load(
-            weight + columns[None, :] * INNER + k[:, None], mask=inside[None, :] & (k < INNER)[:, None], other=0.0
-        )
+        known = inside[None, :] & (k < INNER)[:, None]
+        w = tl.load(weight + columns[None, :] * INNER + k[:, None], mask=known, other=0.0)
         product = tl.dot(a, w, product, input_precision="ieee")
     if HAS_BIAS:
         product += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-    target = hidden + rows[:, None] * SIZE + columns[None, :]
+    place = rows[:, None] * SIZE + columns[None, :]
     mask = real[:, None] & inside[None, :]
-    product += tl.load(target, mask=mask, other=0.0).to(tl.float32)
-    tl.store(target, product.to(hidden.dtype.element_ty), mask=mask)
+    product += tl.load(hidden + place, mask=mask, other=0.0).to(tl.float32)
+    stored = product.to(hidden.dtype.element_ty)
+    tl.store(hidden + place, stored, mask=mask)
+    wide = stored.to(tl.float32)
+    factor = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(scaled + place, (wide * factor[None, :]).to(scaled.dtype.element_ty), mask=mask)
+    tl.store(squares + tl.program_id(0) * num_rows + rows, tl.sum(wide * wide, 1), mask=real)
 
 
 def _block_k(size: int, dtype: torch.dtype) -> int:
     """Columns of one step of a product: as wide as divides the size, so that masks cost nothing."""
-    most = 32 if dtype.itemsize == 4 else 64
+    most = 32 if dtype.itemsize == 4 else 128 if size >= 1024 else 64
     return min(most, max(16, size & -size))
 
 
-def _block_rows(num_rows: int, num_columns: int, num_processors: int) -> int:
-    """Rows of one program: as few as let one wave of programs cover the matrix, to spread it over all processors."""
-    rows = 16
-    while rows < 64 and num_columns * triton.cdiv(num_rows, rows) > num_processors:
-        rows *= 2
-    return rows
+def _block_rows(dtype: torch.dtype) -> int:
+    """Rows of one program: what the matrix units take at once."""
+    return 32 if dtype.itemsize == 4 else 64
 
 
-def norm_qkv(
-    hidden: torch.Tensor,
-    norm: tuple[torch.Tensor, float],
+def embed(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor) -> Residual:
+    """The rows of the table, as the beginning of a residual stream."""
+    num_rows, size = len(tokens), table.shape[1]
+    parts = triton.cdiv(size, PARTS_BLOCK)
+    hidden, scaled = (torch.empty((num_rows, size), dtype=table.dtype, device=table.device) for _ in range(2))
+    squares = torch.empty((parts, num_rows), dtype=torch.float32, device=table.device)
+    embed_kernel[(num_rows,)](
+        tokens,
+        table,
+        norm_weight,
+        hidden,
+        scaled,
+        squares,
+        num_rows,
+        SIZE=size,
+        BLOCK=triton.next_power_of_2(size),
+        PARTS=parts,
+        num_warps=4,
+        **CHAINED,
+    )
+    return Residual(hidden, scaled, squares)
+
+
+def qkv(
+    x: torch.Tensor,
+    squares: torch.Tensor | None,
+    eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     norms: tuple[torch.Tensor, torch.Tensor, float] | None,
@@ -212,19 +292,19 @@ def norm_qkv(
     slots: torch.Tensor,
     positions: torch.Tensor,
     done: torch.Tensor,
-    num_processors: int,
 ) -> torch.Tensor:
-    """Queries [B, H * D], rotated; keys and values go into the cache [slots, K, L, D]."""
-    num_rows, size = hidden.shape
+    """Queries [B, H * D], rotated; keys and values go into the cache [slots, K, L, D]. x [B, C] is normalised, or
+    scaled and then divided by the root mean square that `squares` tells."""
+    num_rows, size = x.shape
     _, num_kv, length, head_dim = keys.shape
     heads = weight.shape[0] // head_dim
     num_heads = heads - 2 * num_kv
-    query = torch.empty((num_rows, num_heads * head_dim), dtype=hidden.dtype, device=hidden.device)
+    query = torch.empty((num_rows, num_heads * head_dim), dtype=x.dtype, device=x.device)
     q_norm, k_norm, norm_eps = norms if norms is not None else (cos, cos, 0.0)
-    block_rows = _block_rows(num_rows, heads, num_processors)
-    norm_qkv_kernel[(heads, triton.cdiv(num_rows, block_rows))](
-        hidden,
-        norm[0],
+    block_rows = _block_rows(x.dtype)
+    qkv_kernel[(heads, triton.cdiv(num_rows, block_rows))](
+        x,
+        x if squares is None else squares,
         weight,
         weight if bias is None else bias,
         q_norm,
@@ -241,71 +321,79 @@ def norm_qkv(
         length - 1,
         keys.stride(0),
         keys.stride(1),
-        norm[1],
+        eps,
         norm_eps,
         SIZE=size,
+        PARTS=0 if squares is None else len(squares),
         HEADS=num_heads,
         KV_HEADS=num_kv,
         HEAD_DIM=head_dim,
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,
         BLOCK_ROWS=block_rows,
-        BLOCK_K=_block_k(size, hidden.dtype),
+        BLOCK_K=_block_k(size, x.dtype),
         num_warps=4,
-        num_stages=4,
+        num_stages=4 if head_dim < 128 else 3,
+        **CHAINED,
     )
     return query
 
 
-def norm_gate_up(
-    hidden: torch.Tensor, norm: tuple[torch.Tensor, float], weight: torch.Tensor, num_processors: int
-) -> torch.Tensor:
-    """silu(gate) * up of the normalised rows: [B, C] to [B, I]; weight is [2 I, C]."""
-    num_rows, size = hidden.shape
+def gate_up(stream: Residual, eps: float, weight: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up of the normalised rows: [B, I]; weight is [2 I, C]."""
+    num_rows, size = stream.scaled.shape
     inner = weight.shape[0] // 2
-    out = torch.empty((num_rows, inner), dtype=hidden.dtype, device=hidden.device)
-    block_columns = 32 if hidden.dtype.itemsize == 4 else 64
-    columns = triton.cdiv(inner, block_columns)
-    block_rows = _block_rows(num_rows, columns, num_processors)
-    norm_gate_up_kernel[(columns, triton.cdiv(num_rows, block_rows))](
-        hidden,
-        norm[0],
+    dtype = stream.scaled.dtype
+    out = torch.empty((num_rows, inner), dtype=dtype, device=weight.device)
+    block_columns = 32 if dtype.itemsize == 4 else 64
+    block_rows = _block_rows(dtype)
+    gate_up_kernel[(triton.cdiv(inner, block_columns), triton.cdiv(num_rows, block_rows))](
+        stream.scaled,
+        stream.squares,
         weight,
         out,
         num_rows,
-        norm[1],
+        eps,
         SIZE=size,
+        PARTS=len(stream.squares),
         INNER=inner,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
-        BLOCK_K=_block_k(size, hidden.dtype),
+        BLOCK_K=_block_k(size, dtype),
         num_warps=4,
         num_stages=4,
+        **CHAINED,
     )
     return out
 
 
 def add_product(
-    hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, num_processors: int
+    stream: Residual,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    norm_weight: torch.Tensor,
 ) -> None:
-    """hidden += x @ weight.T + bias, in place."""
+    """stream.hidden += x @ weight.T + bias, ready for the norm with `norm_weight`."""
     num_rows, inner = x.shape
     size = weight.shape[0]
-    block_columns = 32 if hidden.dtype.itemsize == 4 else 64
-    columns = triton.cdiv(size, block_columns)
-    block_rows = _block_rows(num_rows, columns, num_processors)
-    add_product_kernel[(columns, triton.cdiv(num_rows, block_rows))](
+    block_rows = _block_rows(x.dtype)
+    add_product_kernel[(triton.cdiv(size, PARTS_BLOCK), triton.cdiv(num_rows, block_rows))](
         x,
         weight,
         weight if bias is None else bias,
-        hidden,
+        stream.hidden,
+        norm_weight,
+        stream.scaled,
+        stream.squares,
         num_rows,
         INNER=inner,
         SIZE=size,
         HAS_BIAS=bias is not None,
         BLOCK_ROWS=block_rows,
-        BLOCK_COLUMNS=block_columns,
-        BLOCK_K=_block_k(inner, hidden.dtype),
+        BLOCK_COLUMNS=PARTS_BLOCK,
+        BLOCK_K=_block_k(inner, x.dtype),
         num_warps=4,
         num_stages=4,
+        **CHAINED,
     )

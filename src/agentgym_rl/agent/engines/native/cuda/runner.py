@@ -1,7 +1,7 @@
 """Decode steps captured whole in CUDA graphs, several in one launch, and packed prefill passes before them.
 
-One graph is one step for a bucket of batch sizes; a launch replays it as often as wanted without asking the host. What a
-step needs to know of its rows is on the device (`RowState`), and so is what it picks until the launch is over.
+One graph is one step for a bucket of batch sizes; a launch replays it as often as wanted without asking the host. What
+a step needs to know of its rows is on the device (`RowState`), and so is what it picks until the launch is over.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class CapturedRunner:
         )
         self._block_tokens = queries_per_block(config.num_attention_heads // config.num_key_value_heads, dtype)
         self._graphs: dict[Any, Callable[[], None]] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
+        self._pool: Any = None
         self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
         self._addresses: tuple[int, ...] = ()
         self._captured: CapturedModel
@@ -95,10 +95,10 @@ class CapturedRunner:
     def refresh(self) -> None:
         """Captured steps hold for weights at their addresses: where one has moved, begin anew."""
         if addresses(self._model) != self._addresses:
+            self._forget_graphs()
             reason = why_not_captured(self._model)
             if reason is not None:
                 raise EngineError(f"The model was changed under the engine and {reason}: make another engine.")
-            self._graphs.clear()
             self._captured = CapturedModel(self._model, self.cache)
             self._addresses = addresses(self._model)
             if self.cache.spare_position > 0:
@@ -109,7 +109,7 @@ class CapturedRunner:
         """Room for sequences of `length` tokens."""
         if length <= self.cache.spare_position:
             return
-        self._graphs.clear()
+        self._forget_graphs()
         if self._on_cuda:
             whole = self.cache.bytes_of(self.cache.max_slots, self.cache.max_length)
             if whole <= WHOLE_CACHE_SHARE * torch.cuda.get_device_properties(self._device).total_memory:
@@ -188,8 +188,13 @@ class CapturedRunner:
             self.cache.clear(slot)
 
     def free(self) -> None:
-        self._graphs.clear()
+        self._forget_graphs()
         self.cache.free()
+
+    def _forget_graphs(self) -> None:
+        """And their memory, which ends with the last of them: later ones need a pool of their own."""
+        self._graphs.clear()
+        self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
 
     def _step(self, bucket: int) -> Callable[[], None]:
         key = ("decode", bucket, self._with_top_p)

@@ -36,7 +36,7 @@ class LayerWeights:
 
 
 def why_not_captured(model: Any) -> str | None:
-    """None when the captured steps compute this model (one that DecoderRunner supports), else the reason they do not."""
+    """None when captured steps compute this model (one that DecoderRunner supports), else the reason they do not."""
     inner = unwrap(model)
     config, decoder = inner.config, inner.model
     if inner is not model:
