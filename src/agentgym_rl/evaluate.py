@@ -72,9 +72,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.suite is None and self.env is None:
-            raise ConfigError(
-                "say what to play: --suite agentgym-27, --env NAME, or both for one of its scenarios"
-            )
+            raise ConfigError("say what to play: --suite agentgym-27, --env NAME, or both for one of its scenarios")
         if self.suite is not None and self.suite not in SUITES:
             raise ConfigError(f"unknown suite {self.suite!r}: known are {', '.join(SUITES)}")
         if self.suite is not None and (self.subsets or self.items or self.url):
@@ -213,7 +211,8 @@ def _announce(
     console: Console, candidate: Candidate, root: Path, plans: Sequence[TaskPlan], total: int, left: int
 ) -> None:
     tasks = sum(bool(plan.items) for plan in plans)
-    console.stage("Evaluation", f"{candidate.name}, {tasks} tasks, {total} episodes, in {root}")
+    count = f"{tasks} task{'s' if tasks > 1 else ''}"
+    console.stage("Evaluation", f"{candidate.name}, {count}, {total} episodes, in {root}")
     if left < total:
         console.note(f"{total - left} episodes are there from before, {left} are left")
     for reason in dict.fromkeys(plan.missing for plan in plans if plan.missing):

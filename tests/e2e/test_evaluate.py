@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,16 +14,17 @@ from typing import Any
 import pytest
 from chat_for_tests import CACHED_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, ChatServer, chat_server
 from runs_for_tests import TINY, Process, quiet
-from training_for_tests import counting_player
 
 from agentgym_rl.agent.engines.openai import Prices
-from agentgym_rl.agents import AgentOptions
+from agentgym_rl.agents import AgentOptions, fingerprint
 from agentgym_rl.console import Console
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluate import Request, evaluate
 from agentgym_rl.evaluation.folder import read_records
 from agentgym_rl.runlog import read_trajectories
 from agentgym_rl.training.checkpoint import export
+from agentgym_rl.training.scratch import build_model, build_tokenizer
+from agentgym_rl.training.settings import ScratchSettings
 
 GO_TO_BALL = {"env": "babyai", "subsets": ("GoToRedBallNoDists",), "limit": 6, "turns": (4,)}
 
@@ -100,10 +102,19 @@ async def test_several_horizons_are_what_each_would_have_been(tmp_path: Path) ->
     assert "by turns allowed" in (tmp_path / "out" / "report.md").read_text()
 
 
+def untrained() -> tuple[Any, Any]:
+    """(model, tokenizer): a tiny model that talks nonsense."""
+    tokenizer = build_tokenizer(
+        ["turn left, turn right, move forward, go to red ball 1, you see a red ball 2 steps away"]
+    )
+    shape = ScratchSettings(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2)
+    return build_model(shape, tokenizer, 0), tokenizer
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "counting"
-    export(*counting_player(), folder)
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    export(*untrained(), folder)
     return folder
 
 
@@ -122,7 +133,7 @@ async def test_a_model_folder_and_the_checkpoints_of_a_run(model: Path, tmp_path
 
     folder = tmp_path / "trained"
     for step in (2, 5):
-        export(*counting_player(), folder / "checkpoints" / f"step_{step:06d}" / "model")
+        export(*untrained(), folder / "checkpoints" / f"step_{step:06d}" / "model")
     (folder / "config.toml").write_text(TINY)
     row = await evaluate(
         Request(AgentOptions(str(folder)), out=tmp_path / "last", **{**GO_TO_BALL, "limit": 1}), quiet()
@@ -137,6 +148,16 @@ async def test_a_model_folder_and_the_checkpoints_of_a_run(model: Path, tmp_path
     assert row["config"]["agent"]["step"] == 2
     with pytest.raises(ConfigError, match="no checkpoint of step 3: there is 2, 5"):
         await run(tmp_path / "third", f"{folder}@3")
+
+
+def test_other_weights_under_the_same_name_are_another_agent(model: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+    assert fingerprint(copy) == fingerprint(model)
+    weights = bytearray((copy / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (copy / "model.safetensors").write_bytes(weights)
+    assert fingerprint(copy) != fingerprint(model)
 
 
 async def test_an_api_agent_is_counted_and_priced(chat: ChatServer, tmp_path: Path) -> None:
@@ -193,7 +214,7 @@ async def test_an_episode_has_a_deadline(chat: ChatServer, tmp_path: Path) -> No
     assert (cell["episodes"], cell["errors"], cell["success"]) == (0, 2, None)
 
 
-async def test_a_rerun_with_other_settings_is_refused(tmp_path: Path, model: Path) -> None:
+async def test_a_rerun_with_other_settings_is_refused(tmp_path: Path) -> None:
     await run(tmp_path, "random")
     for changes, words in (
         ({"seed": 3}, r"seed \(saved 0, given 3\)"),
