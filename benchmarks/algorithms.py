@@ -115,7 +115,11 @@ def overrides_of(arm: str, episodes: int) -> list[str]:
     return [*chosen, f"rl.group_size={size}", f"rl.groups_per_step={episodes // size}"]
 
 
-def play(job: tuple[str, int, Path, bool, int, int]) -> dict[str, Any]:
+Job = tuple[str, int, Path, bool, int, int]
+"""(arm, seed, folder, easy, steps, episodes a step)."""
+
+
+def play(job: Job) -> dict[str, Any]:
     """One run, or what is left of it, in a process of its own."""
     arm, seed, folder, easy, steps, episodes = job
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -137,20 +141,18 @@ def play(job: tuple[str, int, Path, bool, int, int]) -> dict[str, Any]:
     return {"arm": arm, "seed": seed, "easy": easy, **json.loads((root / "summary.json").read_text())}
 
 
-def run_all(
-    arms: list[str], seeds: list[int], folder: Path, jobs: int, easy: bool, steps: int, episodes: int
-) -> list[dict[str, Any]]:
-    """Starting models first, then every arm of every seed, `jobs` at once."""
+def play_all(seeds: list[int], jobs: list[Job], processes: int) -> list[dict[str, Any]]:
+    """Starting models first, then the jobs, as many at once as there are processes."""
+    (folder, easy) = jobs[0][2:4]
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
-    rest = (folder, easy, steps, episodes)
     done: list[dict[str, Any]] = []
-    with Progress(console=TERMINAL) as bar, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with Progress(console=TERMINAL) as bar, ProcessPoolExecutor(processes, mp_context=context) as pool:
         task = bar.add_task("starting models", total=len(seeds))
-        for _ in pool.map(play, [(START, seed, *rest) for seed in seeds]):
+        for _ in pool.map(play, [(START, seed, folder, easy, 0, 0) for seed in seeds]):
             bar.advance(task)
-        task = bar.add_task("runs", total=len(arms) * len(seeds))
-        for result in pool.map(play, [(arm, seed, *rest) for seed in seeds for arm in arms]):
+        task = bar.add_task("runs", total=len(jobs))
+        for result in pool.map(play, jobs):
             done.append(result)
             bar.update(task, advance=1, description=f"{result['arm']} {result['after']['success']:.0%}")
     return done
@@ -208,9 +210,9 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=256, help="a step; offline methods get as many in all")
     parser.add_argument("--easy", action="store_true", help="only layouts of three turns, four to solve them in")
     options = parser.parse_args()
-    results = run_all(
-        options.arms, options.seeds, options.folder, options.jobs, options.easy, options.steps, options.episodes
-    )
+    rest = (options.folder, options.easy, options.steps, options.episodes)
+    jobs = [(arm, seed, *rest) for seed in options.seeds for arm in options.arms]
+    results = play_all(options.seeds, jobs, options.jobs)
     (options.folder / "results.json").write_text(json.dumps(results, indent=1))
     text = table(results)
     (options.folder / "results.md").write_text(text)
