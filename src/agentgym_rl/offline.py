@@ -270,9 +270,9 @@ def _described(made: Round, last_step: int, evaluation: dict[str, Any]) -> dict[
         "round": made.number,
         "first_step": made.first_step,
         "last_step": last_step,
-        "explored": made.metrics.get("episodes/usable", 0.0),
-        "explored_success": made.metrics.get("success/mean"),
-        **{source: len(samples) for source, samples in made.samples.items()},
+        "episodes": made.metrics.get("episodes/usable", 0.0),
+        "episodes_success": made.metrics.get("success/mean"),
+        **{source: len(samples) for source, samples in made.samples.items() if samples},
         **({"pairs": len(made.pairs)} if made.pairs else {}),
         "success": evaluation["success"],
     }

@@ -1,0 +1,166 @@
+"""Offline methods as whole runs: they learn, and killed and resumed they are as if left alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from runs_for_tests import Process, comparable_metrics, comparable_trajectories, final_weights, quiet, trainer_state
+
+from agentgym_rl.config import load_config
+from agentgym_rl.rounds import read_round
+from agentgym_rl.train import train
+from agentgym_rl.training.checkpoint import list_checkpoints
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
+SMALL = {
+    "sft": ["data.episodes=40", "sft.epochs=2"],
+    "dpo": ["dpo.rounds=2", "dpo.batch_size=24", "dpo.pairs_per_item=8"],
+    "agentevol": ["agentevol.rounds=2", "sft.batch_size=16", "warm_start.episodes=128", "warm_start.sft.epochs=6"],
+}
+"""Runs of seconds, with several updates in each round."""
+
+
+def arguments(method: str, run: Path) -> list[str]:
+    always = [f"run_dir={run}", "threads=1", "checkpoint.every=2", "eval.every=3"]
+    return ["train", str(RECIPES / f"tiny-{method}.toml"), *SMALL[method], *always]
+
+
+def start(method: str, run: Path, *more: str) -> Process:
+    return Process([*arguments(method, run), *more], run.parent / f"{run.name}.out")
+
+
+def finish(method: str, run: Path, *more: str) -> None:
+    process = start(method, run, *more)
+    assert process.wait(280) == 0, process.output.read_text()
+
+
+def lines(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def assert_equal(run: Path, expected: Path) -> None:
+    assert comparable_metrics(run) == comparable_metrics(expected)
+    assert comparable_trajectories(run) == comparable_trajectories(expected)
+    rounds = sorted(path.name for path in (expected / "rounds").iterdir())
+    assert sorted(path.name for path in (run / "rounds").iterdir()) == rounds
+    for number in range(1, len(rounds) + 1):
+        mine, theirs = read_round(run, number), read_round(expected, number)
+        assert (mine.samples, mine.pairs) == (theirs.samples, theirs.pairs)
+    weights = final_weights(run)
+    assert all(torch.equal(weights[name], value) for name, value in final_weights(expected).items())
+    state, expected_state = trainer_state(run), trainer_state(expected)
+    for name in ("step", "rounds_done", "history", "evaluations"):
+        assert state[name] == expected_state[name]
+    found, wanted = (json.loads((folder / "summary.json").read_text()) for folder in (run, expected))
+    assert found | {"seconds": 0} == wanted | {"seconds": 0}
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def run_of(method: str) -> Path:
+        if method not in made:
+            made[method] = tmp_path_factory.mktemp(method) / "run"
+            finish(method, made[method])
+        return made[method]
+
+    return run_of
+
+
+MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
+    "sft between checkpoints": ("sft", lambda run: lines(run) >= 3),
+    "dpo while a round is played": ("dpo", lambda run: (run / "trajectories" / "step_000001.jsonl").exists()),
+    "dpo once a round has its pairs": ("dpo", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
+    "agentevol in a later round": ("agentevol", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_and_resumed_is_as_if_left_alone(moment: str, left_alone: Callable[[str], Path], tmp_path: Path) -> None:
+    method, come = MOMENTS[moment]
+    run = tmp_path / "run"
+    start(method, run).kill_when(lambda: come(run), 280)
+    finish(method, run, "--resume")
+    assert_equal(run, left_alone(method))
+
+
+def test_the_runs_are_worth_comparing_with(left_alone: Callable[[str], Path]) -> None:
+    """Otherwise equal could mean empty."""
+    for method in SMALL:
+        run = left_alone(method)
+        rows = comparable_metrics(run)
+        assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+        assert len(rows) > 3
+        assert all(row["grad/norm"] > 0 for row in rows)
+        summary = json.loads((run / "summary.json").read_text())
+        assert summary["steps"] == len(rows)
+        assert [r["round"] for r in summary["rounds"]] == list(
+            range(1, {"sft": 1, "dpo": 2, "agentevol": 3}[method] + 1)
+        )
+        assert (run / "curve.png").stat().st_size > 1000
+        assert len(list_checkpoints(run / "checkpoints")) == 2
+
+
+def test_every_round_of_agentevol_starts_from_the_base_model(left_alone: Callable[[str], Path], tmp_path: Path) -> None:
+    """With a rate of 0 nothing is learned, so every checkpoint must be the base, which the warm start moved."""
+    run = left_alone("agentevol")
+    last = read_round(run, 3)
+    assert last.samples["expert"] == read_round(run, 1).samples["expert"]
+    assert len(last.samples["explored"]) == last.metrics["round/kept"] > 0
+    still = tmp_path / "still"
+    finish("agentevol", still, "sft.optimizer.lr=0.0", "agentevol.rounds=1")
+    from safetensors.torch import load_file
+
+    base = load_file(still / "base" / "model.safetensors")
+    assert all(torch.equal(base[name], value) for name, value in final_weights(still).items())
+    moved = final_weights(run)
+    assert any(not torch.equal(base[name], value) for name, value in moved.items())
+
+
+async def test_reference_log_probabilities_are_those_of_the_model_the_round_started_with(
+    left_alone: Callable[[str], Path],
+) -> None:
+    """Before anything is learned the margin is 0: at the first step of each round."""
+    rows = comparable_metrics(left_alone("dpo"))
+    first = [row for row in rows if "round/pairs" in row]
+    assert len(first) == 2
+    assert all(abs(row["dpo/margin"]) < 1e-3 for row in first)
+    assert all(abs(row["dpo/margin"]) > 1e-3 for row in rows if "round/pairs" not in row)
+
+
+async def test_trajectories_of_one_run_teach_another(left_alone: Callable[[str], Path], tmp_path: Path) -> None:
+    """SFT and DPO from a run directory, in ids as sampled where the tokenizer is the same."""
+    source = left_alone("dpo")
+    model = str(list_checkpoints(source / "checkpoints")[-1] / "model")
+    common = [f"model={{path='{model}'}}", "threads=1"]
+    recipe = tmp_path / "files.toml"
+    recipe.write_text(
+        '[[environments]]\nname = "keydoor"\n[agent]\ninstruction = ""\nmax_new_tokens = 6\nmax_context = 512\n'
+        "[eval]\nepisodes = 4\nmax_turns = 6\n"
+    )
+    files = f"data.files=['{source}']"
+    sft = load_config(recipe, ["method=sft", *common, files, "sft.batch_size=64"])
+    await train(sft, tmp_path / "sft", console=quiet())
+    sampled = {tuple(p.chosen.token_ids) for n in (1, 2) for p in read_round(source, n).pairs}
+    learned = {tuple(s.token_ids) for s in read_round(tmp_path / "sft", 1).samples["expert"]}
+    assert sampled <= learned  # every chosen half is a success, and its ids are as they were sampled
+    dpo = load_config(recipe, ["method=dpo", *common, files, "dpo.batch_size=64"])
+    await train(dpo, tmp_path / "dpo", console=quiet())
+    assert read_round(tmp_path / "dpo", 1).pairs
+    assert "episodes/usable" not in comparable_metrics(tmp_path / "dpo")[0]  # nothing was played
+
+
+@pytest.mark.parametrize("method", ["agentevol"])
+async def test_it_learns_the_game_from_random_play(method: str, tmp_path: Path) -> None:
+    config = load_config(RECIPES / f"{method}.toml", ["threads=1"])
+    assert config.warm_start is not None
+    assert config.warm_start.policy == "random"
+    summary = await train(config, tmp_path / "run", console=quiet())
+    assert summary["before"]["success"] < 0.25
+    assert summary["after"]["success"] >= 0.9
