@@ -12,6 +12,7 @@ from viewer_for_tests import GROUP_SIZE, GROUPS, STEPS, library_of, played, with
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.runlog import RunLog, read_trajectories
+from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer import index as index_module
 from agentgym_rl.viewer.discovery import discover, read_status
 from agentgym_rl.viewer.index import Index
@@ -105,15 +106,19 @@ def test_orders_sort_by_what_they_say(library: Library) -> None:
         assert values == sorted(values), order
 
 
-def test_a_subset_of_several_is_found_by_each(library: Library) -> None:
-    connection = library.index.connection
-    connection.execute("UPDATE episodes SET subset = 'one, two' WHERE env = 'maze' AND step = 1 AND kind = 'train'")
-    library.queries._cubes.clear()
+class TwoSubsets(LocalWorlds):
+    def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
+        return ("one", "two") if item in (10, 11) else ("three",)
+
+
+def test_a_subset_of_several_is_found_by_each(written: Path, tmp_path: Path) -> None:
+    library = Library([written], TwoSubsets(), Index(tmp_path / "index.sqlite3"))
+    library.indexer.round()
     of_one, of_two = (every(library, wanted=Filter(subset=name)) for name in ("one", "two"))
     assert len(of_one) == len(of_two) == GROUPS * GROUP_SIZE
     assert not every(library, wanted=Filter(subset="on"))
-    facet = dict(library.facets("small", Filter(step=1))["subset"])
-    assert facet["one"] == facet["two"] == GROUPS * GROUP_SIZE
+    facet = dict(library.facets("small", Filter())["subset"])
+    assert facet == {"one": len(of_one), "two": len(of_two), "three": TRAINED + HELD_OUT - len(of_one)}
 
 
 def test_groups_are_the_episodes_played_together(library: Library) -> None:
@@ -253,7 +258,7 @@ def test_runs_that_are_gone_are_forgotten(tmp_path: Path) -> None:
     library = library_of(tmp_path / "runs", tmp_path)
     (tmp_path / "runs" / "a").rename(tmp_path / "moved")
     library.index.forget_missing()
-    for table in ("runs", "files", "episodes"):
+    for table in ("runs", "files", "episodes", "cells"):
         assert library.index.connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == 0
 
 

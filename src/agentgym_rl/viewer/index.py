@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sqlite3
@@ -24,7 +25,7 @@ import orjson
 
 from agentgym_rl.types import StopReason, Task, Trajectory
 
-VERSION = 2
+VERSION = 3
 """Of the tables below; a file of another version is made anew."""
 CHUNK_BYTES = 4 << 20
 """Read and recorded at once: how often progress can be seen, and how soon others get their turn."""
@@ -44,6 +45,10 @@ CREATE TABLE episodes (
   horizon INTEGER, sampled INTEGER, seconds REAL, PRIMARY KEY (file, line)) WITHOUT ROWID;
 CREATE INDEX episodes_by_step ON episodes (run, step DESC, kind DESC, env, file, line);
 CREATE INDEX episodes_by_task ON episodes (env, item);
+CREATE TABLE cells (
+  run INTEGER, file INTEGER, kind TEXT, step INTEGER, env TEXT, subset TEXT, stop TEXT, success INTEGER,
+  horizon INTEGER, episodes INTEGER, reward REAL, turns INTEGER,
+  PRIMARY KEY (run, file, kind, step, env, subset, stop, success, horizon)) WITHOUT ROWID;
 CREATE TABLE learned (
   run INTEGER, file INTEGER, line INTEGER, start INTEGER, length INTEGER, trajectory TEXT, advantage REAL,
   PRIMARY KEY (file, line)) WITHOUT ROWID;
@@ -132,7 +137,7 @@ class Index:
         for row in self.connection.execute("SELECT run, path FROM runs").fetchall():
             if not Path(row["path"]).is_dir():
                 with write(self.connection):
-                    for table in ("episodes", "learned", "files", "runs"):
+                    for table in ("episodes", "cells", "learned", "files", "runs"):
                         self.connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["run"],))
 
     def close_connections(self) -> None:
@@ -218,7 +223,7 @@ class Reader:
 
     @staticmethod
     def _forget(connection: sqlite3.Connection, file: int) -> None:
-        for table in ("episodes", "learned", "files"):
+        for table in ("episodes", "cells", "learned", "files"):
             connection.execute(f"DELETE FROM {table} WHERE file = ?", (file,))
 
     def _chunk(self, number: int, path: Path) -> tuple[int, bool]:
@@ -288,6 +293,13 @@ class Reader:
         table, columns = ("learned", 7) if learned else ("episodes", 19)
         marks = ", ".join("?" * columns)
         connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
+        if not learned:
+            connection.executemany(
+                "INSERT INTO cells VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+                "episodes = episodes + excluded.episodes, reward = reward + excluded.reward, "
+                "turns = turns + excluded.turns",
+                _cells(rows),
+            )
         return lines, broken
 
     def _episode_row(self, row: dict[str, Any], stem: str) -> tuple[Any, ...]:
@@ -314,6 +326,17 @@ class Reader:
             sampled,
             float(row.get("seconds") or 0.0),
         )
+
+
+def _cells(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Rows of `episodes` counted and summed over what they can be filtered by, so that no page has to."""
+    cells: dict[tuple[Any, ...], list[float]] = {}
+    for run, file, _, _, _, step, kind, _, _, env, _, subset, stop, success, reward, turns, horizon, _, _ in rows:
+        sums = cells.setdefault((run, file, kind, step, env, subset, stop, success, horizon), [0, 0.0, 0])
+        sums[0] += 1
+        sums[1] += reward if math.isfinite(reward) else 0.0
+        sums[2] += turns
+    return [(*cell, *sums) for cell, sums in cells.items()]
 
 
 def _integer(value: Any) -> int:
@@ -397,6 +420,7 @@ class Indexer:
         sizes = [unread_bytes(self._index, run) for run in runs]
         self.total_bytes = sum(total for total, _ in sizes)
         self.unread_bytes = sum(unread for _, unread in sizes)
+        changed = False
         for run, (_, unread) in zip(runs, sizes, strict=True):
             known = self._index.run_number(run)
             files = self._index.connection.execute("SELECT count(*) FROM files WHERE run = ?", (known,)).fetchone()[0]
@@ -408,5 +432,7 @@ class Indexer:
                 if self._stop.is_set():
                     return
                 time.sleep(0)  # let a request be answered between two chunks
-            self.stamp += 1
+            changed = True
         self.unread_bytes = 0
+        # Last, so that whoever asks because of it is given the final counts.
+        self.stamp += changed

@@ -88,7 +88,7 @@ class Library:
         row = self.queries.find(place.path, key)
         episode = self.raw_episode(run, key)
         assert row is not None
-        vocabulary = self.runs.vocabulary(place)
+        vocabulary = self.runs.vocabulary(self._sampled_by(place))
         messages = [
             {
                 "role": str(m["role"]),
@@ -112,6 +112,12 @@ class Library:
             "group": self._members(place, row),
             "neighbours": self.queries.neighbours(row),
         }
+
+    def _sampled_by(self, place: Place) -> Place:
+        """Where the tokenizer is: an evaluation of a run's checkpoint names the run it belongs to."""
+        run = self.runs.agent(place).get("run")
+        runs = [some for some in self.places().values() if some.kind == "run" and some.path.name == run]
+        return runs[0] if run and runs else place
 
     def _members(self, place: Place, row: dict[str, Any]) -> list[dict[str, Any]]:
         kept = ("key", "success", "reward", "turns", "stop", "advantage", "sampled")

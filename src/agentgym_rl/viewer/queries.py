@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -23,7 +21,6 @@ ORDERS = {
     "sampled": f"sampled DESC, {_NEWEST}",
     "seconds": f"seconds DESC, {_NEWEST}",
 }
-SLOW_COUNT_S = 0.1
 _COLUMNS = (
     "episodes.file, line, episodes.step, kind, trajectory, team, env, item, subset, stop, success, reward, turns, "
     "horizon, sampled, seconds"
@@ -69,24 +66,11 @@ class Filter:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class Cube:
-    """The episodes of a run counted over all facets at once."""
-
-    stamp: tuple[int, ...]
-    """Of the files it was counted from."""
-    cells: list[tuple[dict[str, Any], int]]
-    good_until: float
-    """On the monotonic clock: until then it is used even though the run has grown."""
-
-
 class Queries:
     """Answers from the index, as plain dictionaries."""
 
     def __init__(self, index: Index) -> None:
         self._index = index
-        self._cubes: dict[int, Cube] = {}
-        self._guard = threading.Lock()
 
     def episodes(self, run: Path, wanted: Filter, order: str, offset: int, limit: int) -> dict[str, Any]:
         """{"total", "rows"}: one page."""
@@ -208,8 +192,9 @@ class Queries:
         """Held-out success by step, over usable episodes."""
         number = self._index.run_number(run)
         rows = self._index.connection.execute(
-            "SELECT step, count(*) AS episodes, avg(success) AS success, avg(reward) AS reward, avg(turns) AS turns "
-            "FROM episodes WHERE run = ? AND kind = 'eval' AND stop != 'error' GROUP BY step ORDER BY step",
+            "SELECT step, sum(episodes) AS episodes, 1.0 * sum(success * episodes) / sum(episodes) AS success, "
+            "sum(reward) / sum(episodes) AS reward, 1.0 * sum(turns) / sum(episodes) AS turns "
+            "FROM cells WHERE run = ? AND kind = 'eval' AND stop != 'error' GROUP BY step ORDER BY step",
             (number,),
         ).fetchall()
         return [dict(row) for row in rows]
@@ -231,25 +216,11 @@ class Queries:
         return int(self._index.connection.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()[0])
 
     def _cube(self, number: int) -> list[tuple[dict[str, Any], int]]:
-        """Episodes counted over all facets at once; made anew when the run has grown."""
-        ask = self._index.connection.execute
-        stamp = tuple(
-            ask("SELECT count(*), total(read), total(modified) FROM files WHERE run = ?", (number,)).fetchone()
-        )
-        with self._guard:
-            cached = self._cubes.get(number)
-        started = time.monotonic()
-        # A large run that is being indexed changes all the time: count it again only once that has paid off.
-        if cached and (cached.stamp == stamp or started < cached.good_until):
-            return cached.cells
+        """Episodes counted over all facets at once."""
         names = ", ".join(FACETS)
-        rows = ask(f"SELECT {names}, count(*) FROM episodes WHERE run = ? GROUP BY {names}", (number,)).fetchall()
-        cells = [(dict(zip(FACETS, row, strict=False)), int(row[-1])) for row in rows]
-        now = time.monotonic()
-        good_until = now + 10 * (now - started) if now - started > SLOW_COUNT_S else 0.0
-        with self._guard:
-            self._cubes[number] = Cube(stamp, cells, good_until)
-        return cells
+        query = f"SELECT {names}, sum(episodes) FROM cells WHERE run = ? GROUP BY {names}"
+        rows = self._index.connection.execute(query, (number,)).fetchall()
+        return [(dict(zip(FACETS, row, strict=False)), int(row[-1])) for row in rows]
 
     def _stems(self, number: int) -> dict[int, str]:
         rows = self._index.connection.execute("SELECT file, stem FROM files WHERE run = ?", (number,))

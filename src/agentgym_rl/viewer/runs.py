@@ -80,6 +80,10 @@ class Runs:
         path = place.path / "eval.json"
         return self._keep("eval", path, lambda: read_json(path))
 
+    def agent(self, place: Place) -> dict[str, Any]:
+        """What an evaluation says of its agent."""
+        return _table(_table(self.evaluation(place).get("config")).get("agent")) if place.kind == "eval" else {}
+
     def config(self, place: Place) -> dict[str, Any]:
         path = place.path / "config.toml"
         return self._keep("config", path, lambda: read_toml(path))
@@ -90,7 +94,8 @@ class Runs:
         return self._keep("metrics", path, lambda: _columns(read_lines(path)))
 
     def vocabulary(self, place: Place) -> Vocabulary | None:
-        path = find_tokenizer(place.path, self.config(place))
+        config = {"model": self.agent(place)} if place.kind == "eval" else self.config(place)
+        path = find_tokenizer(place.path, config)
         return self._keep("vocabulary", path, lambda: load_vocabulary(path)) if path else None
 
     def stamp(self, place: Place) -> list[int]:

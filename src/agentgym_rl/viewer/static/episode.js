@@ -26,7 +26,7 @@ export function badges(episode) {
     episode.advantage === null || episode.advantage === undefined ? null : `advantage ${signed(episode.advantage)}`,
     `${episode.turns} of ${episode.horizon} turns`,
     STOPS[episode.stop] ?? episode.stop,
-    episode.kind === "train" ? `step ${episode.step}` : `${KINDS[episode.kind] ?? episode.kind}, step ${episode.step}`,
+    episode.kind === "train" ? `step ${episode.step}` : `${KINDS[episode.kind] ?? episode.kind}${episode.step ? `, step ${episode.step}` : ""}`,
     episode.sampled ? `${number(episode.sampled)} sampled tokens` : null,
     episode.subset || null,
   ];

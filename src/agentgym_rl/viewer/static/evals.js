@@ -50,7 +50,7 @@ export async function evalPage(route) {
   const id = route.parts[0];
   const [run, evaluation] = await Promise.all([get("run", { run: id }), get("eval", { run: id })]);
   const last = lastOf(evaluation);
-  const node = h("div", { class: "page" }, runHead(run, "eval", evaluation.state ? h("span", { class: `state ${evaluation.state}` }, evaluation.state) : null));
+  const node = h("div", { class: "page" }, runHead(run, "eval"));
   const facts = [["Agent", agentOf(evaluation)], ["Success", percent(run.success)], ["Episodes", number(run.episodes)], ["Errors", number(last?.total?.errors)], ["Cost", last?.total?.cost_usd ? `$${number(last.total.cost_usd)}` : "–"]];
   node.append(h("div", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))));
   if (!last) {

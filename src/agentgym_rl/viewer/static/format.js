@@ -6,7 +6,7 @@ export function number(value, digits = 3) {
   const size = Math.abs(value);
   if (size >= 1e6) return `${trim((value / 1e6).toPrecision(3))}M`;
   if (size >= 1e4) return `${trim((value / 1e3).toPrecision(3))}k`;
-  if (size > 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e").replace("-", "−");
+  if (size > 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e").replaceAll("-", "−");
   return trim(value.toPrecision(digits)).replace("-", "−");
 }
 

@@ -8,16 +8,15 @@ import { stateBadge } from "./home.js";
 import { link } from "./route.js";
 
 /** Name and tabs at the top of everything about a run. */
-export function runHead(run, current, extra) {
+export function runHead(run, current) {
   const tabs = [["run", "Curves"], ["episodes", "Episodes"], ["groups", "Groups"]];
   if (run.kind === "eval") tabs.splice(0, 1, ["eval", "Results"]);
   return h(
     "header",
     { class: "page-head run-head" },
-    h("p", { class: "crumbs" }, h("a", { href: link("runs") }, "Runs"), " / "),
+    h("p", { class: "crumbs" }, run.kind === "eval" ? h("a", { href: link("evals") }, "Evaluations") : h("a", { href: link("runs") }, "Runs"), " / "),
     h("h1", {}, run.id),
     run.status ? stateBadge(run.status) : null,
-    extra,
     h("nav", { class: "tabs", "aria-label": "Run" }, tabs.map(([page, text]) => h("a", { href: link(page, run.id), "aria-current": page === current ? "page" : null }, text))),
   );
 }
