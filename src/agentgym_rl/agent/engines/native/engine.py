@@ -33,6 +33,8 @@ SETTLE_ROUNDS_MOST = 12
 LAUNCHES_A_REPLY = 8
 """A launch has so many steps that a reply of the usual length takes this many: a row that ends early idles for half a
 launch, and a request that arrives waits for one."""
+PORTION = 64
+"""Replies handed out at once: those who got them come back with their next prompts before the others get theirs."""
 LAUNCH_STEPS = (2, 16)
 """Fewest and most."""
 
@@ -62,7 +64,8 @@ class NativeEngine:
     """Samples from a transformers causal language model in this process, sharing its parameters (no copy).
 
     `decode` turns token ids into text and is needed for stop strings only. `max_sessions` sequences have room at once;
-    further requests wait. `max_context` bounds prompt and reply together.
+    further requests wait. `max_context` bounds prompt and reply together. `runner` computes the model; by default it is
+    the fastest that computes it exactly.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class NativeEngine:
         max_context: int | None = None,
         version: int = 0,
         seed: int = 0,
+        runner: Runner | LaunchRunner | None = None,
     ) -> None:
         config = unwrap(model).config
         if getattr(config, "is_encoder_decoder", False):
@@ -86,7 +90,8 @@ class NativeEngine:
         self._model = model
         self._decode = decode
         self._vocabulary = unwrap(model).get_input_embeddings().weight.shape[0]
-        runner = make_runner(model, max_slots=max_sessions, max_length=self.max_context)
+        if runner is None:
+            runner = make_runner(model, max_slots=max_sessions, max_length=self.max_context)
         self._runner: Runner | LaunchRunner = runner
         self._launches = hasattr(runner, "launch")
         self._waiter = ThreadPoolExecutor(1, "native-engine") if self._launches else None
@@ -286,7 +291,7 @@ class NativeEngine:
                     break
                 launch = under_way.popleft()
                 await asyncio.get_running_loop().run_in_executor(self._waiter, launch.wait)
-                self._collect(requests, launch, updates)
+                await self._collect(requests, launch, updates)
         except Exception as error:
             self._fail(
                 [r for r in requests if r in self._running],
@@ -324,22 +329,44 @@ class NativeEngine:
 
     def _goes_on(self, requests: list[Request], lengths: list[int], num_steps: int, updates: int) -> bool:
         """Whether another launch for the same rows is worth starting before the last one is read."""
-        if self._waiting or self._closed or self._updates != updates:
+        others = len(self._running) > sum(request in self._running for request in requests)
+        if self._waiting or others or self._closed or self._updates != updates:
             return False
         going = sum(r in self._running and r.limit - n > num_steps for r, n in zip(requests, lengths, strict=True))
         return 2 * going >= len(requests)
 
-    def _collect(self, requests: list[Request], launch: Launch, updates: int) -> None:
+    async def _collect(self, requests: list[Request], launch: Launch, updates: int) -> None:
         tokens, logprobs = launch.read()
-        num_new = 0
-        for request, new, values in zip(requests, tokens, logprobs, strict=True):
-            if new and request in self._running:
-                num_new += self._extend(request, new, values)
-                # Keys and values of older weights are not to be kept.
-                if request.session is not None and self._updates != updates:
-                    request.session.num_cached = 0
         self._stats["steps"] += launch.steps
-        self._stats["new_tokens"] += num_new
+        num_done = 0
+        for request, new, values in zip(requests, tokens, logprobs, strict=True):
+            if not new or request not in self._running:
+                continue
+            self._stats["new_tokens"] += self._extend(request, new, values)
+            # Keys and values of older weights are not to be kept.
+            if request.session is not None and self._updates != updates:
+                request.session.num_cached = 0
+            num_done += request not in self._running
+            if num_done == PORTION:
+                num_done = 0
+                await self._absorb()
+
+    async def _absorb(self) -> None:
+        """Let those that got their replies come back, and begin with their prompts: the device works on the first while
+        the host still hands out replies to the others."""
+        await self._settle()
+        known = len(self._running)
+        self._admit()
+        runner = cast(LaunchRunner, self._runner)
+        requests = [r for r in list(self._running)[known:] if runner.has_room(r.limit)]
+        rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in requests if r.session is not None]
+        num_computed = runner.prefill(rows)
+        self._stats["prompt_tokens_computed"] += num_computed
+        self._stats["prompt_tokens_shared"] -= num_computed
+        for request in requests:
+            if request.session is not None:
+                self._stats["prompt_tokens_shared"] += len(request.token_ids) - 1 - request.session.num_cached
+                request.session.num_cached = len(request.token_ids) - 1
 
     def _extend(self, request: Request, new: list[int], logprobs: list[float]) -> int:
         """What a launch picked for a request, up to where it stops; returns how many tokens that is."""
@@ -369,13 +396,13 @@ class NativeEngine:
         sampling = request.sampling
         if not sampling.stop and len(sampling.stop_token_ids) <= MOST_STOPS:
             return len(new) - 1 if new[-1] in sampling.stop_token_ids else None
+        by_token = next((place for place, token in enumerate(new) if token in sampling.stop_token_ids), None)
+        if by_token is not None:
+            new = new[: by_token + 1]
         reply = request.token_ids[request.num_prompt :]
-        for place, token in enumerate(new):
-            if token in sampling.stop_token_ids:
-                return place
         if not self._completes_stop(reply + new, sampling.stop):
-            return None
-        return next(n for n in range(len(new)) if self._completes_stop(reply + new[: n + 1], sampling.stop))
+            return by_token
+        return next(place for place in range(len(new)) if self._completes_stop(reply + new[: place + 1], sampling.stop))
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         device = logits.device

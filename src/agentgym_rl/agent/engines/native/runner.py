@@ -83,6 +83,10 @@ class LaunchRunner(Protocol):
         """Make room for sequences of `length` tokens."""
         ...
 
+    def has_room(self, length: int) -> bool:
+        """Whether sequences of `length` tokens fit without `reserve`, which must not be called during a launch."""
+        ...
+
     def prefill(self, rows: list[Row]) -> int:
         """Compute what is missing of all rows but their last tokens; returns how many tokens that took."""
         ...

@@ -9,29 +9,17 @@ Shapes: B rows, T packed tokens, H query heads, K key/value heads, D head width,
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from agentgym_rl.agent.engines.native.cuda.chaining import CHAINED, follow
+from agentgym_rl.agent.engines.native.cuda.packing import Blocks
 
 LOG2_E = 1.0 / math.log(2.0)
 PREFILL_ROWS = 128
 """Query rows (tokens x heads of a group) of one prefill program."""
-
-
-@dataclass(slots=True)
-class Blocks:
-    """Runs of queries that one prefill program takes, [N] each; a count of 0 is padding."""
-
-    first: torch.Tensor
-    """Place of the first query among the packed tokens."""
-    position: torch.Tensor
-    """Its position in its sequence."""
-    count: torch.Tensor
-    slot: torch.Tensor
 
 
 @triton.jit

@@ -51,6 +51,8 @@ def rope_and_store_kernel(
     sin,
     slots,
     positions,
+    done,
+    spare,
     slot_stride,
     head_stride,
     norm_eps,
@@ -59,6 +61,7 @@ def rope_and_store_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    HAS_DONE: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
     """One token: all its heads, [heads, D] in two halves because rotation pairs them."""
@@ -90,6 +93,8 @@ def rope_and_store_kernel(
     target = query + token * HEADS * HEAD_DIM + place
     tl.store(target, new_low, mask=is_query)
     tl.store(target + HALF, new_high, mask=is_query)
+    if HAS_DONE:
+        position = tl.where(tl.load(done + token) != 0, spare, position)
     base = slot * slot_stride + position * HEAD_DIM
     kept = base + (offs_h - HEADS)[:, None] * head_stride + offs_d[None, :]
     tl.store(keys + kept, new_low, mask=is_key)
@@ -109,9 +114,11 @@ def rope_and_store(
     sin: torch.Tensor,
     slots: torch.Tensor,
     positions: torch.Tensor,
+    done: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries [T, H * D], rotated; keys and values go into the cache [slots, K, L, D]."""
-    _, num_kv, _, head_dim = keys.shape
+    """Queries [T, H * D], rotated; keys and values go into the cache [slots, K, L, D], those of rows that are done to
+    its spare position."""
+    _, num_kv, length, head_dim = keys.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv
     query = torch.empty((len(qkv), num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
     q_norm, k_norm, eps = norms if norms is not None else (cos, cos, 0.0)
@@ -126,6 +133,8 @@ def rope_and_store(
         sin,
         slots,
         positions,
+        positions if done is None else done,
+        length - 1,
         keys.stride(0),
         keys.stride(1),
         eps,
@@ -134,6 +143,7 @@ def rope_and_store(
         HEAD_DIM=head_dim,
         BLOCK_HEADS=triton.next_power_of_2(num_heads + 2 * num_kv),
         HAS_NORM=norms is not None,
+        HAS_DONE=done is not None,
         num_warps=4,
         **CHAINED,
     )

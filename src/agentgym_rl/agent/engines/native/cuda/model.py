@@ -5,30 +5,20 @@ Shapes: B rows of a decode step, T packed tokens of a prefill pass, C hidden siz
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
-from agentgym_rl.agent.engines.native.cuda.attention import Blocks, decode_attention, prefill_attention
+from agentgym_rl.agent.engines.native.cuda.attention import decode_attention, prefill_attention
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
+from agentgym_rl.agent.engines.native.cuda.packing import Packed
 from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState, pick
 from agentgym_rl.agent.engines.native.cuda.products import add_product, embed, gate_up, qkv
 from agentgym_rl.agent.engines.native.cuda.weights import LayerWeights, layer_weights
 
 NARROW = 1024
 """Models up to this hidden size decode with the fused products alone; for wider ones the library's are better."""
-
-
-@dataclass(slots=True)
-class Packed:
-    """Tokens of several sequences, end to end, [T] each; padding writes to the spare position of slot 0."""
-
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    blocks: Blocks
 
 
 class CapturedModel:
@@ -68,7 +58,7 @@ class CapturedModel:
         hidden = self._embedding.index_select(0, packed.token_ids)
         for index, layer in enumerate(self._layers):
             keys, values = self._cache.keys[index], self._cache.values[index]
-            query = self._query(index, layer, hidden, packed)
+            query = self._query(index, layer, hidden, packed.slots, packed.positions, None)
             if index == len(self._layers) - 1:
                 return
             mixed = torch.empty_like(query)
@@ -78,7 +68,20 @@ class CapturedModel:
     def _narrow_layers(self, state: RowState) -> torch.Tensor:
         stream = embed(state.token, self._embedding, self._layers[0].input_norm[0])
         for index, layer in enumerate(self._layers):
-            query = self._fused_query(index, layer, stream.scaled, stream.squares, state)
+            query = qkv(
+                stream,
+                layer.input_norm[1],
+                layer.qkv,
+                layer.qkv_bias,
+                layer.head_norms,
+                self._cos,
+                self._sin,
+                self._cache.keys[index],
+                self._cache.values[index],
+                state.slot,
+                state.position,
+                state.done,
+            )
             mixed = self._attend(index, query, state)
             add_product(stream, mixed, layer.out, layer.out_bias, layer.post_norm[0])
             inner = gate_up(stream, layer.post_norm[1], layer.gate_up)
@@ -90,28 +93,10 @@ class CapturedModel:
     def _wide_layers(self, state: RowState) -> torch.Tensor:
         hidden = self._embedding.index_select(0, state.token)
         for index, layer in enumerate(self._layers):
-            query = self._fused_query(index, layer, rms_norm(hidden, *layer.input_norm), None, state)
-            self._rest(layer, hidden, self._attend(index, query, state))
+            query = self._query(index, layer, hidden, state.slot, state.position, state.done)
+            mixed = self._attend(index, query, state)
+            self._rest(layer, hidden, mixed)
         return hidden
-
-    def _fused_query(
-        self, index: int, layer: LayerWeights, x: torch.Tensor, squares: torch.Tensor | None, state: RowState
-    ) -> torch.Tensor:
-        return qkv(
-            x,
-            squares,
-            layer.input_norm[1],
-            layer.qkv,
-            layer.qkv_bias,
-            layer.head_norms,
-            self._cos,
-            self._sin,
-            self._cache.keys[index],
-            self._cache.values[index],
-            state.slot,
-            state.position,
-            state.done,
-        )
 
     def _attend(self, index: int, query: torch.Tensor, state: RowState) -> torch.Tensor:
         return decode_attention(
@@ -125,13 +110,18 @@ class CapturedModel:
             self._num_processors,
         )
 
-    def _query(self, index: int, layer: LayerWeights, hidden: torch.Tensor, packed: Packed) -> torch.Tensor:
-        x = rms_norm(hidden, *layer.input_norm)
-        projected = _product(x, layer.qkv, layer.qkv_bias)
+    def _query(
+        self,
+        index: int,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        done: torch.Tensor | None,
+    ) -> torch.Tensor:
+        projected = _product(rms_norm(hidden, *layer.input_norm), layer.qkv, layer.qkv_bias)
         keys, values = self._cache.keys[index], self._cache.values[index]
-        return rope_and_store(
-            projected, keys, values, layer.head_norms, self._cos, self._sin, packed.slots, packed.positions
-        )
+        return rope_and_store(projected, keys, values, layer.head_norms, self._cos, self._sin, slots, positions, done)
 
     def _rest(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
         """What follows attention; the residual sums are part of the products."""

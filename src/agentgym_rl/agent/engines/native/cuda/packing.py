@@ -7,11 +7,31 @@ from dataclasses import dataclass
 import numpy
 import torch
 
-from agentgym_rl.agent.engines.native.cuda.attention import Blocks
-from agentgym_rl.agent.engines.native.cuda.model import Packed
 from agentgym_rl.agent.engines.native.runner import Row
 
 TOKEN_FIELDS, BLOCK_FIELDS = 3, 4
+
+
+@dataclass(slots=True)
+class Blocks:
+    """Runs of queries that one prefill program takes, [N] each; a count of 0 is padding."""
+
+    first: torch.Tensor
+    """Place of the first query among the packed tokens."""
+    position: torch.Tensor
+    """Its position in its sequence."""
+    count: torch.Tensor
+    slot: torch.Tensor
+
+
+@dataclass(slots=True)
+class Packed:
+    """Tokens of several sequences, end to end, [T] each; padding writes to the spare position of slot 0."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    blocks: Blocks
 
 
 @dataclass(slots=True)

@@ -120,8 +120,7 @@ def qkv_kernel(
         x = tl.load(scaled + rows[:, None] * SIZE + k[None, :], mask=real[:, None] & (k < SIZE)[None, :], other=0.0)
         w = tl.load(weight + columns[None, :] * SIZE + k[:, None], mask=(k < SIZE)[:, None], other=0.0)
         product = tl.dot(x, w, product, input_precision="ieee")
-    if PARTS > 0:
-        product *= _roots(squares, rows, real, num_rows, eps, SIZE, PARTS)[:, None]
+    product *= _roots(squares, rows, real, num_rows, eps, SIZE, PARTS)[:, None]
     if HAS_BIAS:
         product += tl.load(bias + columns).to(tl.float32)[None, :]
     low, high = tl.split(tl.permute(tl.reshape(product, (BLOCK_ROWS, 2, HALF)), (0, 2, 1)))
@@ -279,8 +278,7 @@ def embed(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor) 
 
 
 def qkv(
-    x: torch.Tensor,
-    squares: torch.Tensor | None,
+    stream: Residual,
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -293,8 +291,9 @@ def qkv(
     positions: torch.Tensor,
     done: torch.Tensor,
 ) -> torch.Tensor:
-    """Queries [B, H * D], rotated; keys and values go into the cache [slots, K, L, D]. x [B, C] is normalised, or
-    scaled and then divided by the root mean square that `squares` tells."""
+    """Queries [B, H * D] of the normalised rows, rotated; keys and values go into the cache [slots, K, L, D], those of
+    rows that are done to its spare position."""
+    x = stream.scaled
     num_rows, size = x.shape
     _, num_kv, length, head_dim = keys.shape
     heads = weight.shape[0] // head_dim
@@ -304,7 +303,7 @@ def qkv(
     block_rows = _block_rows(x.dtype)
     qkv_kernel[(heads, triton.cdiv(num_rows, block_rows))](
         x,
-        x if squares is None else squares,
+        stream.squares,
         weight,
         weight if bias is None else bias,
         q_norm,
@@ -324,7 +323,7 @@ def qkv(
         eps,
         norm_eps,
         SIZE=size,
-        PARTS=0 if squares is None else len(squares),
+        PARTS=len(stream.squares),
         HEADS=num_heads,
         KV_HEADS=num_kv,
         HEAD_DIM=head_dim,
@@ -333,7 +332,7 @@ def qkv(
         BLOCK_ROWS=block_rows,
         BLOCK_K=_block_k(size, x.dtype),
         num_warps=4,
-        num_stages=4 if head_dim < 128 else 3,
+        num_stages=4 if head_dim < 256 else 2,
         **CHAINED,
     )
     return query

@@ -117,6 +117,9 @@ class CapturedRunner:
         self.cache.reserve(self.cache.max_slots, length)
         self._captured.refresh_rotary()
 
+    def has_room(self, length: int) -> bool:
+        return length <= self.cache.spare_position
+
     @torch.no_grad()
     def prefill(self, rows: list[Row]) -> int:
         """Compute what is missing of all rows but their last tokens; returns how many tokens that took."""

@@ -1,0 +1,326 @@
+"""Several steps in one launch, as on a CUDA device: the scheduler over a runner that does them one by one on CPU, and
+the parts of the device path that need no device."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.native.cuda.packing import pack
+from agentgym_rl.agent.engines.native.cuda.weights import join, layer_weights, why_not_captured
+from agentgym_rl.agent.engines.native.decoder import DecoderRunner
+from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
+from agentgym_rl.agent.engines.native.sampling import sample
+from agentgym_rl.errors import EngineError
+from agentgym_rl.types import Sampling
+
+VOCABULARY = 61
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make_model(kind: str = "llama") -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        if kind == "qwen2":
+            return Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()
+        return LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCABULARY), k=length)
+
+
+@dataclass
+class DoneLaunch:
+    steps: int
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+
+    def wait(self) -> None:
+        pass
+
+    def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        return self.tokens, self.logprobs
+
+
+class StepwiseRunner:
+    """A LaunchRunner over DecoderRunner: the same contract, one forward pass a step, on CPU."""
+
+    def __init__(self, model: Any, max_slots: int, max_length: int = 256) -> None:
+        self._inner = DecoderRunner(model, max_slots=max_slots, max_length=max_length)
+        self._room = 0
+        self.launches = 0
+        self.longest_launch = 0
+
+    def refresh(self) -> None:
+        pass
+
+    def has_room(self, length: int) -> bool:
+        return length <= self._room
+
+    def reserve(self, length: int) -> None:
+        self._room = max(self._room, length)
+
+    def prefill(self, rows: list[Row]) -> int:
+        assert all(len(row.token_ids) <= self._room for row in rows)
+        rows = [Row(r.slot, r.token_ids[:-1], r.start) for r in rows if r.start < len(r.token_ids) - 1]
+        return self._inner.forward(rows)[1] if rows else 0
+
+    def begin(self, rows: list[DecodeRow]) -> None:
+        self._rows = [replace(row, stop_token_ids=row.stop_token_ids[:MOST_STOPS]) for row in rows]
+
+    def launch(self, steps: int) -> DoneLaunch:
+        self.launches += 1
+        self.longest_launch = max(self.longest_launch, steps)
+        tokens: list[list[int]] = [[] for _ in self._rows]
+        logprobs: list[list[float]] = [[] for _ in self._rows]
+        for _ in range(steps):
+            going = [place for place, row in enumerate(self._rows) if row.remaining > 0]
+            if not going:
+                break
+            rows = [self._rows[place] for place in going]
+            # The runner looks at the new tokens only; those before them are in the cache.
+            logits, _ = self._inner.forward([Row(r.slot, [0] * r.position + [r.token], r.position) for r in rows])
+            picked, values = sample(
+                logits,
+                temperature=torch.tensor([r.temperature for r in rows]),
+                top_p=torch.tensor([r.top_p for r in rows]),
+                seeds=torch.tensor([r.seed for r in rows]),
+                positions=torch.tensor([r.position + 1 for r in rows]),
+            )
+            for place, row, token, value in zip(going, rows, picked.tolist(), values.tolist(), strict=True):
+                tokens[place].append(token)
+                logprobs[place].append(value)
+                row.token, row.position = token, row.position + 1
+                row.remaining = 0 if token in row.stop_token_ids else row.remaining - 1
+        return DoneLaunch(steps, tokens, logprobs)
+
+    def clear(self, slot: int) -> None:
+        self._inner.clear(slot)
+
+    def free(self) -> None:
+        self._inner.free()
+
+
+def launching(model: Any, max_sessions: int = 64, **options: Any) -> NativeEngine:
+    return NativeEngine(model, max_sessions=max_sessions, runner=StepwiseRunner(model, max_sessions), **options)
+
+
+async def play(engine: NativeEngine, name: str, turns: int, seed: int, sampling: Sampling) -> list[list[int]]:
+    rng = random.Random(seed)
+    ids, replies = prompt(rng.randint(3, 40), seed), []
+    for _ in range(turns):
+        completion = await engine.generate(ids, sampling, name)
+        replies.append(completion.token_ids)
+        ids = ids + completion.token_ids + prompt(rng.randint(1, 15), rng.randint(0, 99))
+        for _ in range(rng.randint(0, 4)):
+            await asyncio.sleep(0)
+    await engine.release(name)
+    return replies
+
+
+@pytest.mark.parametrize("schedule", range(3))
+async def test_launches_give_the_same_tokens_as_steps(schedule: int) -> None:
+    model = make_model()
+    rng = random.Random(schedule)
+    jobs = []
+    for index in range(90):
+        sampling = Sampling(
+            max_new_tokens=rng.randint(1, 30),
+            temperature=rng.choice([0, 0.7, 1.0]),
+            top_p=rng.choice([1.0, 0.8]),
+            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 1, MOST_STOPS, MOST_STOPS + 4]))),
+            stop=rng.choice([(), (), ("<7>", "<3><"), ("<11>",)]),
+            seed=rng.randint(0, 2**62),
+        )
+        jobs.append((f"s{index}", rng.randint(1, 3), index, sampling))
+
+    def decode(ids: list[int]) -> str:
+        return "".join(f"<{i}>" for i in ids)
+
+    stepping = NativeEngine(model, max_sessions=96, decode=decode)
+    expected = await asyncio.gather(*(play(stepping, *job) for job in jobs))
+    engine = launching(model, rng.choice([7, 96]), decode=decode)
+    assert await asyncio.gather(*(play(engine, *job) for job in jobs)) == expected
+    stats, other = engine.stats(), stepping.stats()
+    assert stats["sessions"] == 0
+    assert [stats[name] for name in ("requests", "new_tokens")] == [other[name] for name in ("requests", "new_tokens")]
+
+
+async def test_turns_prefill_only_new_tokens_and_count_them() -> None:
+    model = make_model()
+    engine = launching(model)
+    first = prompt(40)
+    reply = await engine.generate(first, Sampling(5, seed=1), "a")
+    stats = engine.stats()
+    assert (stats["prompt_tokens_computed"], stats["prompt_tokens_reused"], stats["new_tokens"]) == (40, 0, 5)
+    engine.reset_stats()
+    second = first + reply.token_ids + prompt(10, 3)
+    again = await engine.generate(second, Sampling(5, seed=2), "a")
+    assert (engine.stats()["prompt_tokens_computed"], engine.stats()["prompt_tokens_reused"]) == (11, 44)
+    fresh = await NativeEngine(model).generate(second, Sampling(5, seed=2), "b")
+    assert again.token_ids == fresh.token_ids
+    assert again.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
+
+
+async def test_prompts_absorbed_between_portions_are_computed_once() -> None:
+    model = make_model()
+    engine = launching(model, 200)
+
+    async def episode(index: int) -> None:
+        ids = prompt(20, index)
+        for turn in range(3):
+            completion = await engine.generate(ids, Sampling(4, temperature=0), str(index))
+            ids = ids + completion.token_ids + prompt(7, turn)
+
+    await asyncio.gather(*(episode(index) for index in range(150)))
+    stats = engine.stats()
+    assert stats["prompt_tokens_computed"] + stats["prompt_tokens_shared"] == 150 * (20 + 2 * 8)
+    assert stats["prompt_tokens_reused"] == 150 * (23 + 34)
+
+
+async def test_an_update_during_a_reply_computes_its_keys_again() -> None:
+    model = make_model()
+    before = copy.deepcopy(model)
+    engine = launching(model)
+    ids = prompt(20)
+    task = asyncio.create_task(engine.generate(ids, Sampling(60, seed=1), "a"))
+    while engine.stats()["new_tokens"] < 10:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+        model.model.layers[0].self_attn.k_proj.weight.mul_(0.5)
+    await engine.update_weights(None, 7)
+    completion = await task
+    index = torch.tensor(completion.token_ids).unsqueeze(1)
+    with torch.no_grad():
+        whole = torch.tensor([ids + completion.token_ids])
+        old, new = (m(whole).logits[0, 19:-1].log_softmax(-1).gather(1, index)[:, 0] for m in (before, model))
+    got = torch.tensor(completion.logprobs)
+    change = next(i for i in range(60) if abs(got[i] - old[i]) > 1e-3)
+    assert 10 <= change < 60
+    assert torch.allclose(got[change:], new[change:], atol=1e-4)
+    assert completion.version == 0
+
+
+async def test_cancelled_and_failed_rows_leave_the_others_alone() -> None:
+    model = make_model()
+    engine = launching(model, 2)
+    doomed = asyncio.create_task(engine.generate(prompt(9), Sampling(200, seed=1), "doomed"))
+    other = asyncio.create_task(engine.generate(prompt(11), Sampling(90, temperature=0), "other"))
+    waiting = asyncio.create_task(engine.generate(prompt(13), Sampling(3, temperature=0), "waiting"))
+    while engine.stats()["new_tokens"] < 10:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    doomed.cancel()
+    alone = NativeEngine(model)
+    for task, ids, count in ((other, prompt(11), 90), (waiting, prompt(13), 3)):
+        assert (await task).token_ids == (await alone.generate(ids, Sampling(count, temperature=0), "x")).token_ids
+    with pytest.raises(asyncio.CancelledError):
+        await doomed
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(EngineError, match="not finite"):
+        await engine.generate(prompt(5), Sampling(3), "a")
+    await engine.close()
+
+
+async def test_launches_grow_with_the_usual_reply() -> None:
+    model = make_model()
+    engine = launching(model)
+    for index in range(100):
+        await engine.generate(prompt(5, index), Sampling(8, seed=index), str(index))
+    short = engine._runner.launches  # type: ignore[union-attr]
+    assert short > 150, "replies of 8 tokens should take several launches of few steps"
+
+
+def test_packing_covers_every_new_token_once_in_order() -> None:
+    rng = random.Random(0)
+    rows = []
+    for slot in range(40):
+        start = rng.choice([0, rng.randint(1, 60)])
+        rows.append(Row(slot, prompt(start + rng.randint(1, 90), slot), start))
+    passes = pack(rows, 200, 21)
+    assert all(each.tokens.shape[1] == 200 for each in passes[:-1])
+    found: dict[int, list[tuple[int, int]]] = {row.slot: [] for row in rows}
+    for each in passes:
+        for token, position, slot in each.tokens.T.tolist():
+            found[slot].append((position, token))
+        covered = numpy.zeros(each.tokens.shape[1], dtype=int)
+        for first, position, count, slot in each.blocks.T.tolist():
+            assert 1 <= count <= 21
+            covered[first : first + count] += 1
+            assert (each.tokens[2, first : first + count] == slot).all()
+            assert each.tokens[1, first : first + count].tolist() == list(range(position, position + count))
+        assert (covered == 1).all()
+    for row in rows:
+        assert found[row.slot] == list(enumerate(row.token_ids))[row.start : -1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_joint_weights_are_the_parameters_themselves(kind: str, tmp_path: Path) -> None:
+    model = make_model(kind)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    assert why_not_captured(model) is None
+    layers = [layer_weights(layer) for layer in model.model.layers]
+    assert all(parameters[name] is parameter for name, parameter in model.named_parameters())
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    attention = model.model.layers[1].self_attn
+    assert layers[1].qkv.data_ptr() == attention.q_proj.weight.data_ptr()
+    again = layer_weights(model.model.layers[1])
+    assert again.qkv.data_ptr() == layers[1].qkv.data_ptr(), "joined twice"
+    # What steps, loads and saves parameters goes on working, and the joint matrix sees it.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
+    optimizer.step()
+    assert torch.equal(layers[1].qkv[64:96], attention.k_proj.weight)
+    assert not torch.equal(before["model.layers.1.self_attn.k_proj.weight"], attention.k_proj.weight)
+    model.save_pretrained(tmp_path)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(value, saved.state_dict()[name]) for name, value in model.state_dict().items())
+    model.load_state_dict(before)
+    assert torch.equal(layers[1].gate_up[48:], before["model.layers.1.mlp.up_proj.weight"])
+    alone = copy.deepcopy(model)
+    assert alone.model.layers[0].self_attn.q_proj.weight.data_ptr() != layers[0].qkv.data_ptr()
+
+
+def test_join_keeps_values_and_gradients() -> None:
+    parameters = [torch.nn.Parameter(torch.randn(n, 3)) for n in (2, 5, 1)]
+    values = [p.detach().clone() for p in parameters]
+    joint = join(parameters)
+    assert torch.equal(joint, torch.cat(values))
+    (parameters[1] * 2).sum().backward()
+    assert parameters[1].grad is not None
+    with torch.no_grad():
+        parameters[1].add_(1)
+    assert torch.equal(joint[2:7], values[1] + 1)
+
+
+def test_what_cannot_be_captured_says_why() -> None:
+    model = make_model()
+    model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
+    assert "Sequential" in (why_not_captured(model) or "")
+    narrow = LlamaForCausalLM(LlamaConfig(**{**SHAPE, "num_attention_heads": 4}))
+    assert "16 wide" in (why_not_captured(narrow) or "")
