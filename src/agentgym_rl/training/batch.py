@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import torch
 
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.losses import KL_ESTIMATORS
+from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory
 
@@ -32,6 +34,8 @@ class Batch:
     zero_variance_groups: int = 0
     groups: int = 0
     """Groups with at least one usable trajectory."""
+    parts: list[list[int]] = field(default_factory=list)
+    """Samples of each update of a pass, where that was decided for several ranks together; else `learn` decides."""
 
 
 def equal_rewards(group: Group) -> bool:
@@ -142,3 +146,29 @@ def token_weights(samples: list[Sample], aggregate: str, aggregate_length: int =
     if aggregate == "constant":
         return [1.0 / (len(counts) * aggregate_length)] * len(counts)
     return [1.0 / (len(counts) * count) for count in counts]
+
+
+def shuffled_parts(count: int, minibatches: int, seed: int) -> list[list[int]]:
+    """Which samples each update of a pass learns from: equal shares in a seeded order."""
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    parts = min(minibatches, count)
+    return [order[i::parts] for i in range(parts)]
+
+
+def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[list[Batch], list[list[int]]]:
+    """(a share of every mini-batch for each of `size` ranks, of about equal length; which samples each share has).
+
+    Weights stay those of the whole batch, so that what the shares give adds up to what the whole would.
+    """
+    shares = [Batch(groups=batch.groups, zero_variance_groups=batch.zero_variance_groups) for _ in range(size)]
+    indices: list[list[int]] = [[] for _ in range(size)]
+    for part in shuffled_parts(len(batch.samples), minibatches, seed):
+        split = balanced([len(batch.samples[i].token_ids) for i in part], size)
+        for share, known, chosen in zip(shares, indices, split, strict=True):
+            share.parts.append(list(range(len(known), len(known) + len(chosen))))
+            known += [part[i] for i in chosen]
+    for share, known in zip(shares, indices, strict=True):
+        share.samples = [batch.samples[i] for i in known]
+        share.weights = [batch.weights[i] for i in known]
+    return shares, indices

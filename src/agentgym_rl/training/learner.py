@@ -16,6 +16,7 @@ from torch import Tensor
 from agentgym_rl.training.batch import token_weights
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
+from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sample
 
@@ -26,9 +27,10 @@ MicroLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 class Updater:
     """A model, its optimizer and its learning-rate schedule: everything an update needs but the loss."""
 
-    def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int) -> None:
-        self.model, self.settings, self.total_updates = model, settings, total_updates
+    def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
+        self.model, self.settings, self.total_updates, self.ranks = model, settings, total_updates, ranks
         self.updates = 0
+        ranks.place(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -47,16 +49,31 @@ class Updater:
         left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
         return s.lr * (s.min_lr_ratio + (1.0 - s.min_lr_ratio) * left[s.decay])
 
+    def micro_batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
+        """As many on every rank: where there are fewer, passes over nothing keep it in step. Those are of samples
+        without any action that are added to `samples`."""
+        limit, device = self.settings.micro_batch_tokens, self.model.device
+        made = micro_batches(samples, weights, limit, device)
+        for _ in range(self.ranks.most(len(made)) - len(made)):
+            idle = Sample(token_ids=[0, 0], loss_mask=[False, False])
+            (micro,) = micro_batches([idle], [0.0], limit, device)
+            micro.indices = [len(samples)]
+            samples.append(idle)
+            made.append(micro)
+        return made
+
     def update(self, batches: list[MicroBatch], loss: MicroLoss) -> dict[str, float]:
         """Add up the gradients of all micro-batches, clip, and step once."""
         self.model.train()
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.model.device))
         for batch in batches:
             value, metrics = loss(batch)
-            value.backward()
+            self.ranks.scaled(value).backward()
             for name, tensor in {"loss": value, **metrics}.items():
                 totals[name] += tensor.detach()
+        self.ranks.reduce_gradients(self._parameters)
         norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm or math.inf)
+        norm = self.ranks.whole(norm)
         lr = self.learning_rate(self.updates)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -65,7 +82,8 @@ class Updater:
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         skipped = 0.0 if bool(norm.isfinite()) else 1.0
-        return {name: float(t) for name, t in totals.items()} | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
+        found = self.ranks.total({name: float(t) for name, t in totals.items()})
+        return found | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": self._optimizer.state_dict(), "updates": self.updates}
@@ -78,13 +96,14 @@ class Updater:
 class Imitator(Updater):
     """Supervised fine-tuning: mean negative log-likelihood over the action tokens of a batch."""
 
-    def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int) -> None:
+    def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
         check_plain_head(model)
-        super().__init__(model, settings, total_updates)
+        super().__init__(model, settings, total_updates, ranks)
 
     def imitate(self, samples: list[Sample]) -> dict[str, float]:
         weights = token_weights(samples, "token")
-        batches = micro_batches(samples, weights, self.settings.micro_batch_tokens, self.model.device)
+        mine = self.ranks.mine([len(s.token_ids) for s in samples])
+        batches = self.micro_batches([samples[i] for i in mine], [weights[i] for i in mine])
         return self.update(batches, self._loss)
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -48,6 +48,12 @@ def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[
 
     The head runs on action positions only: observations never meet the vocabulary.
     """
+    if hasattr(model, "gathered"):  # spread over ranks: its parameters are whole within this call (scale/ranks.py)
+        return model.gathered(_read_actions, batch, temperature)
+    return _read_actions(model, batch, temperature)
+
+
+def _read_actions(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     hidden_AH = states_before_actions(hidden_states(model.get_decoder(), batch), batch)
     logits_AV = model.get_output_embeddings()(hidden_AH).float()
     if temperature != 1.0:

@@ -6,7 +6,6 @@ Shapes: A action tokens of a micro-batch.
 from __future__ import annotations
 
 import copy
-import random
 from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any
@@ -14,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentgym_rl.training.batch import Batch
+from agentgym_rl.training.batch import Batch, shuffled_parts
 from agentgym_rl.training.critic import Critic, ValueModel
 from agentgym_rl.training.learner import Updater, freeze
 from agentgym_rl.training.losses import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
-from agentgym_rl.training.microbatch import MicroBatch, micro_batches
+from agentgym_rl.training.microbatch import MicroBatch
 from agentgym_rl.training.model import Lent, action_logprobs, check_plain_head
+from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Sample
 
@@ -38,24 +38,29 @@ class RLLearner(Updater):
         temperature: float,
         reference: Lent | None = None,
         critic: ValueModel | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         check_plain_head(model)
         total = settings.steps * settings.updates_per_step
-        super().__init__(model, settings.optimizer, total)
-        self._rl, self._temperature = settings, temperature
-        self.kl_coef = settings.kl_coef
-        """Its weight now; `kl_target` moves it."""
-        self.steps = 0
+        # Copies are made before the model is spread over ranks; what is handed in is the caller's to spread.
         if settings.kl_coef == 0.0:
             reference = None
         elif reference is None:
             frozen = freeze(copy.deepcopy(model))
+            ranks.place(frozen)
             reference = lambda: nullcontext(frozen)  # noqa: E731
+        if settings.algorithm == "ppo" and critic is None:
+            critic = ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
+        super().__init__(model, settings.optimizer, total, ranks)
+        self._rl, self._temperature = settings, temperature
+        self.kl_coef = settings.kl_coef
+        """Its weight now; `kl_target` moves it."""
+        self.steps = 0
         self._reference = reference
         self.critic: Critic | None = None
         if settings.algorithm == "ppo":
-            value_model = critic or ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
-            self.critic = Critic(value_model, settings.critic, total)
+            assert critic is not None
+            self.critic = Critic(critic, settings.critic, total, ranks)
 
     def assess(self, samples: list[Sample]) -> None:
         """Add to the samples what the estimator or the loss needs of the model before any update, where it is missing.
@@ -65,9 +70,9 @@ class RLLearner(Updater):
         """
         old = self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
         todo = [s for s in samples if not (s.old_logprobs if old else s.reference_logprobs or s.values)]
-        if not (todo and (old or self._reference or self.critic)):
+        if not (old or self._reference or self.critic) or not self.ranks.most(len(todo)):
             return
-        for micro in self._micro_batches(todo, [0.0] * len(todo)):
+        for micro in self.micro_batches(todo, [0.0] * len(todo)):
             rows = [todo[i] for i in micro.indices]
             if old:
                 self.model.eval()
@@ -98,7 +103,7 @@ class RLLearner(Updater):
                     result |= self.critic.learn(part)
                 results.append(result)
         self.steps += 1
-        metrics = _average(results) | _by_turn(batch.samples)
+        metrics = _average(results) | by_turn(batch.samples)
         if self._reference is not None and "kl/reference" in metrics:
             metrics["kl/coef"] = self.kl_coef
             self._steer_kl(metrics["kl/reference"])
@@ -114,19 +119,13 @@ class RLLearner(Updater):
         if self.critic is not None:
             self.critic.restore(state["critic"])
 
-    def _micro_batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
-        return micro_batches(samples, weights, self.settings.micro_batch_tokens, self.model.device)
-
     def _minibatches(self, batch: Batch, seed: int) -> list[tuple[list[Sample], list[MicroBatch]]]:
         """Equal shares of the samples; weights are scaled so that each share is normalised like a whole batch."""
-        order = list(range(len(batch.samples)))
-        random.Random(seed).shuffle(order)
-        count = min(self._rl.minibatches, len(order))
-        shares = [order[i::count] for i in range(count)]
+        shares = batch.parts or shuffled_parts(len(batch.samples), self._rl.minibatches, seed)
         parts = []
         for share in shares:
             samples = [batch.samples[i] for i in share]
-            parts.append((samples, self._micro_batches(samples, [batch.weights[i] * count for i in share])))
+            parts.append((samples, self.micro_batches(samples, [batch.weights[i] * len(shares) for i in share])))
         return parts
 
     def _loss(self, micro: MicroBatch, samples: list[Sample]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -179,7 +178,7 @@ def _put(samples: list[Sample], name: str, values: list[list[float]]) -> None:
         setattr(sample, name, some)
 
 
-def _by_turn(samples: list[Sample]) -> dict[str, float]:
+def by_turn(samples: list[Sample]) -> dict[str, float]:
     """Mean entropy and |learner - sampler| over each turn's tokens: `entropy/turn_1`, ...; late turns share a name."""
     found: dict[str, list[float]] = defaultdict(list)
     for sample in samples:

@@ -9,6 +9,7 @@ from typing import Any
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.learner import Imitator
+from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import SFTSettings
 from agentgym_rl.types import Sample
 
@@ -19,7 +20,9 @@ class SFT:
     What the n-th update learns from depends on n and the seed only, so the number of updates is all there is to resume.
     """
 
-    def __init__(self, model: Any, samples: list[Sample], settings: SFTSettings, seed: int | str) -> None:
+    def __init__(
+        self, model: Any, samples: list[Sample], settings: SFTSettings, seed: int | str, ranks: Ranks = ALONE
+    ) -> None:
         samples = [s for s in samples if any(s.loss_mask)]
         if not samples:
             raise ConfigError("no demonstration to imitate: every one is empty or has no assistant turn")
@@ -29,7 +32,7 @@ class SFT:
         self._updates_per_epoch = -(-len(samples) // settings.batch_size)
         self.total = settings.epochs * self._updates_per_epoch
         """Updates in all."""
-        self._imitator = Imitator(model, settings.optimizer, self.total)
+        self._imitator = Imitator(model, settings.optimizer, self.total, ranks)
 
     @property
     def updates(self) -> int:

@@ -1,0 +1,1 @@
+"""From one process to many: ranks that learn together, engines and environments on other machines."""

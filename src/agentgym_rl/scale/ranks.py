@@ -1,0 +1,124 @@
+"""Several processes that learn as one: torch.distributed, and FSDP2 to spread parameters, gradients and moments.
+
+Gradients add up instead of being averaged, because every rank's loss has the weights of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from agentgym_rl.training.ranks import Ranks, balanced
+
+
+class ProcessRanks(Ranks):
+    """This process among `size`. With `shard` every model is spread over all of them; else each has a whole copy
+    (LoRA: the weights are frozen and shared by policy, reference and critic, and only small gradients travel)."""
+
+    def __init__(self, device: str = "cpu", *, shard: bool = True) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.shard = shard
+        self._mesh: DeviceMesh = init_device_mesh(torch.device(device).type, (self.size,))
+
+    def place(self, model: Any) -> None:
+        if self.shard:
+            shard_model(model, self._mesh)
+
+    def mine(self, lengths: Sequence[int]) -> list[int]:
+        return balanced(lengths, self.size)[self.rank]
+
+    def most(self, count: int) -> int:
+        found = torch.tensor(count, device=self._mesh.device_type)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        # FSDP takes the mean over ranks. Its divide factor has changed names between releases; this has not.
+        return loss * self.size if self.shard else loss
+
+    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+        if self.shard:
+            return
+        for parameter in parameters:
+            if parameter.grad is None:  # this rank had nothing to learn from
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+    def whole(self, value: Tensor) -> Tensor:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    def total(self, metrics: dict[str, float]) -> dict[str, float]:
+        found: list[dict[str, float]] = [{}] * self.size
+        dist.all_gather_object(found, metrics)
+        totals: dict[str, float] = defaultdict(float)
+        for some in found:
+            for name, value in some.items():
+                totals[name] += value
+        return dict(totals)
+
+
+def join(rank: int, size: int, address: str, device: str = "cpu", timeout_s: float = 1800.0) -> None:
+    """Meet the other ranks at `address`, such as tcp://10.0.0.1:29500. Objects travel over gloo on any device."""
+    backend = "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend, init_method=address, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s)
+    )
+
+
+def leave() -> None:
+    with suppress(Exception):  # a rank that died has taken the group with it
+        dist.destroy_process_group()
+
+
+def shard_model(model: Any, mesh: DeviceMesh) -> None:
+    """Spread a model's parameters over the mesh, in place: each layer by itself, the rest (embeddings, head) together.
+
+    They are gathered layer by layer as a pass needs them. Learner code reads parts of a model (its decoder, then its
+    head at action positions), so model and layers get a method `gathered` within which their parameters are whole.
+    """
+    # Sums over ranks in fp32 also for bfloat16 weights.
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "reshard_after_forward": True,
+        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
+    }
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.decoder
+    for part in (*getattr(decoder, "layers", ()), model):
+        fully_shard(part, **options)
+        part.gathered = MethodType(_gathered, part)
+        register_fsdp_forward_method(part, "gathered")
+
+
+def _gathered(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(model, *arguments)
+
+
+def whole_state(model: Any) -> Iterable[tuple[str, Tensor]]:
+    """(name, whole tensor on this device) of a model's state, one at a time. Every rank must ask for all of them."""
+    for name, value in model.state_dict().items():
+        value = value.detach()
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@torch.no_grad()
+def load_whole(model: Any, state: Mapping[str, Tensor]) -> None:
+    """Copy whole tensors into a model in place, each rank taking its part. Names must be those of the model."""
+    own = model.state_dict()
+    for name, value in state.items():
+        mine = own[name]
+        if isinstance(mine, DTensor):
+            value = distribute_tensor(value.to(mine.device, mine.dtype), mine.device_mesh, mine.placements)
+        mine.copy_(value)

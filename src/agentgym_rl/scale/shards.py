@@ -1,0 +1,124 @@
+"""A learner's tensors on disk, each rank writing its own part, readable by any number of ranks.
+
+<folder>/tensors/     torch.distributed.checkpoint: optimizer moments, a critic's parameters
+<folder>/rest.pt      everything of the state that is no tensor, and the names of those that are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from agentgym_rl.errors import ConfigError
+
+SEPARATOR = "\x1f"
+"""Between the keys of a nested dict; no parameter has it in its name."""
+
+
+def save_shards(folder: Path, state: Mapping[str, Any]) -> None:
+    """Write a nested dict. Every rank calls this with its own part of the same tensors; the folder is shared."""
+    tensors: dict[str, Tensor] = {}
+    rest = _split(state, (), tensors)
+    if _rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"rest": rest, "names": sorted(tensors)}, folder / "rest.pt")
+    if tensors:
+        dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder / "tensors"), no_dist=not dist.is_initialized())
+
+
+def load_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Any]:
+    """What `save_shards` wrote. `like(name, shape)` gives a tensor that is spread over ranks as this one is to be, or
+    None for a plain one."""
+    if not (folder / "rest.pt").is_file():
+        raise ConfigError(f"{folder} holds no sharded state: rest.pt is missing")
+    saved = torch.load(folder / "rest.pt", weights_only=True)
+    reader = FileSystemReader(folder / "tensors")
+    tensors: dict[str, Any] = {}
+    if saved["names"]:
+        found = reader.read_metadata().state_dict_metadata
+        for name in saved["names"]:
+            meta = found[name]
+            assert isinstance(meta, TensorStorageMetadata)
+            tensors[name] = _empty(name, meta, like)
+        dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    return _join(saved["rest"], (), tensors)
+
+
+def spread(state: Mapping[str, Any], like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Any]:
+    """A state of whole tensors, as one process writes it, spread over this process's ranks."""
+    tensors: dict[str, Tensor] = {}
+    rest = _split(state, (), tensors)
+    for name, value in tensors.items():
+        model = like(name, value.shape)
+        if isinstance(model, DTensor):
+            tensors[name] = distribute_tensor(value.to(model.device), model.device_mesh, model.placements)
+    return _join(rest, (), tensors)
+
+
+def like_learner(
+    optimizers: Mapping[str, list[Tensor]], parameters: Mapping[str, Mapping[str, Tensor]]
+) -> Callable[[str, torch.Size], Tensor | None]:
+    """How a learner's state is spread: what an optimizer keeps of its n-th parameter as that is, if it has its shape,
+    and parameters by name as they are. Keys are places in the state, such as critic.optimizer."""
+
+    def like(name: str, shape: torch.Size) -> Tensor | None:
+        keys = name.split(SEPARATOR)
+        for place, some in optimizers.items():
+            depth = len(place.split("."))
+            if keys[:depth] == place.split("."):
+                numbers = [int(key) for key in keys[depth:] if key.isdigit()]
+                found = [some[n] for n in numbers if n < len(some)]
+                return found[0] if found and found[0].shape == shape else None
+        for place, named in parameters.items():
+            depth = len(place.split("."))
+            if keys[:depth] == place.split("."):
+                return named.get(SEPARATOR.join(keys[depth:]))
+        return None
+
+    return like
+
+
+def _empty(name: str, meta: TensorStorageMetadata, like: Callable[[str, torch.Size], Tensor | None]) -> Tensor:
+    model = like(name, meta.size)
+    if model is None:
+        return torch.empty(meta.size, dtype=meta.properties.dtype)
+    return torch.empty_like(model, dtype=meta.properties.dtype).detach()
+
+
+def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    """The nested value with a mark in place of each tensor, which goes into `tensors`."""
+    if isinstance(value, Tensor):
+        name = SEPARATOR.join(path)
+        tensors[name] = value.detach()
+        return _Mark
+    if isinstance(value, Mapping):
+        return {key: _split(item, (*path, str(key)), tensors) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_split(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
+    return value
+
+
+_Mark = "\x1ftensor"
+
+
+def _join(value: Any, path: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(value, str) and value == _Mark:
+        return tensors[SEPARATOR.join(path)]
+    if isinstance(value, Mapping):
+        return {key: _join(item, (*path, str(key)), tensors) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_join(item, (*path, str(i)), tensors) for i, item in enumerate(value)]
+    return value
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,156 @@
+"""The same learning by one process or by several ranks, small enough to compare number by number."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from training_for_tests import counting_conversations, lively_groups, tiny_model
+
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.scale.ranks import ProcessRanks, join, leave, whole_state
+from agentgym_rl.scale.shards import save_shards
+from agentgym_rl.training.batch import estimate, gather, split_batch
+from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.rl_learner import RLLearner, by_turn
+from agentgym_rl.training.scratch import build_tokenizer
+from agentgym_rl.training.settings import CriticSettings, LoraSettings, OptimizerSettings, RLSettings, SFTSettings
+from agentgym_rl.training.sft import SFT
+from agentgym_rl.types import Sample
+
+SGD_LIKE = {"lr": 0.01, "betas": (0.0, 0.999), "micro_batch_tokens": 60, "max_grad_norm": 0.5}
+CASES: dict[str, dict[str, Any]] = {
+    "grpo": {"kl_coef": 0.1, "entropy_coef": 0.01, "minibatches": 2, "zero_variance": "keep"},
+    "gspo, one update": {"loss": "gspo", "kl_coef": 0.0, "aggregate": "trajectory"},
+    "ppo": {"algorithm": "ppo", "credit": "turns", "turn_discount": 0.9, "minibatches": 2, "kl_coef": 0.1},
+    "ppo, KL in the reward": {"algorithm": "ppo", "kl_in": "reward", "kl_coef": 0.05, "kl_target": 0.02},
+    "fewer samples than ranks": {"minibatches": 3, "kl_coef": 0.1},
+    "whole copies": {"minibatches": 2, "kl_coef": 0.0},
+    "lora": {"minibatches": 2, "kl_coef": 0.0},
+}
+ON_FOUR = ("grpo", "ppo", "fewer samples than ranks")
+"""Four processes on two cores take their time."""
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["ranks_for_tests"])
+
+
+def rl(name: str) -> RLSettings:
+    optimizer = OptimizerSettings(**SGD_LIKE)
+    return RLSettings(
+        steps=4, group_size=2, optimizer=optimizer, critic=CriticSettings(optimizer=optimizer), **CASES[name]
+    )
+
+
+def learner(name: str, ranks: Ranks) -> RLLearner:
+    model = tiny_model(2)
+    if name == "lora":
+        add_adapter(model, LoraSettings(rank=2), 0)
+    return RLLearner(model, rl(name), 0.7, ranks=ranks)
+
+
+def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
+    """Metrics of some steps on the same groups; every rank takes its share and gives back what it found."""
+    settings, ranks = rl(name), made.ranks
+    found = []
+    for step in range(count):
+        groups = lively_groups()[:1] if "fewer" in name else lively_groups()
+        batch = gather(groups, settings)
+        if settings.algorithm == "ppo" or settings.kl_in == "reward":
+            mine = ranks.mine([len(s.token_ids) for s in batch.samples])
+            made.assess([batch.samples[i] for i in mine])
+            exchange(batch.samples, mine, ranks)
+        batch = estimate(batch, settings, made.kl_coef)
+        shares, indices = split_batch(batch, ranks.size, settings.minibatches, step)
+        metrics = made.learn(shares[ranks.rank], step)
+        exchange(batch.samples, indices[ranks.rank], ranks)
+        found.append(metrics | by_turn(batch.samples))
+    return found
+
+
+def exchange(samples: list[Sample], mine: list[int], ranks: Ranks) -> None:
+    """Every rank's samples, as its learner filled them in, to every other rank."""
+    if ranks.size == 1:
+        return
+    parts: list[Any] = [None] * ranks.size
+    torch.distributed.all_gather_object(parts, [(i, samples[i]) for i in mine])
+    for i, sample in (pair for part in parts for pair in part):
+        samples[i] = sample
+
+
+def weights(made: Any) -> dict[str, torch.Tensor]:
+    return {name: value.cpu().clone() for name, value in whole_state(made.model)}
+
+
+def sft_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    conversations = counting_conversations(13)
+    tokenizer = build_tokenizer([m.content for messages in conversations for m in messages])
+    samples = [Renderer(tokenizer).demonstration(messages) for messages in conversations]
+    settings = SFTSettings(epochs=1, batch_size=5, optimizer=OptimizerSettings(**SGD_LIKE))
+    trainer = SFT(tiny_model(3, len(tokenizer)), samples, settings, 0, ranks)
+    found = [trainer.step() for _ in range(trainer.total)]
+    return found, weights(trainer._imitator)
+
+
+def everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """All cases; ppo's learner is also written to `folder` in shards after its second step."""
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {"sft": sft_steps(ranks)}
+    for name in ON_FOUR if ranks.size == 4 else CASES:
+        if isinstance(ranks, ProcessRanks):
+            ranks.shard = name not in ("whole copies", "lora")
+        made = learner(name, ranks)
+        metrics = steps(name, made, 2)
+        found[name] = (metrics, weights(made))
+        if name == "ppo":
+            save_shards(folder / "shards", made.state())
+            policy = weights(made)
+            if ranks.rank == 0:
+                torch.save(policy, folder / "policy.pt")
+            metrics = metrics + steps(name, made, 1)
+            found["ppo, another step"] = (metrics[2:], weights(made))
+    return found
+
+
+def _rank(rank: int, size: int, address: str, function: Any, folder: Path, timeout_s: float) -> None:
+    try:
+        join(rank, size, address, timeout_s=timeout_s)
+        result = function(ProcessRanks(), folder)
+        if rank == 0:
+            torch.save(result, folder / "result.pt")
+    except BaseException:
+        (folder / f"error{rank}.txt").write_text(traceback.format_exc())
+        raise
+    finally:
+        leave()
+
+
+def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 200.0) -> Any:
+    """What `function(ranks, folder)` returns on rank 0 of so many processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    processes = [
+        CONTEXT.Process(target=_rank, args=(r, size, address, function, folder, timeout_s)) for r in range(size)
+    ]
+    for process in processes:
+        process.start()
+    give_up_at = time.monotonic() + timeout_s
+    for process in processes:
+        process.join(max(0.0, give_up_at - time.monotonic()))
+    stuck = [process for process in processes if process.is_alive()]
+    for process in stuck:
+        process.kill()
+    errors = "\n".join(path.read_text() for path in sorted(folder.glob("error*.txt")))
+    assert not stuck, f"{len(stuck)} of {size} ranks did not come to an end\n{errors}"
+    assert not errors, errors
+    return torch.load(folder / "result.pt", weights_only=True)
+
+
+def alone(folder: Path) -> dict[str, Any]:
+    return everything(ALONE, folder)

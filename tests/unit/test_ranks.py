@@ -1,0 +1,110 @@
+"""Two and four processes learn what one learns: losses, metrics, parameters, whatever is split how."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks_for_tests import CASES, ON_FOUR, alone, everything, learner, on_ranks, steps, weights
+
+from agentgym_rl.scale.shards import like_learner, load_shards
+from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
+from agentgym_rl.training.ranks import ALONE, Ranks, balanced
+from agentgym_rl.types import Sample
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return alone(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("two")
+    return on_ranks(2, everything, folder), folder
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    folder = tmp_path_factory.mktemp("four")
+    return on_ranks(4, everything, folder), folder
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    metrics, parameters = found
+    expected_metrics, expected_parameters = wanted
+    assert [m.keys() for m in metrics] == [m.keys() for m in expected_metrics]
+    for mine, theirs in zip(metrics, expected_metrics, strict=True):
+        for name, value in theirs.items():
+            assert mine[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    assert parameters.keys() == expected_parameters.keys()
+    for name, value in expected_parameters.items():
+        torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [*(("two", name) for name in ("sft", *CASES)), *(("four", name) for name in ("sft", *ON_FOUR))]
+)
+def test_ranks_learn_what_one_process_learns(size: str, name: str, expected: Any, request: Any) -> None:
+    found, _ = request.getfixturevalue(size)
+    assert_same(found[name], expected[name])
+
+
+def test_what_is_compared_is_worth_it(expected: Any) -> None:
+    """Several updates moved the weights, and the gradient was clipped in some."""
+    for name in CASES:
+        metrics, _ = expected[name]
+        assert all(m["grad/norm"] > 0 for m in metrics), name
+        assert metrics[0]["loss"] != metrics[1]["loss"], name
+    assert any(m["grad/norm"] > 0.5 for m in expected["grpo"][0])
+
+
+def resume(ranks: Ranks, folder: Path, source: Path) -> Any:
+    """A ppo learner from what other ranks wrote, and its third step."""
+    made = learner("ppo", ALONE if ranks.size == 1 else ranks)
+    load_weights(made.model, torch.load(source / "policy.pt", weights_only=True))
+    assert made.critic is not None
+    optimizers = {"optimizer": made._parameters, "critic.optimizer": made.critic._parameters}
+    like = like_learner(optimizers, {"critic.parameters": dict(made.critic.model.named_parameters())})
+    made.restore(load_shards(source / "shards", like))
+    return steps("ppo", made, 1), weights(made)
+
+
+def load_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
+    from agentgym_rl.scale.ranks import load_whole
+
+    load_whole(model, state)
+
+
+@pytest.mark.parametrize(("writers", "readers"), [("two", 4), ("four", 2), ("four", 1)])
+def test_a_sharded_checkpoint_loads_at_another_world_size(
+    writers: str, readers: int, expected: Any, request: Any, tmp_path: Path
+) -> None:
+    _, source = request.getfixturevalue(writers)
+    found = (
+        resume(ALONE, tmp_path, source) if readers == 1 else on_ranks(readers, partial(resume, source=source), tmp_path)
+    )
+    assert_same(found, expected["ppo, another step"])
+
+
+def test_shares_are_balanced_and_each_sample_is_in_exactly_one() -> None:
+    shares = balanced([9, 1, 1, 1, 5, 4], 2)
+    assert sorted(i for share in shares for i in share) == [0, 1, 2, 3, 4, 5]
+    assert [sum([9, 1, 1, 1, 5, 4][i] for i in share) for share in shares] in ([11, 10], [10, 11])
+    assert balanced([3], 3) == [[0], [], []]
+
+
+def test_a_batch_is_split_within_each_mini_batch() -> None:
+    samples = [Sample([0] * n, [False] * n, trajectory_id=str(n)) for n in range(2, 12)]
+    batch = Batch(samples=samples, weights=[float(n) for n in range(10)], groups=3)
+    shares, indices = split_batch(batch, 3, 2, seed=5)
+    assert sorted(i for some in indices for i in some) == list(range(10))
+    for number, part in enumerate(shuffled_parts(10, 2, 5)):
+        taken = [indices[r][i] for r in range(3) for i in shares[r].parts[number]]
+        assert sorted(taken) == sorted(part)
+    for share, known in zip(shares, indices, strict=True):
+        assert [s.trajectory_id for s in share.samples] == [samples[i].trajectory_id for i in known]
+        assert share.weights == [batch.weights[i] for i in known]
