@@ -86,10 +86,10 @@ def test_order_and_micro_batch_size_change_nothing(made: list[Group], seed: int,
 def test_micro_batches_keep_to_their_size_and_point_at_the_tokens(made: list[Group], max_tokens: int) -> None:
     batch = batch_of(made)
     micro = micro_batches(batch.samples, batch.weights, max_tokens)
-    assert sum(len(m.input_ids_BL) for m in micro) == len(batch.samples)
+    assert sum(len(m.lengths) for m in micro) == len(batch.samples)
     for m in micro:
-        assert m.input_ids_BL.numel() <= max_tokens or len(m.input_ids_BL) == 1
-        assert torch.equal(m.input_ids_BL[m.rows_A, m.columns_A], m.targets_A)
+        assert len(m.token_ids_T) <= max_tokens or len(m.lengths) == 1
+        assert torch.equal(m.padded()[0][m.rows_A, m.columns_A], m.targets_A)
         assert (m.columns_A > 0).all()
 
 
@@ -104,6 +104,24 @@ def test_dropping_groups_without_variance_leaves_the_weights_of_the_others(made:
     weight_of = {s.trajectory_id: w for s, w in zip(kept.samples, kept.weights, strict=True)}
     assert all(w == weight_of[s.trajectory_id] for s, w in zip(dropped.samples, dropped.weights, strict=True))
     assert all(a == 0 for s in kept.samples if s.trajectory_id in flat for a in s.advantages)
+
+
+def test_groups_that_were_made_up_for_do_not_count_in_the_weights() -> None:
+    made = [group(1, [0.0, 1.0]), group(2, [1.0, 1.0]), group(3, [0.0, 0.0])]
+    rl = RLSettings(kl_coef=0.0, resample_rounds=1)
+    alone, among = estimate(gather(made[:1], rl), rl), estimate(gather(made, rl), rl)
+    assert [s.trajectory_id for s in among.samples] == [s.trajectory_id for s in alone.samples]
+    assert among.weights == alone.weights
+
+
+@pytest.mark.parametrize("credit", ["outcome", "turns", "anchor"])
+def test_an_episode_alone_is_compared_with_nothing(credit: Any) -> None:
+    alone = trajectory(4, turns=3, reward=1.0)
+    for info in alone.infos:
+        info["state_key"] = "same"
+    rl = RLSettings(kl_coef=0.0, credit=credit, turn_discount=0.5, zero_variance="keep")
+    (sample,) = estimate(gather([Group(alone.task, [alone])], rl), rl).samples
+    assert set(sample.advantages) == {0.0}
 
 
 def test_the_reward_of_the_last_turn_reaches_every_action_token_and_no_other() -> None:

@@ -120,7 +120,7 @@ def test_what_is_wrong_is_said_in_one_line(recipe: Path, override: str, message:
         ),
         (["rl.algorithm=ppo", "rl.loss=gspo"], "gspo.* cannot be used with ppo: it has one ratio a trajectory"),
         (["rl.algorithm=rloo", "rl.group_size=1"], "rloo compares the episodes of a group, .* at least 2, got 1"),
-        (["rl.algorithm=ppo", "rl.group_size=1", "rl.resample_rounds=1"], "resample_rounds needs groups of at least 2"),
+        (["rl.algorithm=ppo", "rl.group_size=1", "rl.resample_rounds=1"], "resample_rounds makes up for groups"),
         (["rl.kl_coef=0", "rl.kl_target=0.1"], "kl_target steers kl_coef, which is 0"),
         (["rl.overlap=2"], "overlap must be 0 .* or 1 .*, got 2"),
     ],

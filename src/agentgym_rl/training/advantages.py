@@ -205,7 +205,9 @@ def _by_group(
     per_turn: list[list[float]] = [[] for _ in episodes]
     for members in _groups(episodes):
         group = [episodes[i] for i in members]
-        if settings.credit == "turns":
+        if len(group) < 2:  # its turns would be compared with each other, which says nothing about what to do
+            found = [[0.0] * len(group[0].rewards)]
+        elif settings.credit == "turns":
             returns = [_discounted(e.turn_rewards, settings.turn_discount) for e in group]
             owners = [i for i, some in enumerate(returns) for _ in some]
             flat = iter(centre([g for some in returns for g in some], owners))
@@ -213,7 +215,7 @@ def _by_group(
         else:
             whole = centre([e.total for e in group], range(len(group)))
             found = [[a] * len(e.rewards) for a, e in zip(whole, group, strict=True)]
-        if settings.credit == "anchor":
+        if settings.credit == "anchor" and len(group) > 1:
             anchored = anchor_advantages(group, settings, centre)
             found = [
                 [a + settings.anchor_weight * b for a, b in zip(some, others, strict=True)]

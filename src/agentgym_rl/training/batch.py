@@ -112,8 +112,11 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
         sample.returns = returns
     flat = _flat_groups(batch)
     trained = [i for i, masked in enumerate(batch.masked) if not masked]
-    weights = token_weights([batch.samples[i] for i in trained], settings.aggregate, settings.aggregate_length)
     dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ("grpo", "rloo") else set()
+    if settings.resample_rounds:
+        # Groups that were made up for do not count: else the loss would shrink with every round (DAPO).
+        trained = [i for i in trained if batch.episodes[i].group not in dropped]
+    weights = token_weights([batch.samples[i] for i in trained], settings.aggregate, settings.aggregate_length)
     kept = [(i, w) for i, w in zip(trained, weights, strict=True) if batch.episodes[i].group not in dropped]
     return Batch(
         samples=[batch.samples[i] for i, _ in kept],

@@ -73,7 +73,10 @@ class OptimizerSettings:
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 means never."""
     micro_batch_tokens: int = 16384
-    """Padded tokens per forward and backward pass. Gradients accumulate over passes; results do not depend on it."""
+    """Tokens per forward and backward pass. Gradients accumulate over passes; results do not depend on it."""
+    checkpoint_activations: bool = False
+    """Keep only what goes into each layer and compute the rest again for its gradient: a third more work, and a small
+    fraction of the memory."""
 
     def __post_init__(self) -> None:
         _require(self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1)
@@ -164,7 +167,8 @@ class RLSettings:
     """Weight of the comparison within anchor states against that of whole episodes."""
     zero_variance: Literal["drop", "keep"] = "drop"
     """Groups whose advantages are all 0 carry no policy gradient: `drop` saves their forward pass, `keep` runs it
-    (needed if the KL or entropy term shall see them). The batch is normalised over all of them either way."""
+    (needed if the KL or entropy term shall see them). The batch is normalised over all of them either way, unless they
+    are made up for by resample_rounds."""
     resample_rounds: int = 0
     """Dynamic sampling: play up to this many further rounds of new tasks in place of groups whose rewards are equal."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
@@ -225,8 +229,8 @@ class RLSettings:
             )
         if self.loss == "gspo" and algorithm == "ppo":
             yield "loss = 'gspo' cannot be used with ppo: it has one ratio a trajectory, GAE one advantage a token"
-        if self.resample_rounds and self.group_size < 2:
-            yield f"resample_rounds needs groups of at least 2 to compare, got group_size = {self.group_size}"
+        if self.resample_rounds and algorithm not in GROUP_ALGORITHMS:
+            yield f"resample_rounds makes up for groups of equal rewards, but {algorithm} compares no groups"
         if self.kl_target and not self.kl_coef:
             yield "kl_target steers kl_coef, which is 0: set a kl_coef to start from"
         if self.overlap > 1:
