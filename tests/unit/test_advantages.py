@@ -157,6 +157,8 @@ def by_hand(episodes: list[Episode], rl: RLSettings) -> list[list[float]]:
                 if state is not None and len(same) > 1:
                     here = compared([slow[j].turn_return(m) for j, m in same], list(range(len(same))))
                     values[n] += rl.anchor_weight * here[same.index((i, k))]
+        if len(members) == 1:
+            values = [0.0] * len(turns)  # nobody to compare with
         for (i, k), value in zip(turns, values, strict=True):
             found[i] += [value] * episodes[i].lengths[k]
     return whitened(found) if rl.algorithm == "reinforce++-baseline" else found
