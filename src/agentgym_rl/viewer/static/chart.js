@@ -194,7 +194,7 @@ export function chart(options) {
   }
 
   function xAxis(x, width) {
-    const marks = ticks(x.low, x.high, Math.max(2, Math.floor(width / 110)));
+    const marks = options.xTicks ?? ticks(x.low, x.high, Math.max(2, Math.floor(width / 110)));
     return marks
       .filter((tick) => options.formatX || Number.isInteger(tick))
       .map((tick) => s("text", { x: x(tick), y: height - 7, "text-anchor": "middle" }, formatX(tick)));

@@ -103,7 +103,8 @@ function scalingChart(found) {
     }
   }
   if (!lines.length) return null;
-  const made = chart({ format: percent, range: [0, 1], xLabel: "turns", height: 260, label: "success by turns allowed" });
+  const xTicks = [...new Set(lines.flatMap((line) => line.points.map(([turns]) => turns)))];
+  const made = chart({ format: percent, range: [0, 1], xLabel: "turns", xTicks, height: 260, label: "success by turns allowed" });
   const legend = h("div", { class: "legend-lines" }, lines.map((line) => h("span", {}, h("i", { style: { background: line.color } }), line.name)));
   requestAnimationFrame(() => made.update({ lines, marks }));
   return { node: h("figure", { class: "card chart-card scaling" }, h("figcaption", {}, "Success by turns allowed"), legend, made.node), dispose: made.dispose };
