@@ -79,6 +79,7 @@ def _describe(name: str, entry: catalog.Entry) -> dict[str, Any]:
     row: dict[str, Any] = {"name": name, "summary": entry.summary, "licence": entry.licence}
     try:
         env = catalog.load(name)
+        entry.check()
     except ConfigError as error:
         return row | {"installed": False, "missing": str(error), "ranges": {}, "subsets": []}
     ranges = {split: [items.start, items.stop] for split, items in env.splits.items()}
