@@ -151,8 +151,8 @@ def test_observation_tokens_have_exactly_no_gradient(name: str) -> None:
     learner = RLLearner(tiny_model(1), rl, 1.0, None, critic)
     batch = prepared(learner, lively_groups(), rl)
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
-    expected = torch.zeros(micro.input_ids_BL.shape, dtype=torch.bool)
-    expected[micro.rows_A, micro.columns_A - 1] = True
+    expected = torch.zeros(len(micro.token_ids_T), dtype=torch.bool)
+    expected[micro.places_A - 1] = True
     assert not expected.all()
     seen: list[torch.Tensor] = []
 
@@ -284,7 +284,7 @@ def test_log_probabilities_do_not_depend_on_padding_or_neighbours() -> None:
         for micro in micro_batches(batch.samples, batch.weights, max_tokens):
             found, _ = action_logprobs(model, micro, 1.0)
             for value, row, column in zip(found, micro.rows_A, micro.columns_A, strict=True):
-                alone = micro.input_ids_BL[row].tolist()[: int(column) + 1]
+                alone = micro.padded()[0][row].tolist()[: int(column) + 1]
                 assert value.item() == pytest.approx(slow_logprobs(model, alone)[-1].item(), abs=1e-5)
 
 
@@ -293,7 +293,7 @@ def test_entropy_is_that_of_the_distribution_sampled_from() -> None:
     batch = batch_of(ONE_BATCH, SETTINGS)
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
     _, entropy_A = action_logprobs(model, micro, 0.5)
-    logits = model(input_ids=micro.input_ids_BL).logits[micro.rows_A, micro.columns_A - 1] / 0.5
+    logits = model(input_ids=micro.padded()[0]).logits[micro.rows_A, micro.columns_A - 1] / 0.5
     torch.testing.assert_close(entropy_A, torch.distributions.Categorical(logits=logits).entropy())
 
 

@@ -73,22 +73,24 @@ def pair_batches(
     pairs: list[Preference], max_tokens: int, device: torch.device | str
 ) -> list[tuple[MicroBatch, list[Preference]]]:
     """Micro-batches that hold both halves of a pair, because its loss needs both: sample 2i is the chosen half of the
-    i-th pair of the list beside it, 2i + 1 the rejected one. At most `max_tokens` padded tokens each, or one pair."""
+    i-th pair of the list beside it, 2i + 1 the rejected one. At most `max_tokens` tokens each, or one pair."""
 
-    def length(pair: Preference) -> int:
-        return max(len(pair.chosen.token_ids), len(pair.rejected.token_ids))
+    def tokens(pair: Preference) -> int:
+        return len(pair.chosen.token_ids) + len(pair.rejected.token_ids)
 
     chunks: list[list[Preference]] = []
-    for pair in sorted(pairs, key=length, reverse=True):
-        if chunks and 2 * (len(chunks[-1]) + 1) * length(chunks[-1][0]) <= max_tokens:
+    room = 0
+    for pair in sorted(pairs, key=tokens, reverse=True):
+        if chunks and tokens(pair) <= room:
             chunks[-1].append(pair)
         else:
             chunks.append([pair])
+            room = max_tokens
+        room -= tokens(pair)
     made = []
     for chunk in chunks:
         halves = [sample for pair in chunk for sample in (pair.chosen, pair.rejected)]
-        room = 2 * len(chunk) * length(chunk[0])
-        (micro,) = micro_batches(halves, [1.0] * len(halves), room, device)
+        (micro,) = micro_batches(halves, [1.0] * len(halves), sum(map(tokens, chunk)), device)
         made.append((micro, chunk))
     return made
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from agentgym_rl.training.batch import token_weights
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
+from agentgym_rl.training.optimizer import clip, collecting, make_optimizer
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sample
@@ -32,13 +33,10 @@ class Updater:
         self.updates = 0
         ranks.place(model)
         self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizer = torch.optim.AdamW(
-            self._parameters,
-            lr=settings.lr,
-            betas=settings.betas,
-            weight_decay=settings.weight_decay,
-            fused=model.device.type in ("cpu", "cuda"),
-        )
+        self._optimizer = make_optimizer(self._parameters, settings)
+        if settings.checkpoint_activations:
+            decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.decoder
+            decoder.gradient_checkpointing_enable({"use_reentrant": False})
 
     def learning_rate(self, update: int) -> float:
         """Of the 0-based update: a linear warm-up, then constant or decaying."""
@@ -66,22 +64,22 @@ class Updater:
         """Add up the gradients of all micro-batches, clip, and step once."""
         self.model.train()
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.model.device))
-        for batch in batches:
-            value, metrics = loss(batch)
-            self.ranks.scaled(value).backward()
-            for name, tensor in {"loss": value, **metrics}.items():
-                totals[name] += tensor.detach()
+        with collecting(self._optimizer, several=len(batches) > 1):
+            for batch in batches:
+                value, metrics = loss(batch)
+                self.ranks.scaled(value).backward()
+                for name, tensor in {"loss": value, **metrics}.items():
+                    totals[name] += tensor.detach()
         self.ranks.reduce_gradients(self._parameters)
-        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self.settings.max_grad_norm or math.inf)
-        norm = self.ranks.whole(norm)
+        norm = self.ranks.whole(clip(self._optimizer, self._parameters, self.settings.max_grad_norm or math.inf))
         lr = self.learning_rate(self.updates)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        if bool(norm.isfinite()):
+        skipped = 0.0 if bool(norm.isfinite()) else 1.0
+        if not skipped:
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        skipped = 0.0 if bool(norm.isfinite()) else 1.0
         found = self.ranks.total({name: float(t) for name, t in totals.items()})
         return found | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
 

@@ -1,33 +1,47 @@
 """From samples to the tensors of one forward pass.
 
-Shapes: B rows, L columns of a micro-batch; A action tokens in it. Everything a loss sees is flat over action tokens,
-gathered by (row, column), so an observation token or a padding token cannot leak into it.
+Shapes: B samples of a micro-batch laid end to end in one row of T tokens, A action tokens among them. There is no
+padding. Everything a loss sees is flat over action tokens, gathered by place, so an observation cannot leak into it.
 """
 
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from agentgym_rl.types import Sample
 
+KNOWN = ("logprobs", "advantages", "old_logprobs", "reference_logprobs", "values", "returns")
+"""What a sample may hold of its action tokens."""
+
 
 @dataclass(slots=True)
 class MicroBatch:
-    """Rows padded on the right: a causal model needs no mask for that."""
+    """Samples one after the other; each sees itself alone (see packed.py)."""
 
     indices: list[int]
-    """B: which sample each row is, in the list that was split."""
-    input_ids_BL: Tensor
-    lengths_B: Tensor
-    """Tokens of each row that are not padding."""
+    """B: which sample each is, in the list that was split."""
+    lengths: list[int]
+    """B: tokens of each; never rising, so that equal ones are neighbours."""
+    action_counts: list[int]
+    """B: action tokens of each."""
+    token_ids_T: Tensor
+    positions_T: Tensor
+    """Position of each token in its own sample."""
+    bounds_B1: Tensor
+    """Where each sample begins, and T; int32, as attention kernels want it."""
     rows_A: Tensor
-    """Row of each action token."""
-    columns_A: Tensor
-    """Column of each action token; its prediction is made one column to the left."""
+    """Which of the B samples each action token belongs to."""
+    places_A: Tensor
+    """Place of each action token in T; its prediction is made one place before."""
     targets_A: Tensor
     """The action tokens."""
     weights_A: Tensor
@@ -43,65 +57,105 @@ class MicroBatch:
     def num_actions(self) -> int:
         return len(self.targets_A)
 
+    @property
+    def columns_A(self) -> Tensor:
+        """Position of each action token in its own sample."""
+        return self.positions_T[self.places_A]
+
     def by_row(self, values_A: Tensor) -> list[list[float]]:
-        """One list per row of what is known of its action tokens."""
-        counts = torch.bincount(self.rows_A, minlength=len(self.indices)).tolist()
-        return [part.tolist() for part in values_A.detach().float().cpu().split(counts)]
+        """One list per sample of what is known of its action tokens."""
+        return [part.tolist() for part in values_A.detach().float().cpu().split(self.action_counts)]
+
+    def runs(self) -> list[tuple[int, int]]:
+        """(samples, length) of neighbours that are equally long, in order."""
+        return [(len(list(same)), length) for length, same in groupby(self.lengths)]
+
+    def padded(self) -> tuple[Tensor, Tensor]:
+        """(ids_BL padded on the right with 0, places_T of every token in it, flattened)."""
+        rows_T = torch.repeat_interleave(
+            torch.arange(len(self.lengths), device=self.token_ids_T.device),
+            torch.tensor(self.lengths, device=self.token_ids_T.device),
+        )
+        places_T = rows_T * self.lengths[0] + self.positions_T
+        ids = self.token_ids_T.new_zeros(len(self.lengths) * self.lengths[0])
+        return ids.index_copy(0, places_T, self.token_ids_T).view(len(self.lengths), -1), places_T
 
 
 def micro_batches(
     samples: list[Sample], weights: list[float], max_tokens: int, device: torch.device | str = "cpu"
 ) -> list[MicroBatch]:
-    """Samples of similar length together, at most `max_tokens` padded tokens each (or one sample, if it is longer)."""
+    """Longest samples first, at most `max_tokens` tokens each (or one sample, if it is longer)."""
     order = sorted(range(len(samples)), key=lambda i: len(samples[i].token_ids), reverse=True)
     chunks: list[list[int]] = []
+    room = 0
     for i in order:
-        longest = len(samples[chunks[-1][0]].token_ids) if chunks else 0
-        if chunks and (len(chunks[-1]) + 1) * longest <= max_tokens:
+        length = len(samples[i].token_ids)
+        if chunks and length <= room:
             chunks[-1].append(i)
+            room -= length
         else:
             chunks.append([i])
-    return [_pad(chunk, [samples[i] for i in chunk], [weights[i] for i in chunk], device) for chunk in chunks]
+            room = max_tokens - length
+    return [_pack(chunk, [samples[i] for i in chunk], [weights[i] for i in chunk], device) for chunk in chunks]
 
 
-def _pad(indices: list[int], samples: list[Sample], weights: list[float], device: torch.device | str) -> MicroBatch:
-    longest = max(len(s.token_ids) for s in samples)
-    positions = [[c for c, trained in enumerate(s.loss_mask) if trained] for s in samples]
-    for sample, columns in zip(samples, positions, strict=True):
-        _check(sample, columns)
+def _pack(indices: list[int], samples: list[Sample], weights: list[float], device: torch.device | str) -> MicroBatch:
+    lengths = [len(s.token_ids) for s in samples]
+    bounds = numpy.concatenate([[0], numpy.cumsum(lengths)])
+    token_ids = _flat("q", (s.token_ids for s in samples))
+    places, rows, counts = _actions(samples, bounds)
+    for sample, count in zip(samples, counts, strict=True):
+        _check(sample, count)
 
-    def known(name: str) -> Tensor:
-        found = [getattr(s, name) for s in samples]
-        return torch.tensor([x for some in found for x in some], device=device, dtype=torch.float32)
+    def put(numbers: numpy.ndarray, dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(numbers).to(dtype).to(device)
 
-    def whole(numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, device=device, dtype=torch.long)
-
+    known = {f"{name}_A": _flat("d", (getattr(s, name) for s in samples)) for name in KNOWN}
+    if numpy.isnan(known["logprobs_A"]).any():
+        bad = next(s for s in samples if any(map(math.isnan, s.logprobs)))
+        raise ValueError(f"{bad.trajectory_id}: a trained token has no log-probability of its sampling")
     return MicroBatch(
         indices=indices,
-        input_ids_BL=torch.tensor([s.token_ids + [0] * (longest - len(s.token_ids)) for s in samples], device=device),
-        lengths_B=whole([len(s.token_ids) for s in samples]),
-        rows_A=whole([r for r, cs in enumerate(positions) for _ in cs]),
-        columns_A=whole([c for cs in positions for c in cs]),
-        targets_A=whole([s.token_ids[c] for s, cs in zip(samples, positions, strict=True) for c in cs]),
-        weights_A=torch.tensor([w for w, cs in zip(weights, positions, strict=True) for _ in cs], device=device),
-        logprobs_A=known("logprobs"),
-        advantages_A=known("advantages"),
-        old_logprobs_A=known("old_logprobs"),
-        reference_logprobs_A=known("reference_logprobs"),
-        values_A=known("values"),
-        returns_A=known("returns"),
+        lengths=lengths,
+        action_counts=counts,
+        token_ids_T=put(token_ids, torch.long),
+        positions_T=put(numpy.arange(bounds[-1]) - numpy.repeat(bounds[:-1], lengths), torch.long),
+        bounds_B1=put(bounds, torch.int32),
+        rows_A=put(rows, torch.long),
+        places_A=put(places, torch.long),
+        targets_A=put(token_ids[places], torch.long),
+        weights_A=put(numpy.repeat(numpy.array(weights, dtype=numpy.float64), counts), torch.float32),
+        **{name: put(numbers, torch.float32) for name, numbers in known.items()},
     )
 
 
-def _check(sample: Sample, columns: list[int]) -> None:
-    """Stop what would be trained on wrongly: a first token has no prediction, a token without its log-probability no
-    ratio, and a list of another length would shift onto other tokens."""
-    if columns and columns[0] == 0:
+def _flat(code: str, lists: Iterable[list[int] | list[float]]) -> numpy.ndarray:
+    """All numbers in one array; a C array eats lists faster than numpy does."""
+    numbers: Any = array(code)
+    for some in lists:
+        numbers.fromlist(some)
+    return numpy.array(numbers, dtype=numpy.int64 if code == "q" else numpy.float64)
+
+
+def _actions(samples: list[Sample], bounds: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray, list[int]]:
+    """(places of all action tokens, the sample of each, how many each sample has)."""
+    for sample in samples:
+        if len(sample.loss_mask) != len(sample.token_ids):
+            tokens, mask = len(sample.token_ids), len(sample.loss_mask)
+            raise ValueError(f"{sample.trajectory_id}: {tokens} tokens need a mask of as many, got {mask}")
+    # A list of booleans becomes bytes at half the price of any other way.
+    trained = numpy.frombuffer(b"".join(bytes(s.loss_mask) for s in samples), dtype=bool)
+    places = numpy.flatnonzero(trained)
+    rows = numpy.searchsorted(bounds, places, side="right") - 1
+    return places, rows, numpy.bincount(rows, minlength=len(samples)).tolist()
+
+
+def _check(sample: Sample, count: int) -> None:
+    """Stop what would be trained on wrongly: a first token has no prediction, and a list of another length would shift
+    onto other tokens."""
+    if sample.loss_mask[:1] == [True]:
         raise ValueError(f"{sample.trajectory_id}: the first token of a sample cannot be trained on")
-    if any(math.isnan(p) for p in sample.logprobs):
-        raise ValueError(f"{sample.trajectory_id}: a trained token has no log-probability of its sampling")
-    for name in ("logprobs", "advantages", "old_logprobs", "reference_logprobs", "values", "returns"):
-        count = len(getattr(sample, name))
-        if count not in (0, len(columns)):
-            raise ValueError(f"{sample.trajectory_id}: {len(columns)} trained tokens need as many {name}, got {count}")
+    for name in KNOWN:
+        found = len(getattr(sample, name))
+        if found not in (0, count):
+            raise ValueError(f"{sample.trajectory_id}: {count} trained tokens need as many {name}, got {found}")

@@ -1,6 +1,6 @@
 """Models: load one, and read the log-probabilities of action tokens off it.
 
-Shapes: B rows, L columns, A action tokens, H hidden size, V vocabulary.
+Shapes: B samples of T tokens in all, A action tokens among them, H hidden size.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.head import head_logprobs
 from agentgym_rl.training.microbatch import MicroBatch
+from agentgym_rl.training.packed import packed_states, padded_states, why_not_packed
 
 Lent = Callable[[], AbstractContextManager[Any]]
 """Opens a model for a while: a second one, or the same with its adapters switched."""
@@ -55,27 +57,22 @@ def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[
 
 def _read_actions(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     hidden_AH = states_before_actions(hidden_states(model.get_decoder(), batch), batch)
-    logits_AV = model.get_output_embeddings()(hidden_AH).float()
-    if temperature != 1.0:
-        logits_AV = logits_AV / temperature
-    logprobs_AV = logits_AV.log_softmax(-1)
-    entropy_A = -(logprobs_AV.exp() * logprobs_AV).sum(-1)
-    return logprobs_AV.gather(-1, batch.targets_A[:, None]).squeeze(-1), entropy_A
+    return head_logprobs(model.get_output_embeddings(), hidden_AH, batch.targets_A, temperature)
 
 
 def hidden_states(decoder: Any, batch: MicroBatch) -> Tensor:
-    """BLH: what the decoder makes of every token."""
-    return decoder(input_ids=batch.input_ids_BL, use_cache=False).last_hidden_state
+    """TH: what the decoder makes of every token, each sample by itself."""
+    return (padded_states if why_not_packed(decoder) else packed_states)(decoder, batch)
 
 
-def states_before_actions(hidden_BLH: Tensor, batch: MicroBatch) -> Tensor:
+def states_before_actions(hidden_TH: Tensor, batch: MicroBatch) -> Tensor:
     """AH: where each action token is predicted, one token before it."""
-    return hidden_BLH[batch.rows_A, batch.columns_A - 1]
+    return hidden_TH.index_select(0, batch.places_A - 1)
 
 
-def states_at_end(hidden_BLH: Tensor, batch: MicroBatch) -> Tensor:
+def states_at_end(hidden_TH: Tensor, batch: MicroBatch) -> Tensor:
     """BH: after the last token of each sample."""
-    return hidden_BLH[torch.arange(len(batch.lengths_B), device=hidden_BLH.device), batch.lengths_B - 1]
+    return hidden_TH.index_select(0, batch.bounds_B1[1:] - 1)
 
 
 @torch.no_grad()

@@ -1,0 +1,205 @@
+"""AdamW for float32 parameters, and for half-precision ones AdamW on a float32 master that costs two bytes.
+
+A bf16 weight is the upper half of a float32. The lower half is kept beside it: both together are the master, exactly,
+and the weights that the engine reads are rounded from it in place. Moments are kept in bf16, rounded up or down by
+chance in proportion, so that what is too small to be seen in one update still adds up over many. That is 8 bytes a
+parameter in all, where float32 moments and a float32 copy would make it 14.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentgym_rl.training.settings import OptimizerSettings
+
+EPSILON = 1e-8
+_MASK = 0xFFFFFFFF
+
+
+def make_optimizer(parameters: list[Any], settings: OptimizerSettings) -> torch.optim.AdamW | MasterAdamW:
+    """By the type of the parameters; with some in bf16, a MasterAdamW for all."""
+    if any(p.dtype is torch.bfloat16 for p in parameters):
+        return MasterAdamW(parameters, settings)
+    return _plain(parameters, settings)
+
+
+def _plain(parameters: list[Any], settings: OptimizerSettings) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=EPSILON,
+        weight_decay=settings.weight_decay,
+        fused=all(p.device.type in ("cpu", "cuda") for p in parameters),
+    )
+
+
+@contextmanager
+def collecting(optimizer: torch.optim.AdamW | MasterAdamW, *, several: bool) -> Iterator[None]:
+    """While several backward passes add up: in bf16 their sum would lose what is small beside it, so it is float32."""
+    handles = optimizer.collect() if several and isinstance(optimizer, MasterAdamW) else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def clip(optimizer: torch.optim.AdamW | MasterAdamW, parameters: list[Any], max_norm: float) -> Tensor:
+    """The norm of all gradients, which are scaled down to `max_norm` by the time they are used."""
+    if not isinstance(optimizer, MasterAdamW):
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = optimizer.norm()
+    optimizer.scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return norm
+
+
+class MasterAdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) that writes bf16 parameters in place. Others go to torch's."""
+
+    def __init__(self, parameters: list[Any], settings: OptimizerSettings) -> None:
+        self._half = [p for p in parameters if p.dtype is torch.bfloat16]
+        rest = [p for p in parameters if p.dtype is not torch.bfloat16]
+        self._rest = _plain(rest, settings) if rest else None
+        self._settings = settings
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters, "lr": settings.lr}]
+        self.updates = 0
+        self.scale: Tensor | None = None
+        """Of the next step's gradients."""
+        self._sums: list[Tensor | None] = [None] * len(self._half)
+        self._low: list[Tensor] = []
+        self._moments: list[tuple[Tensor, Tensor]] = []
+
+    def collect(self) -> list[Any]:
+        """Move gradients into float32 sums as backward passes make them, until the handles are removed."""
+
+        def move(parameter: Any, place: int) -> None:
+            total = self._sums[place]
+            self._sums[place] = parameter.grad.float() if total is None else total.add_(parameter.grad)
+            parameter.grad = None
+
+        return [p.register_post_accumulate_grad_hook(partial(move, place=i)) for i, p in enumerate(self._half)]
+
+    def norm(self) -> Tensor:
+        """Of all gradients, float32."""
+        found = self._gradients()
+        if self._rest is not None:
+            found = found + [p.grad for p in self.param_groups[0]["params"] if p.dtype is not torch.bfloat16]
+        known = [g for g in found if g is not None]
+        if not known:
+            return torch.zeros(())
+        return torch.stack(torch._foreach_norm(known, 2.0, torch.float32)).norm()
+
+    @torch.no_grad()
+    def step(self) -> None:
+        lr = self.param_groups[0]["lr"]
+        gradients = self._gradients()
+        if not self._low:
+            self._low = [torch.zeros_like(p, dtype=torch.int16) for p in self._half]
+            self._moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in self._half]
+        self.updates += 1
+        scale = torch.ones((), device=self._half[0].device) if self.scale is None else self.scale
+        numbers = self._numbers(lr)
+        given = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        rows: list[Any] = [(self._half[i], gradients[i], self._low[i], *self._moments[i]) for i in given]
+        if self._half[0].is_cuda:
+            from agentgym_rl.training.optimizer_kernels import update_all
+
+            update_all(rows, scale, numbers, self.updates)
+        else:
+            for place, row in zip(given, rows, strict=True):
+                update_one(row, scale, numbers, self.updates, place)
+        if self._rest is not None:
+            for p in self._rest.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.grad.mul_(scale)
+            self._rest.param_groups[0]["lr"] = lr
+            self._rest.step()
+        self.scale = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+        self._sums = [None] * len(self._half)
+
+    def state_dict(self) -> dict[str, Any]:
+        rest = None if self._rest is None else self._rest.state_dict()
+        return {"low": self._low, "moments": self._moments, "updates": self.updates, "rest": rest}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if "low" not in state:
+            raise ValueError("the optimizer's state is of a float32 run: keep model.dtype as it was, or start anew")
+        device = self._half[0].device
+        self._low = [t.to(device) for t in state["low"]]
+        self._moments = [(first.to(device), second.to(device)) for first, second in state["moments"]]
+        self.updates = state["updates"]
+        if self._rest is not None:
+            self._rest.load_state_dict(state["rest"])
+
+    def master(self) -> list[Tensor]:
+        """The bf16 parameters' float32 values."""
+        low = self._low or [torch.zeros_like(p, dtype=torch.int16) for p in self._half]
+        return [join(p.detach(), lower) for p, lower in zip(self._half, low, strict=True)]
+
+    def _gradients(self) -> list[Any]:
+        return [p.grad if total is None else total for p, total in zip(self._half, self._sums, strict=True)]
+
+    def _numbers(self, lr: float) -> tuple[float, ...]:
+        """(beta 1, beta 2, step size, root of the second bias correction, kept share of the weight)."""
+        beta1, beta2 = self._settings.betas
+        first, second = 1.0 - beta1**self.updates, math.sqrt(1.0 - beta2**self.updates)
+        return beta1, beta2, lr / first, second, 1.0 - lr * self._settings.weight_decay
+
+
+def join(upper: Tensor, lower: Tensor) -> Tensor:
+    """float32 of a bf16 and what rounding to it took off, as a signed number of float32's last places."""
+    return ((upper.view(torch.int16).int() << 16) + lower.int()).view(torch.float32)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    """(nearest bf16, what is left): `join` gives the float32 back, bit for bit."""
+    bits = master.view(torch.int32)
+    upper = (bits + 0x8000) >> 16
+    return upper.to(torch.int16).view(torch.bfloat16), (bits - (upper << 16)).to(torch.int16)
+
+
+def update_one(row: tuple[Tensor, ...], scale: Tensor, numbers: tuple[float, ...], update: int, place: int) -> None:
+    """One (parameter, gradient, lower half, moments) in plain torch; optimizer_kernels.py does the same for all."""
+    parameter, gradient, low, first, second = row
+    beta1, beta2, size, root, kept = numbers
+    gradient = gradient.float() * scale
+    new_first = first.float() * beta1 + gradient * (1.0 - beta1)
+    new_second = second.float() * beta2 + gradient * gradient * (1.0 - beta2)
+    master = join(parameter.detach(), low) * kept - size * new_first / (new_second.sqrt() / root + EPSILON)
+    upper, lower = split(master)
+    parameter.copy_(upper)
+    low.copy_(lower)
+    chance = noise(parameter.numel(), update, place, parameter.device).view(parameter.shape)
+    first.copy_(round_by_chance(new_first, chance & 0xFFFF))
+    second.copy_(round_by_chance(new_second, chance >> 16))
+
+
+def round_by_chance(values: Tensor, chance: Tensor) -> Tensor:
+    """bf16 above or below a float32, with a probability that makes the mean right. `chance` is in 0..65535."""
+    return ((values.view(torch.int32) + chance.int()) >> 16).to(torch.int16).view(torch.bfloat16)
+
+
+def noise(count: int, update: int, place: int, device: torch.device) -> Tensor:
+    """32 random bits for each element; they depend on the update and the parameter only: a run can be repeated."""
+    x = torch.arange(count, device=device, dtype=torch.int64)
+    x = (x * 0x9E3779B1 + seed_of(update, place)) & _MASK
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> shift)) * factor) & _MASK
+    return x ^ (x >> 16)
+
+
+def seed_of(update: int, place: int) -> int:
+    """Apart for any two updates and parameters."""
+    return (update * 0x85EBCA77 + place * 0xC2B2AE3D) & _MASK
