@@ -6,13 +6,17 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 QUICK := $(VENV)/.quickstart
 FULL := $(VENV)/.full
 
-.PHONY: quickstart test lint format bench browser clean
+.PHONY: quickstart test test-gpu lint format bench browser clean
 
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
 
 test: lint browser
 	$(BIN)/pytest $(ARGS)
+
+# On a machine with a CUDA device; PYTHON may name an interpreter that has torch, Triton and pytest.
+test-gpu:
+	PYTHON=$(PYTHON) scripts/gpu_tests.sh $(ARGS)
 
 lint: $(FULL)
 	$(BIN)/ruff check .

@@ -145,7 +145,7 @@ def transformers_generate(model: Any, load: Load) -> dict[str, float]:
 
     def run(turns: int, new: int) -> float:
         cache = DynamicCache()
-        ids = torch.tensor(prompts, device="cuda")
+        ids = torch.tensor(prompts, device=model.device)
         torch.cuda.synchronize()
         started = time.perf_counter()
         for turn in range(turns):
@@ -158,7 +158,7 @@ def transformers_generate(model: Any, load: Load) -> dict[str, float]:
                 top_k=0,
                 pad_token_id=0,
             )
-            ids = torch.cat([ids, torch.tensor(observations[turn], device="cuda")], dim=1)
+            ids = torch.cat([ids, torch.tensor(observations[turn], device=model.device)], dim=1)
         torch.cuda.synchronize()
         return time.perf_counter() - started
 

@@ -73,6 +73,12 @@ def _roots(squares, rows, real, num_rows, eps, SIZE: tl.constexpr, PARTS: tl.con
 
 
 @triton.jit
+def _store_halves(target, low, high, real, HALF: tl.constexpr):
+    tl.store(target, low, mask=real[:, None])
+    tl.store(target + HALF, high, mask=real[:, None])
+
+
+@triton.jit
 def qkv_kernel(
     scaled,
     squares,
@@ -143,19 +149,16 @@ def qkv_kernel(
     high_out = high.to(query.dtype.element_ty)
     if head < HEADS:
         target = query + rows[:, None] * (HEADS * HEAD_DIM) + head * HEAD_DIM + offs_d[None, :]
-        tl.store(target, low_out, mask=real[:, None])
-        tl.store(target + HALF, high_out, mask=real[:, None])
+        _store_halves(target, low_out, high_out, real, HALF)
     else:
         written = tl.where(tl.load(done + rows, mask=real, other=1) != 0, spare, position)
         base = tl.load(slots + rows, mask=real, other=0) * slot_stride + written * HEAD_DIM
         if head < HEADS + KV_HEADS:
             target = keys + (base + (head - HEADS) * head_stride)[:, None] + offs_d[None, :]
-            tl.store(target, low_out, mask=real[:, None])
-            tl.store(target + HALF, high_out, mask=real[:, None])
+            _store_halves(target, low_out, high_out, real, HALF)
         else:
             target = values + (base + (head - HEADS - KV_HEADS) * head_stride)[:, None] + offs_d[None, :]
-            tl.store(target, low_out, mask=real[:, None])
-            tl.store(target + HALF, high_out, mask=real[:, None])
+            _store_halves(target, low_out, high_out, real, HALF)
 
 
 @triton.jit
