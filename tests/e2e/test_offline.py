@@ -156,7 +156,8 @@ async def test_trajectories_of_one_run_teach_another(left_alone: Callable[[str],
     assert "episodes/usable" not in comparable_metrics(tmp_path / "dpo")[0]  # nothing was played
 
 
-@pytest.mark.parametrize("method", ["agentevol"])
+@pytest.mark.timeout(900)  # under a minute on a core of its own; a busy machine may take long
+@pytest.mark.parametrize("method", ["dpo", "agentevol"])
 async def test_it_learns_the_game_from_random_play(method: str, tmp_path: Path) -> None:
     config = load_config(RECIPES / f"{method}.toml", ["threads=1"])
     assert config.warm_start is not None
