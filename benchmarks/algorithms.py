@@ -66,13 +66,12 @@ OFFLINE: dict[str, dict[str, Any]] = {
     "DPO": {
         "method": "dpo",
         "dpo": {
-            "beta": 0.1,
-            "rounds": 5,
+            "beta": 1.0,
+            "rounds": 6,
             "group_size": 8,
             "pairs_per_item": 4,
-            "epochs": 2,
-            "batch_size": 32,
-            "optimizer": {"lr": 1e-3, "warmup_steps": 2},
+            "batch_size": 16,
+            "optimizer": {"lr": 3e-4, "warmup_steps": 3},
         },
     },
 }
