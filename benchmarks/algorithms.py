@@ -15,6 +15,7 @@ import copy
 import json
 import multiprocessing
 import os
+import re
 import statistics
 import tomllib
 from concurrent.futures import ProcessPoolExecutor
@@ -127,7 +128,8 @@ def play(job: Job) -> dict[str, Any]:
     from agentgym_rl.train import train
 
     start = folder / f"start-{seed}"
-    root = start if arm == START else folder / f"{arm.lower().replace(' ', '-').replace(',', '')}-{seed}"
+    slug = re.sub(r"[^a-z0-9]+", "-", arm.lower().replace("++", "-plus-plus")).strip("-")
+    root = start if arm == START else folder / f"{slug}-{seed}"
     recipe = folder / f"{root.name}.toml"
     base = None if arm == START else start / "checkpoints/step_000000/model"
     recipe.write_text(tomli_w.dumps(recipe_of(arm, base, easy, steps, episodes)))
