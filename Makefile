@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 QUICK := $(VENV)/.quickstart
 FULL := $(VENV)/.full
 
-.PHONY: quickstart test test-gpu lint format bench browser clean
+.PHONY: quickstart test faults test-gpu lint format bench browser clean
 
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
@@ -17,6 +17,10 @@ test: lint browser
 # On a machine with a CUDA device; PYTHON may name an interpreter that has torch, Triton and pytest.
 test-gpu:
 	PYTHON=$(PYTHON) scripts/gpu_tests.sh $(ARGS)
+
+# Kills, hangs and full disks while a run trains on a two-node Ray cluster of this machine; prints a table.
+faults: $(FULL)
+	$(BIN)/python tests/faults/suite.py $(ARGS)
 
 lint: $(FULL)
 	$(BIN)/ruff check .

@@ -35,9 +35,13 @@ def train(
 
     config = load_config(recipe, overrides or [])
     folder = config.folder(resume=resume)
+    from agentgym_rl.train import Stopped
     from agentgym_rl.train import train as run
 
-    asyncio.run(run(config, folder, resume=resume))
+    try:
+        asyncio.run(run(config, folder, resume=resume))
+    except Stopped:  # asked for, and said on the console
+        raise typer.Exit(0) from None
 
 
 @app.command()

@@ -139,6 +139,38 @@ class CheckpointConfig(_Section):
     keep: int = Field(2, ge=1)
 
 
+class ScaleConfig(_Section):
+    """Processes of a run, through Ray; docs/scale.md. Without this section everything runs in one process."""
+
+    learners: int = Field(1, ge=1)
+    """Ranks that learn together (FSDP2)."""
+    engines: int = Field(1, ge=1)
+    env_hosts: int = Field(1, ge=1)
+    """Processes that play episodes, each with a pool of sessions."""
+    layout: Literal["colocated", "disaggregated"] = "disaggregated"
+    """colocated: the n-th learner and the n-th engine share a device. disaggregated: each has its own."""
+    address: str | None = None
+    """Of a Ray cluster, such as auto or ray://head:10001; None starts one on this machine for the run."""
+    learner_cpus: float = Field(1.0, gt=0)
+    engine_cpus: float = Field(1.0, gt=0)
+    env_host_cpus: float = Field(1.0, gt=0)
+    object_store_mb: int | None = Field(None, ge=80)
+    """With address None: memory for what travels between processes; Ray's own choice by default."""
+    bucket_mb: int = Field(256, ge=1)
+    """Weights travel to engines in pieces of this size."""
+    worker_timeout_s: float = Field(600.0, gt=0)
+    """The longest anybody waits for a worker to start, or to be started again."""
+
+    @model_validator(mode="after")
+    def _pairs(self) -> ScaleConfig:
+        if self.layout == "colocated" and self.learners != self.engines:
+            raise ValueError(
+                f"layout = 'colocated' pairs learners with engines and needs as many of each, "
+                f"got {self.learners} and {self.engines}"
+            )
+        return self
+
+
 class Config(_Section):
     """A run."""
 
@@ -165,6 +197,7 @@ class Config(_Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: tuple[Literal["tensorboard"], ...] = ()
+    scale: ScaleConfig | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -209,6 +242,8 @@ class Config(_Section):
                     f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
                     f"be at least 2, got {env.group_size}"
                 )
+        if self.scale is not None and self.method != "rl":
+            raise ValueError(f"[scale] is read by method = 'rl', this is {self.method!r}: remove it")
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self

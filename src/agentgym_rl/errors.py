@@ -5,7 +5,8 @@
     ├── EnvError           an environment failed: the episode ends as `error`, is recorded and retried
     │   ├── EnvTimeout     it did not answer before its deadline
     │   └── EnvUnavailable its server cannot be reached or has no room
-    └── EngineError        an engine failed to sample
+    ├── EngineError        an engine failed to sample
+    └── WorkerLost         a process of the run died that it cannot go on without: resume it
 
 Messages say what was needed, what came, and what to do.
 """
@@ -33,3 +34,7 @@ class EnvUnavailable(EnvError):
 
 class EngineError(AgentGymError):
     """An engine failed to sample."""
+
+
+class WorkerLost(AgentGymError):
+    """A process of the run died that it cannot go on without."""

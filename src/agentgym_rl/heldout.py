@@ -7,34 +7,26 @@ from collections import defaultdict
 from typing import Any
 
 from agentgym_rl import wiring
-from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.errors import EnvError
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.training.rl import derive_seed
-from agentgym_rl.types import EnvPool, Task, Trajectory
+from agentgym_rl.types import Collect, Task, Trajectory
 
 
 async def evaluate(
-    config: Config,
-    pool: EnvPool,
-    items: wiring.Items,
-    log: RunLog,
-    engine: NativeEngine,
-    renderer: Renderer,
-    step: int,
+    config: Config, items: wiring.Items, log: RunLog, collect: Collect, room: int, step: int
 ) -> dict[str, Any]:
     """Play the recipe's held-out episodes, write them down as those after `step`, and say how they went.
+
+    `collect` plays one episode of a task; `room` is what an engine can hold of it.
 
     {"step", "success", "episodes", "reward", "turns", "subsets": {name: {"success", "episodes"}}}
     """
     settings = config.eval
-    policies = wiring.engine_policies(engine, renderer, config.agent, settings.temperature)
-    collect = wiring.make_collector(config, pool, policies, 1, f"eval{step}-")
     by_subset: dict[str, list[Trajectory]] = defaultdict(list)
     for env in config.environments:
-        limits = wiring.limits_of(config.agent, env.eval_max_turns or settings.max_turns, engine.max_context, env)
+        limits = wiring.limits_of(config.agent, env.eval_max_turns or settings.max_turns, room, env)
         chosen = spread(items.held_out[env.name], settings.episodes, "evaluation")
         tasks = [(name, Task(env.name, item)) for name, some in chosen.items() for item in some]
         groups = await collect([task for _, task in tasks], limits, derive_seed("evaluation", env.name))

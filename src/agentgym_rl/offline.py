@@ -201,7 +201,9 @@ class OfflineRun:
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""
         await self._publish()
-        result = await evaluate(self.config, self.pool, self.items, self.log, self.engine, self.renderer, self.step)
+        policies = wiring.engine_policies(self.engine, self.renderer, self.config.agent, self.config.eval.temperature)
+        collect = wiring.make_collector(self.config, self.pool, policies, 1, f"eval{self.step}-")
+        result = await evaluate(self.config, self.items, self.log, collect, self.engine.max_context, self.step)
         self.evaluations.append(result)
         self.console.evaluation(self.step, result["success"], result["episodes"])
 

@@ -3,6 +3,8 @@
     <root>/config.toml                      the resolved config
     <root>/metrics.jsonl                    one JSON object per line, with `step` and `time`
     <root>/doctor.jsonl                     one JSON object per warning of the doctor; absent as long as there is none
+    <root>/events.jsonl                     what befell the run: workers lost and replaced, checkpoints that could not
+                                            be written, a stop; absent as long as there is nothing
     <root>/trajectories/step_000012.jsonl   every training episode of step 12, before any filtering
     <root>/trajectories/learned_000012.jsonl  what was trained on in step 12: advantages, entropies and the learner's
                                             log-probabilities of every sampled token
@@ -56,6 +58,7 @@ class RunLog:
         """True when the directory already held a run."""
         self.metrics_path = root / "metrics.jsonl"
         self.doctor_path = root / "doctor.jsonl"
+        self.events_path = root / "events.jsonl"
         self.trajectories_dir = root / "trajectories"
         self.checkpoints_dir = root / "checkpoints"
         self.summary_path = root / "summary.json"
@@ -126,6 +129,11 @@ class RunLog:
     def log_finding(self, finding: Mapping[str, Any]) -> None:
         """Append one line to doctor.jsonl: `step`, `rule`, `severity`, `message`, `since`."""
         _append(self.doctor_path, orjson.dumps(dict(finding)) + b"\n")
+
+    def log_event(self, kind: str, message: str, **detail: Any) -> None:
+        """Append one line to events.jsonl: `time`, `kind`, `message` and more. A resumed run goes on with the file."""
+        row = {"time": round(time.time(), 3), "kind": kind, "message": message, **detail}
+        _append(self.events_path, orjson.dumps(row) + b"\n")
 
     def write_trajectory(self, step: int, trajectory: Trajectory, kind: Kind = "train") -> None:
         """Append one episode to the file of its step and kind.
@@ -202,7 +210,7 @@ class RunLog:
             self.set_status("finished")
         elif isinstance(error, Exception):
             self.set_status("failed", error=f"{type(error).__name__}: {error}")
-        else:  # KeyboardInterrupt, SystemExit, CancelledError: somebody asked for it.
+        else:  # KeyboardInterrupt, SystemExit, CancelledError, Stopped: somebody asked for it.
             self.set_status("stopped", error=type(error).__name__)
         self.close()
 

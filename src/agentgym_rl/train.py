@@ -6,9 +6,11 @@ played again and comes out the same.
 
 from __future__ import annotations
 
-import copy
+import asyncio
+import contextlib
+import signal
 import time
-from contextlib import nullcontext
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,6 @@ from typing import Any
 import torch
 
 from agentgym_rl import wiring
-from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import require_files
@@ -26,17 +26,13 @@ from agentgym_rl.offline import train_offline
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics
 from agentgym_rl.starting import starting_point
-from agentgym_rl.training import lora
-from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, save_checkpoint
-from agentgym_rl.training.critic import ValueModel
+from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, no_room
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
-from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.model import Lent
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
-from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import EnvPool, Group
+from agentgym_rl.workers import OneProcess, Workers
 
 MAY_CHANGE_ON_RESUME = (
     "rl.steps",
@@ -48,7 +44,12 @@ MAY_CHANGE_ON_RESUME = (
     "trackers",
     "agent.concurrency",
     "run_dir",
+    "scale",
 )
+
+
+class Stopped(BaseException):
+    """The run was asked to stop (SIGTERM), has written a checkpoint, and can be resumed."""
 
 
 async def train(
@@ -86,10 +87,11 @@ async def train(
             log.set_status("running", steps=config.rl.steps)
             run, saved = await _prepare(config, playing, items, log, console, started)
             try:
-                await run.begin(saved)
-                return await run.finish()
+                with run.stoppable():
+                    await run.begin(saved)
+                    return await run.finish()
             finally:
-                await run.engine.close()
+                await run.workers.close()
     finally:
         if pool is None:
             await playing.close()
@@ -103,42 +105,36 @@ async def _prepare(
     tasks = TaskSource(numbers, config.seed, {env.name: env.weight for env in config.environments})
     horizons = {env.name: make_horizon(env.horizon or config.horizon) for env in config.environments}
     checkpoints = list_checkpoints(log.checkpoints_dir) if log.resumed else []
-    reference_dir = log.root / "reference"
-    saved = None
-    if checkpoints:
-        saved = load_state(checkpoints[-1])
-        model, tokenizer = wiring.load_from(checkpoints[-1] / "model", config.model)
+    saved = load_state(checkpoints[-1]) if checkpoints else None
+    if saved is not None:
         console.stage("Resuming", f"after step {saved['step']}")
-    else:
+    workers = await _workers(config, pool, items, log, console, checkpoints[-1] / "model" if checkpoints else None)
+    return Run(config, items, log, console, workers, RLState(tasks, horizons), started), saved
+
+
+async def _workers(
+    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console, folder: Path | None
+) -> Workers:
+    """With the model in `folder`, that of a checkpoint, or with the one the recipe starts from."""
+    reference_dir = log.root / "reference"
+    if config.scale is not None:
+        from agentgym_rl.cluster import Cluster
+
+        if folder is None and config.model.path is not None and config.warm_start is None and not config.model.lora:
+            folder = reference_dir = Path(config.model.path)
+        elif folder is None:
+            folder = reference_dir
+            export(*await starting_point(config, pool, items, log, console), folder)
+        elif not reference_dir.is_dir() and config.model.path is not None:
+            reference_dir = Path(config.model.path)
+        return await Cluster.start(config, folder, reference_dir, console)
+    if folder is None:
         model, tokenizer = await starting_point(config, pool, items, log, console)
         if config.rl.kl_coef:
             export(model, tokenizer, reference_dir)
-    reference = _reference(model, reference_dir, config)
-    state = RLState(tasks, horizons)
-    return Run(config, pool, items, log, console, model, tokenizer, state, reference, started), saved
-
-
-def _reference(model: Any, folder: Path, config: Config) -> Lent | None:
-    """The model RL started from, frozen; None where no KL term needs it. With LoRA it costs no second copy."""
-    if not config.rl.kl_coef:
-        return None
-    if config.model.lora is None:
-        frozen = freeze(wiring.load_from(folder, config.model)[0])
-        return lambda: nullcontext(frozen)
-    if config.warm_start is None:
-        return lambda: lora.adapter(model, None)
-    lora.load_adapter(model, folder, lora.REFERENCE)
-    return lambda: lora.adapter(model, lora.REFERENCE)
-
-
-def _critic(model: Any, config: Config) -> ValueModel | None:
-    """PPO's critic: a copy of the decoder, or with LoRA one more adapter on the same."""
-    if config.rl.algorithm != "ppo":
-        return None
-    if config.model.lora is None:
-        return ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
-    lora.copy_adapter(model, config.model.lora, lora.CRITIC)
-    return ValueModel(model.get_decoder(), model.config.hidden_size, lambda: lora.adapter(model, lora.CRITIC))
+    else:
+        model, tokenizer = wiring.load_from(folder, config.model)
+    return OneProcess(config, pool, model, tokenizer, reference_dir)
 
 
 @dataclass(slots=True)
@@ -146,14 +142,11 @@ class Run:
     """A run in progress."""
 
     config: Config
-    pool: EnvPool
     items: wiring.Items
     log: RunLog
     console: Console
-    model: Any
-    tokenizer: Any
+    workers: Workers
     state: RLState
-    reference: Lent | None
     started: float
     """When this process began, on the monotonic clock."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -161,31 +154,16 @@ class Run:
     seconds_before: float = 0.0
     """Wall time of the processes that ran until the checkpoint this one started from."""
     doctor: Doctor = field(default_factory=Doctor)
-    renderer: Renderer = field(init=False)
-    engine: NativeEngine = field(init=False)
-    learner: RLLearner = field(init=False)
-
-    def __post_init__(self) -> None:
-        agent = self.config.agent
-        self.renderer = Renderer(self.tokenizer, self.config.model.chat_template)
-        self.learner = RLLearner(
-            self.model, self.config.rl, agent.temperature, self.reference, _critic(self.model, self.config)
-        )
-        # Under overlap the learner changes its weights while episodes are played: the engine has a copy of its own.
-        played = freeze(copy.deepcopy(self.model)) if self.config.rl.overlap else self.model
-        self.engine = NativeEngine(
-            played,
-            decode=self.renderer.decode,
-            max_sessions=agent.concurrency,
-            max_context=max([agent.max_context, *(env.max_context or 0 for env in self.config.environments)]),
-        )
+    between: dict[str, Any] | None = None
+    """Where the run stood after the last finished step, while nothing of the next one was learned; else None."""
+    stopping: bool = False
 
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
         if saved is None:
             self.console.stage("Held-out evaluation", "before RL")
             await self.evaluate()
-            self.save()
+            self.save(last=True)
         else:
             self.log.truncate_after(saved["step"])
             await self._restore(saved)
@@ -195,19 +173,61 @@ class Run:
         config, total = self.config, self.config.rl.steps
         kind = config.horizon.kind
         self.console.stage("Reinforcement learning", f"{config.rl.algorithm} with a {kind} horizon, {total} steps")
-        policies = wiring.engine_policies(self.engine, self.renderer, config.agent, config.agent.temperature)
-        collect = wiring.collect_each(config, self.pool, policies, None, "train-")
-        room = self.engine.max_context
+        workers, room = self.workers, self.workers.room
+        collect = workers.collector("train-", None, config.agent.temperature)
         limits = {env.name: wiring.limits_of(config.agent, 1, room, env) for env in config.environments}
+        self.between = self._standing()
+        if self.stopping:
+            self._stop()
         with self.console.steps(total, start=self.state.step):
             hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
-            await train_rl(self.state, self.learner, collect, self._publish, limits, config.rl, hooks, config.seed)
+            await train_rl(self.state, workers.learner, collect, workers.publish, limits, config.rl, hooks, config.seed)
         return self._summarise()
 
-    async def _publish(self, version: int) -> None:
-        await self.engine.update_weights(self.model.state_dict() if self.config.rl.overlap else None, version)
+    @contextlib.contextmanager
+    def stoppable(self) -> Iterator[None]:
+        """SIGTERM ends the run with a checkpoint: after the step that is being learned from, or at once, without the
+        episodes that are being played."""
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def stop() -> None:
+            self.stopping = True
+            if self.between is not None:
+                task.cancel()
+
+        try:
+            loop.add_signal_handler(signal.SIGTERM, stop)
+        except (NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
+            yield
+            return
+        try:
+            yield
+        except asyncio.CancelledError:
+            if not self.stopping:
+                raise
+            task.uncancel()
+            self._stop()
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    def _stop(self) -> None:
+        """Write down where the run stands and leave."""
+        self.save(last=True)
+        message = f"stopped by SIGTERM after step {self.state.step}: go on with --resume"
+        self._event("stopped", message)
+        raise Stopped(message)
+
+    def _standing(self) -> dict[str, Any] | None:
+        """Under overlap the next step is being learned from as soon as this one is over."""
+        return None if self.config.rl.overlap else self.state.state()
+
+    def _event(self, kind: str, message: str, **detail: Any) -> None:
+        self.log.log_event(kind, message, step=self.state.step, **detail)
+        self.console.warn(message)
 
     def _record(self, step: int, groups: list[Group]) -> None:
+        self.between = None
         for group in groups:
             for trajectory in group.trajectories:
                 self.log.write_trajectory(step, trajectory)
@@ -224,34 +244,50 @@ class Run:
         due = self.config.eval.every and step % self.config.eval.every == 0
         if last or due:
             await self.evaluate()
+        for event in await self.workers.events():
+            self._event(**event)
         if last or step % self.config.checkpoint.every == 0:
-            self.save()
+            self.save(last=last)
+        self.between = self._standing()
+        if self.stopping:
+            self._stop()
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""
         step = self.state.step
-        result = await evaluate(self.config, self.pool, self.items, self.log, self.engine, self.renderer, step)
+        collect = self.workers.collector(f"eval{step}-", 1, self.config.eval.temperature)
+        result = await evaluate(self.config, self.items, self.log, collect, self.workers.room, step)
         self.evaluations.append(result)
         self.console.evaluation(step, result["success"], result["episodes"])
 
-    def save(self) -> None:
+    def save(self, *, last: bool) -> None:
+        """A checkpoint. On a full disk the ones before it stay, and the run goes on unless this is its `last`."""
         state = {
-            "learner": self.learner.state(),
-            "rl": self.state.state(),
+            "rl": self.between or self.state.state(),
             "evaluations": self.evaluations,
             "seconds": self._seconds(),
-            "version": self.engine.version,
+            "version": self.workers.version,
         }
         folder = self.log.checkpoints_dir
-        save_checkpoint(folder, self.state.step, self.model, self.tokenizer, state, self.config.checkpoint.keep)
+        try:
+            self.workers.save(folder, self.state.step, state, self.config.checkpoint.keep)
+        except Exception as error:
+            if last or not no_room(error):
+                raise
+            kept = list_checkpoints(folder)
+            self._event(
+                "checkpoint_failed",
+                f"no room for the checkpoint of step {self.state.step} ({str(error).splitlines()[0]}): "
+                f"{kept[-1].name if kept else 'none'} stays the last, free some space",
+            )
 
     async def _restore(self, saved: dict[str, Any]) -> None:
-        self.learner.restore(saved["learner"])
+        await self.workers.restore(list_checkpoints(self.log.checkpoints_dir)[-1], saved)
         self.state.restore(saved["rl"], saved["step"])
         self.evaluations = saved["evaluations"]
         self.seconds_before = saved["seconds"]
         self.doctor = Doctor(read_metrics(self.log.metrics_path) if self.state.step else ())
-        await self._publish(saved["version"])
+        await self.workers.publish(saved["version"])
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
@@ -268,7 +304,7 @@ class Run:
             "evaluations": self.evaluations,
             "stages": stages,
             "steps": self.state.step,
-            "parameters": self.model.num_parameters(),
+            "parameters": self.workers.num_parameters,
             "seconds": round(self._seconds(), 1),
         }
         self.log.write_summary(summary)

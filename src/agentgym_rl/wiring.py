@@ -13,7 +13,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from agentgym_rl.agent.collect import Collector
-from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES, Style
@@ -150,7 +150,7 @@ def wrap_of(agent: AgentConfig) -> Callable[[EnvSession], EnvSession]:
     return wrap
 
 
-def engine_policies(engine: NativeEngine, renderer: Renderer, agent: AgentConfig, temperature: float) -> PolicyFactory:
+def engine_policies(engine: Engine, renderer: Renderer, agent: AgentConfig, temperature: float) -> PolicyFactory:
     def make(session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(max_new_tokens=agent.max_new_tokens, temperature=temperature, seed=seed)
         return EnginePolicy(engine, renderer, sampling, instruction=session.instruction)

@@ -57,7 +57,8 @@ class Collector:
         self.counts: Counter[str] = Counter()
         """episodes, retries, failed (no attempt left), errors/<kind>: since the last `drain_counts`."""
 
-    async def __call__(self, tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+    async def __call__(self, tasks: list[Task], limits: Limits, seed: int, first: int = 0) -> list[Group]:
+        """`first` is the place of the first task in the list that these are a part of: ids and seeds hang on it."""
         places = asyncio.Semaphore(self._concurrency)
         try:
             async with asyncio.TaskGroup() as running:
@@ -66,7 +67,7 @@ class Collector:
                         running.create_task(self._place(places, task, limits, seed, index, place))
                         for place in range(self._group_size)
                     ]
-                    for index, task in enumerate(tasks)
+                    for index, task in enumerate(tasks, first)
                 ]
         except ExceptionGroup as errors:
             # The first failure is why the others were cancelled; a caller catches it by its own type.

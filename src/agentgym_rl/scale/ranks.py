@@ -26,14 +26,15 @@ class ProcessRanks(Ranks):
     """This process among `size`. With `shard` every model is spread over all of them; else each has a whole copy
     (LoRA: the weights are frozen and shared by policy, reference and critic, and only small gradients travel)."""
 
-    def __init__(self, device: str = "cpu", *, shard: bool = True) -> None:
+    def __init__(self, device: str = "cpu", *, shard: bool = True, dtype: torch.dtype = torch.float32) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.shard = shard
+        self._dtype = dtype
         self._mesh: DeviceMesh = init_device_mesh(torch.device(device).type, (self.size,))
 
     def place(self, model: Any) -> None:
         if self.shard:
-            shard_model(model, self._mesh)
+            shard_model(model, self._mesh, self._dtype)
 
     def mine(self, lengths: Sequence[int]) -> list[int]:
         return balanced(lengths, self.size)[self.rank]
@@ -83,18 +84,16 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def shard_model(model: Any, mesh: DeviceMesh) -> None:
+def shard_model(model: Any, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
     """Spread a model's parameters over the mesh, in place: each layer by itself, the rest (embeddings, head) together.
 
     They are gathered layer by layer as a pass needs them. Learner code reads parts of a model (its decoder, then its
     head at action positions), so model and layers get a method `gathered` within which their parameters are whole.
+    Passes run in `dtype`; float32 parameters stay float32 where they are kept, and gradients add up in float32.
     """
-    # Sums over ranks in fp32 also for bfloat16 weights.
-    options: dict[str, Any] = {
-        "mesh": mesh,
-        "reshard_after_forward": True,
-        "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False),
-    }
+    compute = None if next(model.parameters()).dtype is dtype else dtype
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True, "mp_policy": policy}
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.decoder
     for part in (*getattr(decoder, "layers", ()), model):
         fully_shard(part, **options)

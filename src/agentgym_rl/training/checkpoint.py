@@ -3,14 +3,18 @@
 checkpoints/step_000010/
     model/        a Hugging Face folder, usable as it is
     trainer.pt    optimizer, random states, schedules, data position
+    shards/       written by several ranks: the optimizer, in place of what trainer.pt would have of it
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +23,56 @@ import torch
 
 from agentgym_rl.errors import ConfigError
 
+SHARDS = "shards"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
 def save_checkpoint(root: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any], keep: int) -> Path:
-    """Write `root/step_<step>`: into a temporary folder first, flushed to disk, then renamed."""
+    """Write `root/step_<step>`, whole or not at all."""
+    with staged(root, step, keep) as folder:
+        export(model, tokenizer, folder / "model")
+        save_state(folder, step, state)
+    return root / f"step_{step:06d}"
+
+
+@contextmanager
+def staged(root: Path, step: int, keep: int) -> Iterator[Path]:
+    """A temporary folder to write a checkpoint into; flushed to disk and renamed at the end, then old ones are removed.
+    If writing fails nothing of it stays, and the checkpoints before it do."""
     final, temporary = root / f"step_{step:06d}", root / f".step_{step:06d}.tmp"
     for leftover in root.glob(".step_*.tmp"):  # of a process that was killed
         shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
-    export(model, tokenizer, temporary / "model")
-    torch.save(state | {"step": step, "random": _random_state()}, temporary / "trainer.pt")
-    for path in (*temporary.rglob("*"), temporary):
-        _sync(path)
+    try:
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
     shutil.rmtree(final, ignore_errors=True)
     temporary.rename(final)
     _sync(root)
     for old in list_checkpoints(root)[:-keep] if keep else []:
         doomed = old.rename(root / f".{old.name}.tmp")  # half removed it must not pass for a checkpoint
         shutil.rmtree(doomed)
-    return final
+
+
+def save_state(folder: Path, step: int, state: dict[str, Any]) -> None:
+    """trainer.pt, with this process's random states."""
+    torch.save(state | {"step": step, "random": _random_state()}, folder / "trainer.pt")
+
+
+def no_room(error: BaseException) -> bool:
+    """Whether writing failed because the disk took no more. Torch and safetensors say so in words only."""
+    causes = []
+    cause: BaseException | None = error
+    while cause is not None:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    words = ("No space left", "File too large", "quota exceeded", "file write failed", "unexpected pos")
+    return any(getattr(c, "errno", None) in full or any(word in str(c) for word in words) for c in causes)
 
 
 def export(model: Any, tokenizer: Any, folder: Path) -> None:

@@ -1,0 +1,46 @@
+"""What processes a run wants and what each of them needs, before anybody starts one. Standard library only."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Needs = dict[str, float]
+"""CPU and GPU of one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Processes of a run."""
+
+    learners: int
+    engines: int
+    env_hosts: int
+    layout: Literal["colocated", "disaggregated"]
+    device: Literal["cpu", "cuda"]
+    learner_cpus: float
+    engine_cpus: float
+    env_host_cpus: float
+    groups_per_host: int
+    """Groups that a host plays at once."""
+    address: str | None
+    object_store_mb: int | None
+    bucket_mb: int
+    worker_timeout_s: float
+
+    def placement(self) -> list[tuple[dict[str, list[Needs]], str]]:
+        """Placement groups: ({role: needs of each}, strategy). Roles of one group share its n-th bundle."""
+        gpu = 1.0 if self.device == "cuda" else 0.0
+        shared = gpu / 2 if self.layout == "colocated" else gpu
+        learners = [{"CPU": self.learner_cpus, "GPU": shared}] * self.learners
+        engines = [{"CPU": self.engine_cpus, "GPU": shared}] * self.engines
+        hosts = [{"CPU": self.env_host_cpus}] * self.env_hosts
+        # Ranks talk most, so they sit together; what can be lost one at a time is spread.
+        if self.layout == "colocated":
+            return [({"learner": learners, "engine": engines}, "PACK"), ({"env_host": hosts}, "SPREAD")]
+        return [({"learner": learners}, "PACK"), ({"engine": engines}, "SPREAD"), ({"env_host": hosts}, "SPREAD")]
+
+    def cpus_in_all(self) -> int:
+        needs = [n for roles, _ in self.placement() for some in roles.values() for n in some]
+        return math.ceil(sum(n["CPU"] for n in needs))

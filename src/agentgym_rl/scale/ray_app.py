@@ -1,0 +1,458 @@
+"""Ray: where the processes of a run are started, found, and started again. The only file that imports ray.
+
+    driver          runs training.rl.train_rl with handles in place of learner and engine, and asks hosts for groups
+    learners        one rank each; all of them do the same call at the same time
+    engines         sample; when one dies it is started again and fetches the current weights from the board
+    env hosts       play whole groups with agent.rollout.rollout, next to their sessions; each turn is one call to an
+                    engine, always the same one for a trajectory as long as it lives
+    board           which weights are current, and what has befallen engines
+
+What the processes do is handed in by cluster.py: a function that makes a rank's learner, an engine, a host's player.
+A prompt is the whole conversation, so a call that an engine's death cut off is sent to another engine as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agentgym_rl.errors import EngineError, WorkerLost
+from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.ranks import join, leave
+from agentgym_rl.scale.weights import Receiver, buckets
+from agentgym_rl.types import Completion, Group, Sampling
+
+RETRY_S = 0.25
+"""Between looks at a worker that is being started again."""
+POLITE_S = 10.0
+"""Granted to a worker to close what it holds."""
+
+
+class Board:
+    """Which weights are current, and what has befallen workers."""
+
+    def __init__(self) -> None:
+        self._version, self._buckets = -1, [None]
+        self._events: list[dict[str, Any]] = []
+
+    def put_weights(self, version: int, refs: list[Any]) -> None:
+        self._version, self._buckets = version, refs
+
+    def weights(self) -> tuple[int, list[Any]]:
+        return self._version, [] if self._version < 0 else self._buckets
+
+    def report(self, event: dict[str, Any]) -> None:
+        self._events.append(event)
+
+    def drain(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events
+
+
+class LearnerRank:
+    """One rank. `make(rank, size, device)` gives an object with the methods that `call` names."""
+
+    def __init__(self, make: Callable[[int, int], Any], rank: int, size: int) -> None:
+        self._make, self._rank, self._size = make, rank, size
+        self._work: Any = None
+
+    def address(self) -> str:
+        """Where the ranks can meet, for the first of them."""
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+
+    def begin(self, address: str, device: str, timeout_s: float) -> None:
+        if device == "cuda":
+            device = "cuda:0"  # Ray shows this process its own device only
+        join(self._rank, self._size, address, device, timeout_s)
+        self._work = self._make(self._rank, self._size)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return getattr(self._work, method)(*arguments)
+
+    def put_weights(self, bucket_bytes: int) -> list[Any]:
+        """References to the buckets of the whole state, from rank 0; the others take part and have none."""
+        made = buckets(self._work.whole_state(), bucket_bytes, keep=self._rank == 0)
+        return [ray.put(bucket) for bucket in made]
+
+    def close(self) -> None:
+        leave()
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class EngineReplica:
+    """An engine. `make()` gives its Receiver (scale/weights.py), whose `engine` samples."""
+
+    def __init__(self, make: Callable[[], Receiver], board: list[Any], index: int) -> None:
+        self._seat: Any = make()
+        (self._board,) = board  # in a list, because Ray would keep an actor itself where a restart does not find it
+        self._index = index
+        self._fresh = asyncio.Event()
+        self._loading: asyncio.Lock | None = None
+        self._seat.engine.version = -1  # whatever it was made with, it has not been told to use it
+
+    async def begin(self) -> int:
+        """Fetch the current weights if there are any; returns how many tokens it can hold."""
+        await self._fetch()
+        return self._seat.engine.max_context
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        if not self._fresh.is_set():
+            await self._fetch()
+        await self._fresh.wait()
+        return await self._seat.engine.generate(prompt_ids, sampling, session)
+
+    async def release(self, session: str) -> None:
+        await self._seat.engine.release(session)
+
+    async def load(self, version: int, refs: list[Any]) -> int:
+        """Take a version, unless it has it; returns the version it has."""
+        self._loading = self._loading or asyncio.Lock()
+        async with self._loading:
+            if version > self._seat.version:
+                arrived = [await ref for ref in refs]
+                await self._seat.load(arrived, version)
+                self._fresh.set()
+        return self._seat.version
+
+    async def _fetch(self) -> None:
+        version, refs = await self._board.weights.remote()
+        if version < 0:
+            return
+        if not self._fresh.is_set():
+            await self.load(version, refs)
+            report = {"kind": "engine_started", "message": f"engine {self._index} runs again, with version {version}"}
+            if ray.get_runtime_context().was_current_actor_reconstructed:
+                await self._board.report.remote(report)
+
+    async def close(self) -> None:
+        await self._seat.engine.close()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class RemoteEngine:
+    """Engines behind one: every trajectory stays with one of them, the one with fewest when it came.
+
+    When that dies its trajectories move to others and their calls are sent again.
+    """
+
+    def __init__(self, replicas: list[Any], board: Any, timeout_s: float) -> None:
+        self._replicas, self._board, self._timeout_s = replicas, board, timeout_s
+        self._home: dict[str, int] = {}
+        self._down: set[int] = set()
+        self.version = 0
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        give_up_at = time.monotonic() + self._timeout_s
+        while True:
+            index = self._home.get(session)
+            if index is None:
+                index = self._home[session] = self._least_busy()
+            try:
+                completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session)
+            except RayActorError as error:
+                self._home.pop(session, None)
+                await self._lost(index, error, give_up_at)
+                continue
+            except RayTaskError as error:
+                raise EngineError(f"engine {index}: {error.cause}") from error
+            self._down.discard(index)
+            self.version = completion.version
+            return completion
+
+    async def release(self, session: str) -> None:
+        index = self._home.pop(session, None)
+        if index is not None and index not in self._down:
+            self._replicas[index].release.remote(session)  # nobody waits for it
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        raise EngineError("a host's engines are given their weights by the learners, not by the host")
+
+    async def close(self) -> None:
+        self._home.clear()
+
+    def _least_busy(self) -> int:
+        counts = [0] * len(self._replicas)
+        for index in self._home.values():
+            counts[index] += 1
+        up = [i for i in range(len(counts)) if i not in self._down] or list(range(len(counts)))
+        return min(up, key=lambda i: (counts[i], i))
+
+    async def _lost(self, index: int, error: RayActorError, give_up_at: float) -> None:
+        if index not in self._down:
+            self._down.add(index)
+            message = f"engine {index} died; its replies are sampled by others, or by itself when it is back"
+            await self._board.report.remote({"kind": "engine_lost", "message": message})
+        if time.monotonic() > give_up_at:
+            raise EngineError(f"no engine came back within {self._timeout_s:g} s: {error}") from error
+        await asyncio.sleep(RETRY_S)
+        if len(self._down) == len(self._replicas):
+            self._down.clear()  # all are being started again: try each
+
+
+class EnvHost:
+    """Plays groups. `make(engine)` gives an object with `play(job)`, `num_open` and `close()`."""
+
+    def __init__(self, make: Callable[[Any], Any], engines: list[Any], board: Any, timeout_s: float) -> None:
+        self._player = make(RemoteEngine(engines, board, timeout_s))
+
+    async def play(self, job: Any) -> Group:
+        return await self._player.play(job)
+
+    async def num_open(self) -> int:
+        return self._player.num_open
+
+    async def close(self) -> None:
+        await self._player.close()
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+class RayApp:
+    """The actors of one run. Make it with `start`, end it with `close`."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.learners: list[Any] = []
+        self.engines: list[Any] = []
+        self.hosts: list[Any] = []
+        self.room = 0
+        self.version = -1
+        self._groups: list[Any] = []
+        self._started_ray = False
+        self._events: list[dict[str, Any]] = []
+        self._busy: list[int] = []
+        self._down: set[int] = set()
+        self._host_free = asyncio.Condition()
+
+    async def start(
+        self,
+        make_learner: Callable[[int, int], Any],
+        make_engine: Callable[[], Receiver],
+        make_player: Callable[[Any], Any],
+    ) -> None:
+        plan = self.plan
+        self._connect()
+        bundles = await asyncio.to_thread(self._reserve)
+        no_restart = {"max_restarts": 0}
+        again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
+        self.board: Any = ray.remote(Board).options(num_cpus=0, max_concurrency=64).remote()
+        self.learners = [
+            ray.remote(LearnerRank)
+            .options(**bundles["learner"][rank], **no_restart, max_concurrency=1)
+            .remote(make_learner, rank, plan.learners)
+            for rank in range(plan.learners)
+        ]
+        self.engines = [
+            ray.remote(EngineReplica)
+            .options(**bundles["engine"][i], **again, max_concurrency=10_000)
+            .remote(make_engine, [self.board], i)
+            for i in range(plan.engines)
+        ]
+        self.hosts = [
+            ray.remote(EnvHost)
+            .options(**bundles["env_host"][i], **again, max_concurrency=10_000)
+            .remote(make_player, self.engines, self.board, plan.worker_timeout_s)
+            for i in range(plan.env_hosts)
+        ]
+        self._busy = [0] * plan.env_hosts
+        address = await self.learners[0].address.remote()
+        begun = [rank.begin.remote(address, plan.device, plan.worker_timeout_s) for rank in self.learners]
+        await asyncio.to_thread(self._finish, begun)
+        self.room = min(await asyncio.gather(*(engine.begin.remote() for engine in self.engines)))
+
+    def _connect(self) -> None:
+        plan = self.plan
+        if ray.is_initialized():
+            return
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if plan.address is None:
+            store = plan.object_store_mb
+            options |= {
+                "address": "local",
+                "include_dashboard": False,
+                "num_cpus": max(os.cpu_count() or 1, plan.cpus_in_all()),
+                "object_store_memory": None if store is None else store << 20,
+            }
+        else:
+            options["address"] = plan.address
+        ray.init(**options)
+        self._started_ray = True
+
+    def _reserve(self) -> dict[str, list[dict[str, Any]]]:
+        """Options that put each actor into its bundle. Learners sit close together; the rest is spread."""
+        found: dict[str, list[dict[str, Any]]] = {}
+        for roles, strategy in self.plan.placement():
+            size = len(next(iter(roles.values())))
+            together = [
+                {
+                    kind: sum(needs[i].get(kind, 0.0) for needs in roles.values())
+                    for kind in ("CPU", "GPU")
+                    if any(needs[i].get(kind) for needs in roles.values())
+                }
+                for i in range(size)
+            ]
+            group = placement_group(together, strategy=strategy)
+            self._groups.append(group)
+            if not group.wait(self.plan.worker_timeout_s):
+                raise WorkerLost(
+                    f"the cluster has no room for {size} x {together[0]} ({', '.join(roles)}): it has "
+                    f"{ray.cluster_resources()}; ask for fewer, or add nodes"
+                )
+            for role, needs in roles.items():
+                found[role] = [
+                    {
+                        "num_cpus": need.get("CPU", 0.0),
+                        "num_gpus": need.get("GPU", 0.0),
+                        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, i),
+                    }
+                    for i, need in enumerate(needs)
+                ]
+        return found
+
+    # Learners: the same call on all ranks at once.
+
+    def on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """`method(*arguments[rank])` on every rank. A rank that dies takes the run with it, at once."""
+        refs = [rank.call.remote(method, *some) for rank, some in zip(self.learners, arguments, strict=True)]
+        return self._finish(refs)
+
+    def _finish(self, refs: list[Any]) -> list[Any]:
+        waiting = list(refs)
+        while waiting:
+            done, waiting = ray.wait(waiting, num_returns=1)
+            try:
+                ray.get(done)
+            except (RayActorError, RayTaskError) as error:
+                raise self._why(refs, error) from error
+        return ray.get(refs)
+
+    def _why(self, refs: list[Any], error: Exception) -> Exception:
+        """One rank's death shows on the others as a broken connection, perhaps first: find the one that died."""
+        ray.wait(refs, num_returns=len(refs), timeout=POLITE_S)
+        dead = []
+        for rank, ref in enumerate(refs):
+            try:
+                ray.get(ref, timeout=0.1)
+            except RayActorError:
+                dead.append(rank)
+            except (RayTaskError, GetTimeoutError):
+                continue
+        if dead:
+            ranks = ", ".join(map(str, dead))
+            return WorkerLost(f"learner rank {ranks} of {len(refs)} died: run the same command with --resume")
+        return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
+
+    # Weights: learner -> board -> engines.
+
+    async def publish(self, version: int) -> None:
+        """When this returns every engine samples with the learner's weights; one that is down asks for them later."""
+        size = self.plan.bucket_mb << 20
+        refs = [rank.put_weights.remote(size) for rank in self.learners]
+        (whole, *_) = await asyncio.to_thread(self._finish, refs)
+        await self.board.put_weights.remote(version, whole)
+        await asyncio.gather(*(self._load(i, version, whole) for i in range(len(self.engines))))
+        self.version = version
+
+    async def _load(self, index: int, version: int, refs: list[Any]) -> None:
+        try:
+            found = await self.engines[index].load.remote(version, refs)
+        except RayActorError:
+            return  # started again, it asks the board
+        if found != version:
+            raise EngineError(f"engine {index} should have taken version {version} of the weights, it has {found}")
+
+    # Groups: driver -> host.
+
+    async def play(self, job: Any) -> Group:
+        """One group, by the host with fewest. If its host dies it is played again from the start by another: what the
+        dead one had of it is nowhere, so nothing is twice in a batch."""
+        give_up_at = time.monotonic() + self.plan.worker_timeout_s
+        while True:
+            index = await self._take_host()
+            try:
+                group = await self.hosts[index].play.remote(job)
+            except RayActorError as error:
+                self._host_lost(index, job)
+                if time.monotonic() > give_up_at and len(self._down) == len(self.hosts):
+                    raise WorkerLost(f"no environment host came back: {error}") from error
+                await asyncio.sleep(RETRY_S)
+                continue
+            except RayTaskError as error:
+                raise (error.cause if isinstance(error.cause, Exception) else error) from None
+            finally:
+                await self._give_back(index)
+            give_up_at = time.monotonic() + self.plan.worker_timeout_s
+            if index in self._down:
+                self._down.discard(index)
+                self._events.append({"kind": "env_host_started", "message": f"environment host {index} plays again"})
+            return group
+
+    async def _take_host(self) -> int:
+        async with self._host_free:
+            while True:
+                up = [i for i in range(len(self.hosts)) if i not in self._down] or list(range(len(self.hosts)))
+                if self._down and len(up) < len(self.hosts):
+                    # One that died is tried with a single group: it may be back.
+                    up += [i for i in self._down if self._busy[i] == 0]
+                index = min(up, key=lambda i: (self._busy[i], i))
+                if self._busy[index] < self.plan.groups_per_host:
+                    self._busy[index] += 1
+                    return index
+                await self._host_free.wait()
+
+    async def _give_back(self, index: int) -> None:
+        async with self._host_free:
+            self._busy[index] -= 1
+            self._host_free.notify_all()
+
+    def _host_lost(self, index: int, job: Any) -> None:
+        if index not in self._down:
+            self._down.add(index)
+            message = f"environment host {index} died; the groups it had are played again"
+            self._events.append({"kind": "env_host_lost", "message": message})
+
+    async def events(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events + await self.board.drain.remote()
+
+    async def close(self) -> None:
+        """Close what actors hold, end them, give their places back."""
+        if not ray.is_initialized():
+            return
+        polite = [actor.close.remote() for actor in (*self.hosts, *self.engines)]
+        if polite:
+            await asyncio.to_thread(ray.wait, polite, num_returns=len(polite), timeout=POLITE_S)
+        for actor in (*self.hosts, *self.engines, *self.learners, *([self.board] if hasattr(self, "board") else [])):
+            ray.kill(actor)
+        for group in self._groups:
+            remove_placement_group(group)
+        if self._started_ray:
+            await asyncio.to_thread(ray.shutdown)
+
+
+def folder_is_shared(folder: Path) -> bool:
+    """Whether every node sees `folder`: trivially so on one."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if len({node["NodeManagerAddress"] for node in nodes}) <= 1:
+        return True
+    look: Any = ray.remote(num_cpus=0)(lambda path: Path(path).is_dir())
+    strategies = [ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in nodes]
+    return all(ray.get([look.options(scheduling_strategy=s).remote(str(folder.absolute())) for s in strategies]))

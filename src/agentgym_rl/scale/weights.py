@@ -1,0 +1,125 @@
+"""Weights from the learner to engines: a state dict cut into buckets, each one flat array of bytes.
+
+A bucket travels as one message (an object store, a broadcast, a file), whatever types its tensors have, and is copied
+into an engine's tensors in place. An engine takes all buckets of a version or none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy
+import torch
+from torch import Tensor
+
+from agentgym_rl.errors import EngineError
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Some tensors of a state dict, end to end."""
+
+    entries: list[tuple[str, str, tuple[int, ...], int]]
+    """(name, dtype such as "bfloat16", shape, first byte) of each tensor."""
+    data: numpy.ndarray
+    """Bytes, uint8."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """One after the other, to be copied from."""
+        for name, dtype, shape, start in self.entries:
+            kind = getattr(torch, dtype)
+            count = math.prod(shape) * kind.itemsize
+            part = self.data[start : start + count]
+            # Memory shared with other processes may not be written to, and torch views only whole words.
+            usable = part if part.flags.writeable and part.ctypes.data % 8 == 0 else part.copy()
+            yield name, torch.from_numpy(usable).view(kind).view(shape)
+
+
+class WeightSync(Protocol):
+    """How new weights reach engines. `publish` returns when every engine samples with them."""
+
+    async def publish(self, version: int) -> None: ...
+
+
+class Receiver(Protocol):
+    """An engine that can be given weights."""
+
+    engine: Any
+    """An agent.engines.base.Engine."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def load(self, arrived: Sequence[Bucket], version: int) -> None:
+        """Use these weights from now on; nothing is sampled while they are half there."""
+        ...
+
+
+def buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool = True) -> Iterator[Bucket]:
+    """Tensors in order, at most `max_bytes` in a bucket, or one tensor if it is larger. Without `keep` there are none,
+    but all tensors are asked for: gathering them takes every rank."""
+    held: list[tuple[str, Tensor]] = []
+    size = 0
+    for name, tensor in named:
+        if not keep:
+            continue
+        length = tensor.numel() * tensor.element_size()
+        if held and size + length > max_bytes:
+            yield _bucket(held, size)
+            held, size = [], 0
+        held.append((name, tensor))
+        size += length
+    if held:
+        yield _bucket(held, size)
+
+
+@torch.no_grad()
+def load_buckets(own: Mapping[str, Tensor], arrived: Iterable[Bucket]) -> None:
+    """Copy buckets into tensors in place. Names and shapes are checked before anything is written; a name may be
+    missing only where its tensor is tied to one that is there."""
+    arrived = list(arrived)
+    shapes = {name: shape for bucket in arrived for name, _, shape, _ in bucket.entries}
+    loaded = {own[name].data_ptr() for name in shapes if name in own}
+    problems = [f"unexpected {name}" for name in shapes if name not in own]
+    problems += [
+        f"{name} has shape {shape}, needed {tuple(own[name].shape)}"
+        for name, shape in shapes.items()
+        if name in own and shape != tuple(own[name].shape)
+    ]
+    problems += [f"missing {n}" for n, tensor in own.items() if n not in shapes and tensor.data_ptr() not in loaded]
+    if problems:
+        more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise EngineError(f"the weights do not fit the engine's model: {'; '.join(problems[:3])}{more}")
+    for bucket in arrived:
+        for name, tensor in bucket.tensors():
+            own[name].copy_(tensor)
+
+
+class InPlace:
+    """A native engine and the model it samples from."""
+
+    def __init__(self, engine: Any, model: Any) -> None:
+        self.engine, self._model = engine, model
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def load(self, arrived: Sequence[Bucket], version: int) -> None:
+        # No await between the first copy and the new version: no token is sampled from a mixture.
+        load_buckets(self._model.state_dict(), arrived)
+        await self.engine.update_weights(None, version)
+
+
+def _bucket(held: list[tuple[str, Tensor]], size: int) -> Bucket:
+    data = numpy.empty(size, dtype=numpy.uint8)
+    entries, start = [], 0
+    for name, tensor in held:
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
+        data[start : start + len(flat)] = flat
+        entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
+        start += len(flat)
+    return Bucket(entries, data)

@@ -1,0 +1,145 @@
+"""Who does the work of a run: everything in this process, or (cluster.py) actors on many machines.
+
+A run knows neither: it plays through `collect`, learns through `learner`, and asks for new weights to be published.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentgym_rl import wiring
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.config import Config
+from agentgym_rl.training import lora
+from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
+from agentgym_rl.training.critic import ValueModel
+from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.model import Lent
+from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.rl import Learner
+from agentgym_rl.training.rl_learner import RLLearner
+from agentgym_rl.types import Collect, EnvPool
+
+
+class Workers(Protocol):
+    """What a run is done by."""
+
+    room: int
+    """Tokens of an episode that an engine can hold."""
+    num_parameters: int
+
+    @property
+    def learner(self) -> Learner: ...
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were published last."""
+        ...
+
+    def collector(self, prefix: str, group_size: int | None, temperature: float) -> Collect:
+        """Plays groups of `group_size`, or of the size each environment wants."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """From now on episodes are played with the learner's weights."""
+        ...
+
+    def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
+        """A checkpoint of `state`, the model and the learner."""
+        ...
+
+    async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
+        """The learner as a checkpoint has it; the model was loaded from there already."""
+        ...
+
+    async def events(self) -> list[dict[str, Any]]:
+        """What happened to workers since the last call: {"kind", "message", ...}."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class OneProcess:
+    """Learner, engine and environments in this process; the engine shares the learner's parameters."""
+
+    def __init__(self, config: Config, pool: EnvPool, model: Any, tokenizer: Any, reference_dir: Path) -> None:
+        self._config, self._pool, self._model, self._tokenizer = config, pool, model, tokenizer
+        self.learner = make_learner(config, model, reference_dir)
+        # Under overlap the learner changes its weights while episodes are played: the engine has a copy of its own.
+        played = freeze(copy.deepcopy(model)) if config.rl.overlap else model
+        self._renderer = Renderer(tokenizer, config.model.chat_template)
+        self._engine = make_engine(config, played, self._renderer)
+        self.room = self._engine.max_context
+        self.num_parameters: int = model.num_parameters()
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    def collector(self, prefix: str, group_size: int | None, temperature: float) -> Collect:
+        policies = wiring.engine_policies(self._engine, self._renderer, self._config.agent, temperature)
+        return wiring.collect_each(self._config, self._pool, policies, group_size, prefix)
+
+    async def publish(self, version: int) -> None:
+        await self._engine.update_weights(self._model.state_dict() if self._config.rl.overlap else None, version)
+
+    def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
+        save_checkpoint(root, step, self._model, self._tokenizer, state | {"learner": self.learner.state()}, keep)
+
+    async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
+        state = saved["learner"]
+        if (folder / SHARDS).is_dir():  # written by several ranks
+            from agentgym_rl.scale.shards import load_shards
+
+            state = load_shards(folder / SHARDS, lambda name, shape: None)
+        self.learner.restore(state)
+
+    async def events(self) -> list[dict[str, Any]]:
+        return []
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def make_engine(config: Config, model: Any, renderer: Renderer) -> NativeEngine:
+    agent = config.agent
+    return NativeEngine(
+        model,
+        decode=renderer.decode,
+        max_sessions=agent.concurrency,
+        max_context=max([agent.max_context, *(env.max_context or 0 for env in config.environments)]),
+    )
+
+
+def make_learner(config: Config, model: Any, reference_dir: Path, ranks: Ranks = ALONE) -> RLLearner:
+    """The learner of one process, or of one rank of several."""
+    reference = _reference(model, reference_dir, config, ranks)
+    return RLLearner(model, config.rl, config.agent.temperature, reference, _critic(model, config), ranks)
+
+
+def _reference(model: Any, folder: Path, config: Config, ranks: Ranks) -> Lent | None:
+    """The model RL started from, frozen; None where no KL term needs it. With LoRA it costs no second copy."""
+    if not config.rl.kl_coef:
+        return None
+    if config.model.lora is None:
+        frozen = freeze(wiring.load_from(folder, config.model)[0])
+        ranks.place(frozen)
+        return lambda: nullcontext(frozen)
+    if config.warm_start is None:
+        return lambda: lora.adapter(model, None)
+    lora.load_adapter(model, folder, lora.REFERENCE)
+    return lambda: lora.adapter(model, lora.REFERENCE)
+
+
+def _critic(model: Any, config: Config) -> ValueModel | None:
+    """PPO's critic: a copy of the decoder, or with LoRA one more adapter on the same."""
+    if config.rl.algorithm != "ppo":
+        return None
+    if config.model.lora is None:
+        return ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
+    lora.copy_adapter(model, config.model.lora, lora.CRITIC)
+    return ValueModel(model.get_decoder(), model.config.hidden_size, lambda: lora.adapter(model, lora.CRITIC))

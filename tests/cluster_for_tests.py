@@ -1,0 +1,189 @@
+"""Ray clusters of two nodes on this machine, runs on them, and ways to hurt both."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SMALL = """
+name = "small"
+threads = 1
+
+[model.scratch]
+hidden_size = 32
+intermediate_size = 64
+num_layers = 2
+num_heads = 2
+
+[[environments]]
+name = "keydoor"
+
+[agent]
+instruction = ""
+max_new_tokens = 6
+max_context = 512
+retries = 3
+step_timeout_s = 3.0
+
+[warm_start]
+policy = "random"
+episodes = 100
+max_turns = 4
+[warm_start.sft]
+epochs = 3
+batch_size = 16
+optimizer = { lr = 1e-2 }
+
+[horizon]
+kind = "fixed"
+turns = [4]
+
+[rl]
+steps = 4
+groups_per_step = 6
+group_size = 4
+minibatches = 2
+kl_coef = 0.01
+zero_variance = "keep"
+optimizer = { lr = 1e-3 }
+
+[eval]
+episodes = 8
+max_turns = 4
+
+[checkpoint]
+every = 1
+"""
+CLI = (sys.executable, "-c", "from agentgym_rl.cli import main; main()")
+ROLES = {"learner": "ray::LearnerRank", "engine": "ray::EngineReplica", "env_host": "ray::EnvHost"}
+SCALE = (
+    "scale.learners=2",
+    "scale.engines=2",
+    "scale.env_hosts=2",
+    "scale.learner_cpus=1.5",  # both ranks fit the first node only
+    "scale.worker_timeout_s=240",
+)
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[Any]:
+    """A cluster whose first node has room for all learners, and whose second is of the size of half the rest."""
+    os.environ["RAY_enable_worker_prestart"] = "0"  # noqa: SIM112 - that is its name
+    from ray.cluster_utils import Cluster
+
+    options = {"object_store_memory": 100 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, **options})
+    try:
+        add_node(cluster)
+        yield cluster
+    finally:
+        cluster.shutdown()
+
+
+def add_node(cluster: Any) -> Any:
+    return cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+
+
+def workers(role: str) -> list[int]:
+    """Processes of a role among the descendants of this process, oldest first."""
+    parents: dict[int, int] = {}
+    titles: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (folder / "stat").read_text()
+                if stat.rpartition(")")[2].split()[0] == "Z":
+                    continue
+                parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
+                titles[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+
+    def ours(pid: int) -> bool:
+        while pid > 1:
+            if pid == os.getpid():
+                return True
+            pid = parents.get(pid, 0)
+        return False
+
+    return sorted(pid for pid, title in titles.items() if title.startswith(ROLES[role]) and ours(pid))
+
+
+class Command:
+    """`agentgym-rl train` in a process of its own."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        recipe = folder.parent / "small.toml"
+        recipe.write_text(SMALL)
+        self.folder, self.output = folder, folder.parent / f"{folder.name}.out"
+        command = [*CLI, "train", str(recipe), f"run_dir={folder}", *arguments]
+        with self.output.open("ab") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+
+    def wait(self, timeout_s: float = 280.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise AssertionError(f"it did not come to an end:\n{self.output.read_text()[-3000:]}") from None
+
+    def until(self, moment: Callable[[], bool], timeout_s: float = 280.0) -> None:
+        give_up_at = time.monotonic() + timeout_s
+        while not moment():
+            text = self.output.read_text()[-3000:]
+            assert self.process.poll() is None, f"it ended before the moment came:\n{text}"
+            assert time.monotonic() < give_up_at, f"the moment never came:\n{text}"
+            time.sleep(0.02)
+
+    def until_step(self, step: int) -> None:
+        self.until(lambda: steps_of(self.folder)[-1:] >= [step])
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait()
+
+
+def steps_of(folder: Path) -> list[int]:
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line)["step"] for line in lines if line.endswith("}\n")]
+
+
+def events_of(folder: Path) -> list[str]:
+    path = folder / "events.jsonl"
+    return [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def duplicates(folder: Path) -> int:
+    """Trajectories that are twice among what a step played or learned from."""
+    count = 0
+    for path in (folder / "trajectories").glob("*.jsonl"):
+        ids = [json.loads(line)["id"] for line in path.read_text().splitlines()]
+        count += len(ids) - len(set(ids))
+    return count
+
+
+def tokens(folder: Path) -> dict[str, list[Any]]:
+    """What was played in each file: ids and tokens, in order."""
+    found = {}
+    for path in sorted((folder / "trajectories").glob("[es][vt]*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found[path.name] = [(r["id"], [m["token_ids"] for m in r["messages"]], r["rewards"]) for r in rows]
+    return found
+
+
+def leaked(timeout_s: float = 20.0) -> int:
+    """Worker processes that outlive their run."""
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        left = [pid for role in ROLES for pid in workers(role)]
+        if not left or time.monotonic() > give_up_at:
+            return len(left)
+        time.sleep(0.2)
