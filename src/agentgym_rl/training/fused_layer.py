@@ -92,9 +92,7 @@ class _Layer(torch.autograd.Function):
         qkv = x @ side_by_side((query_w, key_w, value_w)).t()
         if biases[0] is not None:
             qkv += side_by_side(biases)
-        raw, query, key, value = _heads(qkv, shape, query_norm, key_norm)
-        kernels.rotate(query, query, cos, sin, back=False)
-        kernels.rotate(key, key, cos, sin, back=False)
+        raw, query, key, value = _heads(qkv, shape, cos, sin, query_norm, key_norm)
         attended = flash_forward(query, key, value, shape.micro, shape.scale)
         middle = torch.addmm(hidden, attended[0].view(len(hidden), -1), out_w.t())
         x, scales_2 = kernels.norm(middle, norm_2, shape.eps)
@@ -107,10 +105,9 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, by_out: Tensor) -> tuple[Any, ...]:
         shape = ctx.shape
-        hidden, raw, query, key, value, *attended, middle, gate_up, scales_1, scales_2 = ctx.saved_tensors[:13]
-        norm_1, query_w, key_w, value_w, *biases, query_norm, key_norm, out_w, norm_2, gate_w, up_w, down_w = (
-            ctx.saved_tensors[13:]
-        )
+        saved = ctx.saved_tensors  # once: under activation checkpointing a second look is refused
+        hidden, raw, query, key, value, *attended, middle, gate_up, scales_1, scales_2 = saved[:13]
+        norm_1, query_w, key_w, value_w, *biases, query_norm, key_norm, out_w, norm_2, gate_w, up_w, down_w = saved[13:]
         by_out = by_out.contiguous()
         by_gate_up, gated = kernels.gate_backward(gate_up, by_out @ down_w)
         by_down = by_out.t() @ gated
@@ -137,13 +134,20 @@ class _Layer(torch.autograd.Function):
         return None, by_hidden, None, None, *by_attention, by_norm_2, by_gate, by_up, by_down
 
 
-def _heads(qkv: Tensor, shape: _Shape, query_norm: Any, key_norm: Any) -> tuple[Any, Tensor, Tensor, Tensor]:
-    """(qkv if queries and keys are normalised out of it, query TND, key TKD, value TKD)."""
-    query, key, value = qkv.unflatten(1, (-1, shape.width)).split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
+def _heads(
+    qkv: Tensor, shape: _Shape, cos: Tensor, sin: Tensor, query_norm: Any, key_norm: Any
+) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """(qkv if its queries and keys are needed as they were, query TND, key TKD, value TKD); the first two rotated."""
+    heads = qkv.unflatten(1, (-1, shape.width))
+    query, key, value = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), 1)
     if query_norm is None:
+        turned = heads[:, : shape.heads + shape.kv_heads]
+        kernels.rotate(turned, turned, cos, sin, back=False)
         return None, query, key, value
     query, _ = kernels.norm(query, query_norm, shape.eps)
     key, _ = kernels.norm(key, key_norm, shape.eps)
+    kernels.rotate(query, query, cos, sin, back=False)
+    kernels.rotate(key, key, cos, sin, back=False)
     return qkv, query, key, value
 
 

@@ -76,6 +76,7 @@ class _Head(torch.autograd.Function):
             parts.append(statistics(logits_CV, targets, temperature))
             if len(hidden_AH) <= rows and any(ctx.needs_input_grad):
                 kept = logits_CV
+            del logits_CV  # before the next chunk's are made
         empty = (hidden_AH.new_empty(0, dtype=torch.float32),) * 3
         lse_A, logprobs_A, entropy_A = (torch.cat(some) for some in zip(*parts, strict=True)) if parts else empty
         ctx.save_for_backward(hidden_AH, weight_VH, bias_V, targets_A, lse_A, entropy_A, kept)
@@ -108,6 +109,7 @@ class _Head(torch.autograd.Function):
                 by_weight.addmm_(by_logits_CV.t(), hidden)
             if by_bias is not None:
                 by_bias += by_logits_CV.sum(0)
+            del logits_CV, by_logits_CV
         return by_hidden, by_weight, by_bias, None, None, None
 
 

@@ -14,8 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_PROGRAMS = 528
-"""Of the norm's backward pass: four a multiprocessor of the largest chips; each adds up its rows' share by itself."""
+_PROGRAMS = 264
+"""Of the norm's backward pass: two a multiprocessor of the largest chips; each adds up its rows' share by itself."""
+_NUMBERS = 4096
+"""That such a program has in hand at once: as many rows as make so many."""
 
 
 @triton.jit
@@ -53,32 +55,34 @@ def norm_backward_kernel(
     residual,
     by_x,
     by_weight,
-    rows,
+    num_rows,
     STRIDE,
     BY_STRIDE,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
 ):
     """dx = residual + s (g w - n mean(g w n)) with n = s x; the weight's gradient is the sum of g n over rows."""
-    offs = tl.arange(0, BLOCK)
-    inside = offs < SIZE
-    w = tl.load(weight + offs, mask=inside, other=0.0).to(tl.float32)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for row in range(tl.program_id(0).to(tl.int64), rows, tl.num_programs(0)):
-        scale = tl.load(scales + row)
+    offs = tl.arange(0, BLOCK)[None, :]
+    w = tl.load(weight + offs, mask=offs < SIZE, other=0.0).to(tl.float32)
+    total = tl.zeros([1, BLOCK], dtype=tl.float32)
+    for first in range(tl.program_id(0) * ROWS, num_rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        inside = (row < num_rows) & (offs < SIZE)
+        scale = tl.load(scales + row, mask=row < num_rows, other=0.0)
         place = row // HEADS * STRIDE + row % HEADS * SIZE + offs
         normal = tl.load(x + place, mask=inside, other=0.0).to(tl.float32) * scale
         gradient = tl.load(by_out + row * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
-        total += gradient * normal
+        total += tl.sum(gradient * normal, 0)[None, :]
         gradient *= w
-        gradient = scale * (gradient - normal * (tl.sum(gradient * normal, 0) / SIZE))
+        gradient = scale * (gradient - normal * (tl.sum(gradient * normal, 1)[:, None] / SIZE))
         if HAS_RESIDUAL:
             gradient += tl.load(residual + row * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
         target = by_x + row // HEADS * BY_STRIDE + row % HEADS * SIZE + offs
         tl.store(target, gradient.to(by_x.dtype.element_ty), mask=inside)
-    tl.store(by_weight + tl.program_id(0) * SIZE + offs, total, mask=inside)
+    tl.store(by_weight + tl.program_id(0) * SIZE + offs, total, mask=offs < SIZE)
 
 
 def norm_backward(
@@ -93,9 +97,10 @@ def norm_backward(
     size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * heads
     by_x = torch.empty_like(x) if into is None else into
-    programs = min(_PROGRAMS, rows)
-    partial = torch.empty((programs, size), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
+    together = max(1, _NUMBERS // block)
+    programs = min(_PROGRAMS, triton.cdiv(rows, together))
+    partial = torch.empty((programs, size), dtype=torch.float32, device=x.device)
     norm_backward_kernel[(programs,)](
         by_out,
         x,
@@ -110,8 +115,9 @@ def norm_backward(
         HEADS=heads,
         SIZE=size,
         BLOCK=block,
+        ROWS=together,
         HAS_RESIDUAL=residual is not None,
-        num_warps=_warps(block),
+        num_warps=8,
     )
     return by_x, partial.sum(0).to(weight.dtype)
 

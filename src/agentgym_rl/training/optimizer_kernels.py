@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -42,18 +44,19 @@ def update_kernel(
     kept,
     eps,
     GRADIENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     ROW: tl.constexpr,
     SIZE: tl.constexpr,
 ):
     program = tl.program_id(0)
     row = table + tl.load(tensors + program) * ROW
-    offs = tl.load(starts + program) + tl.arange(0, SIZE)
+    offs = tl.multiple_of(tl.load(starts + program), SIZE) + tl.arange(0, SIZE)
     inside = offs < tl.load(row + 5)
-    upper_at = tl.load(row).to(tl.pointer_type(tl.int16)) + offs
-    gradient_at = tl.load(row + 1).to(tl.pointer_type(GRADIENT)) + offs
-    low_at = tl.load(row + 2).to(tl.pointer_type(tl.int16)) + offs
-    first_at = tl.load(row + 3).to(tl.pointer_type(tl.int16)) + offs
-    second_at = tl.load(row + 4).to(tl.pointer_type(tl.int16)) + offs
+    upper_at = tl.multiple_of(tl.load(row), ALIGNMENT).to(tl.pointer_type(tl.int16)) + offs
+    gradient_at = tl.multiple_of(tl.load(row + 1), ALIGNMENT).to(tl.pointer_type(GRADIENT)) + offs
+    low_at = tl.multiple_of(tl.load(row + 2), ALIGNMENT).to(tl.pointer_type(tl.int16)) + offs
+    first_at = tl.multiple_of(tl.load(row + 3), ALIGNMENT).to(tl.pointer_type(tl.int16)) + offs
+    second_at = tl.multiple_of(tl.load(row + 4), ALIGNMENT).to(tl.pointer_type(tl.int16)) + offs
     gradient = tl.load(gradient_at, mask=inside, other=0.0).to(tl.float32) * tl.load(scale)
     first = (tl.load(first_at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     second = (tl.load(second_at, mask=inside, other=0).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -80,20 +83,28 @@ def update_all(rows: list[tuple[Tensor, ...]], scale: Tensor, numbers: tuple[flo
             if not all(tensor.is_contiguous() for tensor in row):
                 raise ValueError(f"an optimizer needs contiguous tensors, got strides {[t.stride() for t in row]}")
         table = [[*(t.data_ptr() for t in row), row[0].numel(), seed_of(update, place)] for place, row in some]
-        blocks = torch.tensor([triton.cdiv(row[0].numel(), BLOCK) for _, row in some])
-        tensors = torch.repeat_interleave(torch.arange(len(some)), blocks)
-        firsts = torch.repeat_interleave(blocks.cumsum(0) - blocks, blocks)
-        starts = (torch.arange(len(tensors)) - firsts) * BLOCK
         device = rows[0][0].device
+        tensors, starts = _blocks(tuple(row[0].numel() for _, row in some), device)
+        aligned = all(address % 16 == 0 for line in table for address in line[:5])
         update_kernel[(len(tensors),)](
             torch.tensor(table, device=device),
-            tensors.to(device),
-            starts.to(device),
+            tensors,
+            starts,
             scale,
             *numbers,
             EPSILON,
             GRADIENT=tl.bfloat16 if dtype is torch.bfloat16 else tl.float32,
+            ALIGNMENT=16 if aligned else 2,
             ROW=COLUMNS,
             SIZE=BLOCK,
             num_warps=8,
         )
+
+
+@lru_cache(maxsize=8)
+def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(which tensor, which element of it) every program begins at."""
+    counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
+    tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    return tensors.to(device), ((torch.arange(len(tensors)) - firsts) * BLOCK).to(device)
