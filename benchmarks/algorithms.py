@@ -68,7 +68,7 @@ OFFLINE: dict[str, dict[str, Any]] = {
         "method": "dpo",
         "dpo": {
             "beta": 1.0,
-            "rounds": 6,
+            "rounds": 5,
             "group_size": 8,
             "pairs_per_item": 4,
             "batch_size": 16,
@@ -85,6 +85,8 @@ def recipe_of(arm: str, start: Path | None, easy: bool, steps: int, episodes: in
     turns = 4 if easy else 6
     if easy:
         raw["environments"][0]["subsets"] = ["near"]
+        raw["warm_start"]["max_turns"] = turns
+        raw["warm_start"]["sft"] |= {"epochs": 16, "optimizer": {"lr": 4e-3, "warmup_steps": 20, "decay": "cosine"}}
     raw["horizon"]["turns"] = [turns]
     raw["eval"] |= {"max_turns": turns, "every": 10}
     if start is None:
@@ -182,7 +184,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     arms = [arm for arm in dict.fromkeys(r["arm"] for r in results) if arm not in OFFLINE]
     columns = 4
     figure = Figure(figsize=(12, 2.3 * -(-len(arms) // columns)), dpi=140, facecolor="white", layout="constrained")
-    axes = figure.subplots(-(-len(arms) // columns), columns, sharex=True, sharey=True, squeeze=False).flat
+    axes = list(figure.subplots(-(-len(arms) // columns), columns, sharex=True, sharey=True, squeeze=False).flat)
     for place, arm in zip(axes, arms, strict=False):
         runs = [r["evaluations"] for r in results if r["arm"] == arm]
         for run in runs:
@@ -194,7 +196,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         place.set_ylim(0, 1.02)
         place.grid(color="#e4e7eb")
         place.spines[["top", "right"]].set_visible(False)
-    for place in list(axes)[len(arms) :]:
+    for place in axes[len(arms) :]:
         place.set_visible(False)
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("held-out success", fontsize=9)

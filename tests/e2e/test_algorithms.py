@@ -18,7 +18,7 @@ STEPS = {
     "REINFORCE++": 45,
     "GiGPO": 45,
     "AgentEvol": 30,
-    "DPO": 70,
+    "DPO": 62,
 }
 """Of 128 episodes each; offline methods play as many in rounds of their own."""
 

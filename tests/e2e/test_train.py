@@ -56,6 +56,7 @@ def test_everything_is_on_disk(finished: Path) -> None:
     }
     assert sorted(p.name for p in (finished / "trajectories").iterdir()) == [
         *("eval_000000.jsonl", "eval_000002.jsonl", "eval_000004.jsonl"),
+        *(f"learned_{step:06d}.jsonl" for step in (1, 2, 3, 4)),
         *(f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)),
         "warmstart_000000.jsonl",
     ]

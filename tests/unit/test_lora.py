@@ -141,5 +141,5 @@ async def test_the_engine_samples_from_the_adapted_model() -> None:
 
 
 def test_a_layer_that_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="target_modules = .*nowhere"):
+    with pytest.raises(ConfigError, match=r"target_modules = .*nowhere"):
         lora.add_adapter(tiny_model(), LoraSettings(target_modules=("nowhere",)), 0)
