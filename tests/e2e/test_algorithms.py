@@ -13,10 +13,10 @@ import algorithms
 
 STEPS = {
     "PPO": 30,
-    "GRPO": 45,
-    "RLOO": 45,
-    "REINFORCE++": 45,
-    "GiGPO": 45,
+    "GRPO": 60,
+    "RLOO": 60,
+    "REINFORCE++": 60,
+    "GiGPO": 60,
     "AgentEvol": 30,
     "DPO": 62,
 }
