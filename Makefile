@@ -12,7 +12,7 @@ quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
 
 test: lint browser
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # On a machine with a CUDA device; PYTHON may name an interpreter that has torch, Triton and pytest.
 test-gpu:
