@@ -42,6 +42,10 @@ HOSTILE = {
     "null": "\x00" * 50,
     "many lines": "\n".join(["look"] * 500),
     "brackets": "[" * 500 + "]" * 500,
+    "no address": "goto [http://[::1]",
+    "a letter for a slash": "goto [http://shop.test\u2100/]",
+    "long number": f"get {'9' * 5000} oak log",
+    "other digits": "get ³ oak log using ٣ ½ ⑤",
     "noise": "".join(
         chr(RANDOM.choice([RANDOM.randrange(0x20, 0x500), RANDOM.randrange(0x10FFFF)])) for _ in range(2000)
     ),
@@ -183,6 +187,21 @@ def test_hostile_actions_are_answered_in_the_games_own_words(name: str, env: Tex
         if step.done:
             env.reset(item)
     assert env.state_key()  # the game goes on
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if load(name).cheap])
+def test_the_games_own_words_in_disorder_are_answered_too(name: str, env: TextEnv) -> None:
+    assert isinstance(env, HasActions)
+    item, rng = an_item(type(env)), random.Random(name)
+    env.reset(item)
+    odd = ["", "0", "-1", "9" * 30, "٣", "³", "\ud800", "\x00", "\n", "%s", "{}", "[", "]", "(", ",", "<", "</think>"]
+    for _ in range(300):
+        words = [*rng.choice(env.actions() or ["x"]).replace("<", " <").split(), *rng.choices(odd, k=3)]
+        rng.shuffle(words)
+        step = env.step(rng.choice((" ", "")).join(words))
+        step.observation.encode()
+        if step.done:
+            env.reset(item)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentgym_rl.environment.envs.webarena.actions import FORMS, MAX_CHARS, Action, Refused, key_combination, parse
+from agentgym_rl.environment.envs.webarena.addresses import address, on_sites
 
 
 @pytest.mark.parametrize(
@@ -110,3 +111,70 @@ def test_key_combinations() -> None:
     assert key_combination("cmd+c") == "Meta+c"
     with pytest.raises(Refused, match="Modifiers are"):
         key_combination("hyper+a")
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+SITES = ("http://shop.test", "https://code.test:8443/", "")
+
+
+def opened(text: str) -> str:
+    """What `goto [text]` would open."""
+    return address(parse(f"goto [{text}]").text, lambda url: on_sites(url, SITES))
+
+
+@pytest.mark.parametrize(
+    ("text", "url"),
+    [
+        ("shop.test/a", "http://shop.test/a"),
+        ("http://shop.test:80/ü?a=b#c", "http://shop.test:80/ü?a=b#c"),
+        ("https://code.test:8443", "https://code.test:8443"),
+    ],
+)
+def test_an_address_of_the_sites_is_opened(text: str, url: str) -> None:
+    assert opened(text) == url
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("http://[::1]", "[shop.test]", "http://shop.test℀/", "http://shop.test/\ud800", "http://[shop.test]:80/"),
+        *("http://shop.test:99999", "http://shop.test:x/", "http://shop.test:-1", "http://a@shop.test/", "http://"),
+        *("file:///etc/passwd", "javascript://shop.test/%0aalert(1)", "https://code.test", "http://shop.test.evil/"),
+        *("//shop.test", "http:///shop.test", "http://shop.test\x00/", "http://shop.test/\u202e", "://", "http://%5b"),
+    ],
+)
+def test_no_address_is_refused_in_words(text: str) -> None:
+    with pytest.raises(Refused, match="outside the sites of this task") as refusal:
+        opened(text)
+    assert str(refusal.value).isprintable()
+
+
+HOSTILE = st.one_of(
+    st.text(st.sampled_from("[]:/@?#%.\\\ud800\u2100\uff0f\x00\u202e htps shop.test0189ü"), min_size=1, max_size=60),
+    st.text(st.characters(), min_size=1, max_size=60),
+    st.tuples(st.sampled_from(("http://", "https://", "http://shop.test", "http://[", "//")), st.text(max_size=40)).map(
+        "".join
+    ),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(HOSTILE)
+def test_whatever_is_written_is_opened_or_refused(text: str) -> None:
+    try:
+        url = opened(text)
+    except Refused:
+        return
+    assert url.startswith(("http://", "https://"))
+    assert on_sites(url, SITES)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from([form.split()[0] for form in FORMS]), st.lists(HOSTILE, max_size=3))
+def test_hostile_arguments_are_read_or_refused(kind: str, arguments: list[str]) -> None:
+    try:
+        action = parse(" ".join([kind, *(f"[{argument}]" for argument in arguments)]))
+    except Refused:
+        return
+    assert action.kind == kind

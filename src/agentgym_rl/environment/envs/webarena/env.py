@@ -8,11 +8,11 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, ClassVar
-from urllib.parse import SplitResult, urlsplit
 
 from playwright.async_api import Error
 
 from agentgym_rl.environment.envs.webarena.actions import Refused, parse
+from agentgym_rl.environment.envs.webarena.addresses import on_sites
 from agentgym_rl.environment.envs.webarena.browser import LAUNCH_TIMEOUT_S, find_chromium
 from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate, judge
@@ -199,15 +199,7 @@ class WebArena:
         return list(dict.fromkeys(quoted or [name.rstrip(".") for name in named]))[:4]
 
     def _allowed(self, url: str) -> bool:
-        """Whether an address is on one of the sites (or an empty tab)."""
-        if url == "about:blank":
-            return True
-        with contextlib.suppress(ValueError):
-            place = urlsplit(url)
-            return any(
-                _origin(place) == _origin(site) for site in map(urlsplit, self._stage.addresses.values()) if site.netloc
-            )
-        return False
+        return on_sites(url, self._stage.addresses.values())
 
     def _require_open(self) -> Tabs:
         if self._tabs is None:
@@ -222,13 +214,6 @@ class WebArena:
 
     def _run(self, coroutine: Any, timeout_s: float, what: str) -> Any:
         return self._stage.chromium.thread.run(coroutine, timeout_s, what)
-
-
-def _origin(place: SplitResult) -> tuple[str, str, int | None]:
-    """Scheme, host (with whatever account stands before it) and port, also where it is the one that goes unsaid."""
-    port = place.port if place.port is not None else {"http": 80, "https": 443}.get(place.scheme)
-    account, _, _ = place.netloc.rpartition("@")
-    return place.scheme, f"{account}@{place.hostname}", port
 
 
 async def _observed(tabs: Tabs) -> tuple[str, View]:

@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
 from playwright.async_api import BrowserContext, CDPSession, Dialog, Error, Page, Request
 
 from agentgym_rl.environment.envs.webarena.actions import Action, Refused, quote
+from agentgym_rl.environment.envs.webarena.addresses import address
 from agentgym_rl.environment.envs.webarena.browser import Chromium
 from agentgym_rl.environment.envs.webarena.observation import Element, Numbering, View, build, read_layout
 from agentgym_rl.errors import EnvError
@@ -331,10 +331,7 @@ class Tabs:
         await self.page.bring_to_front()
 
     async def _goto(self, action: Action, view: View) -> None:
-        url = action.text if "://" in action.text else f"http://{action.text}"
-        if urlsplit(url).scheme not in ("http", "https") or not self._allowed(url):
-            raise Refused(f"{quote(action.text)} is outside the sites of this task: it was not opened.")
-        await self._visit(url)
+        await self._visit(address(action.text, self._allowed))
 
     async def _go_back(self, action: Action, view: View) -> None:
         if not await self._back(1):

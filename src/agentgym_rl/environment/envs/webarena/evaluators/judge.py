@@ -56,7 +56,8 @@ def _ask(instruction: str, case: dict[str, str]) -> bool:
         "temperature": 0,
         "messages": [
             {"role": "system", "content": instruction + _VERDICT},
-            {"role": "user", "content": json.dumps(case, ensure_ascii=False)},
+            # Half a surrogate pair is no text that can be sent; an agent may still write one.
+            {"role": "user", "content": json.dumps(case, ensure_ascii=False).encode(errors="replace").decode()},
         ],
     }
     headers = {"Authorization": f"Bearer {key}"} if key else {}
