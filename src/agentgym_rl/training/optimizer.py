@@ -56,7 +56,7 @@ def clip(optimizer: torch.optim.AdamW | MasterAdamW, parameters: list[Any], max_
     """The norm of all gradients, which are scaled down to `max_norm` by the time they are used."""
     if not isinstance(optimizer, MasterAdamW):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
-    norm = optimizer.norm()
+    norm = _whole(optimizer.norm())
     optimizer.scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     return norm
 
@@ -108,7 +108,9 @@ class MasterAdamW:
         scale = torch.ones((), device=self._half[0].device) if self.scale is None else self.scale
         numbers = self._numbers(lr)
         given = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        rows: list[Any] = [(self._half[i], gradients[i], self._low[i], *self._moments[i]) for i in given]
+        rows: list[Any] = [
+            tuple(map(_local, (self._half[i], gradients[i], self._low[i], *self._moments[i]))) for i in given
+        ]
         if self._half[0].is_cuda:
             from agentgym_rl.training.optimizer_kernels import update_all
 
@@ -137,7 +139,7 @@ class MasterAdamW:
         if "low" not in state:
             raise ValueError("the optimizer's state is of a float32 run: keep model.dtype as it was, or start anew")
         device = self._half[0].device
-        self._low = [t.to(device) for t in state["low"]]
+        self._low = [tensor.to(device) for tensor in state["low"]]
         self._moments = [(first.to(device), second.to(device)) for first, second in state["moments"]]
         self.updates = state["updates"]
         if self._rest is not None:
@@ -156,6 +158,15 @@ class MasterAdamW:
         beta1, beta2 = self._settings.betas
         first, second = 1.0 - beta1**self.updates, math.sqrt(1.0 - beta2**self.updates)
         return beta1, beta2, lr / first, second, 1.0 - lr * self._settings.weight_decay
+
+
+def _local(tensor: Any) -> Tensor:
+    """This rank's part of a tensor that is spread over ranks, which shares its memory; else the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _whole(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def join(upper: Tensor, lower: Tensor) -> Tensor:
