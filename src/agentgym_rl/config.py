@@ -47,7 +47,7 @@ class ModelConfig(_Section):
     """Name of a built-in template or path of a Jinja file, instead of the tokenizer's own."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights. The optimizer works on them as they are: in bfloat16 a small learning rate rounds to nothing."""
+    """Of the weights. In bfloat16 the optimizer works on a float32 master that it keeps beside them."""
 
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of the weights."""
