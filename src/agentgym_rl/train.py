@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from agentgym_rl import wiring
+from agentgym_rl import serving, wiring
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import require_files
@@ -45,6 +45,7 @@ MAY_CHANGE_ON_RESUME = (
     "agent.concurrency",
     "run_dir",
     "scale",
+    "engine",
 )
 
 
@@ -134,7 +135,16 @@ async def _workers(
             export(model, tokenizer, reference_dir)
     else:
         model, tokenizer = wiring.load_from(folder, config.model)
-    return OneProcess(config, pool, model, tokenizer, reference_dir)
+    if config.engine.kind == "native":
+        return OneProcess(config, pool, model, tokenizer, reference_dir)
+    console.stage("vLLM", ", ".join(config.engine.urls) or f"{config.engine.replicas} started here")
+    handover = log.root / "engine"
+    engine = await serving.start_vllm(config, model, tokenizer, handover)
+    try:
+        return OneProcess(config, pool, model, tokenizer, reference_dir, engine, handover)
+    except BaseException:
+        await engine.close()
+        raise
 
 
 @dataclass(slots=True)

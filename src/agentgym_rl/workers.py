@@ -10,7 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
-from agentgym_rl import wiring
+from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
@@ -64,15 +64,29 @@ class Workers(Protocol):
 
 
 class OneProcess:
-    """Learner, engine and environments in this process; the engine shares the learner's parameters."""
+    """Learner, engine and environments in this process; a native engine shares the learner's parameters, a `vllm` that
+    was started for the same model is given them through files in `handover`."""
 
-    def __init__(self, config: Config, pool: EnvPool, model: Any, tokenizer: Any, reference_dir: Path) -> None:
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        model: Any,
+        tokenizer: Any,
+        reference_dir: Path,
+        vllm: serving.Vllm | None = None,
+        handover: Path | None = None,
+    ) -> None:
         self._config, self._pool, self._model, self._tokenizer = config, pool, model, tokenizer
         self.learner = make_learner(config, model, reference_dir)
-        # Under overlap the learner changes its weights while episodes are played: the engine has a copy of its own.
-        played = freeze(copy.deepcopy(model)) if config.rl.overlap else model
         self._renderer = Renderer(tokenizer, config.model.chat_template)
-        self._engine = make_engine(config, played, self._renderer)
+        self._vllm, self._handover = vllm, handover
+        if vllm is None:
+            # Under overlap the learner changes its weights while episodes are played: the engine has a copy of its own.
+            played = freeze(copy.deepcopy(model)) if config.rl.overlap else model
+            self._engine: serving.RunEngine = make_engine(config, played, self._renderer)
+        else:
+            self._engine = vllm
         self.room = self._engine.max_context
         self.num_parameters: int = model.num_parameters()
 
@@ -85,7 +99,11 @@ class OneProcess:
         return wiring.collect_each(self._config, self._pool, policies, group_size, prefix)
 
     async def publish(self, version: int) -> None:
-        await self._engine.update_weights(self._model.state_dict() if self._config.rl.overlap else None, version)
+        if self._vllm is None:
+            await self._engine.update_weights(self._model.state_dict() if self._config.rl.overlap else None, version)
+        else:
+            assert self._handover is not None
+            await serving.publish(self._vllm, self._config, self._model, self._tokenizer, version, self._handover)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         save_checkpoint(root, step, self._model, self._tokenizer, state | {"learner": self.learner.state()}, keep)

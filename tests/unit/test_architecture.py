@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "wiring": ALL,
     "workers": ALL,
     "cluster": ALL,
+    "serving": ALL,
     "starting": ALL,
     "heldout": ALL,
     "demonstrations": ALL,
@@ -52,7 +53,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
 STANDARD_LIBRARY_ONLY = frozenset({*(f"{leaf}.py" for leaf in LEAVES), "training/settings.py"})
 """Settings among them, so that a config can be checked without loading torch."""
 HOMES_OF = {
-    "torch": ("training", "agent", "evaluation", "scale", "wiring", "cluster", "train", "cli"),
+    "torch": ("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "train", "cli"),
     "ray": ("scale/ray_app.py",),
 }
 """Third-party packages that may be imported only in these modules or files, at any depth of the code."""

@@ -1,0 +1,39 @@
+"""What runs inside vLLM's worker process: loads weights, and finishes where vLLM's own reload stops short.
+
+vLLM mixes this class into its worker (`worker_extension_cls`); the methods are called through `collective_rpc`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentgym_rl.agent.engines.vllm.handover import unpack
+
+EXTENSION = "agentgym_rl.agent.engines.vllm.worker.WorkerExtension"
+
+
+class WorkerExtension:
+    """Names begin with `agentgym_`: vLLM refuses an extension that hides a method of its worker."""
+
+    reload_weights: Any
+    model_runner: Any
+
+    def agentgym_load_folder(self, folder: str) -> int:
+        """Weights of a Hugging Face folder. Returns how many heads were packed again."""
+        self.reload_weights(weights_path=folder)
+        return self._agentgym_pack_heads()
+
+    def agentgym_load_shared(self, message: bytes) -> int:
+        """Weights in memory that the learner lends for the length of this call."""
+        self.reload_weights(weights_iterator=unpack(message))
+        return self._agentgym_pack_heads()
+
+    def _agentgym_pack_heads(self) -> int:
+        """A head tied to the embedding is not in the weights, so the reload passes it over; on the CPU its products use
+        a packed copy of its own, which would stay as it was. Elsewhere packing again changes nothing."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        heads = [m for m in self.model_runner.get_model().modules() if isinstance(m, ParallelLMHead)]
+        for head in heads:
+            head.quant_method.process_weights_after_loading(head)
+        return len(heads)

@@ -1,0 +1,112 @@
+"""vLLM in place of the native engine: which one a recipe asks for, and how it gets the learner's weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from agentgym_rl.agent.engines.base import Engine
+from agentgym_rl.agent.engines.replicas import Replicas
+from agentgym_rl.agent.engines.vllm import VllmEngine, VllmServer, probe_model
+from agentgym_rl.config import Config
+from agentgym_rl.scale.weights import Bucket
+from agentgym_rl.training.checkpoint import export
+
+
+class RunEngine(Engine, Protocol):
+    """What a run needs of its engine."""
+
+    @property
+    def max_context(self) -> int:
+        """Tokens that prompt and reply may have together."""
+        ...
+
+
+Vllm = VllmEngine | VllmServer | Replicas
+
+
+def make_vllm(config: Config, folder: Path) -> Vllm:
+    """The recipe's vLLM, yet to be started, for the model in `folder` (with LoRA: the frozen weights)."""
+    settings, agent, lora = config.engine, config.agent, config.model.lora
+    max_context = max([agent.max_context, *(env.max_context or 0 for env in config.environments)])
+    if settings.urls:
+        key = settings.api_key_variable
+        engines: Sequence[Any] = [VllmServer(u, max_context=max_context, api_key_variable=key) for u in settings.urls]
+    else:
+        engines = [
+            VllmEngine(
+                folder,
+                dtype=config.model.dtype if settings.dtype == "auto" else settings.dtype,
+                max_sessions=agent.concurrency,
+                max_context=max_context,
+                memory_share=settings.memory_share,
+                kv_cache_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30),
+                eager=settings.eager,
+                lora_rank=None if lora is None else lora.rank,
+            )
+            for _ in range(settings.replicas)
+        ]
+    return engines[0] if len(engines) == 1 else Replicas(engines)
+
+
+async def start_vllm(config: Config, model: Any, tokenizer: Any, handover: Path) -> Vllm:
+    """Started, and with the weights of `model`: a server may hold anything, and a warm start leaves folders behind."""
+    folder = handover / "start"
+    if config.model.lora is None:
+        export(model, tokenizer, folder)  # vLLM reads the model's shape from a folder, weights and all
+    else:
+        assert config.model.path is not None
+        folder = Path(config.model.path)
+    engine = make_vllm(config, folder)
+    try:
+        await engine.start()
+        await publish(engine, config, model, tokenizer, 0, handover)
+    except BaseException:
+        await engine.close()
+        raise
+    shutil.rmtree(handover / "start", ignore_errors=True)
+    return engine
+
+
+async def publish(engine: Vllm, config: Config, model: Any, tokenizer: Any, version: int, handover: Path) -> None:
+    """Weights as a folder, which serves one machine and a shared disk alike; then both sides score a probe."""
+    folder = handover / f"weights_{version}"
+    shutil.rmtree(folder, ignore_errors=True)
+    export(model, tokenizer, folder)
+    dtype = None if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
+    await engine.update_weights(folder, version, probe=probe_model(model, dtype))
+    _forget_but(folder)
+
+
+def _forget_but(folder: Path) -> None:
+    """An adapter's folder is needed as long as it is in use; older ones are not."""
+    for other in folder.parent.glob("weights_*"):
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def vllm_seat(config: Config, folder: Path) -> VllmSeat:
+    """One engine of a cluster, which routes and starts as many as it wants."""
+    engine = make_vllm(config, folder)
+    assert isinstance(engine, VllmEngine)
+    return VllmSeat(engine)
+
+
+class VllmSeat:
+    """A vLLM engine as scale/weights.py gives weights to it."""
+
+    def __init__(self, engine: VllmEngine) -> None:
+        self.engine = engine
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def load(self, arrived: Sequence[Bucket], version: int) -> None:
+        await self.engine.start()
+        state = {name: tensor for bucket in arrived for name, tensor in bucket.tensors()}
+        await self.engine.update_weights(state, version)

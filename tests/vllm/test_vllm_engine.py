@@ -1,0 +1,206 @@
+"""vLLM in this process against transformers and the native engine, on tiny random models in float32."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from vllm_for_tests import SMALL, gap, greedy, prompt, scored, vllm_processes
+
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
+from agentgym_rl.errors import EngineError
+from agentgym_rl.scale.weights import buckets
+from agentgym_rl.serving import VllmSeat
+from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.settings import LoraSettings
+from agentgym_rl.types import Sampling
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]
+
+
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def started(folders: dict[str, Path]) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(folders["A"], lora_rank=8, **SMALL)
+    await engine.start()
+    yield engine
+    await engine.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def engine(started: VllmEngine, folders: dict[str, Path]) -> VllmEngine:
+    """With the weights of A, whatever a test before this one left."""
+    if started.version % 100:
+        await started.update_weights(folders["A"], (started.version // 100 + 1) * 100)
+    started.reset_stats()
+    return started
+
+
+@pytest.fixture(scope="session")
+def vocabulary(models: dict[str, Any]) -> int:
+    return models["A"].config.vocab_size
+
+
+async def test_greedy_replies_are_those_of_transformers(engine: Any, models: Any, vocabulary: int) -> None:
+    prompts = [prompt(n, vocabulary) for n in (1, 7, 40, 200)]
+    done = await asyncio.gather(
+        *(engine.generate(ids, Sampling(12, temperature=0), str(i)) for i, ids in enumerate(prompts))
+    )
+    for ids, completion in zip(prompts, done, strict=True):
+        assert completion.token_ids == greedy(models["A"], ids, 12)
+        assert gap(models["A"], ids, completion) < 1e-4
+        assert completion.finish == "length"
+
+
+async def test_logprobs_are_of_the_distribution_sampled_from(engine: Any, models: Any, vocabulary: int) -> None:
+    ids = prompt(30, vocabulary)
+    asked = [Sampling(16, temperature=t, seed=3) for t in (0.5, 1.0, 2.0)] + [Sampling(16, temperature=0)]
+    done = await asyncio.gather(*(engine.generate(ids, s, str(i)) for i, s in enumerate(asked)))
+    for sampling, completion in zip(asked, done, strict=True):
+        assert gap(models["A"], ids, completion, sampling.temperature or 1.0) < 1e-4
+    cut = await engine.generate(ids, Sampling(16, top_p=0.3, seed=3), "cut")
+    plain = scored(models["A"], ids, cut.token_ids)
+    # Renormalised over what top_p keeps: more likely, by at most 1 / 0.3.
+    assert all(0.0 < a - b < 1.3 for a, b in zip(cut.logprobs, plain, strict=True))
+
+
+async def test_a_seed_decides_whatever_runs_beside_it(engine: Any, vocabulary: int) -> None:
+    ids = prompt(30, vocabulary)
+    alone = await engine.generate(ids, Sampling(16, seed=2**63 - 5), "alone")
+    crowd = await asyncio.gather(
+        *(engine.generate(ids, Sampling(16, seed=seed), str(seed)) for seed in (1, 2**63 - 5, 2))
+    )
+    assert crowd[1].token_ids == alone.token_ids
+    assert len({tuple(c.token_ids) for c in crowd}) == 3
+
+
+async def test_a_reply_ends_with_its_stop_token_or_where_there_is_no_room(
+    engine: Any, models: Any, vocabulary: int
+) -> None:
+    ids = prompt(40, vocabulary)
+    whole = greedy(models["A"], ids, 12)
+    stopped = await engine.generate(ids, Sampling(12, temperature=0, stop_token_ids=(whole[3],)), "s")
+    assert stopped.token_ids == whole[: whole.index(whole[3]) + 1]
+    assert stopped.finish == "stop"
+    full = await engine.generate(prompt(510, vocabulary), Sampling(12, temperature=0), "f")
+    assert (len(full.token_ids), full.finish) == (2, "length")
+
+
+async def test_what_cannot_be_served_is_refused_in_words(engine: Any, vocabulary: int) -> None:
+    with pytest.raises(EngineError, match="max_context is 512"):
+        await engine.generate(prompt(512, vocabulary), Sampling(1), "a")
+    with pytest.raises(EngineError, match="empty"):
+        await engine.generate([], Sampling(1), "a")
+    with pytest.raises(EngineError, match=r"vLLM failed: .*out of vocabulary"):
+        await engine.generate([vocabulary + 1000], Sampling(1), "a")
+    assert (await engine.generate([5], Sampling(1), "a")).finish == "length"
+
+
+async def test_a_trajectory_reads_from_the_cache_and_equals_the_native_engine(
+    engine: Any, models: Any, vocabulary: int
+) -> None:
+    native = NativeEngine(models["A"], max_context=512)
+    ids = prompt(150, vocabulary)
+    for turn in range(4):
+        sampling = Sampling(20, temperature=0)
+        here, there = await asyncio.gather(engine.generate(ids, sampling, "t"), native.generate(ids, sampling, "t"))
+        assert here.token_ids == there.token_ids
+        assert max(abs(a - b) for a, b in zip(here.logprobs, there.logprobs, strict=True)) < 1e-4
+        ids = ids + here.token_ids + prompt(30, vocabulary, seed=turn)
+    assert engine.stats()["prompt_tokens_reused"] >= 128 * 3
+    await engine.release("t")
+    await native.close()
+
+
+async def test_new_weights_are_used_and_the_cache_of_old_ones_is_not(
+    engine: Any, models: Any, folders: Any, vocabulary: int
+) -> None:
+    ids, sampling = prompt(300, vocabulary), Sampling(8, temperature=0)
+    first = await engine.generate(ids, sampling, "a")
+    again = await engine.generate(ids, sampling, "a")
+    assert engine.stats()["prompt_tokens_reused"] == 256
+    assert gap(models["A"], ids, again) < 1e-4
+    await engine.update_weights(folders["B"], engine.version + 1, probe=probe_model(models["B"]))
+    engine.reset_stats()
+    second = await engine.generate(ids, sampling, "a")
+    assert engine.stats()["prompt_tokens_reused"] == 0
+    assert (second.version, gap(models["B"], ids, second) < 1e-4) == (first.version + 1, True)
+    assert gap(models["A"], ids, second) > 0.5
+
+
+async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabulary: int) -> None:
+    ids = prompt(50, vocabulary)
+    await engine.update_weights(models["C"].state_dict(), engine.version + 1, probe=probe_model(models["C"]))
+    assert gap(models["C"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
+    seat = VllmSeat(engine)
+    await seat.load(list(buckets(models["B"].state_dict().items(), 20_000)), engine.version + 1)
+    assert gap(models["B"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
+
+
+async def test_a_reply_under_way_keeps_its_weights(engine: Any, models: Any, folders: Any, vocabulary: int) -> None:
+    ids, version = prompt(20, vocabulary), engine.version
+    before = asyncio.create_task(engine.generate(ids, Sampling(300, seed=1), "a"))
+    await asyncio.sleep(0.2)
+    update = asyncio.create_task(engine.update_weights(folders["B"], version + 1))
+    await asyncio.sleep(0)
+    after = asyncio.create_task(engine.generate(ids, Sampling(8, seed=1), "b"))
+    assert not before.done()
+    await update
+    old, new = await before, await after
+    assert (old.version, gap(models["A"], ids, old) < 1e-4) == (version, True)
+    assert (new.version, gap(models["B"], ids, new) < 1e-4) == (version + 1, True)
+
+
+async def test_adapters_are_loaded_by_version(engine: Any, models: Any, vocabulary: int, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    adapted = AutoModelForCausalLM.from_pretrained(engine._folder)
+    add_adapter(adapted, LoraSettings(rank=4, alpha=8.0), 0)
+    for number in (1, 2):
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_(std=0.3)
+        adapted.save_pretrained(tmp_path / str(number))
+        await engine.update_weights(tmp_path / str(number), engine.version + 1, probe=probe_model(adapted))
+        ids = prompt(200, vocabulary)
+        reply = await engine.generate(ids, Sampling(8, seed=1), "a")
+        assert gap(adapted.eval(), ids, reply) < 1e-4
+        assert gap(models["A"], ids, reply) > 0.1
+
+
+async def test_a_cancelled_reply_leaves_the_engine_usable(engine: Any, models: Any, vocabulary: int) -> None:
+    ids = prompt(20, vocabulary)
+    task = asyncio.create_task(engine.generate(ids, Sampling(400), "a"))
+    await asyncio.sleep(0.2)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert gap(models["A"], ids, await engine.generate(ids, Sampling(4), "a")) < 1e-4
+
+
+async def test_weights_that_are_not_the_learners_end_the_engine(engine: Any, models: Any, folders: Any) -> None:
+    """The last test of this engine: nothing runs afterwards."""
+    right = probe_model(models["A"])
+    wrong = Probe(right.token_ids, right.logprobs)
+    update = asyncio.create_task(engine.update_weights(folders["B"], engine.version + 1, probe=wrong))
+    await asyncio.sleep(0)
+    waiting = asyncio.create_task(engine.generate([5, 6, 7], Sampling(2), "a"))
+    with pytest.raises(EngineError, match="does not hold these weights"):
+        await update
+    with pytest.raises(EngineError, match="does not hold these weights"):
+        await waiting
+    with pytest.raises(EngineError, match=r"update to weights \d+ failed"):
+        await engine.generate([5], Sampling(1), "a")
+    await engine.close()
+    with pytest.raises(EngineError, match="was closed"):
+        await engine.generate([5], Sampling(1), "a")
+    for _ in range(100):
+        if not vllm_processes(os.getpid()):
+            return
+        await asyncio.sleep(0.1)
+    pytest.fail(f"processes left: {vllm_processes(os.getpid())}")

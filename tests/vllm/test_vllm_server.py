@@ -1,0 +1,105 @@
+"""A real `vllm serve` on this machine through its client: ids and log-probabilities, weights by folder."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from transformers import AutoModelForCausalLM
+from vllm_for_tests import gap, greedy, prompt, scored
+
+from agentgym_rl.agent.engines.vllm import VllmServer, probe_model
+from agentgym_rl.agent.engines.vllm.worker import EXTENSION
+from agentgym_rl.types import Sampling
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="module")
+def served(folders: dict[str, Path]) -> Path:
+    return Path(os.environ.get("VLLM_TEST_MODEL") or folders["A"])
+
+
+@pytest.fixture(scope="module")
+def address(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(served), "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512", "--max-num-seqs", "16"]
+    command += ["--enforce-eager", "--logprobs-mode", "processed_logprobs", "--worker-extension-cls", EXTENSION]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("wb") as out:
+        server = subprocess.Popen(
+            command, env=os.environ | {"VLLM_SERVER_DEV_MODE": "1"}, stdout=out, stderr=subprocess.STDOUT
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + 900
+        while True:
+            assert server.poll() is None, log.read_text()[-3000:]
+            assert time.monotonic() < deadline, log.read_text()[-3000:]
+            try:
+                if httpx.get(f"{url}/health").status_code == 200:
+                    break
+            except httpx.TransportError:
+                time.sleep(1)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+@pytest.fixture(scope="module")
+def model(served: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(served, dtype="float32").eval()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def server(address: str) -> AsyncIterator[VllmServer]:
+    client = VllmServer(address, max_context=400)
+    await client.start()
+    yield client
+    await client.close()
+
+
+async def test_ids_and_logprobs_are_those_of_transformers(server: VllmServer, model: Any) -> None:
+    assert server.max_context == 400
+    ids = prompt(40, model.config.vocab_size)
+    asked = [Sampling(8, temperature=0), Sampling(8, seed=3), Sampling(8, temperature=0.6, seed=2**62)]
+    done = await asyncio.gather(*(server.generate(ids, s, str(i)) for i, s in enumerate(asked)))
+    for sampling, completion in zip(asked, done, strict=True):
+        assert gap(model, ids, completion, sampling.temperature or 1.0) < 1e-4
+    whole = greedy(model, ids, 8)
+    assert done[0].token_ids == whole
+    assert (await server.generate(ids, asked[1], "again")).token_ids == done[1].token_ids
+    stopped = await server.generate(ids, Sampling(8, temperature=0, stop_token_ids=(whole[2],)), "s")
+    assert (stopped.token_ids, stopped.finish) == (whole[: whole.index(whole[2]) + 1], "stop")
+    assert max(abs(a - b) for a, b in zip(await server.score(ids), scored(model, ids[:1], ids[1:]), strict=True)) < 1e-4
+    full = await server.generate(prompt(398, model.config.vocab_size), Sampling(8), "f")
+    assert (len(full.token_ids), full.finish) == (2, "length")
+
+
+async def test_weights_are_taken_from_a_folder(server: VllmServer, model: Any, tmp_path: Path) -> None:
+    ids, sampling = prompt(300, model.config.vocab_size), Sampling(8, temperature=0)
+    before = await server.generate(ids, sampling, "a")
+    assert gap(model, ids, before) < 1e-4
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    model.save_pretrained(tmp_path / "new")
+    await server.update_weights(tmp_path / "new", 7, probe=probe_model(model))
+    after = await server.generate(ids, sampling, "a")
+    assert (before.version, after.version) == (0, 7)
+    assert gap(model, ids, after) < 1e-4
+    expected = scored(model, ids, before.token_ids)
+    assert max(abs(a - b) for a, b in zip(expected, before.logprobs, strict=True)) > 1e-2
