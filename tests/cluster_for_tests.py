@@ -24,7 +24,8 @@ num_layers = 2
 num_heads = 2
 
 [[environments]]
-name = "keydoor"
+name = "babyai"
+subsets = ["GoToRedBallNoDists", "PickupLoc"]
 
 [agent]
 instruction = ""
@@ -35,16 +36,16 @@ step_timeout_s = 3.0
 
 [warm_start]
 policy = "random"
-episodes = 100
-max_turns = 4
+episodes = 80
+max_turns = 2
 [warm_start.sft]
-epochs = 3
+epochs = 5
 batch_size = 16
 optimizer = { lr = 1e-2 }
 
 [horizon]
 kind = "fixed"
-turns = [4]
+turns = [3]
 
 [rl]
 steps = 4
@@ -52,12 +53,13 @@ groups_per_step = 6
 group_size = 4
 minibatches = 2
 kl_coef = 0.01
+entropy_coef = 0.001
 zero_variance = "keep"
 optimizer = { lr = 1e-3 }
 
 [eval]
 episodes = 8
-max_turns = 4
+max_turns = 3
 
 [checkpoint]
 every = 1
@@ -69,7 +71,7 @@ SCALE = (
     "scale.engines=2",
     "scale.env_hosts=2",
     "scale.learner_cpus=1.5",  # both ranks fit the first node only
-    "scale.worker_timeout_s=240",
+    "scale.worker_timeout_s=500",
 )
 
 
@@ -77,6 +79,7 @@ SCALE = (
 def two_nodes() -> Iterator[Any]:
     """A cluster whose first node has room for all learners, and whose second is of the size of half the rest."""
     os.environ["RAY_enable_worker_prestart"] = "0"  # noqa: SIM112 - that is its name
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     from ray.cluster_utils import Cluster
 
     options = {"object_store_memory": 100 << 20, "include_dashboard": False}
@@ -127,14 +130,14 @@ class Command:
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
 
-    def wait(self, timeout_s: float = 280.0) -> int:
+    def wait(self, timeout_s: float = 600.0) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             raise AssertionError(f"it did not come to an end:\n{self.output.read_text()[-3000:]}") from None
 
-    def until(self, moment: Callable[[], bool], timeout_s: float = 280.0) -> None:
+    def until(self, moment: Callable[[], bool], timeout_s: float = 600.0) -> None:
         give_up_at = time.monotonic() + timeout_s
         while not moment():
             text = self.output.read_text()[-3000:]
@@ -144,6 +147,12 @@ class Command:
 
     def until_step(self, step: int) -> None:
         self.until(lambda: steps_of(self.folder)[-1:] >= [step])
+
+    def end(self) -> None:
+        """Whatever state it is in."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

@@ -146,17 +146,31 @@ def show(
 
 @app.command()
 def doctor(
-    run: Annotated[Path, typer.Argument(help="A run directory, finished or not, or its metrics.jsonl")],
+    run: Annotated[Path, typer.Argument(help="A run directory, finished or not, its metrics.jsonl, or a recipe")],
+    overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    device_gib: Annotated[
+        float | None, typer.Option(min=0.1, help="Of a recipe: memory of a device; by default this machine's")
+    ] = None,
 ) -> None:
-    """Diagnose a run: its signals, what went wrong since when, and what to try. Exit code 1 if a rule fired."""
+    """Diagnose a run: its signals, what went wrong since when, and what to try. Exit code 1 if a rule fired.
+
+    Of a recipe: whether it fits the memory it would run in. Exit code 1 if it does not.
+    """
+    if run.suffix == ".toml":
+        from agentgym_rl.config import load_config
+        from agentgym_rl.fits import diagnose_recipe
+
+        lines, fits = diagnose_recipe(load_config(run, overrides or []), device_gib)
+        print(json.dumps({"fits": fits, "lines": lines}, indent=2) if as_json else "\n".join(lines))
+        raise typer.Exit(0 if fits else 1)
     from agentgym_rl.console import Console
     from agentgym_rl.runlog import read_metrics
     from agentgym_rl.training.doctor import diagnose
 
     metrics = run / "metrics.jsonl" if run.is_dir() else run
     if metrics.suffix != ".jsonl" or not metrics.is_file():
-        raise ConfigError(f"the doctor needs a run directory with a metrics.jsonl in it, {run} is none")
+        raise ConfigError(f"the doctor needs a run directory with a metrics.jsonl in it, {run} is none, nor a recipe")
     diagnosis = diagnose(read_metrics(metrics))
     if as_json:
         print(json.dumps(diagnosis, indent=2))

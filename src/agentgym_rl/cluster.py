@@ -88,8 +88,9 @@ class Rank:
 
     def save(self, folder: str) -> None:
         """This rank's part of the learner's state, and from the first rank the model."""
+        # Gathered first: that takes every rank, and one that fails to write leaves the others waiting.
+        whole = {name: tensor.cpu() if self._rank == 0 else None for name, tensor in self.whole_state()}
         save_shards(Path(folder) / SHARDS, self._learner.state())
-        whole = {name: tensor.cpu() for name, tensor in self.whole_state()}
         if self._rank == 0:
             self._model.save_pretrained(Path(folder) / "model", state_dict=whole)
             self._tokenizer.save_pretrained(Path(folder) / "model")

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "workers": ALL,
     "cluster": ALL,
     "serving": ALL,
+    "fits": ALL,
     "starting": ALL,
     "heldout": ALL,
     "demonstrations": ALL,
@@ -50,10 +51,12 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "__main__": ALL,
 }
 """A module is a file or folder directly under the package; inside a folder files import each other freely."""
-STANDARD_LIBRARY_ONLY = frozenset({*(f"{leaf}.py" for leaf in LEAVES), "training/settings.py"})
+STANDARD_LIBRARY_ONLY = frozenset(
+    {*(f"{leaf}.py" for leaf in LEAVES), "training/settings.py", "scale/memory.py", "scale/plan.py"}
+)
 """Settings among them, so that a config can be checked without loading torch."""
 HOMES_OF = {
-    "torch": ("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "train", "cli"),
+    "torch": ("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "fits", "train", "cli"),
     "ray": ("scale/ray_app.py",),
 }
 """Third-party packages that may be imported only in these modules or files, at any depth of the code."""

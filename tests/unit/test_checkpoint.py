@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import shutil
 from pathlib import Path
@@ -15,7 +16,14 @@ from training_for_tests import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.checkpoint import export_checkpoint, list_checkpoints, load_state, save_checkpoint
+from agentgym_rl.training.checkpoint import (
+    export_checkpoint,
+    list_checkpoints,
+    load_state,
+    no_room,
+    save_checkpoint,
+    staged,
+)
 
 
 @pytest.fixture
@@ -114,3 +122,30 @@ def test_export_says_what_is_there(tmp_path: Path, model: Any) -> None:
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists already"):
         export_checkpoint(root, 3, tmp_path / "out")
+
+
+def test_a_full_disk_is_told_from_other_failures() -> None:
+    assert no_room(OSError(errno.ENOSPC, "No space left on device"))
+    assert no_room(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
+    wrapped = ValueError("saving failed")
+    wrapped.__cause__ = OSError(errno.EDQUOT, "quota")
+    assert no_room(wrapped)
+    assert not no_room(ValueError("a tensor of the wrong shape"))
+    assert not no_room(PermissionError(errno.EACCES, "not allowed"))
+    first, second = RuntimeError("a"), RuntimeError("b")
+    first.__cause__, second.__cause__ = second, first
+    assert not no_room(first)
+
+
+def test_writing_that_fails_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+    with staged(tmp_path, 1, 2) as folder:
+        (folder / "trainer.pt").write_bytes(b"old")
+
+    def fail(folder: Path) -> None:
+        (folder / "trainer.pt").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"), staged(tmp_path, 1, 2) as folder:
+        fail(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert (tmp_path / "step_000001" / "trainer.pt").read_bytes() == b"old"

@@ -1,12 +1,12 @@
-"""Whether a run fits: bytes of weights, gradients, moments, activations and cache on each device. Standard library only.
+"""Whether a run fits: bytes of weights, gradients, moments, activations and cache on each device. No third packages.
 
 Formulas, with P parameters, D learner ranks, b bytes of a weight as passes use it (4 or 2), T tokens of a micro-batch,
 H hidden size, I intermediate size, L layers, V vocabulary, N and K query and key/value heads of width w:
 
     learner, alone in float32      4P weights + 4P gradients + 8P moments
     learner, alone in bfloat16     2P weights + 2P gradients (4P over several passes) + 6P moments and lower halves
-    learner, sharded over D ranks  (4P + 4P + 8P) / D, and the largest layer and the embeddings whole, as passes need them
-    activations                    T L (17 H + 3 I + ...) b without, T L H b + one layer's with checkpoint_activations
+    learner, sharded over D ranks  (4P + 4P + 8P) / D, and two layers and the embeddings whole, as a pass needs them
+    activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers
     head                           a chunk of logits in float32, 256 MB at most, and its gradient
     engine                         bP weights + 2 L K w b bytes of cache for each token it can hold
     reference                      bP / D;    critic: another learner, without the head

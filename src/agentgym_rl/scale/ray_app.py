@@ -18,6 +18,7 @@ import logging
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.weights import Receiver, buckets
 from agentgym_rl.types import Completion, Group, Sampling
 
+NAMESPACE = "agentgym-rl"
+"""Actors find each other by name: a handle among what an actor is made with may be gone when it is made again."""
 RETRY_S = 0.25
 """Between looks at a worker that is being started again."""
 POLITE_S = 10.0
@@ -45,6 +48,7 @@ class Board:
     def __init__(self) -> None:
         self._version, self._buckets = -1, [None]
         self._events: list[dict[str, Any]] = []
+        self._last: dict[str, str] = {}
 
     def put_weights(self, version: int, refs: list[Any]) -> None:
         self._version, self._buckets = version, refs
@@ -52,8 +56,11 @@ class Board:
     def weights(self) -> tuple[int, list[Any]]:
         return self._version, [] if self._version < 0 else self._buckets
 
-    def report(self, event: dict[str, Any]) -> None:
-        self._events.append(event)
+    def report(self, subject: str, kind: str, message: str) -> None:
+        """Several hosts notice one death: it is told once, until something else befalls the same worker."""
+        if self._last.get(subject) != kind:
+            self._last[subject] = kind
+            self._events.append({"kind": kind, "message": f"{subject} {message}"})
 
     def drain(self) -> list[dict[str, Any]]:
         events, self._events = self._events, []
@@ -97,9 +104,9 @@ class LearnerRank:
 class EngineReplica:
     """An engine. `make()` gives its Receiver (scale/weights.py), whose `engine` samples."""
 
-    def __init__(self, make: Callable[[], Receiver], board: list[Any], index: int) -> None:
+    def __init__(self, make: Callable[[], Receiver], board: str, index: int) -> None:
         self._seat: Any = make()
-        (self._board,) = board  # in a list, because Ray would keep an actor itself where a restart does not find it
+        self._board = ray.get_actor(board, NAMESPACE)
         self._index = index
         self._fresh = asyncio.Event()
         self._loading: asyncio.Lock | None = None
@@ -126,18 +133,16 @@ class EngineReplica:
             if version > self._seat.version:
                 arrived = [await ref for ref in refs]
                 await self._seat.load(arrived, version)
+                if not self._fresh.is_set() and ray.get_runtime_context().was_current_actor_reconstructed:
+                    message = f"was started again and has version {version} of the weights"
+                    self._board.report.remote(f"engine {self._index}", "engine_started", message)
                 self._fresh.set()
         return self._seat.version
 
     async def _fetch(self) -> None:
         version, refs = await self._board.weights.remote()
-        if version < 0:
-            return
-        if not self._fresh.is_set():
+        if version >= 0:
             await self.load(version, refs)
-            report = {"kind": "engine_started", "message": f"engine {self._index} runs again, with version {version}"}
-            if ray.get_runtime_context().was_current_actor_reconstructed:
-                await self._board.report.remote(report)
 
     async def close(self) -> None:
         await self._seat.engine.close()
@@ -155,7 +160,8 @@ class RemoteEngine:
     def __init__(self, replicas: list[Any], board: Any, timeout_s: float) -> None:
         self._replicas, self._board, self._timeout_s = replicas, board, timeout_s
         self._home: dict[str, int] = {}
-        self._down: set[int] = set()
+        self._down: dict[int, asyncio.Task[None]] = {}
+        """Replicas that died, and who waits for each to be back."""
         self.version = 0
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
@@ -172,7 +178,6 @@ class RemoteEngine:
                 continue
             except RayTaskError as error:
                 raise EngineError(f"engine {index}: {error.cause}") from error
-            self._down.discard(index)
             self.version = completion.version
             return completion
 
@@ -196,21 +201,36 @@ class RemoteEngine:
 
     async def _lost(self, index: int, error: RayActorError, give_up_at: float) -> None:
         if index not in self._down:
-            self._down.add(index)
-            message = f"engine {index} died; its replies are sampled by others, or by itself when it is back"
-            await self._board.report.remote({"kind": "engine_lost", "message": message})
-        if time.monotonic() > give_up_at:
-            raise EngineError(f"no engine came back within {self._timeout_s:g} s: {error}") from error
-        await asyncio.sleep(RETRY_S)
-        if len(self._down) == len(self._replicas):
-            self._down.clear()  # all are being started again: try each
+            self._down[index] = asyncio.create_task(self._back(index))
+            message = "died; what it was sampling is sampled again by another, or by itself when it is back"
+            await self._board.report.remote(f"engine {index}", "engine_lost", message)
+        while len(self._down) == len(self._replicas) or time.monotonic() > give_up_at:
+            if time.monotonic() > give_up_at:
+                raise EngineError(f"no engine came back within {self._timeout_s:g} s: {error}") from error
+            await asyncio.sleep(RETRY_S)
+
+    async def _back(self, index: int) -> None:
+        await answers(self._replicas[index])
+        del self._down[index]
+
+
+async def answers(actor: Any) -> None:
+    """Returns when an actor that died is there again."""
+    while True:
+        try:
+            await actor.pid.remote()
+        except RayActorError:
+            await asyncio.sleep(RETRY_S)
+        else:
+            return
 
 
 class EnvHost:
     """Plays groups. `make(engine)` gives an object with `play(job)`, `num_open` and `close()`."""
 
-    def __init__(self, make: Callable[[Any], Any], engines: list[Any], board: Any, timeout_s: float) -> None:
-        self._player = make(RemoteEngine(engines, board, timeout_s))
+    def __init__(self, make: Callable[[Any], Any], engines: list[str], board: str, timeout_s: float) -> None:
+        replicas = [ray.get_actor(name, NAMESPACE) for name in engines]
+        self._player = make(RemoteEngine(replicas, ray.get_actor(board, NAMESPACE), timeout_s))
 
     async def play(self, job: Any) -> Group:
         return await self._player.play(job)
@@ -239,7 +259,7 @@ class RayApp:
         self._started_ray = False
         self._events: list[dict[str, Any]] = []
         self._busy: list[int] = []
-        self._down: set[int] = set()
+        self._down: dict[int, asyncio.Task[None]] = {}
         self._host_free = asyncio.Condition()
 
     async def start(
@@ -253,7 +273,9 @@ class RayApp:
         bundles = await asyncio.to_thread(self._reserve)
         no_restart = {"max_restarts": 0}
         again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
-        self.board: Any = ray.remote(Board).options(num_cpus=0, max_concurrency=64).remote()
+        names = {role: f"{uuid.uuid4().hex[:8]}-{role}" for role in ("board", "engine")}
+        named = {"namespace": NAMESPACE}
+        self.board: Any = ray.remote(Board).options(name=names["board"], **named, num_cpus=0).remote()
         self.learners = [
             ray.remote(LearnerRank)
             .options(**bundles["learner"][rank], **no_restart, max_concurrency=1)
@@ -262,14 +284,15 @@ class RayApp:
         ]
         self.engines = [
             ray.remote(EngineReplica)
-            .options(**bundles["engine"][i], **again, max_concurrency=10_000)
-            .remote(make_engine, [self.board], i)
+            .options(name=f"{names['engine']}-{i}", **named, **bundles["engine"][i], **again, max_concurrency=10_000)
+            .remote(make_engine, names["board"], i)
             for i in range(plan.engines)
         ]
+        engines = [f"{names['engine']}-{i}" for i in range(plan.engines)]
         self.hosts = [
             ray.remote(EnvHost)
             .options(**bundles["env_host"][i], **again, max_concurrency=10_000)
-            .remote(make_player, self.engines, self.board, plan.worker_timeout_s)
+            .remote(make_player, engines, names["board"], plan.worker_timeout_s)
             for i in range(plan.env_hosts)
         ]
         self._busy = [0] * plan.env_hosts
@@ -293,6 +316,8 @@ class RayApp:
             }
         else:
             options["address"] = plan.address
+        # Ray starts workers at a low priority, where anything else on the machine would starve them.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         ray.init(**options)
         self._started_ray = True
 
@@ -390,44 +415,47 @@ class RayApp:
             try:
                 group = await self.hosts[index].play.remote(job)
             except RayActorError as error:
-                self._host_lost(index, job)
-                if time.monotonic() > give_up_at and len(self._down) == len(self.hosts):
-                    raise WorkerLost(f"no environment host came back: {error}") from error
-                await asyncio.sleep(RETRY_S)
+                self._host_lost(index)
+                if time.monotonic() > give_up_at:
+                    raise WorkerLost(f"environment hosts keep dying, {index} did: {error}") from error
                 continue
             except RayTaskError as error:
                 raise (error.cause if isinstance(error.cause, Exception) else error) from None
             finally:
                 await self._give_back(index)
-            give_up_at = time.monotonic() + self.plan.worker_timeout_s
-            if index in self._down:
-                self._down.discard(index)
-                self._events.append({"kind": "env_host_started", "message": f"environment host {index} plays again"})
             return group
 
     async def _take_host(self) -> int:
         async with self._host_free:
             while True:
-                up = [i for i in range(len(self.hosts)) if i not in self._down] or list(range(len(self.hosts)))
-                if self._down and len(up) < len(self.hosts):
-                    # One that died is tried with a single group: it may be back.
-                    up += [i for i in self._down if self._busy[i] == 0]
-                index = min(up, key=lambda i: (self._busy[i], i))
-                if self._busy[index] < self.plan.groups_per_host:
+                up = [i for i in range(len(self.hosts)) if i not in self._down]
+                index = min(up, key=lambda i: (self._busy[i], i), default=-1)
+                if index >= 0 and self._busy[index] < self.plan.groups_per_host:
                     self._busy[index] += 1
                     return index
-                await self._host_free.wait()
+                try:
+                    # A host at work may take as long as its episodes do; one that is to come back may not.
+                    await asyncio.wait_for(self._host_free.wait(), None if up else self.plan.worker_timeout_s)
+                except TimeoutError:
+                    raise WorkerLost(f"all {len(self.hosts)} environment hosts died and none came back") from None
 
     async def _give_back(self, index: int) -> None:
         async with self._host_free:
             self._busy[index] -= 1
             self._host_free.notify_all()
 
-    def _host_lost(self, index: int, job: Any) -> None:
+    def _host_lost(self, index: int) -> None:
         if index not in self._down:
-            self._down.add(index)
+            self._down[index] = asyncio.create_task(self._host_back(index))
             message = f"environment host {index} died; the groups it had are played again"
             self._events.append({"kind": "env_host_lost", "message": message})
+
+    async def _host_back(self, index: int) -> None:
+        await answers(self.hosts[index])
+        self._events.append({"kind": "env_host_started", "message": f"environment host {index} was started again"})
+        async with self._host_free:
+            del self._down[index]
+            self._host_free.notify_all()
 
     async def events(self) -> list[dict[str, Any]]:
         events, self._events = self._events, []
@@ -435,6 +463,8 @@ class RayApp:
 
     async def close(self) -> None:
         """Close what actors hold, end them, give their places back."""
+        for waiting in self._down.values():
+            waiting.cancel()
         if not ray.is_initialized():
             return
         polite = [actor.close.remote() for actor in (*self.hosts, *self.engines)]

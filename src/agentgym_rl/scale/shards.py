@@ -28,11 +28,12 @@ def save_shards(folder: Path, state: Mapping[str, Any]) -> None:
     """Write a nested dict. Every rank calls this with its own part of the same tensors; the folder is shared."""
     tensors: dict[str, Tensor] = {}
     rest = _split(state, (), tensors)
-    if _rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        torch.save({"rest": rest, "names": sorted(tensors)}, folder / "rest.pt")
+    folder.mkdir(parents=True, exist_ok=True)
     if tensors:
         dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder / "tensors"), no_dist=not dist.is_initialized())
+    # Last, because it may fail on this rank alone: nobody waits for it any more.
+    if _rank() == 0:
+        torch.save({"rest": rest, "names": sorted(tensors)}, folder / "rest.pt")
 
 
 def load_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Any]:

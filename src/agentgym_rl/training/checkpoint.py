@@ -65,9 +65,9 @@ def save_state(folder: Path, step: int, state: dict[str, Any]) -> None:
 
 def no_room(error: BaseException) -> bool:
     """Whether writing failed because the disk took no more. Torch and safetensors say so in words only."""
-    causes = []
+    causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None:
+    while cause is not None and cause not in causes:  # what came from another process may be its own cause
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -1,0 +1,96 @@
+"""`agentgym-rl doctor recipe.toml`: whether a recipe fits the memory it would run in, before it starts."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.config import Config, ModelConfig
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, table
+
+
+def demand_of(config: Config) -> Demand:
+    """What the recipe asks of memory."""
+    shape = shape_of(config.model)
+    scale, agent, rl = config.scale, config.agent, config.rl
+    optimizer = rl.optimizer if config.method == "rl" else (config.sft or config.dpo or rl).optimizer
+    lora = config.model.lora
+    return Demand(
+        shape=shape,
+        dtype_bytes={"float32": 4, "bfloat16": 2}[config.model.dtype],
+        learners=scale.learners if scale else 1,
+        distributed=scale is not None,
+        colocated=scale is None or scale.layout == "colocated",
+        reference=config.method == "rl" and rl.kl_coef > 0,
+        critic=config.method == "rl" and rl.algorithm == "ppo",
+        overlap=config.method == "rl" and rl.overlap > 0,
+        trained=None if lora is None else _adapter_parameters(shape, lora.rank),
+        micro_batch_tokens=optimizer.micro_batch_tokens,
+        checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),
+        sessions=-(-agent.concurrency // (scale.engines if scale else 1)),
+        context=max([agent.max_context, *(env.max_context or 0 for env in config.environments)]),
+    )
+
+
+def shape_of(model: ModelConfig) -> Shape:
+    """Read off the model's config.json, or off the recipe's scratch settings."""
+    if model.scratch is not None:
+        s = model.scratch
+        return Shape(s.hidden_size, s.intermediate_size, s.num_layers, s.num_heads, s.num_heads, 1000)
+    raw = _read(str(model.path))
+    try:
+        return Shape(
+            hidden=raw["hidden_size"],
+            intermediate=raw["intermediate_size"],
+            layers=raw["num_hidden_layers"],
+            heads=raw["num_attention_heads"],
+            kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+            vocabulary=raw["vocab_size"],
+            head_width=raw.get("head_dim") or 0,
+            tied=bool(raw.get("tie_word_embeddings")),
+        )
+    except KeyError as error:
+        raise ConfigError(f"model.path = {model.path!r}: its config.json does not say {error}") from error
+
+
+def diagnose_recipe(config: Config, device_gib: float | None) -> tuple[list[str], bool]:
+    """(lines to print, whether it fits). Without `device_gib` the memory of this machine's device is taken."""
+    device_bytes = int(device_gib * GIB) if device_gib is not None else _device_bytes(config.model.device)
+    demand = demand_of(config)
+    lines, fits = table(on_each_device(demand), device_bytes)
+    head = f"{config.name}: {demand.shape.count / 1e9:.3g}B parameters, {config.model.dtype}"
+    if demand.distributed:
+        head += f", sharded over {demand.learners} learners" if demand.trained is None else ", whole on every learner"
+    return [head, *lines], fits
+
+
+def _read(path: str) -> dict[str, Any]:
+    local = Path(path).expanduser() / "config.json"
+    if local.is_file():
+        return json.loads(local.read_text())
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path).to_dict()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {path!r} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _adapter_parameters(shape: Shape, rank: int) -> int:
+    """Of adapters on every linear layer."""
+    query, key_value = shape.heads * shape.width, shape.kv_heads * shape.width
+    pairs = [(shape.hidden, query), (shape.hidden, key_value), (shape.hidden, key_value), (query, shape.hidden)]
+    pairs += [(shape.hidden, shape.intermediate)] * 2 + [(shape.intermediate, shape.hidden)]
+    return shape.layers * rank * sum(a + b for a, b in pairs)
+
+
+def _device_bytes(device: str) -> int:
+    if device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_properties(0).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

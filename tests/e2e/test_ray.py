@@ -1,0 +1,92 @@
+"""A run on a two-node Ray cluster is the run of one process, also when an engine is killed; it is resumed elsewhere.
+
+`make faults` has the rest of what can go wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cluster_for_tests import SCALE, Command, duplicates, events_of, leaked, steps_of, tokens, two_nodes, workers
+from runs_for_tests import comparable_metrics, final_weights
+
+from agentgym_rl.training.checkpoint import list_checkpoints
+
+pytest.importorskip("ray")
+LONG = "rl.steps=40"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    run = Command(folder)
+    assert run.wait() == 0, run.output.read_text()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with two_nodes() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def stopped(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of which an engine was killed and the driver then told to stop."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    run = Command(folder, *SCALE, f"scale.address={cluster.address}", LONG)
+    try:
+        run.until(lambda: (folder / "trajectories" / "eval_000000.jsonl").exists())
+        os.kill(workers("engine")[0], signal.SIGKILL)
+        run.until(lambda: "engine_lost" in events_of(folder) and steps_of(folder)[-1] >= 4)
+        assert run.stop() == 0, run.output.read_text()
+    finally:
+        run.end()
+    return folder
+
+
+def test_it_plays_and_learns_what_one_process_does(alone: Path, stopped: Path) -> None:
+    """Token for token on two learners, two engines and two hosts, with an engine lost on the way."""
+    expected, found = tokens(alone), tokens(stopped)
+    for name in ("eval_000000.jsonl", *(f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4))):
+        assert found[name] == expected[name], name
+    wanted = comparable_metrics(alone)
+    assert any(row["success/mean"] > 0 for row in wanted)
+    assert all(row["grad/norm"] > 0 for row in wanted)
+    for mine, theirs in zip(comparable_metrics(stopped), wanted, strict=False):
+        assert mine.keys() == theirs.keys()
+        for name in ("loss", "grad/norm", "kl/reference", "entropy/mean", "reward/mean", "samples", "staleness/max"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
+
+
+def test_the_log_says_what_happened_and_nothing_is_left(stopped: Path) -> None:
+    assert events_of(stopped)[0] == "engine_lost"
+    assert events_of(stopped)[-1] == "stopped"
+    assert "died" in (stopped.parent / "run.out").read_text()
+    assert json.loads((stopped / "status.json").read_text())["state"] == "stopped"
+    assert steps_of(stopped) == list(range(1, len(steps_of(stopped)) + 1))
+    assert duplicates(stopped) == 0
+    assert leaked() == 0
+
+
+def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> None:
+    last = list_checkpoints(stopped / "checkpoints")[-1]
+    step = int(last.name.rpartition("_")[2])
+    assert step == steps_of(stopped)[-1]
+    assert (last / "shards").is_dir()
+    before = final_weights(stopped)
+    run = Command(stopped, f"rl.steps={step + 1}", "--resume")
+    assert run.wait() == 0, run.output.read_text()
+    assert steps_of(stopped) == list(range(1, step + 2))
+    state = torch.load(list_checkpoints(stopped / "checkpoints")[-1] / "trainer.pt", weights_only=True)
+    assert state["learner"]["updates"] == 2 * (step + 1)
+    after = final_weights(stopped)
+    assert before.keys() == after.keys()
+    assert any(not torch.equal(before[name], after[name]) for name in before)

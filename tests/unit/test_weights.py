@@ -1,0 +1,69 @@
+"""Weights in buckets: what goes in comes out, whatever the sizes and types, and nothing half."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from training_for_tests import tiny_model
+
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.errors import EngineError
+from agentgym_rl.scale.weights import InPlace, buckets, load_buckets
+from agentgym_rl.types import Sampling
+
+
+@pytest.mark.parametrize("max_bytes", [1, 100, 4096, 1 << 30])
+def test_every_tensor_arrives_in_order_and_buckets_keep_to_their_size(max_bytes: int) -> None:
+    named = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).to(torch.bfloat16),
+        "c": torch.arange(5),
+        "d": torch.randn(()),
+        "e": torch.randn(40, 30),
+        "f": torch.randn(2, 3).t(),
+    }
+    made = list(buckets(named.items(), max_bytes))
+    found = [pair for bucket in made for pair in bucket.tensors()]
+    assert [name for name, _ in found] == list(named)
+    for name, tensor in found:
+        assert tensor.dtype == named[name].dtype
+        assert torch.equal(tensor, named[name])
+    assert all(len(bucket.data) <= max_bytes or len(bucket.entries) == 1 for bucket in made)
+
+
+def test_ranks_that_keep_nothing_still_ask_for_every_tensor() -> None:
+    asked = []
+
+    def named():
+        for name in "abc":
+            asked.append(name)
+            yield name, torch.zeros(2)
+
+    assert list(buckets(named(), 100, keep=False)) == []
+    assert asked == ["a", "b", "c"]
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    own = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    for wrong in ({"a": torch.ones(2)}, {"a": torch.ones(2), "b": torch.ones(4)}, {"a": torch.ones(2), "c": own["b"]}):
+        with pytest.raises(EngineError, match="do not fit"):
+            load_buckets(own, buckets(wrong.items(), 4))
+        assert not own["a"].any()
+
+
+async def test_an_engine_samples_with_what_it_was_given() -> None:
+    """A to B: what the engine says afterwards is what B says, and its version is the new one."""
+    first, second = tiny_model(1), tiny_model(2)
+    seat = InPlace(NativeEngine(first, max_sessions=2), first)
+    wanted = NativeEngine(second, max_sessions=2)
+    sampling = Sampling(6, temperature=1.0, seed=3)
+    before = await seat.engine.generate([1, 2, 3], sampling, "s")
+    await seat.load(list(buckets(second.state_dict().items(), 1000)), 7)
+    after = await seat.engine.generate([1, 2, 3], sampling, "t")
+    expected = await wanted.generate([1, 2, 3], sampling, "t")
+    assert seat.version == after.version == 7
+    assert before.logprobs != after.logprobs
+    assert after.token_ids == expected.token_ids
+    assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
+    await seat.engine.close()
+    await wanted.close()
