@@ -46,6 +46,8 @@ def string_match(task: TaskConfig, answer: str) -> bool:
             matches = _fuzzy(task, wanted, answer)
         elif approach == "number":
             matches = answers.number(wanted["value"], wanted["unit"], answer, task.intent)
+        elif approach == "number_only":
+            matches = answers.number_only(wanted, answer)
         elif approach == "one_of":
             matches = answers.one_of(wanted["right"], wanted["choices"], answer, task.intent)
         else:
