@@ -1,0 +1,204 @@
+"""The client of a vLLM server against a real HTTP server that speaks its protocol over the native engine; and what is
+refused where there is no vLLM. tests/vllm has the same client against vLLM itself."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+from fastapi import FastAPI, Request, Response
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
+from agentgym_rl.agent.engines.vllm.handover import pack, unpack
+from agentgym_rl.config import Config
+from agentgym_rl.errors import EngineError
+from agentgym_rl.types import Sampling
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+def make_model(seed: int = 0) -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        shape = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64}
+        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+        return LlamaForCausalLM(LlamaConfig(**shape, **heads, **ends, initializer_range=0.3)).eval()
+
+
+class Server:
+    """`raw` reports log-probabilities from before temperature; `develops` has the endpoints that change weights."""
+
+    def __init__(self, *, raw: bool = False, develops: bool = True) -> None:
+        self.raw, self.url = raw, ""
+        self.model = make_model()
+        self.calls: list[str] = []
+        self.salts: set[str] = set()
+        self.faults = 0
+        """So many requests are answered with 503."""
+        self.app = FastAPI()
+        self.app.get("/v1/models")(self.models)
+        self.app.post("/v1/completions")(self.complete)
+        if develops:
+            self.app.post("/{path}")(self.develop)
+
+    async def models(self) -> dict[str, Any]:
+        return {"data": [{"id": "tiny", "max_model_len": 60}]}
+
+    async def complete(self, request: Request) -> Any:
+        if self.faults:
+            self.faults -= 1
+            return Response("busy", 503)
+        body = await request.json()
+        self.salts.add(body["cache_salt"])
+        ids = body["prompt"]
+        sampling = Sampling(
+            body["max_tokens"], body["temperature"], stop_token_ids=tuple(body.get("stop_token_ids", ()))
+        )
+        done = await NativeEngine(self.model).generate(ids, sampling, "s")
+        plain = self.scored(ids + done.token_ids)
+        logprobs = plain[len(ids) - 1 :] if self.raw else done.logprobs
+        choice = {"finish_reason": done.finish, "token_ids": done.token_ids, "logprobs": {"token_logprobs": logprobs}}
+        rows = zip(plain, ids[1:], strict=False)
+        choice["prompt_logprobs"] = [None, *({str(token): {"logprob": value}} for value, token in rows)]
+        return {"choices": [choice]}
+
+    async def develop(self, path: str, request: Request) -> Any:
+        self.calls.append(path)
+        if path == "collective_rpc":
+            body = await request.json()
+            assert body["method"] == "agentgym_load_folder"
+            self.model = LlamaForCausalLM.from_pretrained(body["args"][0]).eval()
+        return {"success": True}
+
+    @torch.no_grad()
+    def scored(self, ids: list[int]) -> list[float]:
+        table = torch.log_softmax(self.model(torch.tensor([ids])).logits[0, :-1], -1)
+        return table.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+
+@contextlib.contextmanager
+def running(**options: Any) -> Iterator[Server]:
+    server = Server(**options)
+    listener = socket.create_server(("127.0.0.1", 0))
+    server.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    served = uvicorn.Server(uvicorn.Config(server.app, log_level="error"))
+    thread = threading.Thread(target=served.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not served.started:
+        time.sleep(0.01)
+    try:
+        yield server
+    finally:
+        served.should_exit = True
+        thread.join(10)
+
+
+async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> None:
+    with running() as server:
+        client = VllmServer(f"{server.url}/v1")
+        with pytest.raises(EngineError, match="not started"):
+            await client.generate(PROMPT, Sampling(1), "s")
+        await client.start()
+        assert client.max_context == 60
+        server.faults = 2
+        done = await client.generate(PROMPT, Sampling(5, temperature=0.5), "s")
+        again = server.scored(PROMPT + done.token_ids)[len(PROMPT) - 1 :]
+        assert max(abs(a - b) for a, b in zip(again, done.logprobs, strict=True)) > 1e-3  # after temperature
+        assert (done.version, done.finish, len(done.token_ids)) == (0, "length", 5)
+        other = make_model(1)
+        other.save_pretrained(tmp_path / "other")
+        salts = set(server.salts)
+        await client.update_weights(tmp_path / "other", 4, probe=probe_model(other))
+        assert server.calls == ["pause", "collective_rpc", "reset_prefix_cache", "resume"]
+        assert (await client.generate(PROMPT, Sampling(2), "s")).version == 4
+        assert len(server.salts - salts) == 1
+        with pytest.raises(EngineError, match="does not hold these weights"):
+            await client.update_weights(tmp_path / "other", 5, probe=probe_model(make_model()))
+        with pytest.raises(EngineError, match="failed to take weights 5"):
+            await client.generate(PROMPT, Sampling(2), "s")
+        await client.close()
+
+
+async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path: Path) -> None:
+    with running(raw=True, develops=False) as server:
+        client = VllmServer(server.url)
+        await client.start()
+        assert (
+            len((await client.generate(PROMPT, Sampling(3), "s")).token_ids) == 3
+        )  # at temperature 1 both are the same
+        with pytest.raises(EngineError, match="--logprobs-mode processed_logprobs"):
+            await client.generate(PROMPT, Sampling(3, temperature=0.5), "s")
+        with pytest.raises(EngineError, match="folder that both sides see"):
+            await client.update_weights({}, 1)
+        make_model().save_pretrained(tmp_path / "same")
+        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+            await client.update_weights(tmp_path / "same", 1)
+        await client.close()
+    with pytest.raises(EngineError, match="failed 4 times"):
+        await VllmServer("http://127.0.0.1:9").start()
+    with pytest.raises(EngineError, match="looks like http"):
+        VllmServer("host:8000")
+
+
+def test_a_missing_or_foreign_vllm_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "PACKAGES", ("a-package-nobody-has",))
+    with pytest.raises(EngineError, match=r"needs vLLM 0\.22 to 0\.32, which is not installed"):
+        checks.require_vllm()
+    monkeypatch.setattr(checks, "PACKAGES", ("torch",))
+    with pytest.raises(EngineError, match=r"needs vLLM 0\.22 to 0\.32, found torch"):
+        checks.require_vllm()
+
+
+def test_weights_survive_the_way_through_shared_memory() -> None:
+    state = {
+        **make_model().state_dict(),
+        "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
+        "one": torch.ones(()),
+    }
+    message, lent = pack(state)
+    assert len(lent) == 2  # one buffer a type
+    found = dict(unpack(message))
+    assert found.keys() == state.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_a_probe_tells_weights_apart() -> None:
+    probe = probe_model(make_model())
+    assert probe.check(probe.logprobs, 1) == 0
+    with pytest.raises(EngineError, match="differ from the learner's"):
+        probe.check(probe_model(make_model(1)).logprobs, 1)
+    with pytest.raises(EngineError, match="differ from the learner's"):
+        probe.check([float("nan")] * len(probe.logprobs), 1)
+    with pytest.raises(EngineError, match="gave 1"):
+        Probe([1, 2, 3], [-1.0, -1.0]).check([-1.0], 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"engine": {"urls": ["http://a"]}}, "read by kind = 'vllm'"),
+        ({"engine": {"kind": "vllm", "urls": ["http://a"], "eager": True}}, "the servers decide"),
+        ({"engine": {"kind": "vllm", "replicas": 2}, "scale": {}}, "starts vLLM itself"),
+        ({"engine": {"kind": "vllm"}, "method": "sft", "data": {"play": "oracle"}}, "plays for method = 'rl'"),
+    ],
+)
+def test_a_recipe_that_nobody_would_read_is_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], **changes})
+
+
+def test_a_saved_config_can_be_read_again() -> None:
+    for engine in ({}, {"kind": "vllm", "memory_share": 0.5}):
+        config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
+        assert Config.model_validate(config.resolved()) == config
