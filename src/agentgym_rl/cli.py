@@ -111,11 +111,13 @@ def serve(
     token: Annotated[str | None, typer.Option(envvar="AGENTGYM_RL_TOKEN", help="Bearer token to demand")] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at once")] = 4096,
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
+    step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
 ) -> None:
     """Serve environments over HTTP."""
     from agentgym_rl.environment.server import serve as run
 
-    run(names, host, port, token=token, max_sessions=max_sessions, idle_timeout_s=idle_timeout)
+    limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
+    run(names, host, port, token=token, **limits)
 
 
 @app.command()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from runs_for_tests import TINY, Process, finish
+from servers_for_tests import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 COMMAND = str(Path(sys.executable).with_name("agentgym-rl"))
@@ -128,6 +132,28 @@ def test_a_port_that_is_in_use() -> None:
         done = command("serve", "textcraft", "--port", str(port))
     assert done.returncode == 2
     one_clear_line(done.stderr, f"port {port}", "in use")
+
+
+def test_a_server_is_told_how_long_a_step_may_take() -> None:
+    done = command("serve", "textcraft", "--port", "0", "--step-timeout", "0")
+    assert done.returncode == 2
+    assert "step-timeout" in done.stderr
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with subprocess.Popen([COMMAND, "serve", "keydoor", "--port", str(port), "--step-timeout", "300"]) as server:
+        try:
+            wait_until(lambda: health(port) is not None, timeout_s=60)
+            told = health(port)
+        finally:
+            server.terminate()
+    assert told is not None
+    assert told["step_timeout_s"] == 300
+
+
+def health(port: int) -> dict[str, Any] | None:
+    with contextlib.suppress(httpx.TransportError):
+        return httpx.get(f"http://127.0.0.1:{port}/health").json()
+    return None
 
 
 def test_an_open_address_needs_a_token() -> None:

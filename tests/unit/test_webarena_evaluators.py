@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate
+from agentgym_rl.environment.envs.webarena.evaluators import judge as judge_module
 from agentgym_rl.environment.envs.webarena.evaluators.data import only_changed
 from agentgym_rl.environment.envs.webarena.evaluators.helpers import HELPERS, Call, Surroundings, call, read_call
 from agentgym_rl.environment.envs.webarena.evaluators.judge import VARIABLES, require_judge
@@ -267,6 +269,11 @@ def says(content: str | None, finish: str = "stop") -> dict[str, Any]:
         ("<think>Is it incorrect? No.</think>\ncorrect", True),
         ("Incorrect", False),
         ("<think>correct, at first sight</think>incorrect", False),
+        ("It is incorrect? No, Paris it is.\n</think>\n\ncorrect", True),
+        ("All seems correct. </think> incorrect.", False),
+        ("Correct!", True),
+        ("Verdict: correct", True),
+        ("**Final verdict:** Incorrect.", False),
     ],
 )
 def test_a_whole_verdict_counts(judge: Server, reply: str, success: bool) -> None:
@@ -276,7 +283,10 @@ def test_a_whole_verdict_counts(judge: Server, reply: str, success: bool) -> Non
 
 @pytest.mark.parametrize(
     "reply",
-    ["partially correct", "not correct", "correct or incorrect", "correct, mostly", "yes", "", None, "<think>correct"],
+    [
+        *("partially correct", "not correct", "correct or incorrect", "correct, mostly", "yes", "", None),
+        *("<think>correct", "Verdict: not correct", "Verdict: correct or incorrect", "correct </think>", "Verdict:"),
+    ],
 )
 def test_half_a_verdict_is_none(judge: Server, reply: str | None) -> None:
     judge.answers["/v1/chat/completions"] = says(reply)
@@ -289,6 +299,34 @@ def test_a_verdict_cut_short_is_none(judge: Server, reply: str | None) -> None:
     judge.answers["/v1/chat/completions"] = says(reply, "length")
     with pytest.raises(EnvError, match="ran out of tokens"):
         answered({"fuzzy_match": ["Paris"]}, "Paris")
+
+
+def test_a_verdict_that_was_filtered_is_none(judge: Server) -> None:
+    judge.answers["/v1/chat/completions"] = says("correct", "content_filter")
+    with pytest.raises(EnvError, match="content filter"):
+        answered({"fuzzy_match": ["Paris"]}, "Paris")
+
+
+def test_a_slow_judge_is_named_before_the_session_gives_up(judge: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert judge_module.time_limit() < 60
+
+    def slowly(body: Any) -> Any:
+        time.sleep(0.3)
+        return says("correct")
+
+    judge.answers["/v1/chat/completions"] = slowly
+    assert answered({"fuzzy_match": ["Paris"]}, "Paris")
+    monkeypatch.setenv("WEBARENA_JUDGE_TIMEOUT_S", "0.45")  # for both references together
+    with pytest.raises(EnvError, match=r"within 0.45 s: raise WEBARENA_JUDGE_TIMEOUT_S"):
+        answered({"fuzzy_match": ["Paris", "France"]}, "Paris")
+    for wrong in ("soon", "-1", "nan", "inf"):
+        monkeypatch.setenv("WEBARENA_JUDGE_TIMEOUT_S", wrong)
+        with pytest.raises(ConfigError, match="number of seconds above 0"):
+            judge_module.time_limit()
+
+
+def test_what_cannot_be_sent_does_not_stop_the_judge(judge: Server) -> None:
+    assert answered({"fuzzy_match": ["Paris"]}, "Paris \ud800")
 
 
 # --- helpers ---------------------------------------------------------------------------------------------------------

@@ -354,6 +354,7 @@ def server_routes(sessions: Sessions) -> APIRouter:
                 "uptime_s": round(time.monotonic() - sessions.started_at, 3),
                 "sessions": sessions.num_open,
                 "max_sessions": sessions.max_sessions,
+                "step_timeout_s": sessions.step_timeout_s,
                 "environments": {name: sessions.num_open_of(name) for name in sessions.environments},
                 **sessions.counts,
             }

@@ -64,4 +64,4 @@ def _fuzzy(task: TaskConfig, wanted: str | list[str], answer: str) -> bool:
             return True
         return judge.same_reason(task.intent, task.evaluation.get("string_note") or "it cannot be done", answer)
     references = [wanted] if isinstance(wanted, str) else wanted
-    return all(judge.same_meaning(task.intent, reference, answer) for reference in references)
+    return judge.same_meaning(task.intent, references, answer)

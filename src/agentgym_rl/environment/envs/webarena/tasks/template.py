@@ -50,9 +50,9 @@ def _question(approach: str, wanted: Any, right: str) -> dict[str, Any]:
     }
 
 
-def exactly(right: int) -> dict[str, Any]:
+def exactly(right: str) -> dict[str, Any]:
     """Evaluation of a question that asks for nothing but a number."""
-    return _question("number_only", str(right), str(right))
+    return _question("number_only", right, right)
 
 
 def quantity(value: str, unit: str) -> dict[str, Any]:
