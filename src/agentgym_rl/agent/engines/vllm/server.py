@@ -23,7 +23,7 @@ from agentgym_rl.types import Completion, Sampling
 _TRANSIENT = {408, 429, 502, 503, 504}
 RETRIES = 3
 RAW_MODE_GAP = 1e-5
-"""Below this, a log-probability at temperature 5 is the one at temperature 1: the server reports raw ones."""
+"""Below this, a log-probability at temperature 2 (the most a server takes) is the one at temperature 1: it is raw."""
 
 
 class VllmServer:
@@ -175,7 +175,7 @@ class VllmServer:
         """Log-probabilities before temperature are not those of what was sampled; which it gives only a try tells."""
         if self._reports_processed is None:
             prompt_ids = prompt_ids[: self.max_context - 2]
-            body = {"max_tokens": 1, "temperature": 5.0, "logprobs": 0, "return_token_ids": True, "seed": 0}
+            body = {"max_tokens": 1, "temperature": 2.0, "logprobs": 0, "return_token_ids": True, "seed": 0}
             choice = await self._complete(prompt_ids, body)
             (token,), (hot,) = choice["token_ids"], choice["logprobs"]["token_logprobs"]
             plain = (await self._score([*prompt_ids, token]))[-1]
