@@ -21,7 +21,7 @@ from servers_for_tests import server_in_thread
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.envs.searchqa import Passage, SearchQA
-from agentgym_rl.environment.envs.searchqa.builtin import builtin_questions
+from agentgym_rl.environment.envs.searchqa.builtin import _attributes, builtin_questions
 from agentgym_rl.environment.envs.searchqa.geography import corpus, load_geography
 from agentgym_rl.environment.envs.searchqa.protocol import (
     Refused,
@@ -155,6 +155,18 @@ def test_facts_everybody_knows() -> None:
 
 
 DISPUTED = ["Iraq", "Mali", "Burkina Faso", "Niger", "North Macedonia", "Ethiopia", "United States", "Mexico"]
+DISPUTED += [
+    "Spain",
+    "Slovenia",
+    "Russia",
+    "Denmark",
+    "Jamaica",
+    "Italy",
+    "Austria",
+    "Croatia",
+    "Netherlands",
+    "Thailand",
+]
 
 
 def test_no_question_depends_on_a_disputed_official_language() -> None:
@@ -168,6 +180,11 @@ def test_no_question_depends_on_a_disputed_official_language() -> None:
     asked = [question for question in QUESTIONS if "official language" in question.text]
     assert len(asked) > 50
     assert titles.isdisjoint(question.facts[-1].title for question in asked)
+
+
+def test_a_language_may_be_called_by_its_other_name() -> None:
+    attributes = {what: answers for what, answers, _ in _attributes(load_geography().countries["Bangladesh"])}
+    assert attributes["the official language"] == ("Bangla", "Bengali")
 
 
 def test_the_oracle_finds_every_fact_and_is_right() -> None:
@@ -200,7 +217,7 @@ def test_the_oracle_does_not_search_twice() -> None:
 def test_items_are_pinned() -> None:
     """A change of these numbers the items anew, and published results with them."""
     listing = "\n".join(f"{q.subset} {q.text} {q.answers[0]}" for q in QUESTIONS)
-    assert hashlib.sha256(listing.encode()).hexdigest()[:16] == "c1fbf7328e0db591"
+    assert hashlib.sha256(listing.encode()).hexdigest()[:16] == "fb59d6725beec076"
 
 
 GAME = """

@@ -72,6 +72,12 @@ LAYOUTS: list[tuple[str, str, Any, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     ("nq-text.jsonl", "nq", {"question": "Q?", "answer": "['a', 'b']"}, ("a", "b"), ()),
+    ("nq-tuple.jsonl", "nq", {"question": "Q?", "answer": "('a', 'b')"}, ("a", "b"), ()),
+    ("nq-tuple-of-one.jsonl", "nq", {"question": "Q?", "golden_answers": "('a',)"}, ("a",), ()),
+    ("nq-set.jsonl", "nq", {"question": "Q?", "answer": "{'b', 'a'}"}, ("a", "b"), ()),
+    ("nq-brackets.jsonl", "nq", {"question": "Q?", "answer": "('Heroes')"}, ("('Heroes')",), ()),
+    ("nq-brackets-2.jsonl", "nq", {"question": "Q?", "answer": "('a', or so) b"}, ("('a', or so) b",), ()),
+    ("nq-arrays.jsonl", "nq", {"question": "Q?", "answer": "array (physics)"}, ("array (physics)",), ()),
     ("nq-odd.jsonl", "nq", {"question": "Q?", "answer": "[3, 4]"}, ("[3, 4]",), ()),
     ("nq-odder.jsonl", "nq", {"question": "Q?", "answers": ["['a' is one]", " "]}, ("['a' is one]",), ()),
     (
@@ -201,6 +207,8 @@ def test_splits_follow_the_names_of_files(tmp_path: Path) -> None:
         ("hotpotqa/train.jsonl", "train", "hotpotqa"),
         ("train/popqa.jsonl", "train", "popqa"),
         ("musique/nq-dev.jsonl", "test", "nq"),
+        ("hotpotqa/dev/data.jsonl", "test", "hotpotqa"),
+        ("hotpotqa/train/data.jsonl", "train", "hotpotqa"),
     ],
 )
 def test_a_single_file_and_its_folder(
@@ -209,13 +217,13 @@ def test_a_single_file_and_its_folder(
     file = write(tmp_path / name, {"question": "two", "answer": ["2"]})
     monkeypatch.chdir(file.parent)
     for place in (file, Path(file.name), file.parent, Path()):
-        if place.is_file() or file.parent != tmp_path:
+        if place.is_file() or file.parent.parent == tmp_path:
             (question,) = load_questions(place)[split]
             assert question.subset == dataset
 
 
 def test_folders_further_up_do_not_count(tmp_path: Path) -> None:
-    file = write(tmp_path / "hotpotqa" / "data" / "dev.jsonl", {"question": "two", "answer": ["2"]})
+    file = write(tmp_path / "hotpotqa" / "data" / "dev" / "part.jsonl", {"question": "two", "answer": ["2"]})
     with pytest.raises(ConfigError, match="cannot tell which question set"):
         load_questions(file)
 
@@ -256,6 +264,11 @@ def test_unanswerable_questions_are_left_out(tmp_path: Path) -> None:
         ("popqa.json", [{"question": "q", "possible_answers": "['a', 'b"}], "entry 0: possible_answers looks like"),
         ("popqa.json", [{"question": "q", "possible_answers": "['a' 'b']"}], "commas are missing"),
         ("popqa.json", [{"question": "q", "possible_answers": "[__import__('os').getpid()]"}], "cannot be read"),
+        ("nq.json", [{"question": "q", "answer": "array(['a', 'b'], dtype=object)"}], "answer looks like a list"),
+        ("nq.json", [{"question": "q", "answers": "np.array(['a'])"}], "answers looks like a list"),
+        ("nq.json", [{"question": "q", "answer": "['a', 'b'"}], "answer looks like a list"),
+        ("nq.json", [{"question": "q", "answer": "('a', 'b'"}], "answer looks like a list"),
+        ("nq.json", [{"question": "q", "answer": "{'a', 'b"}], "answer looks like a list"),
         ("nq.json", [{"question": "q", "answer": "['a' + ]"}], "entry 0: answer looks like a list"),
         ("popqa.json", [{"question": "q", "possible_answers": "[]"}], "at least one answer"),
         (
@@ -277,6 +290,14 @@ def test_broken_lines_are_named(tmp_path: Path) -> None:
     (tmp_path / "nq.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": \n')
     with pytest.raises(ConfigError, match="line 2 is not JSON"):
         load_questions(tmp_path)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    row = json.dumps({"question": "q", "answer": "a"})
+    (tmp_path / "nq.json").write_text(f"[{row}]", encoding="utf-8-sig")
+    assert len(load_questions(tmp_path / "nq.json")["test"]) == 1
+    (tmp_path / "popqa.jsonl").write_text(row.replace('"q"', '"p"') + "\n" + row + "\n", encoding="utf-8-sig")
+    assert len(load_questions(tmp_path / "popqa.jsonl")["test"]) == 2
 
 
 def test_no_files(tmp_path: Path) -> None:

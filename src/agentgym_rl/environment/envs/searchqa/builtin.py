@@ -11,7 +11,14 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import combinations
 
-from agentgym_rl.environment.envs.searchqa.geography import City, Country, Geography, load_geography, spellings
+from agentgym_rl.environment.envs.searchqa.geography import (
+    LANGUAGE_ALIASES,
+    City,
+    Country,
+    Geography,
+    load_geography,
+    spellings,
+)
 from agentgym_rl.environment.envs.searchqa.questions import HOPS, Fact, Question
 
 NUM_QUESTIONS = {"train": {"hop1": 450, "hop2": 500, "hop3": 500}, "test": {"hop1": 120, "hop2": 120, "hop3": 120}}
@@ -122,7 +129,8 @@ def _attributes(country: Country) -> Iterator[tuple[str, tuple[str, ...], Fact]]
             _money(country, "the calling code"),
         )
     if country.language:
-        yield "the official language", spellings(country.language), _people(country, "the official language")
+        names = spellings(country.language, *LANGUAGE_ALIASES.get(country.language, ()))
+        yield "the official language", names, _people(country, "the official language")
 
 
 def _country_attribute(side: _Side) -> Rows:

@@ -9,11 +9,12 @@ musique           {"question", "answer", "answer_aliases", "paragraphs": [{"titl
 bamboogle         {"Question", "Answer"}
 any of them       {"question", "golden_answers": [...], "data_source"?}  (one question a line)
 
-Lists of answers and supporting facts may be written as text, in JSON or Python notation.
+Lists of answers and supporting facts may be written as text, in JSON or Python notation (lists, tuples, sets).
 """
 
 from __future__ import annotations
 
+import codecs
 import logging
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any
 
 import orjson
 
-from agentgym_rl.environment.envs.searchqa.literals import read_literal
+from agentgym_rl.environment.envs.searchqa.literals import looks_like_a_list, read_literal
 from agentgym_rl.environment.envs.searchqa.passages import parse_json
 from agentgym_rl.environment.envs.searchqa.protocol import normalise, one_line
 from agentgym_rl.environment.envs.searchqa.questions import DATASETS, Fact, Question
@@ -52,7 +53,8 @@ def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
     """Questions of a file, or of all .json and .jsonl files under a folder, as {"train": ..., "test": ...}.
 
     A file belongs to the split and the question set that its path names (`hotpotqa/train.jsonl`, `nq_test.json`), from
-    the folder that was given or, for a single file, the one it lies in; dev and validation files are test files. A
+    the folder that was given or, for a single file, the two it lies in (`hotpotqa/dev/data.json`); dev and
+    validation files are test files. A
     training question that is also a test question is left out.
     """
     place = Path(os.path.abspath(place))  # "." has no name, and a link's own name is what counts
@@ -60,7 +62,7 @@ def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
     if not files:
         raise ConfigError(f"searchqa data {place}: needed a .json or .jsonl file, or a folder with some; found none")
     found: dict[str, dict[str, Question]] = {"train": {}, "test": {}}
-    root = place.parent.parent if place.is_file() else place.parent
+    root = place.parent.parent.parent if place.is_file() else place.parent
     for file in files:
         name = "/".join(file.relative_to(root).parts).lower()
         split = _split_in(name)
@@ -133,7 +135,7 @@ def _questions(file: Path, dataset: str | None) -> Iterator[Question]:
 
 def _rows(file: Path) -> Iterator[tuple[Any, str]]:
     """Objects of a file with a name for each: a list, a list under `data`, or one object a line."""
-    data = file.read_bytes()
+    data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
         whole = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -157,7 +159,7 @@ def _answers(fields: dict[str, Any]) -> Iterator[str]:
 
 def _strings(value: Any, key: str) -> Iterator[str]:
     """Strings in a string, a number, a list, a list written as text, or an object with a value and aliases."""
-    if isinstance(value, str) and _looks_like_a_list(value, key):
+    if isinstance(value, str) and looks_like_a_list(value, key in _ONE_ANSWER):
         value = read_literal(value, key)
     if isinstance(value, list | tuple):
         for part in value:  # a string in a list is an answer, whatever it looks like
@@ -173,14 +175,6 @@ def _strings(value: Any, key: str) -> Iterator[str]:
         lower = {name.lower(): part for name, part in value.items()}
         for name in _ANSWER_PARTS:
             yield from _strings(lower.get(name), name)
-
-
-def _looks_like_a_list(text: str, key: str) -> bool:
-    text = text.strip()
-    if not text.startswith("["):
-        return False
-    quoted, closed = text[1:].lstrip().startswith(("'", '"')), text.endswith("]")
-    return (quoted and closed) if key in _ONE_ANSWER else (quoted or closed)
 
 
 def _facts(question: str, titles: list[str]) -> tuple[Fact, ...]:

@@ -50,6 +50,9 @@ _ALIASES = {
 }
 
 
+LANGUAGE_ALIASES = {"Bangla": ("Bengali",), "Divehi": ("Dhivehi", "Maldivian"), "Persian": ("Farsi",)}
+
+
 @dataclass(frozen=True, slots=True)
 class Country:
     """A state; what is empty or None is not known for certain and never asked."""

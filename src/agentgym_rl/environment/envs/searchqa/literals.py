@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 from typing import Any
 
 import orjson
 
+_CLOSING = {"[": "]", "(": ")", "{": "}"}
+_ARRAY = re.compile(r"(?:np\.|numpy\.)?array\(\s*[\[(]")
+_BETWEEN = re.compile(r"""['"]\s*,\s*['"]""")
+"""Between two strings of a list."""
+
 
 def read_literal(text: str, key: str) -> Any:
-    """The value of `["a", "b"]`, `['a', 'b']` or the like, as JSON or as Python writes it; nothing is ever executed."""
+    """The value of `["a", "b"]`, `('a', 'b')` or the like, as JSON or as Python writes it; nothing is ever executed.
+
+    A set comes back as a sorted list.
+    """
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -29,4 +38,20 @@ def read_literal(text: str, key: str) -> Any:
             f"{key} looks like a list or object written as text, but cannot be read ({error}); needed JSON or Python "
             f'notation such as ["a", "b"], got {text[:80]!r}: mend it, or give a real list'
         ) from error
-    return value
+    return sorted(value, key=str) if isinstance(value, set) else value
+
+
+def looks_like_a_list(text: str, one_answer: bool) -> bool:
+    """Whether a text is, or was meant to be, a list; with `one_answer` it may also be an answer with brackets in it."""
+    text = text.strip()
+    if _ARRAY.match(text):
+        return True
+    if not text.startswith(("[", "(", "{")):
+        return False
+    inside = text[1:].lstrip()
+    quoted, closed = inside.startswith(("'", '"')), text.endswith(_CLOSING[text[0]])
+    if text[0] == "[" and not one_answer:
+        return quoted or closed
+    if text[0] == "(" and closed and not _BETWEEN.search(text) and not text[:-1].rstrip().endswith(","):
+        return False  # ("Heroes") is no tuple to Python either
+    return quoted and (closed or _BETWEEN.search(text) is not None)

@@ -46,10 +46,11 @@ CURRENCIES = {"BG": "EUR"}
 NO_LANGUAGE = {
     # Another language has been made official beside it, or in its place, where the sources are behind or disagree.
     *("BF", "ET", "GE", "GN", "IQ", "KR", "LY", "MD", "ML", "MK", "NE", "SY"),
-    # Other languages are official in parts of the country by its constitution.
-    *("CO", "NI", "VE"),
-    # In use as one, but no law says so, or the one that does is contested.
-    *("AR", "AU", "CL", "GB", "JP", "MX", "US", "UY"),
+    # Other languages are official in parts of the country by its constitution, or a law of the same rank.
+    *("AT", "CN", "CO", "ES", "HR", "IT", "MY", "NI", "NL", "NP", "PT", "RU", "SI", "VE"),
+    # In use as one, but no law says so outright, or the one that does is contested.
+    *("AG", "AR", "AU", "BB", "BS", "BZ", "CL", "CZ", "DK", "DM", "FM", "GB", "GD", "GH", "GM", "GR", "GW", "GY"),
+    *("JM", "JP", "KN", "KP", "LC", "LR", "MX", "SB", "SL", "SM", "SR", "ST", "TH", "TT", "US", "UY", "VC"),
 }
 """Official languages that are disputed, or changed in the last years."""
 DISPUTED_ZONES = {"Europe/Simferopol"}
