@@ -77,7 +77,7 @@ class EnvironmentConfig(_Section):
     """Items of each split instead of the environment's own, such as { train = "0-373", test = "374-473" }, or the path
     of a task list. AgentGym's own servers need it."""
     eval_split: str = "test"
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of groups drawn from this environment, relative to the others'."""
     horizon: HorizonSettings | None = None
     """This and what follows: instead of the run's."""
@@ -270,7 +270,8 @@ class Config(_Section):
         if self.model.scratch is not None and self.warm_start is None and self.method != "sft":
             raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
         for env in self.environments:
-            if env.group_size is not None and env.group_size < 2 and self.rl.algorithm in GROUP_ALGORITHMS:
+            compared = self.method == "rl" and self.rl.algorithm in GROUP_ALGORITHMS
+            if compared and env.group_size is not None and env.group_size < 2:
                 raise ValueError(
                     f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
                     f"be at least 2, got {env.group_size}"

@@ -69,11 +69,22 @@ class EnvironmentsPool:
 
 def _chosen_items(env: EnvironmentConfig) -> dict[str, list[int]]:
     """Items by split as the config names them; what is trained on is never evaluated on."""
-    items = {split: read_items(text) for split, text in env.items.items()}
+    items = {split: read_items(text, env.name) for split, text in env.items.items()}
+    if env.url is None:
+        _require_known(env, items)
     both = set(items.get(env.split, ())) & set(items.get(env.eval_split, ()))
     if both and env.split != env.eval_split:
         raise ConfigError(f"environment {env.name}: item {min(both)} is in both {env.split} and {env.eval_split}")
     return items
+
+
+def _require_known(env: EnvironmentConfig, items: dict[str, list[int]]) -> None:
+    """An item that an environment here does not have is a mistake of the recipe, not an episode that fails."""
+    there = catalog.load(env.name).splits.values()
+    for split, numbers in items.items():
+        missing = [item for item in numbers if not any(item in some for some in there)]
+        if missing:
+            raise ConfigError(f"environment {env.name}: items.{split} names {missing[0]}, which it does not have")
 
 
 def _token(env: EnvironmentConfig) -> str | None:

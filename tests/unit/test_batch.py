@@ -271,3 +271,11 @@ def test_a_list_of_another_length_than_the_trained_tokens_is_refused(name: str) 
     setattr(sample, name, [0.0, 0.0, 0.0])
     with pytest.raises(ValueError, match=f"t3: 2 trained tokens need as many {name}, got 3"):
         micro_batches([sample], [1.0], 100)
+
+
+@pytest.mark.parametrize("aggregate", ["token", "trajectory", "constant"])
+def test_a_step_that_leaves_nothing_to_train_on_is_no_error(aggregate: Any) -> None:
+    made = [group(1, [1.0, 1.0]), group(2, [0.0, 0.0])]
+    rl = RLSettings(kl_coef=0.0, aggregate=aggregate, normalize_std=False, resample_rounds=1)
+    batch = estimate(gather(made, rl), rl)
+    assert (batch.samples, batch.weights, batch.zero_variance_groups) == ([], [], 2)

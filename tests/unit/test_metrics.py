@@ -195,3 +195,9 @@ def test_dependence_is_cheap() -> None:
     started = time.perf_counter()
     answered(lambda item, turn, rng: f"{words} {item}", tasks=32, group_size=8, turns=4)
     assert time.perf_counter() - started < 4.0
+
+
+def test_an_environment_of_several_is_named_even_when_it_is_played_alone() -> None:
+    metrics = episode_metrics([group(1, [0.0, 1.0])], ("toy", "other"))
+    assert metrics["toy/success/mean"] == metrics["success/mean"]
+    assert not any(name.startswith("other/") for name in metrics)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 from urllib.parse import parse_qsl, urlsplit
 
-from agentgym_rl.environment import wire
+from agentgym_rl.environment import catalog, wire
 from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.connection import Answer
 from agentgym_rl.errors import ConfigError, EnvError
@@ -268,21 +268,24 @@ class AgentGymClient(EnvClient):
         return wire.checked_step(Step(observation, float(reward), any(endings), kept), where)
 
 
-def read_items(text: str) -> list[int]:
-    """Items of `0-373`, of `0-9,20`, or of a JSON file: numbers, or AgentGym's `[{"item_id": "textcraft_12"}]`."""
+def read_items(text: str, env: str | None = None) -> list[int]:
+    """Items of `0-373`, of `0-9,20`, or of a JSON file: numbers, or AgentGym's `[{"item_id": "textcraft_12"}]`.
+
+    Ids that name another environment of the catalog than `env` are refused.
+    """
     if re.fullmatch(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*", text):
         items: list[int] = []
         for part in text.split(","):
             first, _, last = part.partition("-")
             items += range(int(first), int(last or first) + 1)
     else:
-        items = _read_task_list(Path(text))
+        items = _read_task_list(Path(text), env)
     if not items:
         raise ConfigError(f"items {text!r} name no item: write them as 0-373, or as the path of a task list")
     return list(dict.fromkeys(items))
 
 
-def _read_task_list(path: Path) -> list[int]:
+def _read_task_list(path: Path, env: str | None) -> list[int]:
     needed = f"items {str(path)!r}: expected numbers such as 0-373 or 0-9,20, or the path of a JSON list of items"
     if not path.is_file():
         raise ConfigError(needed)
@@ -298,5 +301,8 @@ def _read_task_list(path: Path) -> list[int]:
         number = re.fullmatch(r"(?:.*_)?(\d+)", str(name))
         if number is None or isinstance(name, bool):
             raise ConfigError(f"{needed}: {row!r:.80} is no item")
+        named = str(name).rpartition("_")[0]
+        if env is not None and named != env and named in catalog.CATALOG:
+            raise ConfigError(f"items {str(path)!r}: {name} is an item of {named}, these are to be items of {env}")
         items.append(int(number[1]))
     return items

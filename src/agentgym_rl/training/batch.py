@@ -113,7 +113,7 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     flat = _flat_groups(batch)
     trained = [i for i, masked in enumerate(batch.masked) if not masked]
     dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ("grpo", "rloo") else set()
-    if settings.resample_rounds:
+    if settings.resample_rounds and settings.zero_variance == "drop":
         # Groups that were made up for do not count: else the loss would shrink with every round (DAPO).
         trained = [i for i in trained if batch.episodes[i].group not in dropped]
     weights = token_weights([batch.samples[i] for i in trained], settings.aggregate, settings.aggregate_length)
@@ -144,8 +144,10 @@ def token_weights(samples: list[Sample], aggregate: str, aggregate_length: int =
     token: 1 / all action tokens. trajectory: 1 / (samples * own tokens). constant: 1 / (samples * aggregate_length).
     """
     counts = [sum(s.loss_mask) for s in samples]
+    if not counts:
+        return []
     if aggregate == "token":
-        return [1.0 / sum(counts)] * len(counts) if counts else []
+        return [1.0 / sum(counts)] * len(counts)
     if aggregate == "constant":
         return [1.0 / (len(counts) * aggregate_length)] * len(counts)
     return [1.0 / (len(counts) * count) for count in counts]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
 from statistics import fmean
 
@@ -19,17 +19,20 @@ CHANCE_REPLIES = 2.0
 not make it look like dependence."""
 
 
-def episode_metrics(groups: list[Group]) -> dict[str, float]:
-    """Means over the usable episodes of a step, for all environments together and, if several, for each."""
+def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> dict[str, float]:
+    """Means over the usable episodes of a step, for all environments together and, if the run has several, for each.
+
+    `environments` are the run's: a step may have drawn tasks of one of them only.
+    """
     trajectories = [t for g in groups for t in g.trajectories]
     usable = [t for g in groups for t in g.usable]
     metrics = {"episodes/usable": float(len(usable)), "episodes/error": float(len(trajectories) - len(usable))}
     if not usable:
         return metrics
     metrics |= _means(usable) | surprise(usable)
-    environments = sorted({t.task.env for t in usable})
-    if len(environments) > 1:
-        for env in environments:
+    played = {t.task.env for t in usable}
+    if len({*environments, *played}) > 1:
+        for env in sorted(played):
             of_env = _means([t for t in usable if t.task.env == env])
             metrics |= {f"{env}/{name}": value for name, value in of_env.items()}
     return metrics

@@ -98,7 +98,7 @@ async def train_rl(
         groups, rollout_s = state.played, state.played_s
         state.played = []
         hooks.record(step + 1, groups)
-        metrics: dict[str, float | str] = {**episode_metrics(groups)}
+        metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons)}
         _require_episodes(groups, step)
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
         _advance(state.horizons, groups)

@@ -80,8 +80,11 @@ class OptimizerSettings:
 
     def __post_init__(self) -> None:
         _require(self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1)
-        if not (all(0.0 <= beta < 1.0 for beta in self.betas) and math.isfinite(self.lr)):
-            raise ValueError(f"betas must lie in [0, 1) and lr be finite, got {self.betas} and {self.lr}")
+        if not all(0.0 <= beta < 1.0 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
+        for name in ("lr", "min_lr_ratio", "weight_decay", "max_grad_norm"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"{name} must be a finite number, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +158,7 @@ class RLSettings:
     turn_discount: float = 1.0
     """Per turn, for every credit but outcome."""
     token_discount: float = 1.0
-    """Per token within a turn; ppo."""
+    """Per token within a turn, for every credit but outcome; ppo and reinforce++."""
     gae_lambda: float = 1.0
     """Between tokens; ppo."""
     turn_lambda: float = 0.95
@@ -229,8 +232,13 @@ class RLSettings:
             )
         if self.loss == "gspo" and algorithm == "ppo":
             yield "loss = 'gspo' cannot be used with ppo: it has one ratio a trajectory, GAE one advantage a token"
-        if self.resample_rounds and algorithm not in GROUP_ALGORITHMS:
-            yield f"resample_rounds makes up for groups of equal rewards, but {algorithm} compares no groups"
+        if self.resample_rounds and algorithm not in ("grpo", "rloo"):
+            yield "resample_rounds makes up for groups without an advantage, which only grpo and rloo leave out"
+        if self.kl_rate >= 1.0:
+            yield f"kl_rate must be below 1, or kl_coef could sink to nothing in one step, got {self.kl_rate}"
+        for name in ("kl_coef", "entropy_coef", "clip_low", "clip_high", "importance_cap", "kl_target"):
+            if not math.isfinite(getattr(self, name)):
+                yield f"{name} must be a finite number, got {getattr(self, name)}"
         if self.kl_target and not self.kl_coef:
             yield "kl_target steers kl_coef, which is 0: set a kl_coef to start from"
         if self.overlap > 1:
