@@ -501,6 +501,29 @@ def test_the_picture_shows_room_doors_inventory_and_score() -> None:
         assert word in draw(scene)
 
 
+def test_a_process_can_be_stopped_from_several_threads_at_once() -> None:
+    process = jvm.Jvm()
+    with process.speaking():
+        pass
+    together, said, failed = threading.Barrier(8), [], []
+
+    def stop() -> None:
+        together.wait()
+        try:
+            said.append(process.stop())
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=stop) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert sum("exit code" in words for words in said) == 1
+    assert process.stop() == ""
+
+
 @pytest.mark.parametrize(
     "action",
     [
@@ -508,6 +531,10 @@ def test_the_picture_shows_room_doors_inventory_and_score() -> None:
         "MW" * 150,
         "focus on WWWWWW MMMMMM " * 13,
         "x" * 300,
+        "look at " + "w" * 280,
+        "look at " + "H" * 280,
+        "r`" * 150,
+        "".join(map(chr, range(33, 127))).replace("$", "") * 3,
     ],
 )
 def test_a_long_action_stays_inside_the_picture(action: str) -> None:

@@ -188,3 +188,14 @@ def test_a_lost_process_is_an_error_and_the_next_asks_anew(nothing_kept: Path) -
     gold._worked_out.clear()
     (nothing_kept / f"{SHORT[0]}-{SHORT[1]}.json").unlink()
     assert gold.gold_path(*SHORT)
+
+
+def test_different_items_do_not_wait_for_each_other(nothing_kept: Path) -> None:
+    items = [(SHORT[0], variation) for variation in range(3)]
+    with ThreadPoolExecutor() as threads:
+        with gold._working.on(LONG):  # as while that one is worked out
+            asked = [threads.submit(gold.gold_path, *item) for item in items]
+            assert all(question.result(timeout=60) for question in asked)
+        assert 1 <= len(GOLD_POOL.jvms) <= jvm.MAX_GOLD_PROCESSES
+    assert len(list(nothing_kept.iterdir())) == 3
+    GOLD_POOL.close()

@@ -12,11 +12,12 @@ import logging
 import lzma
 import os
 import threading
+from collections import defaultdict
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
-from agentgym_rl.environment.envs.sciworld.jvm import GOLD_POOL
+from agentgym_rl.environment.envs.sciworld.jvm import GOLD_POOL, MAX_GOLD_PROCESSES
 from agentgym_rl.environment.envs.sciworld.world import World
 
 logger = logging.getLogger(__name__)
@@ -29,18 +30,32 @@ Paths = dict[tuple[str, int], Actions]
 """By task and variation."""
 
 _worked_out: Paths = {}
-_working = threading.Lock()
-"""Held while a path is worked out, so that eight sessions of one item do it once."""
 
 
-def _forget_lock() -> None:
-    """In a forked child: the lock may have been held by a thread that is gone."""
+class _Working:
+    """A lock an item, so that eight sessions of one do it once, and room for as many items at once as processes."""
+
+    def __init__(self) -> None:
+        self.room = threading.Semaphore(MAX_GOLD_PROCESSES)
+        self._items: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
+        self._finding = threading.Lock()
+
+    def on(self, key: tuple[str, int]) -> threading.Lock:
+        with self._finding:
+            return self._items[key]
+
+
+_working = _Working()
+
+
+def _forget_locks() -> None:
+    """In a forked child: a lock may have been held by a thread that is gone."""
     global _working
-    _working = threading.Lock()
+    _working = _Working()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_lock)
+    os.register_at_fork(after_in_child=_forget_locks)
 
 
 def gold_path(task: str, variation: int) -> Actions:
@@ -48,7 +63,7 @@ def gold_path(task: str, variation: int) -> Actions:
     key = task, variation
     if found := kept_paths().get(key) or _worked_out.get(key):
         return found
-    with _working:
+    with _working.on(key):
         if key not in _worked_out:
             _worked_out[key] = _cached(task, variation) or _work_out(task, variation)
         return _worked_out[key]
@@ -112,11 +127,12 @@ def _cached(task: str, variation: int) -> Actions | None:
 
 
 def _work_out(task: str, variation: int) -> Actions:
-    world = World(GOLD_POOL)
-    try:
-        path = world.gold_path(task, variation)
-    finally:
-        world.close()
+    with _working.room:  # each in a process of its own: in one they would wait for each other with a deadline running
+        world = World(GOLD_POOL)
+        try:
+            path = world.gold_path(task, variation)
+        finally:
+            world.close()
     file = _cache_file(task, variation)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

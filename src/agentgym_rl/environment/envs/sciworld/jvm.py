@@ -66,6 +66,7 @@ class Jvm:
         self._process: subprocess.Popen[bytes] | None = None
         self._simulator: Simulator | None = None
         self._errors: IO[bytes] | None = None
+        self._ending = threading.Lock()
         self._stopped = False
 
     @property
@@ -107,11 +108,13 @@ class Jvm:
         code = self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        if self._errors is None or self._errors.closed:
+        with self._ending:  # at exit another thread may be stopping it too
+            errors, self._errors = self._errors, None
+        if errors is None:
             return ""
-        self._errors.seek(0)
-        last_line = self._errors.read().decode(errors="replace").strip()[-300:]
-        self._errors.close()
+        with errors:
+            errors.seek(0)
+            last_line = errors.read().decode(errors="replace").strip()[-300:]
         return f" (exit code {code}{': ' if last_line else ''}{last_line})"
 
     def disown(self) -> None:
@@ -213,7 +216,8 @@ class JvmPool:
 
 POOL = JvmPool()
 """For the worlds that are played."""
-GOLD_POOL = JvmPool(lambda: 1)
+MAX_GOLD_PROCESSES = 2
+GOLD_POOL = JvmPool(lambda: MAX_GOLD_PROCESSES)
 """For working out gold paths, which takes up to minutes at a stretch: nobody who plays waits for it."""
 for _pool in (POOL, GOLD_POOL):
     atexit.register(_pool.close)

@@ -14,7 +14,7 @@ _WIDTH, _MARGIN, _SIDE, _GAP = 1040, 28, 270, 24
 _ROOM = _WIDTH - 2 * _MARGIN - _SIDE - _GAP
 _CARD_GAP = 10
 _CARD = (_ROOM - 32 - 2 * _CARD_GAP) // 3
-_NARROW, _WIDE = frozenset(" !'(),-./:;I[]`fijlrt|\\"), frozenset("#%&+<=>@GMOQW^m~")
+_NARROW, _BROAD, _WIDE = " !'(),-./:;I[]fijl|\\", "ABCDEFHKNPRSTUVXYZ", "#%&+<=>@GMOQW^mw~…"
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e°]+")
 _DOOR = re.compile(r"A door to the (.+?) \(that is (open|closed)\)")
 _THING = re.compile(
@@ -234,7 +234,9 @@ def _wrap(text: str, width: int, size: int, weight: int = 400) -> list[str]:
 
 def _width(text: str, size: int, weight: int = 400) -> float:
     """About how wide a text is in pixels, in the widest of the usual fonts: the viewer's is not known here."""
-    ems = sum(0.42 if letter in _NARROW else 1.0 if letter in _WIDE else 0.66 for letter in text)
+    ems = sum(
+        0.42 if letter in _NARROW else 0.78 if letter in _BROAD else 1.0 if letter in _WIDE else 0.66 for letter in text
+    )
     return ems * size * (1.12 if weight >= 600 else 1.0)
 
 
