@@ -110,7 +110,7 @@ def number(value: str, unit: str, answer: str, question: str) -> bool:
     ]
     if len(given) != 1 or _amount(given[0][0]) != Decimal(value):
         return False
-    words = {word for word in _WORD.findall(asked) if len(word) > 2 or word.isdigit()} - _NOT_FROM_THE_QUESTION
+    words = frozenset(word for word in _WORD.findall(asked) if len(word) > 2 or word.isdigit()) - _NOT_FROM_THE_QUESTION
     harmless = words | UNITS[unit]
     before, after = text[: given[0].start()], text[given[0].end() :]
     return _fits_before(before, unit, harmless | _BEFORE) and _fits_after(after, unit, harmless | _AFTER)
