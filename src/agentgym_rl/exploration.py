@@ -104,7 +104,7 @@ class Explorer:
         if found is None:
             found = await load_demonstrations(config, self.pool, self.items, self.log, self.console)
         self.loaded = None
-        samples = to_samples(found, self.renderer, config.agent.max_context, self.console)
+        samples = to_samples(found, self.renderer, wiring.longest_context(config), self.console)
         if not samples:
             raise ConfigError("data: every conversation is longer than agent.max_context: raise it")
         return samples

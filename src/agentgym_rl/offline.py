@@ -104,7 +104,10 @@ class OfflineRun:
         agent = self.config.agent
         self.renderer = Renderer(self.tokenizer, self.config.model.chat_template)
         self.engine = NativeEngine(
-            self.model, decode=self.renderer.decode, max_sessions=agent.concurrency, max_context=agent.max_context
+            self.model,
+            decode=self.renderer.decode,
+            max_sessions=agent.concurrency,
+            max_context=wiring.longest_context(self.config),
         )
         self.explorer = Explorer(
             self.config,

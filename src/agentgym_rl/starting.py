@@ -70,13 +70,13 @@ async def play_demonstrations(
 ) -> list[Trajectory]:
     """Training items as `policy` plays them: of the oracle its successes, of others all that did not fail."""
     share = -(-episodes // len(config.environments))
-    limits = wiring.limits_of(config.agent, max_turns)
     played: list[Trajectory] = []
     with console.progress(f"{policy} play", share * len(config.environments)) as advance:
         collect = wiring.make_collector(
             config, pool, wiring.demonstrators(policy), 1, f"{kind}-", on_trajectory=lambda _: advance()
         )
         for env in config.environments:
+            limits = wiring.limits_of(config.agent, max_turns, env=env)
             chosen = spread(items.train[env.name], share, f"{config.seed}/{kind}")
             tasks = [Task(env.name, item) for some in chosen.values() for item in some]
             groups = await collect(tasks, limits, derive_seed(config.seed, kind, env.name))

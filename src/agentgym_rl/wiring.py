@@ -128,6 +128,11 @@ def limits_of(
     return Limits(max_turns=max_turns, max_new_tokens=new, max_context=most if room is None else min(most, room))
 
 
+def longest_context(config: Config) -> int:
+    """Tokens of the longest episode that any of the run's environments allows."""
+    return max([config.agent.max_context, *(env.max_context or 0 for env in config.environments)])
+
+
 def collect_each(
     config: Config, pool: EnvPool, make_policy: PolicyFactory, group_size: int | None, prefix: str, **options: Any
 ) -> Collect:

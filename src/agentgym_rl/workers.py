@@ -129,7 +129,7 @@ def make_engine(config: Config, model: Any, renderer: Renderer) -> NativeEngine:
         model,
         decode=renderer.decode,
         max_sessions=agent.concurrency,
-        max_context=max([agent.max_context, *(env.max_context or 0 for env in config.environments)]),
+        max_context=wiring.longest_context(config),
     )
 
 

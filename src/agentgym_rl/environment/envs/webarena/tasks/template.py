@@ -50,9 +50,9 @@ def _question(approach: str, wanted: Any, right: str) -> dict[str, Any]:
     }
 
 
-def exactly(right: str) -> dict[str, Any]:
+def exactly(right: object) -> dict[str, Any]:
     """Evaluation of a question that asks for nothing but a number."""
-    return _question("number_only", right, right)
+    return _question("number_only", str(right), str(right))
 
 
 def quantity(value: str, unit: str) -> dict[str, Any]:
