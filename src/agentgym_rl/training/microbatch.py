@@ -107,8 +107,8 @@ def _pack(indices: list[int], samples: list[Sample], weights: list[float], devic
     for sample, count in zip(samples, counts, strict=True):
         _check(sample, count)
 
-    def put(numbers: numpy.ndarray, dtype: torch.dtype) -> Tensor:
-        return torch.from_numpy(numbers).to(dtype).to(device)
+    def put(numbers: numpy.ndarray, dtype: type[numpy.generic]) -> Tensor:
+        return torch.from_numpy(numbers.astype(dtype, copy=False)).to(device)
 
     known = {f"{name}_A": _flat("d", (getattr(s, name) for s in samples)) for name in KNOWN}
     if numpy.isnan(known["logprobs_A"]).any():
@@ -118,14 +118,14 @@ def _pack(indices: list[int], samples: list[Sample], weights: list[float], devic
         indices=indices,
         lengths=lengths,
         action_counts=counts,
-        token_ids_T=put(token_ids, torch.long),
-        positions_T=put(numpy.arange(bounds[-1]) - numpy.repeat(bounds[:-1], lengths), torch.long),
-        bounds_B1=put(bounds, torch.int32),
-        rows_A=put(rows, torch.long),
-        places_A=put(places, torch.long),
-        targets_A=put(token_ids[places], torch.long),
-        weights_A=put(numpy.repeat(numpy.array(weights, dtype=numpy.float64), counts), torch.float32),
-        **{name: put(numbers, torch.float32) for name, numbers in known.items()},
+        token_ids_T=put(token_ids, numpy.int64),
+        positions_T=put(numpy.arange(bounds[-1]) - numpy.repeat(bounds[:-1], lengths), numpy.int64),
+        bounds_B1=put(bounds, numpy.int32),
+        rows_A=put(rows, numpy.int64),
+        places_A=put(places, numpy.int64),
+        targets_A=put(token_ids[places], numpy.int64),
+        weights_A=put(numpy.repeat(numpy.array(weights, dtype=numpy.float64), counts), numpy.float32),
+        **{name: put(numbers, numpy.float32) for name, numbers in known.items()},
     )
 
 
