@@ -33,16 +33,18 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return on_ranks(4, everything, folder), folder
 
 
-def assert_same(found: Any, wanted: Any) -> None:
+def assert_same(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
     metrics, parameters = found
     expected_metrics, expected_parameters = wanted
     assert [m.keys() for m in metrics] == [m.keys() for m in expected_metrics]
     for mine, theirs in zip(metrics, expected_metrics, strict=True):
         for name, value in theirs.items():
-            assert mine[name] == pytest.approx(value, rel=1e-5, abs=1e-5), name
+            assert mine[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
     assert parameters.keys() == expected_parameters.keys()
     for name, value in expected_parameters.items():
-        torch.testing.assert_close(parameters[name], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            parameters[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,8 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
     found = (
         resume(ALONE, tmp_path, source) if readers == 1 else on_ranks(readers, partial(resume, source=source), tmp_path)
     )
-    assert_same(found, expected["ppo, another step"])
+    # A KL of 66 per token, as it is by then, magnifies what the order of a sum over ranks changes in the last digits.
+    assert_same(found, expected["ppo, another step"], tolerance=1e-4)
 
 
 def test_shares_are_balanced_and_each_sample_is_in_exactly_one() -> None:
