@@ -65,7 +65,7 @@ max_turns = 3
 every = 1
 """
 CLI = (sys.executable, "-c", "from agentgym_rl.cli import main; main()")
-ROLES = {"learner": "ray::LearnerRank", "engine": "ray::EngineReplica", "env_host": "ray::EnvHost"}
+ROLES = {"learner": "LearnerRank", "engine": "EngineReplica", "env_host": "EnvHost"}
 SCALE = (
     "scale.learners=2",
     "scale.engines=2",
@@ -115,7 +115,9 @@ def workers(role: str) -> list[int]:
             pid = parents.get(pid, 0)
         return False
 
-    return sorted(pid for pid, title in titles.items() if title.startswith(ROLES[role]) and ours(pid))
+    return sorted(
+        pid for pid, title in titles.items() if title.startswith("ray::") and ROLES[role] in title and ours(pid)
+    )
 
 
 class Command:

@@ -282,12 +282,13 @@ class Run:
         try:
             self.workers.save(folder, self.state.step, state, self.config.checkpoint.keep)
         except Exception as error:
-            if last or not no_room(error):
+            said = no_room(error)
+            if last or said is None:
                 raise
             kept = list_checkpoints(folder)
             self._event(
                 "checkpoint_failed",
-                f"no room for the checkpoint of step {self.state.step} ({str(error).splitlines()[0]}): "
+                f"no room for the checkpoint of step {self.state.step} ({said}): "
                 f"{kept[-1].name if kept else 'none'} stays the last, free some space",
             )
 

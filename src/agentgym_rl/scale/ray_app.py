@@ -26,7 +26,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from agentgym_rl.errors import EngineError, WorkerLost
 from agentgym_rl.scale.plan import Plan
@@ -46,7 +46,8 @@ class Board:
     """Which weights are current, and what has befallen workers."""
 
     def __init__(self) -> None:
-        self._version, self._buckets = -1, [None]
+        self._version = -1
+        self._buckets: list[Any] = []
         self._events: list[dict[str, Any]] = []
         self._last: dict[str, str] = {}
 
@@ -54,7 +55,8 @@ class Board:
         self._version, self._buckets = version, refs
 
     def weights(self) -> tuple[int, list[Any]]:
-        return self._version, [] if self._version < 0 else self._buckets
+        """(version, references to its buckets); version -1 means that there are none yet."""
+        return self._version, self._buckets
 
     def report(self, subject: str, kind: str, message: str) -> None:
         """Several hosts notice one death: it is told once, until something else befalls the same worker."""
@@ -68,7 +70,7 @@ class Board:
 
 
 class LearnerRank:
-    """One rank. `make(rank, size, device)` gives an object with the methods that `call` names."""
+    """One rank. `make(rank, size)` gives an object with the methods that `call` names."""
 
     def __init__(self, make: Callable[[int, int], Any], rank: int, size: int) -> None:
         self._make, self._rank, self._size = make, rank, size
@@ -260,6 +262,9 @@ class RayApp:
         self._events: list[dict[str, Any]] = []
         self._busy: list[int] = []
         self._down: dict[int, asyncio.Task[None]] = {}
+        """Hosts that died, and who waits for each to be back."""
+        self._behind: dict[int, asyncio.Task[None]] = {}
+        """Engines that missed an update, likewise."""
         self._host_free = asyncio.Condition()
 
     async def start(
@@ -275,7 +280,10 @@ class RayApp:
         again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
         names = {role: f"{uuid.uuid4().hex[:8]}-{role}" for role in ("board", "engine")}
         named = {"namespace": NAMESPACE}
-        self.board: Any = ray.remote(Board).options(name=names["board"], **named, num_cpus=0).remote()
+        # Beside the driver: it lives as long as the run does, whatever becomes of other nodes.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        board = ray.remote(Board).options(name=names["board"], **named, num_cpus=0, scheduling_strategy=here)
+        self.board: Any = board.remote()
         self.learners = [
             ray.remote(LearnerRank)
             .options(**bundles["learner"][rank], **no_restart, max_concurrency=1)
@@ -400,9 +408,16 @@ class RayApp:
         try:
             found = await self.engines[index].load.remote(version, refs)
         except RayActorError:
-            return  # started again, it asks the board
+            # Started again it asks the board; if it was only out of reach, it has to be told.
+            self._behind[index] = asyncio.create_task(self._load_later(index, version, refs))
+            return
         if found != version:
             raise EngineError(f"engine {index} should have taken version {version} of the weights, it has {found}")
+
+    async def _load_later(self, index: int, version: int, refs: list[Any]) -> None:
+        await answers(self.engines[index])
+        if version == self.version:
+            await self._load(index, version, refs)
 
     # Groups: driver -> host.
 
@@ -463,7 +478,7 @@ class RayApp:
 
     async def close(self) -> None:
         """Close what actors hold, end them, give their places back."""
-        for waiting in self._down.values():
+        for waiting in (*self._down.values(), *self._behind.values()):
             waiting.cancel()
         if not ray.is_initialized():
             return
@@ -484,5 +499,5 @@ def folder_is_shared(folder: Path) -> bool:
     if len({node["NodeManagerAddress"] for node in nodes}) <= 1:
         return True
     look: Any = ray.remote(num_cpus=0)(lambda path: Path(path).is_dir())
-    strategies = [ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(n["NodeID"], soft=False) for n in nodes]
+    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
     return all(ray.get([look.options(scheduling_strategy=s).remote(str(folder.absolute())) for s in strategies]))

@@ -63,8 +63,9 @@ def save_state(folder: Path, step: int, state: dict[str, Any]) -> None:
     torch.save(state | {"step": step, "random": _random_state()}, folder / "trainer.pt")
 
 
-def no_room(error: BaseException) -> bool:
-    """Whether writing failed because the disk took no more. Torch and safetensors say so in words only."""
+def no_room(error: BaseException) -> str | None:
+    """What was said where writing failed because the disk took no more; None for any other failure. Torch and
+    safetensors say so in words only."""
     causes: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in causes:  # what came from another process may be its own cause
@@ -72,7 +73,12 @@ def no_room(error: BaseException) -> bool:
         cause = cause.__cause__ or cause.__context__
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     words = ("No space left", "File too large", "quota exceeded", "file write failed", "unexpected pos")
-    return any(getattr(c, "errno", None) in full or any(word in str(c) for word in words) for c in causes)
+    for known in causes:
+        lines = str(known).splitlines() or [""]
+        said = [line.strip() for line in lines if any(word in line for word in words)]
+        if said or getattr(known, "errno", None) in full:
+            return said[-1] if said else lines[0]
+    return None
 
 
 def export(model: Any, tokenizer: Any, folder: Path) -> None:
