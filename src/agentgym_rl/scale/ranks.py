@@ -106,10 +106,16 @@ def _gathered(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def whole_state(model: Any) -> Iterable[tuple[str, Tensor]]:
-    """(name, whole tensor on this device) of a model's state, one at a time. Every rank must ask for all of them."""
+    """(name, whole tensor on this device) of a model's state, one at a time. Every rank must ask for all of them.
+
+    Of tensors that are tied (a head that is the embedding) the first name stands for all, as in a saved model.
+    """
+    every = dict(model.named_parameters(remove_duplicate=False))
+    tied = every.keys() - dict(model.named_parameters()).keys()
     for name, value in model.state_dict().items():
-        value = value.detach()
-        yield name, value.full_tensor() if isinstance(value, DTensor) else value
+        if name not in tied:
+            value = value.detach()
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
 
 
 @torch.no_grad()
