@@ -144,7 +144,7 @@ async def test_a_failed_episode_is_recorded_and_played_again(fault: str) -> None
     make, kind = FAULTS[fault]
     pool = Pool(lambda number: make() if number < 2 else Corridor())
     seen: list[Trajectory] = []
-    collector = Collector(pool, oracle, 2, 4, retries=2, episode_timeout_s=0.2, on_trajectory=seen.append)
+    collector = Collector(pool, oracle, 2, 4, retries=2, episode_timeout_s=1, on_trajectory=seen.append)
     groups = await collector(TASKS[:2], LIMITS, 5)
     everything = [t for group in groups for t in group.trajectories]
     errors = [t for t in everything if t.stop is StopReason.ERROR]
@@ -293,9 +293,9 @@ async def test_faults_through_the_real_pools(fault: str, where: str) -> None:
     def make_policy(session: EnvSession, seed: int) -> ScriptedPolicy:
         return ScriptedPolicy(["up", fault] if seed in unlucky else ["up"] * 6)
 
-    with server_in_thread({env.name: env}, step_timeout_s=0.3) as server:
+    with server_in_thread({env.name: env}, step_timeout_s=2) as server:
         pool: Any = (
-            LocalPool({env.name: env}, timeout_s=0.3)
+            LocalPool({env.name: env}, timeout_s=2)
             if where == "local"
             else RemotePool({env.name: f"{server.url}/{env.name}"}, timeout_s=20)
         )

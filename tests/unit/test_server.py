@@ -280,7 +280,7 @@ def test_session_cap_across_environments():
 
 def test_idle_sessions_are_closed():
     alive = Counting.num_alive
-    with server_in_thread({"counting": Counting}, idle_timeout_s=0.4) as server, httpx.Client() as http:
+    with server_in_thread({"counting": Counting}, idle_timeout_s=1.5) as server, httpx.Client() as http:
         idle = http.post(f"{server.url}/create").json()["id"]
         used = http.post(f"{server.url}/create").json()["id"]
         http.post(f"{server.url}/reset", json={"id": used, "data_idx": 0})

@@ -148,11 +148,11 @@ def _compare(inputs: Mapping[_Input, _Sum]) -> tuple[int, float, float] | None:
 
 
 def _words(reply: str) -> dict[str, float]:
-    """A reply's words and pairs of words, each once, as a unit vector."""
+    """A reply's words and pairs of words, each once and in order (sums must not depend on hashes), as a unit vector."""
     words = reply.split()
     if len(words) > WORDS_COMPARED:
         words = words[: WORDS_COMPARED // 2] + words[-WORDS_COMPARED // 2 :]
-    features = {*words, *(f"{a} {b}" for a, b in pairwise(words))} or {""}
+    features = dict.fromkeys([*words, *(f"{a} {b}" for a, b in pairwise(words))] or [""])
     return dict.fromkeys(features, len(features) ** -0.5)
 
 
