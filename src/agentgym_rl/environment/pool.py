@@ -16,6 +16,7 @@ from agentgym_rl.environment import agentgym, catalog
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.formats import ActionFormat, action_format
+from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
 from agentgym_rl.types import EnvSession, Step
@@ -219,6 +220,7 @@ class RemotePool(_Pool):
         action_format: str = "plain",
     ) -> None:
         super().__init__(urls, max_sessions, wait_timeout_s, action_format)
+        allow_open_files(max_sessions)
         self._wait_timeout_s = wait_timeout_s
         self._new_client = {name: _client_maker(name, url, token, timeout_s) for name, url in urls.items()}
         self._idle_clients = {name: [new()] for name, new in self._new_client.items()}

@@ -26,6 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentgym_rl import __version__
 from agentgym_rl.environment import catalog, wire
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, TextEnv
+from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 from agentgym_rl.types import Step
@@ -37,6 +38,7 @@ Handler = Callable[[bytes], Awaitable[bytes]]
 
 CAPABILITIES = {"actions": HasActions, "oracle": HasOracle, "state_key": HasStateKey, "render": HasRender}
 MAX_ITEMS_PER_ANSWER = 100_000
+MAX_SESSIONS = 4096
 SHUTDOWN_GRACE_S = 10.0
 """How long a shutdown waits for calls in threads to come back, so that their environments are closed too."""
 BODY_TIMEOUT_S = 30.0
@@ -371,7 +373,7 @@ def create_app(
     environments: Mapping[str, Callable[[], TextEnv]],
     *,
     token: str | None = None,
-    max_sessions: int = 4096,
+    max_sessions: int = MAX_SESSIONS,
     idle_timeout_s: float = 1800.0,
     step_timeout_s: float = 60.0,
     max_request_bytes: int = 1 << 20,
@@ -451,6 +453,7 @@ def serve(
 
 def run(environments: Mapping[str, Callable[[], TextEnv]], listener: socket.socket, **options: Any) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
+    allow_open_files(options.get("max_sessions", MAX_SESSIONS))
     with contextlib.suppress(KeyboardInterrupt), listener:
         uvicorn_server(create_app(environments, **options)).run(sockets=[listener])
 

@@ -1,0 +1,427 @@
+"""What one environment server bears: 2,000 sessions at once, 20,000 episodes in one run, a soak, and the cost curve.
+
+    python benchmarks/load.py [--sessions 2000] [--episodes 20000] [--soak-s 600] [--seconds 3] [--out FOLDER]
+
+The server is a process of its own on loopback with TextCraft and BabyAI; this process plays through RemotePool and
+Collector, as training does, and writes every trajectory to a run directory. Replies come from a list, so what is
+measured is environments and the wire, not a model. Both processes share the machine.
+
+Ends with code 1 if a session is refused, answers for another, or is left behind; if the memory of either process grows
+(Theil-Sen slope over the run after its first quarter), or its open files or threads do. `--out` gets load.json and
+load.png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+from environment import Solution, gold_solutions, process
+
+from agentgym_rl.agent.collect import Collector
+from agentgym_rl.agent.policy import Policy, ScriptedPolicy
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.client import EnvClient
+from agentgym_rl.environment.open_files import allow_open_files
+from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.errors import EnvError
+from agentgym_rl.runlog import RunLog
+from agentgym_rl.types import EnvSession, Limits, StopReason, Task
+
+SERVER = "import sys; from agentgym_rl.environment.server import serve; serve(sys.argv[2:], port=int(sys.argv[1]))"
+REPLIES = {
+    "textcraft": ("inventory", "get 1 oak log", "get 2 stick", "craft 1 torch using 1 stick"),
+    "babyai": ("turn left", "move forward", "turn right", "toggle"),
+}
+CURVE = (1, 8, 64, 256, 512, 1024, 2000)
+TURNS = 3
+"""Of an episode of the run and the soak."""
+WARM_UP = 0.25
+"""Share of a run after which memory may no longer grow."""
+MAX_GROWTH_BYTES = 4 << 20
+MAX_BYTES_PER_EPISODE = 64
+"""Growth may be the larger of both: an allocator's noise in a short run, a fraction of a trajectory in a long one."""
+
+
+class Failed(Exception):
+    """What was asked for does not hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One process at one moment, by /proc."""
+
+    memory_bytes: int
+    open_files: int
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Both processes between two steps, when no session is open."""
+
+    episodes: int
+    seconds: float
+    player: Usage
+    server: Usage
+
+
+def usage(pid: int) -> Usage:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines() if ":" in line)
+    # Anonymous memory: pages of files come and go with what else the machine does.
+    return Usage(1024 * int(fields["RssAnon"].split()[0]), len(os.listdir(f"/proc/{pid}/fd")), int(fields["Threads"]))
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """Theil-Sen: the median of the slopes between all pairs, which no single jump decides."""
+    thinned = points[:: max(1, len(points) // 200)]
+    pairs = [(y2 - y1) / (x2 - x1) for i, (x1, y1) in enumerate(thinned) for x2, y2 in thinned[i + 1 :] if x2 > x1]
+    return statistics.median(pairs)
+
+
+def grown(samples: Sequence[Sample]) -> tuple[dict[str, float], list[str]]:
+    """(bytes an episode by process, what is wrong) after the warm-up."""
+    last = samples[-1].episodes
+    steady = [sample for sample in samples if sample.episodes >= WARM_UP * last]
+    if len(steady) < 8:
+        raise Failed(f"8 samples after the warm-up are needed to tell growth, got {len(steady)}: play more episodes")
+    span = last - steady[0].episodes
+    allowed = max(MAX_GROWTH_BYTES, MAX_BYTES_PER_EPISODE * span)
+    slopes, problems = {}, []
+    for name in ("player", "server"):
+        of: list[Usage] = [getattr(sample, name) for sample in steady]
+        slopes[name] = slope([(s.episodes, u.memory_bytes) for s, u in zip(steady, of, strict=True)])
+        if slopes[name] * span > allowed:
+            problems.append(
+                f"the {name}'s memory grows by {slopes[name]:.0f} bytes an episode, "
+                f"{slopes[name] * span / 2**20:.1f} MiB in {span} episodes; {allowed / 2**20:.1f} MiB are allowed"
+            )
+        problems += [
+            f"the {name} had {getattr(of[0], what)} {what} after the warm-up and {getattr(of[-1], what)} at the end"
+            for what in ("open_files", "threads")
+            if getattr(of[-1], what) > getattr(of[0], what)
+        ]
+    return slopes, problems
+
+
+class Server:
+    """A server process of TextCraft and BabyAI, and how to reach it."""
+
+    def __init__(self, port: int) -> None:
+        self.urls = {env: f"http://127.0.0.1:{port}/{env}" for env in REPLIES}
+        self.pid = _listener(port)
+
+    def pool(self, max_sessions: int) -> RemotePool:
+        return RemotePool(self.urls, max_sessions=max_sessions, timeout_s=300.0)
+
+    async def health(self) -> dict[str, Any]:
+        async with EnvClient(self.urls["textcraft"]) as client:
+            return await client.health()
+
+
+def _listener(port: int) -> int:
+    """The child of this process that serves `port`."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+            if int(parent) == os.getpid() and str(port).encode() in command:
+                return int(entry.name)
+    raise Failed(f"no child of this process serves port {port}")
+
+
+def items_of(env: str) -> list[int]:
+    """Items of one easy subset: an episode should cost the wire, not a maze's generation."""
+    subset = {"textcraft": "depth1", "babyai": "GoToRedBallGrey"}[env]
+    return list(catalog.items(catalog.load(env), "train", subset)[:256])
+
+
+# 2,000 sessions at once.
+
+
+async def hold(server: Server, num_sessions: int) -> dict[str, Any]:
+    """All of them open together; each must show its own item's observation and answer a step of its own."""
+    before = usage(server.pid)
+    names = list(REPLIES)
+    items = {env: items_of(env) for env in names}
+    local = LocalPool({env: catalog.load(env) for env in names})
+    expected = {}
+    for env in names:
+        session = await local.open(env)
+        for item in items[env]:
+            expected[env, item] = (await session.reset(item)).observation
+        await session.close()
+    tasks = []
+    for place in range(num_sessions):
+        env = names[place % len(names)]
+        tasks.append((env, items[env][place // len(names) % len(items[env])]))
+    pool = server.pool(num_sessions)
+    started = time.perf_counter()
+    sessions = await asyncio.gather(*(pool.open(env) for env, _ in tasks))
+    opened_s = time.perf_counter() - started
+    started = time.perf_counter()
+    first = await asyncio.gather(*(s.reset(item) for s, (_, item) in zip(sessions, tasks, strict=True)))
+    reset_s = time.perf_counter() - started
+    wrong = sum(step.observation != expected[task] for step, task in zip(first, tasks, strict=True))
+    started = time.perf_counter()
+    await asyncio.gather(*(s.step(REPLIES[env][0]) for s, (env, _) in zip(sessions, tasks, strict=True)))
+    step_s = time.perf_counter() - started
+    during, there = usage(server.pid), await server.health()
+    await pool.close()
+    left = (await server.health())["sessions"]
+    if there["sessions"] != num_sessions or wrong or left:
+        raise Failed(
+            f"of {num_sessions} sessions {there['sessions']} were open at once, {wrong} answered for another item, "
+            f"{left} were left behind"
+        )
+    return {
+        "sessions": num_sessions,
+        "open_s": opened_s,
+        "reset_s": reset_s,
+        "step_s": step_s,
+        "open_files": during.open_files,
+        "kib_per_session": (during.memory_bytes - before.memory_bytes) / num_sessions / 1024,
+    }
+
+
+# 20,000 episodes in one run, and the soak.
+
+
+def script(session: EnvSession, seed: int) -> Policy:
+    replies = REPLIES[session.name]
+    return ScriptedPolicy((replies[(seed + turn) % len(replies)] for turn in range(TURNS)), session.instruction)
+
+
+async def play(
+    server: Server,
+    log: RunLog,
+    *,
+    concurrency: int,
+    group_size: int,
+    until: Callable[[int, float], bool],
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Steps of as many episodes as are played at once, until (episodes, seconds) are enough."""
+    before = usage(os.getpid()), usage(server.pid)
+    pool = server.pool(concurrency)
+    limits = Limits(max_turns=TURNS, max_new_tokens=64, max_context=4096)
+    share = concurrency // len(REPLIES)
+    collectors = {env: Collector(pool, script, group_size, share) for env in REPLIES}
+    items = {env: items_of(env) for env in REPLIES}
+    samples: list[Sample] = []
+    started, step, episodes = time.perf_counter(), 0, 0
+    while True:
+        step += 1
+        tasks = {
+            env: [Task(env, items[env][(step + i) % len(items[env])]) for i in range(share // group_size)]
+            for env in REPLIES
+        }
+        groups = await asyncio.gather(*(collectors[env](tasks[env], limits, step) for env in REPLIES))
+        played = [t for some in groups for group in some for t in group.trajectories]
+        errors = [t.error for t in played if t.stop is StopReason.ERROR]
+        if errors:
+            raise Failed(f"step {step}: {len(errors)} of {len(played)} episodes failed, the first: {errors[0]}")
+        for trajectory in played:
+            log.write_trajectory(step, trajectory)
+        episodes += len(played)
+        seconds = time.perf_counter() - started
+        log.log(step, {"episodes": episodes, "episodes_per_s": episodes / seconds})
+        del groups, played
+        left = (await server.health())["sessions"]
+        if left or pool.num_open:
+            raise Failed(f"after step {step} {left} sessions of the server and {pool.num_open} of the pool are open")
+        samples.append(Sample(episodes, seconds, usage(os.getpid()), usage(server.pid)))
+        if step % 50 == 0:
+            say(f"    {episodes} episodes in {seconds:.0f} s")
+        if until(episodes, seconds):
+            break
+    slopes, problems = grown(samples)
+    await pool.close()
+    await _same_files(before, server, problems)
+    if problems:
+        raise Failed("; ".join(problems))
+    first, last = next(s for s in samples if s.episodes >= WARM_UP * episodes), samples[-1]
+    return {
+        "episodes": episodes,
+        "seconds": seconds,
+        "steps": step,
+        "concurrency": concurrency,
+        "episodes_per_s": episodes / seconds,
+        "bytes_per_episode": slopes,
+        "after_warm_up": {"player": asdict(first.player), "server": asdict(first.server)},
+        "at_the_end": {"player": asdict(last.player), "server": asdict(last.server)},
+    }
+
+
+async def _same_files(before: tuple[Usage, Usage], server: Server, problems: list[str]) -> None:
+    """With the pool closed both processes have the files open that they had before; sockets take a moment."""
+    give_up_at = time.monotonic() + 10
+    while True:
+        after = usage(os.getpid()), usage(server.pid)
+        left = [a.open_files - b.open_files for a, b in zip(after, before, strict=True)]
+        if not any(n > 0 for n in left):
+            return
+        if time.monotonic() > give_up_at:
+            problems.append(f"{left[0]} files of the player and {left[1]} of the server are left open")
+            return
+        await asyncio.sleep(0.1)
+
+
+# Episodes per second against sessions.
+
+
+@dataclass(slots=True)
+class Point:
+    """One place of the curve."""
+
+    sessions: int
+    episodes_per_s: float
+    steps_per_s: float
+    p50_ms: float
+    p99_ms: float
+
+
+async def point(server: Server, solutions: list[Solution], num_sessions: int, seconds: float) -> Point:
+    """TextCraft's gold solutions on so many sessions: open together, then each plays one episode after the other."""
+    pool = server.pool(num_sessions)
+    sessions = await asyncio.gather(*(pool.open("textcraft") for _ in range(num_sessions)))
+    latencies: list[float] = []
+    finished: list[float] = []
+    begin = time.perf_counter() + 0.2 * seconds
+    end = begin + seconds
+
+    async def player(session: EnvSession, turn: int) -> None:
+        while time.perf_counter() < end:
+            item, actions = solutions[turn % len(solutions)]
+            turn += 1
+            await session.reset(item)
+            for action in actions:
+                asked = time.perf_counter()
+                await session.step(action)
+                answered = time.perf_counter()
+                if begin <= asked and answered <= end:
+                    latencies.append(answered - asked)
+            if begin <= answered <= end:
+                finished.append(answered)
+
+    await asyncio.gather(*(player(session, i) for i, session in enumerate(sessions)))
+    await pool.close()
+    if not finished:
+        raise Failed(f"{num_sessions} sessions: no episode was finished in {seconds:g} s, measure longer")
+    ordered = sorted(latencies)
+    p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
+    return Point(num_sessions, len(finished) / seconds, len(ordered) / seconds, 1e3 * p50, 1e3 * p99)
+
+
+def draw(points: Sequence[Point], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8.4, 4.2), dpi=150, facecolor="white")
+    axes = figure.subplots()
+    sessions = [p.sessions for p in points]
+    axes.plot(sessions, [p.episodes_per_s for p in points], "o-", color="#0f766e")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sessions, [str(n) for n in sessions])
+    axes.set_xlabel("sessions at once on one server")
+    axes.set_ylabel("episodes per second", color="#0f766e")
+    axes.set_ylim(bottom=0)
+    axes.grid(color="#e4e7eb")
+    waits = axes.twinx()
+    waits.plot(sessions, [p.p50_ms for p in points], "s--", color="#c2410c", label="step, p50")
+    waits.plot(sessions, [p.p99_ms for p in points], "^:", color="#c2410c", label="step, p99")
+    waits.set_yscale("log")
+    waits.set_ylabel("milliseconds a step", color="#c2410c")
+    waits.legend(loc="upper left", frameon=False)
+    axes.set_title("TextCraft over HTTP: what more sessions cost", loc="left", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+async def measure(options: argparse.Namespace, server: Server, say: Callable[[str], None]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    held = found["sessions"] = await hold(server, options.sessions)
+    say(
+        f"{held['sessions']} sessions at once: opened in {held['open_s']:.1f} s, reset in {held['reset_s']:.1f} s, "
+        f"a step each in {held['step_s']:.2f} s; {held['kib_per_session']:.0f} KiB a session, "
+        f"{held['open_files']} files open in the server; none refused, mixed up or left behind"
+    )
+    if options.curve:
+        points, solutions = [], gold_solutions(catalog.load("textcraft"))
+        say(f"{'sessions':>10}{'episodes/s':>12}{'steps/s':>10}{'p50 ms':>9}{'p99 ms':>9}")
+        for sessions in options.curve:
+            p = await point(server, solutions, sessions, options.seconds)
+            points.append(p)
+            say(f"{p.sessions:10}{p.episodes_per_s:12,.0f}{p.steps_per_s:10,.0f}{p.p50_ms:9.2f}{p.p99_ms:9.2f}")
+        found["curve"] = [asdict(p) for p in points]
+    parts: dict[str, Callable[[int, float], bool]] = {"run": lambda episodes, _: episodes >= options.episodes}
+    if options.soak_s:
+        parts["soak"] = lambda _, seconds: seconds >= options.soak_s
+    for name, until in parts.items():
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            RunLog.create(Path(folder) / name, {"name": name}) as log,
+        ):
+            done = found[name] = await play(
+                server, log, concurrency=options.concurrency, group_size=options.group_size, until=until, say=say
+            )
+        end = done["at_the_end"]
+        say(
+            f"{name}: {done['episodes']} episodes in {done['seconds']:.0f} s ({done['episodes_per_s']:.0f}/s); "
+            + "; ".join(
+                f"{who} {end[who]['memory_bytes'] / 2**20:.0f} MiB, {done['bytes_per_episode'][who]:+.1f} bytes an "
+                f"episode, {end[who]['open_files']} files, {end[who]['threads']} threads"
+                for who in ("player", "server")
+            )
+        )
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sessions", type=int, default=2000, help="open at once")
+    parser.add_argument("--episodes", type=int, default=20_000, help="of the run")
+    parser.add_argument("--concurrency", type=int, default=256, help="episodes at once in run and soak")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--soak-s", type=float, default=0.0, help="seconds of the soak; 0 leaves it out")
+    parser.add_argument("--curve", type=int, nargs="*", default=CURVE, help="numbers of sessions; none leaves it out")
+    parser.add_argument("--seconds", type=float, default=3.0, help="measured at each place of the curve")
+    parser.add_argument("--out", type=Path, help="a folder for load.json and load.png")
+    options = parser.parse_args(arguments)
+    if options.concurrency % (len(REPLIES) * options.group_size):
+        parser.error(f"--concurrency must be a multiple of {len(REPLIES) * options.group_size}")
+    allow_open_files(max([options.sessions, options.concurrency, *options.curve]))
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    say(f"{platform.machine()}, {os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f} before")
+    try:
+        with process(SERVER, *REPLIES) as port:
+            found = uvloop.run(measure(options, Server(port), say))
+    except (Failed, EnvError) as error:
+        say(f"FAILED: {error}")
+        return 1
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        machine = {"machine": platform.machine(), "cores": os.cpu_count(), "load_average": os.getloadavg()[0]}
+        (options.out / "load.json").write_text(json.dumps(machine | found, indent=2) + "\n")
+        if "curve" in found:
+            draw([Point(**p) for p in found["curve"]], options.out / "load.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

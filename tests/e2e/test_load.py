@@ -1,0 +1,54 @@
+"""The load benchmark in small: many sessions at once, episodes by the hundred, and nothing that grows."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import load
+
+
+def test_sessions_are_held_and_episodes_leave_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
+    small = {"sessions": 200, "episodes": 512, "concurrency": 32, "group-size": 4, "curve": 8, "seconds": 0.5}
+    code = load.main([text for name, value in small.items() for text in (f"--{name}", str(value))])
+    said = capsys.readouterr().out
+    assert code == 0, said
+    assert "200 sessions at once" in said
+    assert "run: 512 episodes" in said
+
+
+def samples(bytes_per_episode: float = 0.0, **at_the_end: int) -> list[load.Sample]:
+    """A run of 20,000 episodes, with an allocator's noise."""
+    made = []
+    for step in range(1, 101):
+        memory = 60_000_000 + int(200 * step * bytes_per_episode) + 300_000 * (step * 7 % 5)
+        now = load.Usage(memory, open_files=40, threads=3)
+        made.append(load.Sample(200 * step, float(step), player=now, server=now))
+    made[-1] = replace(made[-1], server=replace(made[-1].server, **at_the_end))
+    return made
+
+
+def test_growth_is_told_from_noise() -> None:
+    assert load.grown(samples())[1] == []
+    assert load.grown(samples(100))[1] == []  # 1.5 MB in all: less than an allocator's noise
+    _, problems = load.grown(samples(1000))
+    assert [p.split(" grows")[0] for p in problems] == ["the player's memory", "the server's memory"]
+    assert load.grown(samples(open_files=41))[1] == ["the server had 40 open_files after the warm-up and 41 at the end"]
+    assert load.grown(samples(threads=4))[1] == ["the server had 3 threads after the warm-up and 4 at the end"]
+
+
+@pytest.mark.parametrize(("hard", "allowed", "warned"), [(2000, 1256, False), (500, 500, True)])
+def test_room_for_open_files_is_made_or_missed_aloud(hard: int, allowed: int, warned: bool) -> None:
+    program = (
+        "import resource; from agentgym_rl.environment.open_files import allow_open_files as allow;"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}));"
+        "print(allow(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(allowed)] * 2
+    assert ("raise the hard limit" in done.stderr) == warned
