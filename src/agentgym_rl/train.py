@@ -36,6 +36,7 @@ from agentgym_rl.workers import OneProcess, Workers
 
 MAY_CHANGE_ON_RESUME = (
     "rl.steps",
+    "rl.token_budget",
     "dpo.rounds",
     "agentevol.rounds",
     "eval",
@@ -160,7 +161,7 @@ class Run:
     started: float
     """When this process began, on the monotonic clock."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
-    """{"step", "success", "episodes", "reward", "turns", "subsets": {name: {"success", "episodes"}}} in order."""
+    """What `heldout.evaluate` says, and "sampled_tokens" of training until then, in order."""
     seconds_before: float = 0.0
     """Wall time of the processes that ran until the checkpoint this one started from."""
     doctor: Doctor = field(default_factory=Doctor)
@@ -250,7 +251,7 @@ class Run:
             self.console.warn(f"doctor: {finding.message}")
 
     async def _after_step(self, step: int) -> None:
-        last = step == self.config.rl.steps
+        last = self.state.over(self.config.rl)
         due = self.config.eval.every and step % self.config.eval.every == 0
         if last or due:
             await self.evaluate()
@@ -267,7 +268,7 @@ class Run:
         step = self.state.step
         collect = self.workers.collector(f"eval{step}-", 1, self.config.eval.temperature)
         result = await evaluate(self.config, self.items, self.log, collect, self.workers.room, step)
-        self.evaluations.append(result)
+        self.evaluations.append(result | {"sampled_tokens": self.state.sampled})
         self.console.evaluation(step, result["success"], result["episodes"])
 
     def save(self, *, last: bool) -> None:
@@ -315,6 +316,7 @@ class Run:
             "evaluations": self.evaluations,
             "stages": stages,
             "steps": self.state.step,
+            "sampled_tokens": self.state.sampled,
             "parameters": self.workers.num_parameters,
             "seconds": round(self._seconds(), 1),
         }

@@ -137,6 +137,22 @@ async def test_each_environment_plays_under_its_own_horizon_and_limits() -> None
     assert {t for env, t in turns if env == "a"} == {2, 4}
 
 
+@pytest.mark.parametrize("overlap", [0, 1])
+async def test_a_run_ends_when_its_tokens_are_spent(overlap: int) -> None:
+    settings, free = replace(SETTINGS, overlap=overlap), Bench()
+    await free.run(settings)
+    totals = [row["tokens/total"] for row in free.rows]
+    each = [row["tokens/sampled"] for row in free.rows]
+    assert totals == [sum(each[: i + 1]) for i in range(7)]
+    for budget, steps in ((totals[2], 3), (totals[2] + 1, 4), (1, 1), (10 * totals[-1], 7)):
+        bench = Bench()
+        await bench.run(replace(settings, token_budget=int(budget)))
+        assert bench.state.step == len(bench.of("learn")) == steps
+        assert bench.state.sampled == totals[steps - 1]
+        assert bench.of("collect") == free.of("collect")[: len(bench.of("collect"))]
+        assert sum(len(c[1]) for c in bench.of("collect")) == 4 * steps  # nothing is played that is not learned from
+
+
 @pytest.mark.parametrize("killed_after", range(8))
 async def test_a_run_resumed_after_any_step_asks_for_the_same(killed_after: int) -> None:
     whole, resumed = Bench(), Bench()

@@ -49,6 +49,8 @@ class RLState:
     horizons: dict[str, Horizon]
     step: int = 0
     """Finished steps."""
+    sampled: int = 0
+    """Tokens that were sampled in them, those of failed episodes too."""
     version: int = 0
     """Of the weights that were published last: a step without anything to learn from publishes none."""
     played: list[Group] = field(default_factory=list)
@@ -60,6 +62,7 @@ class RLState:
         return {
             "tasks": self.tasks.state(),
             "horizons": {e: h.state() for e, h in self.horizons.items()},
+            "sampled": self.sampled,
             "version": self.version,
             "played": [[t.to_json() for t in group.trajectories] for group in self.played],
             "played_s": self.played_s if self.played else 0.0,
@@ -72,7 +75,11 @@ class RLState:
         groups = [[Trajectory.from_json(line) for line in lines] for lines in state["played"]]
         self.played = [Group(trajectories[0].task, trajectories) for trajectories in groups]
         self.version, self.played_s = state["version"], state["played_s"]
-        self.step = step
+        self.step, self.sampled = step, state["sampled"]
+
+    def over(self, settings: RLSettings) -> bool:
+        """Whether the run has done all it was asked for."""
+        return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
 
 
 async def train_rl(
@@ -85,25 +92,28 @@ async def train_rl(
     hooks: Hooks,
     seed: int,
 ) -> None:
-    """Run until `settings.steps` steps are finished. `limits` is by environment; max_turns is the horizon's to set.
+    """Run until the state is `over`: enough steps, or enough tokens.
+
+    `limits` is by environment; max_turns is the horizon's to set.
 
     With `overlap` the next step's episodes are played, under the weights of this one's, while the learner works in a
     thread. The engine then needs weights of its own.
     """
 
-    while state.step < settings.steps:
+    while not state.over(settings):
         step, started = state.step, time.perf_counter()
         if not state.played:
             await _play(step, state, collect, limits, settings, seed)
         groups, rollout_s = state.played, state.played_s
         state.played = []
         hooks.record(step + 1, groups)
-        metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons)}
+        sampled = state.sampled + _sampled(groups)
+        metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons), "tokens/total": float(sampled)}
         _require_episodes(groups, step)
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
         _advance(state.horizons, groups)
         learning_since = time.perf_counter()
-        if settings.overlap and step + 1 < settings.steps:
+        if settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
             # No task group: what fails shall come out as itself, not in a group of exceptions.
             playing = asyncio.create_task(_play(step + 1, state, collect, limits, settings, seed))
             try:
@@ -121,9 +131,14 @@ async def train_rl(
         now = time.perf_counter()
         metrics |= found | _times(rollout_s, now - learning_since, now - started, metrics)
         hooks.learned(step + 1, samples)
-        state.step += 1
+        state.step, state.sampled = step + 1, sampled
         hooks.log(state.step, metrics)
         await hooks.after_step(state.step)
+
+
+def _sampled(groups: list[Group]) -> int:
+    replies = (m for g in groups for t in g.trajectories for m in t.messages if m.logprobs is not None)
+    return sum(len(m.token_ids) for m in replies)
 
 
 def _learn(

@@ -151,6 +151,9 @@ class RLSettings:
     from there on, discounted. two_level: GAE over turns, then over the tokens of each. anchor: outcome plus a
     comparison among turns taken in the same state (GiGPO)."""
     steps: int = 100
+    token_budget: int = 0
+    """End after the step that brings the tokens sampled in all to this, if that comes before `steps`; 0: no such bound.
+    It makes runs under different horizons comparable."""
     groups_per_step: int = 16
     group_size: int = 8
     normalize_std: bool = True
@@ -211,9 +214,9 @@ class RLSettings:
     critic: CriticSettings = field(default_factory=CriticSettings)
 
     def __post_init__(self) -> None:
-        _require(self, steps=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1, resample_rounds=0)
+        _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
         _require(self, clip_low=0, clip_high=0, kl_coef=0, kl_target=0, kl_rate=0, importance_cap=1, overlap=0)
-        _require(self, overlong_buffer=1, aggregate_length=1, anchor_weight=0)
+        _require(self, overlong_buffer=1, aggregate_length=1, anchor_weight=0, resample_rounds=0)
         for name in ("turn_discount", "token_discount", "gae_lambda", "turn_lambda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
