@@ -8,13 +8,24 @@ import random
 from pathlib import Path
 
 import pytest
-from viewer_for_tests import GROUP_SIZE, GROUPS, STEPS, library_of, played, with_tokens, write_evaluation, write_run
+from viewer_for_tests import (
+    GROUP_SIZE,
+    GROUPS,
+    STEPS,
+    library_of,
+    played,
+    wait_for_index,
+    with_tokens,
+    write_evaluation,
+    write_run,
+)
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.runlog import RunLog, read_trajectories
 from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer import index as index_module
 from agentgym_rl.viewer.discovery import discover, read_status
+from agentgym_rl.viewer.encode import to_json
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library, NotFound
 from agentgym_rl.viewer.queries import ORDERS, Filter
@@ -225,19 +236,80 @@ def test_damaged_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> N
         json.dumps(row | {"item": 10**30}),
         json.dumps(row | {"rewards": "many"}),
         json.dumps(row | {"messages": [1, 2]}),
+        json.dumps(row | {"messages": [{"role": "user", "content": 5}]}),
+        "[" * 5000,
+        '{"id": ' + "[" * 5000 + "]" * 5000 + "}",
     ]
     odd = json.dumps(row | {"rewards": [float("nan")], "infos": [{}]})  # as Python writes it: NaN is not JSON
-    (folder / "step_000001.jsonl").write_text("\n".join([good, *bad, odd, good]) + "\n")
+    halves = json.dumps(
+        row | {"id": "a\ud800-0-2-0", "kind": "\udfff", "infos": [{"deep": json.loads("[" * 400 + "]" * 400)}]}
+    )
+    lines = [good, *bad, odd, good, halves]
+    (folder / "step_000001.jsonl").write_text("\n".join(lines) + "\n")
     library = library_of(tmp_path / "runs", tmp_path)
-    assert [row["key"] for row in every(library, "x", order="oldest")] == [
-        "step_000001.0",
-        "step_000001.8",
-        "step_000001.9",
-    ]
+    whole = [f"step_000001.{place}" for place, line in enumerate(lines) if line not in bad]
+    assert sorted(row["key"] for row in every(library, "x", order="oldest")) == sorted(whole)
     assert library.overview()["runs"][0]["broken"] == len(bad)
     assert library.runs.metrics(library.place("x"))["series"] == {"loss": [1, None]}
-    assert library.episode("x", "step_000001.9")["item"] == 0
-    assert [group["size"] for group in library.groups("x", Filter(), False, 0, 9)["rows"]] == [3]
+    assert library.episode("x", whole[2])["item"] == 0
+    assert [group["size"] for group in library.groups("x", Filter(kind="train"), False, 0, 9)["rows"]] == [3]
+    # Halves of a character become a replacement; what is nested deeper than JSON writers go is cut: both can be sent.
+    told = json.loads(to_json(library.episode("x", whole[3])))
+    assert (told["trajectory"], told["kind"]) == ("a\ufffd-0-2-0", "\ufffd")
+
+
+def test_a_run_that_cannot_be_read_is_shown_and_does_not_stop_the_others(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    write_evaluation(root / "good")
+    for name in ("a", "z"):
+        write_evaluation(root / name)
+        # Reading this fails, as from a broken disk.
+        (root / name / "trajectories" / "bad.jsonl").symlink_to("/proc/self/mem")
+    (root / "z\udcff").mkdir()  # a name that is no text
+    (root / "z\udcff" / "eval.json").write_text("{}")
+    library = Library([root], LocalWorlds(), Index(tmp_path / "index.sqlite3"))
+    library.indexer.start()
+    wait_for_index(library, 4, "z")
+    library.indexer.stop()
+    rows = {row["id"]: row for row in json.loads(to_json(library.overview()))["runs"]}
+    assert set(rows) == {"a", "good", "z", "z\ufffd"}
+    assert [rows[name]["episodes"] for name in ("a", "good", "z")] == [4, 4, 4]
+    assert rows["good"]["problems"] == []
+    assert ["bad.jsonl" in problem for problem in rows["a"]["problems"]] == [True]
+    stamp = library.indexer.stamp
+    library.indexer.round()
+    assert library.indexer.stamp == stamp  # tried again, and no news
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("config.toml", "environments = 5", "environments should be a list, got 5"),
+        ("config.toml", "environments = [[[", "config.toml cannot be read"),
+        ("status.json", '{"updated": "yesterday", "state": "running"}', "updated should be a number, got 'yesterday'"),
+        ("status.json", '{"step": "1", "steps": "9"}', "step should be a number"),
+        ("status.json", "[" * 5000, "status.json cannot be read: its brackets"),
+        ("eval.json", '{"results": "x"}', "results should be a list, got 'x'"),
+        ("eval.json", '{"results": [{"scenarios": {"A": {"success": 3, "items": "4"}}}]}', "success should be a table"),
+        ("eval.json", '{"config": [], "results": [5]}', "config should be a table"),
+        ("eval.json", "\x00", "eval.json cannot be read"),
+    ],
+)
+def test_a_damaged_file_is_named_and_the_other_runs_are_listed(
+    tmp_path: Path, written: Path, name: str, content: str, told: str
+) -> None:
+    folder = tmp_path / "runs" / "damaged"
+    folder.mkdir(parents=True)
+    for file in ("config.toml", "status.json") if name != "eval.json" else ():
+        (folder / file).write_text("" if file.endswith("toml") else "{}")
+    (folder / name).write_text(content)
+    library = Library([tmp_path / "runs", written], LocalWorlds(), Index(tmp_path / "index.sqlite3"))
+    rows = {row["id"]: row for row in library.overview()["runs"]}
+    assert set(rows) == {"damaged", "small", "evals/oracle"}
+    assert told in "\n".join(rows["damaged"]["problems"])
+    assert (rows["damaged"]["status"]["state"] if name != "config.toml" else "damaged") == "damaged"
+    assert rows["small"]["problems"] == rows["evals/oracle"]["problems"] == []
+    assert to_json(library.details("damaged"))
 
 
 def test_the_index_is_kept_shared_and_made_anew_when_it_is_no_index(written: Path, tmp_path: Path) -> None:
@@ -264,18 +336,18 @@ def test_runs_that_are_gone_are_forgotten(tmp_path: Path) -> None:
 
 def test_a_process_that_is_gone_was_killed(tmp_path: Path) -> None:
     RunLog.create(tmp_path / "run", {"name": "run"}).close()
-    assert read_status(tmp_path / "run")["state"] == "running"
+    assert read_status(tmp_path / "run")[0]["state"] == "running"
     status = json.loads((tmp_path / "run" / "status.json").read_text())
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
     (tmp_path / "run" / "status.json").write_text(json.dumps(status | {"pid": child}))
-    assert read_status(tmp_path / "run")["state"] == "killed"
+    assert read_status(tmp_path / "run")[0]["state"] == "killed"
 
 
 def test_the_doctor_the_evaluations_and_the_stages_are_on_the_run_page(library: Library) -> None:
-    details = library.runs.details(library.place("small"))
+    details = library.details("small")
     assert [warning["rule"] for warning in details["doctor"]] == ["entropy_collapse"]
     assert [row["step"] for row in details["evaluations"]] == list(range(STEPS + 1))
     assert details["evaluations"][-1]["success"] == 1.0

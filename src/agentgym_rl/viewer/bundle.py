@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import orjson
+from agentgym_rl.viewer.encode import to_json, whole_characters
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.MULTILINE)
@@ -58,8 +58,8 @@ def page(files: Mapping[str, bytes], data: Any, title: str) -> bytes:
     )
     styles = (files["base.css"] + files["pages.css"]).decode()
     icon = base64.b64encode(files["icon.svg"]).decode()
-    packed = base64.b64encode(gzip.compress(orjson.dumps(data, option=orjson.OPT_NON_STR_KEYS), 6, mtime=0)).decode()
-    safe_title = title.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    packed = base64.b64encode(gzip.compress(to_json(data), 6, mtime=0)).decode()
+    safe_title = whole_characters(title).replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
     text = f"""<!doctype html>
 <html lang="en">
 <head>

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.viewer.checks import checked_status
+from agentgym_rl.viewer.encode import read_object, whole_characters
 
 MAX_DEPTH = 5
 INSIDE_A_RUN = frozenset({"trajectories", "checkpoints", "reference", "tensorboard", "model"})
@@ -35,7 +35,9 @@ def discover(roots: Iterable[Path]) -> dict[str, Place]:
     for root in roots:
         for path, kind in _walk(root, 0, set()):
             relative = path.relative_to(root).as_posix()
-            name = root.resolve().name
+            name = whole_characters(root.resolve().name)
+            # Linux lets a name hold any bytes; an id has to be a text.
+            relative = whole_characters(relative)
             place_id = name if relative == "." else relative
             if place_id in found and found[place_id].path != path:
                 place_id = f"{name}/{relative}"
@@ -73,30 +75,39 @@ def _walk(folder: Path, depth: int, seen: set[Path]) -> Iterator[tuple[Path, Lit
             yield from _walk(folder / name, depth + 1, seen)
 
 
-def read_status(run: Path) -> dict[str, Any]:
-    """status.json, with the state `killed` where the process that should be running is gone."""
-    status = read_json(run / "status.json")
+def read_status(run: Path) -> tuple[dict[str, Any], list[str]]:
+    """status.json and what is wrong with it; the state is `killed` where the process that should be running is gone."""
+    status, problems = read_json(run / "status.json")
+    if not problems:
+        status, problems = checked_status(status)
     if status.get("state") == "running" and status.get("host") == socket.gethostname():
         pid = status.get("pid")
         if isinstance(pid, int) and pid > 0 and not _alive(pid):
             status["state"] = "killed"
-    return status
+    return status, problems
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty when the file is not there or not readable (it may be damaged, or somebody else's)."""
+def read_json(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """A JSON object and what is wrong; empty, and nothing wrong, when there is no such file."""
     try:
-        value = orjson.loads(path.read_bytes())
-    except (OSError, orjson.JSONDecodeError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return read_object(path.read_bytes()), []
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, ValueError, TypeError) as error:
+        return {}, [f"{path.name} cannot be read: {_told(error)}"]
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+        return tomllib.loads(path.read_text(encoding="utf-8")), []
+    except FileNotFoundError:
+        return {}, []
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, [f"{path.name} cannot be read: {_told(error)}"]
+
+
+def _told(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -108,11 +119,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     rows = []
     for line in raw.splitlines():
         try:
-            row = orjson.loads(line)
-        except orjson.JSONDecodeError:
+            rows.append(read_object(line))
+        except (ValueError, TypeError):
             continue
-        if isinstance(row, dict):
-            rows.append(row)
     return rows
 
 

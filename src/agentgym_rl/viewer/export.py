@@ -33,7 +33,7 @@ async def exported_page(
     counted = 0
     for run, place in places.items():
         rows = _chosen(_all_rows(library, run), episodes)
-        data["runs"][run] = library.runs.details(place)
+        data["runs"][run] = library.details(run)
         data["metrics"][run] = library.runs.metrics(place)
         if place.kind == "eval":
             data["evals"][run] = library.runs.evaluation(place)

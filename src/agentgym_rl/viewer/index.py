@@ -8,7 +8,6 @@ may share the file: a chunk is read and recorded in one transaction.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -21,16 +20,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from agentgym_rl.types import StopReason, Task, Trajectory
+from agentgym_rl.viewer.encode import read_object
 
-VERSION = 3
-"""Of the tables below; a file of another version is made anew."""
+VERSION = 4
+"""Of the tables below and of how they are filled; a file of another version is made anew."""
 CHUNK_BYTES = 4 << 20
 """Read and recorded at once: how often progress can be seen, and how soon others get their turn."""
 PAUSE_S = 1.0
 """Between two looks for what is new."""
+MOST_PROBLEMS = 3
+"""Named of one run."""
 TAIL_BYTES = 256
 """At the end of what was read, kept as a checksum: a file replaced by a longer one is noticed."""
 
@@ -125,7 +125,7 @@ class Index:
         return connection
 
     def run_number(self, path: Path) -> int:
-        key = str(path.resolve())
+        key = _path_key(path.resolve())
         row = self.connection.execute("SELECT run FROM runs WHERE path = ?", (key,)).fetchone()
         if row is None:
             self.connection.execute("INSERT OR IGNORE INTO runs (path) VALUES (?)", (key,))
@@ -135,7 +135,7 @@ class Index:
     def forget_missing(self) -> None:
         """Drop what is known of runs that are gone."""
         for row in self.connection.execute("SELECT run, path FROM runs").fetchall():
-            if not Path(row["path"]).is_dir():
+            if not Path(os.fsdecode(row["path"])).is_dir():
                 with write(self.connection):
                     for table in ("episodes", "cells", "learned", "files", "runs"):
                         self.connection.execute(f"DELETE FROM {table} WHERE run = ?", (row["run"],))
@@ -153,6 +153,15 @@ class Index:
             self._temporary.cleanup()
 
 
+def _path_key(path: Path) -> str | bytes:
+    """A path as SQLite can keep it: Linux lets a name hold bytes that are no text."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        return os.fsencode(path)
+    return str(path)
+
+
 @contextlib.contextmanager
 def write(connection: sqlite3.Connection) -> Iterator[None]:
     """A transaction that holds the write lock from its start, so that what it read stays true."""
@@ -168,7 +177,7 @@ def write(connection: sqlite3.Connection) -> Iterator[None]:
 def trajectory_files(run: Path) -> list[os.DirEntry[str]]:
     try:
         entries = [e for e in os.scandir(run / "trajectories") if e.name.endswith(".jsonl") and e.is_file()]
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return []
     return sorted(entries, key=lambda entry: entry.name)
 
@@ -198,6 +207,8 @@ class Reader:
         self._index = index
         self._run = run
         self._subsets_of = subsets_of
+        self.problems: list[str] = []
+        """Files that could not be read at all, and why."""
 
     def advance(self) -> Iterator[int]:
         """Bring the index up to date; yields the bytes read after every chunk."""
@@ -205,12 +216,17 @@ class Reader:
         entries = trajectory_files(self._run)
         self._drop_missing(number, {entry.name.removesuffix(".jsonl") for entry in entries})
         for entry in entries:
-            while True:
-                read, more = self._chunk(number, Path(entry.path))
+            more = True
+            while more:
+                try:
+                    read, more = self._chunk(number, Path(entry.path))
+                except sqlite3.Error:  # the index's own trouble: a full disk, a lock that is never given
+                    raise
+                except Exception as error:  # this file's; the others are read all the same
+                    self.problems.append(f"{entry.name!r} cannot be read: {_told(error)}")
+                    break
                 if read:
                     yield read
-                if not more:
-                    break
 
     def _drop_missing(self, number: int, stems: set[str]) -> None:
         connection = self._index.connection
@@ -282,9 +298,9 @@ class Reader:
         broken = 0
         for raw in chunk.splitlines(keepends=True):
             try:
-                value = read_row(raw)
+                value = read_object(raw)
                 row = _learned_row(value) if learned else self._episode_row(value, stem)
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            except Exception:  # whatever a line may hold: it is counted, and the next one is read
                 broken += 1
             else:
                 rows.append((run, file, lines, start, len(raw), *row))
@@ -308,7 +324,7 @@ class Reader:
         env, item, name = str(row["env"]), _integer(row["item"]), str(row["id"])
         stop = StopReason(row["stop"]) if row.get("stop") else None
         played = Trajectory(name, Task(env, item), [], row["rewards"], row["infos"], stop)
-        sampled = sum(len(m["logprobs"]) for m in row["messages"] if m.get("logprobs"))
+        sampled = sum(_sampled_tokens(message) for message in row["messages"])
         team = match[1] if (match := _MEMBER.fullmatch(name)) else f"{env}/{item}"
         return (
             step,
@@ -345,20 +361,24 @@ def _integer(value: Any) -> int:
     return number
 
 
+def _sampled_tokens(message: dict[str, Any]) -> int:
+    """Of one message, which is of the kind that the pages can show."""
+    logprobs, ids = message.get("logprobs") or [], message.get("token_ids") or []
+    if not isinstance(message["role"], str) or not isinstance(message["content"], str):
+        raise TypeError("a message needs a role and a content")
+    if not isinstance(logprobs, list) or not isinstance(ids, list):
+        raise TypeError("token ids and log-probabilities are lists")
+    return len(logprobs)
+
+
 def _learned_row(row: dict[str, Any]) -> tuple[str, float | None]:
     advantages = row["advantages"]
     return str(row["id"]), sum(advantages) / len(advantages) if advantages else None
 
 
-def read_row(raw: bytes) -> dict[str, Any]:
-    """One line as an object. Python's own parser takes the NaN that orjson refuses."""
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        value = json.loads(raw)
-    if not isinstance(value, dict):
-        raise TypeError(f"a JSON object is needed, got {type(value).__name__}")
-    return value
+def _told(error: Exception) -> str:
+    """Without paths: the message may be sent to somebody in an export."""
+    return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
 
 
 def _continues(file: Any, row: sqlite3.Row, stat: os.stat_result) -> bool:
@@ -393,6 +413,9 @@ class Indexer:
         self.stamp = 0
         """Grows whenever something was read."""
         self.problem = ""
+        """Why nothing can be read at all; empty when all is well."""
+        self.problems: dict[Path, str] = {}
+        """By run: why some of its files cannot be read."""
 
     def start(self) -> None:
         self._thread.start()
@@ -405,34 +428,61 @@ class Indexer:
         return {"total": self.total_bytes, "unread": self.unread_bytes, "stamp": self.stamp, "problem": self.problem}
 
     def _work(self) -> None:
-        self._index.forget_missing()
+        forgotten = False
         while not self._stop.is_set():
             try:
+                if not forgotten:
+                    self._index.forget_missing()
+                    forgotten = True
                 self.round()
                 self.problem = ""
-            except (OSError, sqlite3.Error) as error:  # a full disk, a folder removed under our feet: try again
+            except Exception as error:  # a full disk, a folder removed under our feet: shown, and tried again
                 self.problem = f"{type(error).__name__}: {error}"
             self._stop.wait(PAUSE_S)
 
     def round(self) -> None:
-        """Look at every run once and read what is new."""
+        """Look at every run once and read what is new. A run that cannot be read does not keep others from it."""
         runs = self._runs()
-        sizes = [unread_bytes(self._index, run) for run in runs]
-        self.total_bytes = sum(total for total, _ in sizes)
-        self.unread_bytes = sum(unread for _, unread in sizes)
+        sizes = {}
+        for run in runs:
+            with self._trouble_of(run):
+                sizes[run] = unread_bytes(self._index, run)
+        self.total_bytes = sum(total for total, _ in sizes.values())
+        self.unread_bytes = sum(unread for run, (_, unread) in sizes.items() if run not in self.problems)
         changed = False
-        for run, (_, unread) in zip(runs, sizes, strict=True):
-            known = self._index.run_number(run)
-            files = self._index.connection.execute("SELECT count(*) FROM files WHERE run = ?", (known,)).fetchone()[0]
-            if not unread and files == len(trajectory_files(run)):
-                continue
-            for read in Reader(self._index, run, self._subsets_of).advance():
-                self.unread_bytes = max(0, self.unread_bytes - read)
-                self.stamp += 1
-                if self._stop.is_set():
-                    return
-                time.sleep(0)  # let a request be answered between two chunks
-            changed = True
+        for run, (_, unread) in sizes.items():
+            with self._trouble_of(run):
+                changed |= self._read(run, unread)
+            if self._stop.is_set():
+                return
         self.unread_bytes = 0
         # Last, so that whoever asks because of it is given the final counts.
         self.stamp += changed
+
+    def _read(self, run: Path, unread: int) -> bool:
+        """Bring one run up to date; whether anything changed."""
+        known = self._index.run_number(run)
+        files = self._index.connection.execute("SELECT count(*) FROM files WHERE run = ?", (known,)).fetchone()[0]
+        if not unread and files == len(trajectory_files(run)):
+            return self.problems.pop(run, None) is not None
+        before, read_before = self.problems.get(run), self.stamp
+        reader = Reader(self._index, run, self._subsets_of)
+        for read in reader.advance():
+            self.unread_bytes = max(0, self.unread_bytes - read)
+            self.stamp += 1
+            if self._stop.is_set():
+                return False
+            time.sleep(0)  # let a request be answered between two chunks
+        if reader.problems:
+            self.problems[run] = "; ".join(reader.problems[:MOST_PROBLEMS])
+        else:
+            self.problems.pop(run, None)
+        # A file that stays unreadable is tried at every look, which is no news.
+        return self.problems.get(run) != before or self.stamp != read_before or before is None
+
+    @contextlib.contextmanager
+    def _trouble_of(self, run: Path) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.problems[run] = f"its trajectories cannot be read: {_told(error)}"

@@ -12,7 +12,7 @@ from agentgym_rl.errors import AgentGymError
 from agentgym_rl.viewer.discovery import Place, discover, require_roots
 from agentgym_rl.viewer.index import Index, Indexer
 from agentgym_rl.viewer.queries import Filter, Queries
-from agentgym_rl.viewer.runs import Runs
+from agentgym_rl.viewer.runs import Runs, damaged_overview
 from agentgym_rl.viewer.worlds import Worlds
 
 LOOK_AGAIN_S = 2.0
@@ -51,7 +51,7 @@ class Library:
         return found
 
     def overview(self) -> dict[str, Any]:
-        rows = [self.runs.overview(place) for place in self.places().values()]
+        rows = [self.overview_of(place) for place in self.places().values()]
         rows.sort(key=lambda row: (row["kind"] != "run", -(row["updated"] or 0), row["id"]))
         return {
             "runs": rows,
@@ -60,6 +60,19 @@ class Library:
             "note": self.index.note,
             "policies": list(self.worlds.policies),
         }
+
+    def overview_of(self, place: Place) -> dict[str, Any]:
+        """A line of the list, whatever is in the run's files: one damaged run must not take the others with it."""
+        trouble = self.indexer.problems.get(place.path)
+        try:
+            row = self.runs.overview(place)
+        except Exception as error:
+            row = damaged_overview(place, error)
+        return row | {"problems": [*row["problems"], *([trouble] if trouble else [])]}
+
+    def details(self, run: str) -> dict[str, Any]:
+        place = self.place(run)
+        return self.runs.details(place, self.overview_of(place))
 
     def changes(self) -> dict[str, Any]:
         stamps = {run: self.runs.stamp(place) for run, place in self.places().items()}
@@ -80,7 +93,10 @@ class Library:
         if row is None:
             waiting = " yet: the index is still being made" if self.indexer.unread_bytes else ""
             raise NotFound(f"there is no episode {key!r} in {run}{waiting}")
-        return self.queries.read(place.path, row)
+        try:
+            return self.queries.read(place.path, row)
+        except (OSError, ValueError, TypeError) as error:
+            raise NotFound(f"the file of episode {key!r} changed under our feet: open it again in a moment") from error
 
     def episode(self, run: str, key: str) -> dict[str, Any]:
         """An episode with the texts of its tokens, what the learner saw of it, and its company."""
@@ -104,6 +120,7 @@ class Library:
         return {
             **{name: value for name, value in row.items() if name not in ("start", "length", "file", "team")},
             "run": run,
+            "run_kind": place.kind,
             "messages": messages,
             "rewards": episode["rewards"],
             "infos": episode["infos"],

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from agentgym_rl.viewer.index import Index, read_row
+from agentgym_rl.viewer.encode import read_object
+from agentgym_rl.viewer.index import Index
 
 FACETS = ("kind", "step", "env", "subset", "stop", "success", "horizon")
 """What episodes can be filtered by and counted over."""
@@ -253,4 +254,4 @@ class Queries:
 def _read_at(path: Path, start: int, length: int) -> dict[str, Any]:
     with path.open("rb") as file:
         file.seek(start)
-        return read_row(file.read(length))
+        return read_object(file.read(length))

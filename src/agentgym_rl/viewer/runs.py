@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym_rl.intervals import wilson_interval
+from agentgym_rl.viewer.checks import checked_evaluation, environments_of
 from agentgym_rl.viewer.discovery import Place, read_json, read_lines, read_status, read_toml
 from agentgym_rl.viewer.queries import Queries
 from agentgym_rl.viewer.vocabulary import Vocabulary, find_tokenizer, load_vocabulary
@@ -42,49 +43,64 @@ class Runs:
         counts = self._queries.counts(place.path)
         row: dict[str, Any] = {"id": place.id, "kind": place.kind, "path": str(place.path), **counts}
         if place.kind == "eval":
-            result = self.evaluation(place)
-            config = _table(result.get("config"))
+            result, problems = self._evaluation(place)
             return row | {
-                "status": {"state": str(result.get("state", "unknown"))},
-                "agent": str(_table(config.get("agent")).get("name", "")),
+                "problems": problems,
+                "status": {"state": "damaged" if problems else result["state"]},
+                "agent": result["config"]["agent"]["name"],
                 "updated": _modified(place.path / "eval.json"),
                 "success": _success(result),
-                "environments": _env_names(config),
+                "environments": sorted({plan["env"] for plan in result["config"]["tasks"] if plan["env"]}),
             }
-        status, config = read_status(place.path), self.config(place)
+        (status, wrong), (config, unreadable) = read_status(place.path), self._config(place)
+        environments, odd = environments_of(config)
+        problems = [*unreadable, *odd, *wrong]
         metrics = self.metrics(place)
         success = [value for value in metrics["series"].get("success/mean", []) if value is not None]
         held_out = self._queries.evaluations(place.path)
         return row | {
-            "status": status,
-            "environments": [e.get("name", "") for e in config.get("environments", []) if isinstance(e, dict)],
+            "problems": problems,
+            "status": status | ({"state": "damaged"} if wrong else {}),
+            "environments": environments,
             "updated": status.get("updated") or _modified(place.path / "config.toml"),
             "success": success[-1] if success else None,
             "held_out": held_out[-1] if held_out else None,
             "spark": _thin(success),
         }
 
-    def details(self, place: Place) -> dict[str, Any]:
+    def details(self, place: Place, overview: dict[str, Any]) -> dict[str, Any]:
         """All about one run that is not a curve."""
         config = self.config(place)
-        return self.overview(place) | {
+        return overview | {
             "config": config,
-            "summary": read_json(place.path / "summary.json"),
+            "summary": read_json(place.path / "summary.json")[0],
             "doctor": read_lines(place.path / "doctor.jsonl")[-200:],
             "evaluations": [_with_interval(row) for row in self._queries.evaluations(place.path)],
             "tokenizer": find_tokenizer(place.path, config) is not None,
         }
 
     def evaluation(self, place: Place) -> dict[str, Any]:
-        """eval.json as it is."""
+        """eval.json, checked."""
+        return self._evaluation(place)[0]
+
+    def _evaluation(self, place: Place) -> tuple[dict[str, Any], list[str]]:
         path = place.path / "eval.json"
-        return self._keep("eval", path, lambda: read_json(path))
+
+        def read() -> tuple[dict[str, Any], list[str]]:
+            row, unreadable = read_json(path)
+            found, wrong = checked_evaluation(row)
+            return found, unreadable + wrong
+
+        return self._keep("eval", path, read)
 
     def agent(self, place: Place) -> dict[str, Any]:
         """What an evaluation says of its agent."""
-        return _table(_table(self.evaluation(place).get("config")).get("agent")) if place.kind == "eval" else {}
+        return self.evaluation(place)["config"]["agent"] if place.kind == "eval" else {}
 
     def config(self, place: Place) -> dict[str, Any]:
+        return self._config(place)[0]
+
+    def _config(self, place: Place) -> tuple[dict[str, Any], list[str]]:
         path = place.path / "config.toml"
         return self._keep("config", path, lambda: read_toml(path))
 
@@ -106,12 +122,10 @@ class Runs:
     def style_of(self, place: Place, env: str) -> tuple[str, int | None]:
         """(style, turns per attempt) in which `env` was played, so that replies can be played again."""
         if place.kind == "eval":
-            config = _table(self.evaluation(place).get("config"))
-            plans = [plan for plan in config.get("tasks") or [] if isinstance(plan, dict) and plan.get("env") == env]
-            style = str(plans[0].get("style", "act")) if plans else "act"
-            return style, _table(config.get("agent")).get("turns_per_attempt")
+            styles = [plan["style"] for plan in self.evaluation(place)["config"]["tasks"] if plan["env"] == env]
+            return (styles[0] if styles and styles[0] else "act"), _whole(self.agent(place).get("turns_per_attempt"))
         agent = _table(self.config(place).get("agent"))
-        return str(agent.get("style", "act")), agent.get("turns_per_attempt")
+        return str(agent.get("style", "act")), _whole(agent.get("turns_per_attempt"))
 
     def _keep(self, what: str, path: Path, read: Callable[[], Any]) -> Any:
         stamp = stamp_of(path)
@@ -124,10 +138,17 @@ class Runs:
         return kept[1]
 
 
+def damaged_overview(place: Place, error: Exception) -> dict[str, Any]:
+    """The line of a run that cannot be read at all."""
+    row: dict[str, Any] = {"id": place.id, "kind": place.kind, "path": str(place.path), "status": {"state": "damaged"}}
+    row |= {"episodes": 0, "broken": 0, "environments": [], "updated": None, "success": None, "held_out": None}
+    return row | {"spark": [], "agent": "", "problems": [f"it cannot be read: {type(error).__name__}: {error}"]}
+
+
 def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
     by_step: dict[int, dict[str, Any]] = {}
     for row in rows:
-        if isinstance(row.get("step"), int):
+        if _whole(row.get("step")) is not None:
             by_step.setdefault(row["step"], {}).update(row)
     steps = sorted(by_step)
     names = sorted({name for row in by_step.values() for name in row} - {"step", "time", "nonfinite"})
@@ -136,11 +157,16 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
         values = [by_step[step].get(name) for step in steps]
         if any(_is_number(value) for value in values):
             series[name] = [value if _is_number(value) else None for value in values]
-    return {"steps": steps, "times": [by_step[step].get("time") for step in steps], "series": series}
+    times = [by_step[step].get("time") for step in steps]
+    return {"steps": steps, "times": [time if _is_number(time) else None for time in times], "series": series}
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _with_interval(row: dict[str, Any]) -> dict[str, Any]:
@@ -158,20 +184,15 @@ def _table(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _env_names(config: dict[str, Any]) -> list[str]:
-    plans = config.get("tasks")
-    names = [_table(plan).get("env") for plan in (plans if isinstance(plans, list) else [])]
-    return sorted({name for name in names if isinstance(name, str)})
-
-
 def _success(evaluation: dict[str, Any]) -> float | None:
     """The mean over scenarios under the longest horizon, or the only scenario's."""
-    results = evaluation.get("results")
-    last = _table(results[-1]) if isinstance(results, list) and results else {}
-    scenarios = _table(last.get("scenarios"))
-    cell = last.get("overall") or (next(iter(scenarios.values())) if len(scenarios) == 1 else None)
-    value = _table(_table(cell).get("success")).get("value")
-    return value if _is_number(value) else None
+    if not evaluation["results"]:
+        return None
+    last = evaluation["results"][-1]
+    cells = list(last["scenarios"].values())
+    cell = last["overall"] or (cells[0] if len(cells) == 1 else None)
+    rate = cell.get("success") if cell else None
+    return rate["value"] if rate else None
 
 
 def _modified(path: Path) -> float | None:

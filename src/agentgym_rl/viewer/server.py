@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from typing import Annotated, Any
 
-import orjson
 import uvicorn
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from agentgym_rl.errors import AgentGymError, ConfigError, EnvError
+from agentgym_rl.viewer.encode import to_json
 from agentgym_rl.viewer.guard import PICTURE_POLICY, Guard, is_loopback
 from agentgym_rl.viewer.library import Library, NotFound
 from agentgym_rl.viewer.playground import NoSuchGame, Playground
@@ -42,12 +42,12 @@ def static_files() -> dict[str, bytes]:
 
 
 def answer(value: Any) -> Response:
-    return Response(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS), media_type="application/json")
+    return Response(to_json(value), media_type="application/json")
 
 
 def frame_answer(frame: Frame) -> Response:
     if isinstance(frame, str):
-        return Response(orjson.dumps({"detail": frame}), 404, media_type="application/json")
+        return Response(to_json({"detail": frame}), 404, media_type="application/json")
     return Response(frame.data, media_type=frame.media_type, headers={"content-security-policy": PICTURE_POLICY})
 
 
@@ -81,7 +81,7 @@ def reading_routes(library: Library) -> APIRouter:
 
     @router.get("/run")
     def run_details(run: Text) -> Response:
-        return answer(library.runs.details(library.place(run)))
+        return answer(library.details(run))
 
     @router.get("/metrics")
     def metrics(run: Text) -> Response:
@@ -168,7 +168,7 @@ def page_routes() -> APIRouter:
 
     def file_answer(name: str) -> Response:
         if name not in known:
-            return Response(orjson.dumps({"detail": f"there is no file {name[:80]!r}"}), 404)
+            return Response(to_json({"detail": f"there is no file {name[:80]!r}"}), 404)
         media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
         return Response(known[name], media_type=media_type, headers={"cache-control": "no-cache"})
 
@@ -205,12 +205,12 @@ def create_app(library: Library, *, token: str | None = None, loopback: bool = T
 
     async def refuse(_: Request, error: Exception) -> Response:
         status = next((code for kind, code in _STATUS.items() if isinstance(error, kind)), 500)
-        return Response(orjson.dumps({"detail": str(error)}), status, media_type="application/json")
+        return Response(to_json({"detail": str(error)}), status, media_type="application/json")
 
     async def refuse_query(_: Request, error: Exception) -> Response:
         problems = error.errors() if isinstance(error, RequestValidationError) else []
         detail = "; ".join(f"{problem['loc'][-1]}: {problem['msg']}" for problem in problems)
-        return Response(orjson.dumps({"detail": detail}), 422, media_type="application/json")
+        return Response(to_json({"detail": detail}), 422, media_type="application/json")
 
     app.add_exception_handler(AgentGymError, refuse)
     app.add_exception_handler(RequestValidationError, refuse_query)

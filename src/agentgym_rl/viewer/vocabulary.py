@@ -31,8 +31,8 @@ class Vocabulary:
             special = {token["id"] for token in tokenizer.get("added_tokens", [])}
             self._texts = {n: text if n in special else f" {text}" for n, text in self._texts.items()}
 
-    def text(self, token: int) -> str:
-        return self._texts.get(token, f"⟨{token}⟩")
+    def text(self, token: Any) -> str:
+        return self._texts.get(token, f"⟨{token}⟩") if isinstance(token, int) else "⟨?⟩"
 
     def texts(self, tokens: list[int]) -> list[str]:
         return [self.text(token) for token in tokens]
