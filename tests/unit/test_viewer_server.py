@@ -101,6 +101,16 @@ def test_a_name_pointed_at_loopback_is_refused(client: httpx.Client, host: str) 
     assert client.get("api/overview", headers={"host": host}).status_code == 421
 
 
+def test_what_is_no_address_is_refused_and_a_head_has_no_body(client: httpx.Client) -> None:
+    assert client.get("api/overview", headers={"host": "[::1"}).status_code == 400
+    refused = client.post("api/play/open", json={"env": "maze", "item": 0}, headers={"origin": "http://[::1"})
+    assert refused.status_code == 400
+    for path in ("", "static/app.js", "api/overview"):
+        answer = client.head(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert client.head("api/nothing").status_code == 404
+
+
 @pytest.mark.parametrize("host", ["localhost", "localhost:1234", "127.0.0.1:99", "[::1]:8", "127.8.9.1", "x.localhost"])
 def test_loopback_names_are_welcome(client: httpx.Client, host: str) -> None:
     assert client.get("api/changes", headers={"host": host}).status_code == 200
@@ -194,6 +204,8 @@ def test_pictures_are_told_apart_by_their_content() -> None:
     assert picture_of(b"\x89PNG...") == Picture("image/png", b"\x89PNG...")
     assert isinstance(picture_of("<svg/>"), Picture)
     assert picture_of("<p>hello</p>") == Picture("text/html", b"<p>hello</p>")
+    searches = picture_of('<section class="a">1</section><section class="b">2</section>')
+    assert searches == Picture("text/html", b'<section class="a">1</section><section id="now" class="b">2</section>')
     assert "bytes" in str(picture_of("x" * (9 << 20)))
 
 
@@ -262,6 +274,23 @@ async def test_the_export_holds_everything_and_nothing_of_this_machine(library: 
     assert sum(len(rows) for rows in data["rows"].values()) == total
     assert told.startswith(f"{total} episodes of 2 runs")
     assert all(set(data["frames"][run]) == {row["key"] for row in rows} for run, rows in data["rows"].items())
+
+
+async def test_an_export_survives_what_cannot_be_written(tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "runs" / "odd")
+    path = tmp_path / "runs" / "odd" / "trajectories" / "maze.jsonl"
+    row = json.loads(path.read_text().splitlines()[0])
+    row["messages"][0]["content"] = "half \ud800 a character"
+    row["infos"][0] = {"deep": json.loads("[" * 400 + "]" * 400), "large": 10**30}
+    path.write_text(json.dumps(row) + "\n")
+    library = library_of(tmp_path / "runs", tmp_path)
+    text, told = await exported_page(library, episodes=10, pictures=False)
+    assert told.startswith("1 episodes of 1 runs")
+    packed = re.search(rb'id="embedded">([^<]*)<', text)
+    assert packed
+    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    assert data["episodes"]["odd"]["maze.0"]["messages"][0]["content"] == "half \ufffd a character"
+    library.close()
 
 
 async def test_a_small_export_takes_whole_groups_from_all_over_the_run(library: Library, tmp_path: Path) -> None:

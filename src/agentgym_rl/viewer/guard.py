@@ -62,18 +62,23 @@ class Guard:
             text = "A token is needed: open the link that the viewer printed, or send Authorization: Bearer TOKEN.\n"
             await _answer(send, 401, text, ("www-authenticate", "Bearer"))
         else:
-            await self._app(scope, receive, _with_headers(send))
+            # What can be read can be asked for without its body; the server below us leaves the body out.
+            asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+            await self._app(asked, receive, _with_headers(send))
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
         host = headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname or ""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+            origin = urlsplit(headers.get("origin", ""))
+        except ValueError:  # such as "[::1"
+            return 400, "The Host or Origin header is no address.\n"
         if self._loopback and not is_loopback(name):
             return 421, f"The viewer answers on loopback names only, not to {name[:80]!r}.\n"
         if scope["method"] not in ("GET", "HEAD", "POST"):
             return 405, "GET, HEAD and POST only.\n"
         if scope["method"] == "POST":
-            origin = headers.get("origin")
-            if origin is not None and urlsplit(origin).netloc != host:
+            if "origin" in headers and origin.netloc != host:
                 return 403, "Requests from other sites are refused.\n"
             if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
                 return 403, "Requests from other sites are refused.\n"

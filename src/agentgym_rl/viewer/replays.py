@@ -42,7 +42,9 @@ def picture_of(drawn: str | bytes) -> Frame:
         return Picture("image/png", data)
     if data.lstrip().startswith((b"<svg", b"<?xml")):
         return Picture("image/svg+xml", data)
-    return Picture("text/html", data)
+    # The last section is what happened last: the page opens there. (Texts are escaped, so this is the drawer's own.)
+    before, tag, after = data.rpartition(b"<section")
+    return Picture("text/html", before + tag + b' id="now"' + after if tag else data)
 
 
 async def draw(session: EnvSession) -> Frame:

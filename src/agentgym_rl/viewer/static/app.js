@@ -67,11 +67,14 @@ function store(name, value) {
   }
 }
 
+function drawNavigation(current) {
+  fill(nav, SECTIONS.filter(([name]) => !(isExport() && name === "play")).map(([name, text]) => h("a", { href: link(name), "aria-current": name === current ? "page" : null }, text)));
+}
+
 async function open() {
   const mine = ++turn;
   const route = readRoute();
-  const current = BELONGS[route.page] ?? route.page;
-  fill(nav, SECTIONS.filter(([name]) => !(isExport() && name === "play")).map(([name, text]) => h("a", { href: link(name), "aria-current": name === current ? "page" : null }, text)));
+  drawNavigation(BELONGS[route.page] ?? route.page);
   main.classList.add("loading");
   let next;
   try {
@@ -87,6 +90,7 @@ async function open() {
   }
   page?.dispose?.();
   page = next;
+  if (page.section) drawNavigation(page.section);
   main.classList.remove("loading");
   fill(main, page.node);
   document.title = `${page.title} · AgentGym-RL`;

@@ -2,10 +2,10 @@
 
 import { get } from "./api.js";
 import { fill, h, select } from "./dom.js";
-import { count, KINDS, number, signed, STOPS } from "./format.js";
+import { count, KINDS, number, signed, STOPS, taskName } from "./format.js";
 import { virtualList } from "./list.js";
 import { link } from "./route.js";
-import { runHead } from "./run.js";
+import { runHead, troubles } from "./run.js";
 
 const ORDERS = [
   ["step", "newest step first"], ["oldest", "oldest step first"], ["reward", "highest reward"], ["worst", "lowest reward"],
@@ -32,9 +32,9 @@ const isPhone = () => matchMedia("(max-width: 720px)").matches;
 /** What episodes and groups pages share: the head, the filters and the list. */
 async function browser(route, current, { path, extra, renderRow, open, what, orders }) {
   const id = route.parts[0];
-  const run = await get("run", { run: id });
   const chosen = Object.fromEntries(route.query);
   const filters = h("div", { class: "filters" });
+  const tools = h("div", { class: "list-tools" });
   const total = h("span", { class: "total", role: "status" });
   const item = h("input", { type: "number", min: 0, placeholder: "item", "aria-label": "item", class: "item", onchange: () => change("item", item.value) });
   item.value = chosen.item ?? "";
@@ -82,10 +82,9 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
       }),
       item,
       extra?.(chosen, change),
-      orders ? select(ORDERS, order ?? "step", (value) => change("order", value), "order") : null,
       Object.keys(chosen).length ? h("button", { type: "button", class: "quiet", onclick: clear }, "Clear") : null,
-      total,
     );
+    fill(tools, total, orders ? select(ORDERS, order ?? "step", (value) => change("order", value), "order") : null);
   }
 
   function clear() {
@@ -96,15 +95,16 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
     return Promise.all([drawFilters(), list.reload()]);
   }
 
-  await Promise.all([drawFilters(), list.reload()]);
+  const [run] = await Promise.all([get("run", { run: id }), drawFilters(), list.reload()]);
   return {
-    node: h("div", { class: "page tall" }, runHead(run, current), filters, list.node),
+    node: h("div", { class: "page tall" }, runHead(run, current), troubles(run), h("div", { class: "filter-bar" }, filters, tools), list.node),
+    section: run.kind === "eval" ? "evals" : "runs",
     title: `${what[1]} · ${id}`,
     focus: list.node,
     dispose: list.dispose,
     async onChange(changes) {
       if (!changes.grown) return;
-      await Promise.all([list.reload(true), filters.contains(document.activeElement) ? null : drawFilters()]);
+      await Promise.all([list.reload(true), filters.parentNode?.contains(document.activeElement) ? null : drawFilters()]);
     },
     keys: [
       ["ArrowDown", "next row", () => list.move(1)],
@@ -132,7 +132,7 @@ function episodeRow(row, id) {
     "a",
     { class: "row", href: link("episode", id, row.key), role: "option", tabindex: -1 },
     outcome(row),
-    h("span", { class: "task" }, `${row.env} / ${row.item}`, h("small", {}, row.subset)),
+    h("span", { class: "task" }, taskName(row), h("small", {}, row.subset)),
     h("span", { class: "when" }, row.kind === "train" ? `step ${row.step}` : `${KINDS[row.kind] ?? row.kind} ${row.step}`),
     h("span", { class: "cell" }, h("b", {}, row.turns), h("small", {}, ` of ${row.horizon} turns`)),
     h("span", { class: "cell reward" }, h("small", {}, "reward "), number(row.reward)),
@@ -159,7 +159,7 @@ function groupRow(row, id) {
   return h(
     "a",
     { class: "row group-row", href: link("group", id, row.key), role: "option", tabindex: -1 },
-    h("span", { class: "task" }, `${row.env} / ${row.item}`, h("small", {}, row.subset)),
+    h("span", { class: "task" }, taskName(row), h("small", {}, row.subset)),
     h("span", { class: "when" }, row.kind === "train" ? `step ${row.step}` : `${KINDS[row.kind] ?? row.kind} ${row.step}`),
     h("span", { class: "members" }, row.members.slice(0, 32).map(([success, reward]) => h("i", { class: success ? "good" : "bad", title: `reward ${reward}` }))),
     h("span", { class: "cell" }, h("b", {}, `${row.successes} / ${row.size}`), h("small", {}, " succeeded")),

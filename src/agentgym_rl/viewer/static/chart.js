@@ -5,6 +5,7 @@ import { number } from "./format.js";
 
 const MARGIN = { top: 18, right: 14, bottom: 24, left: 46 };
 const MAX_POINTS = 600;
+const LETTER = 6.6; // px, at the size of a stage's label: an upper bound for digits and small letters
 
 /** Gaussian mean with a standard deviation of `width` points; cut and renormalised at the ends. Gaps are skipped. */
 export function smooth(values, width) {
@@ -78,7 +79,7 @@ export function sharedCursor() {
 /**
  * lines: [{name, color, points: [[x, y]], raw: [[x, y]] or null, stepped, dashed}]
  * marks: [{name, color, points: [{x, y, low, high, text}]}]
- * stages: [{from, to, label}]
+ * stages: [{from, to, label, short}]
  * options: {format, range: [low, high], height, xLabel, formatX, cursor, label}
  */
 export function chart(options) {
@@ -181,9 +182,15 @@ export function chart(options) {
       s("rect", {
         x: left, y: MARGIN.top, width: right - left, height: height - MARGIN.top - MARGIN.bottom,
         class: i % 2 ? "stage odd" : "stage",
-      }),
-      right - left > 34 ? s("text", { x: left + 2, y: MARGIN.top - 5, class: "stage-label" }, stage.label) : null,
+      }, s("title", {}, stage.label)),
+      labelOf(stage, right - left, left),
     ];
+  }
+
+  /** The widest wording that ends before the next stage begins; on a short one none. */
+  function labelOf(stage, room, left) {
+    const text = [stage.label, stage.short].find((some) => some && some.length * LETTER + 4 <= room);
+    return text ? s("text", { x: left + 2, y: MARGIN.top - 5, class: "stage-label" }, text) : null;
   }
 
   function yAxis(y, width) {

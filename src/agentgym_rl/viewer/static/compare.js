@@ -2,8 +2,8 @@
 
 import { get } from "./api.js";
 import { fill, h, select } from "./dom.js";
-import { badges, block } from "./episode.js";
-import { KINDS, number, STOPS } from "./format.js";
+import { badges, block, sectionOf } from "./episode.js";
+import { isolated, KINDS, number, STOPS, taskName } from "./format.js";
 import { pictureBox } from "./picture.js";
 import { link } from "./route.js";
 import { turnsOf } from "./turns.js";
@@ -30,15 +30,16 @@ export async function comparePage(route) {
   const boxes = [];
   const withPictures = route.query.get("pictures") !== "no";
 
-  const chooser = (current, side) =>
+  // Not what stands on the other side already; two that read the same are told apart by where they are kept.
+  const chooser = (current, side, other) =>
     select(
-      same.map((row) => [nameOf(row), `${row.run} · ${KINDS[row.kind] ?? row.kind} ${row.step} · ${row.success ? "success" : "no success"} · reward ${number(row.reward)} · ${row.turns} turns`]),
+      labelled(same.filter((row) => nameOf(row) !== nameOf(other))),
       nameOf(current),
       (value) => (location.hash = link("compare", { a: nameOf(a), b: wanted && nameOf(wanted), ...Object.fromEntries(route.query), [side]: value })),
       side === "a" ? "Left episode" : "Right episode",
     );
 
-  const head = h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link("runs") }, "Runs"), " / "), h("h1", {}, `Compare ${first.env} / ${first.item}`), pictureToggle());
+  const head = h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link(sectionOf(first)[0]) }, sectionOf(first)[1]), " / "), h("h1", {}, `Compare ${taskName(first)}`), pictureToggle());
 
   function pictureToggle() {
     const box = h("input", { type: "checkbox", checked: withPictures, onchange: () => (location.hash = link("compare", { ...Object.fromEntries(route.query), pictures: box.checked ? "" : "no" })) });
@@ -49,12 +50,12 @@ export async function comparePage(route) {
     fill(node, head, h("p", { class: "message info" }, "This is the only episode of this item. Items are played again at every evaluation, so a run with several of them can be compared with itself."));
     return { node, title: "Compare", keys: [] };
   }
-  const sides = [first, second].map((episode) => ({ episode, ...turnsOf(episode) }));
+  const sides = [first, second].map((episode, i) => ({ episode, letter: "AB"[i], ...turnsOf(episode) }));
   const longest = Math.max(...sides.map((side) => side.turns.length));
   const split = firstDifference(sides);
 
   const rows = Array.from({ length: longest + 1 }, (_, k) => [
-    k === split ? h("div", { class: "split", role: "separator" }, k === 0 ? "they differ from the first action on" : `the first ${k === 1 ? "action is" : `${k} actions are`} the same; here they part`) : null,
+    k === split ? h("div", { class: "split", role: "separator" }, splitNote(k, sides)) : null,
     h("div", { class: "pair" }, h("span", { class: "pair-number" }, k < longest ? `Turn ${k + 1}` : "End"), sides.map((side) => cellOf(side, k))),
   ]);
 
@@ -66,20 +67,21 @@ export async function comparePage(route) {
       boxes.push(picture);
       whenSeen(picture.node, () => picture.show("frame", { run: side.episode.run, key: side.episode.key, turn: k }));
     }
-    if (!turn) return h("div", { class: "side card" }, picture?.node, block("Last observation", side.ending || "(none was recorded)", "observation"), h("p", { class: "paid" }, `${STOPS[side.episode.stop] ?? side.episode.stop}, reward ${number(side.episode.reward)}`));
+    if (!turn) return h("div", { class: "side card" }, picture?.node, block("Last observation", side.ending || "(none was recorded)", "observation"), h("p", { class: "paid" }, `${side.letter}: ${STOPS[side.episode.stop] ?? side.episode.stop}, reward ${number(side.episode.reward)}`));
     return h("div", { class: "side card" }, picture?.node, h("details", { class: "block observation" }, h("summary", {}, "Observation"), h("pre", {}, turn.observation)), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), turn.reward || turn.info.valid === false ? h("p", { class: "paid" }, turn.reward ? `reward ${number(turn.reward)}` : null, turn.info.valid === false ? h("span", { class: "invalid" }, "invalid action") : null) : null);
   }
 
   fill(
     node,
     head,
-    h("div", { class: "pair heads" }, h("span", { class: "pair-number" }), [[a, "a", first], [wanted, "b", second]].map(([current, side, episode]) => h("div", { class: "side" }, chooser(current, side), h("a", { class: "run-name", href: link("episode", episode.run, episode.key) }, episode.run), badges(episode)))),
+    h("div", { class: "pair heads" }, h("span", { class: "pair-number" }), [[a, "a", first, wanted], [wanted, "b", second, a]].map(([current, side, episode, other]) => h("div", { class: "side" }, chooser(current, side, other), h("a", { class: "run-name", href: link("episode", episode.run, episode.key) }, h("span", { class: "letter" }, side.toUpperCase()), episode.run), badges(episode)))),
     rows,
   );
   return {
     node,
-    title: `Compare ${first.env} / ${first.item}`,
+    title: `Compare ${taskName(first)}`,
     dispose: () => boxes.forEach((box) => box.dispose()),
+    section: "compare",
     keys: [["s", "swap the sides", () => (location.hash = link("compare", { ...Object.fromEntries(route.query), a: nameOf(wanted), b: nameOf(a) }))]],
   };
 }
@@ -88,6 +90,20 @@ export async function comparePage(route) {
 function suggestion(a, first, others) {
   const rank = (row) => 4 * (row.kind === first.kind) + 2 * (row.step !== first.step || row.run !== a.run) + (row.success !== first.success);
   return others.toSorted((x, y) => rank(y) - rank(x))[0] ?? null;
+}
+
+function labelled(rows) {
+  const text = (row) => `${isolated(row.run)} · ${KINDS[row.kind] ?? row.kind} ${row.step} · ${row.success ? "success" : "no success"} · reward ${number(row.reward)} · ${row.turns} turns`;
+  const seen = new Map();
+  for (const row of rows) seen.set(text(row), (seen.get(text(row)) ?? 0) + 1);
+  return rows.map((row) => [nameOf(row), seen.get(text(row)) > 1 ? `${text(row)} · ${row.key}` : text(row)]);
+}
+
+function splitNote(k, sides) {
+  const over = sides.find((side) => side.turns.length === k);
+  if (over) return `all ${k} actions of ${over.letter} are the same; ${over.letter === "A" ? "B" : "A"} goes on`;
+  if (k === 0) return "A and B differ from the first action on";
+  return `the first ${k === 1 ? "action is" : `${k} actions are`} the same; here A and B part`;
 }
 
 function firstDifference([left, right]) {

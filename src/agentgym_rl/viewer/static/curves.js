@@ -31,7 +31,7 @@ export function stagesOf(metrics) {
     const turns = metrics.series[name][i];
     if (turns === null) return;
     if (stages.length && stages.at(-1).turns === turns) stages.at(-1).to = step + 0.5;
-    else stages.push({ from: step - 0.5, to: step + 0.5, turns, label: `${turns} turns` });
+    else stages.push({ from: step - 0.5, to: step + 0.5, turns, label: `${turns} turns`, short: `${turns}` });
   });
   return stages.length > 1 ? stages : [];
 }

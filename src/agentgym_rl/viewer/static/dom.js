@@ -1,5 +1,7 @@
 // Elements from data. Text is always text: nothing here, or anywhere in this page, parses markup from a string.
 
+import { isolated } from "./format.js";
+
 const SVG = "http://www.w3.org/2000/svg";
 
 function build(element, attributes, children) {
@@ -25,7 +27,7 @@ function build(element, attributes, children) {
 function append(element, children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
-    element.append(child instanceof Node ? child : document.createTextNode(String(child)));
+    element.append(child instanceof Node ? child : document.createTextNode(isolated(String(child))));
   }
 }
 
@@ -37,6 +39,15 @@ export function h(tag, attributes, ...children) {
 /** An SVG element. */
 export function s(tag, attributes, ...children) {
   return build(document.createElementNS(SVG, tag), attributes, children);
+}
+
+/** What `make` gives; where a damaged file makes it fail, a word about that in its place. */
+export function guarded(what, make) {
+  try {
+    return make();
+  } catch (error) {
+    return message("warning", `${what} cannot be shown: ${error.message}`);
+  }
 }
 
 /** Replace what is in `element`. */

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { fill, h, s, segmented, select } from "./dom.js";
-import { count, KINDS, number, signed, STOPS } from "./format.js";
+import { count, KINDS, number, signed, STOPS, taskName } from "./format.js";
 import { pictureBox } from "./picture.js";
 import { link } from "./route.js";
 import { tokenView } from "./tokens.js";
@@ -17,6 +17,11 @@ const ICONS = {
 
 function icon(name) {
   return s("svg", { class: "glyph", width: 14, height: 14, viewBox: "0 0 14 14", "aria-hidden": "true" }, s("path", { d: ICONS[name] }));
+}
+
+/** Where an episode belongs: [page, name]. */
+export function sectionOf(episode) {
+  return episode.run_kind === "eval" ? ["evals", "Evaluations"] : ["runs", "Runs"];
 }
 
 export function badges(episode) {
@@ -89,7 +94,8 @@ export async function episodePage(route) {
   show(view);
   return {
     node: h("div", { class: "page" }, head(episode, run, key, before, after), h("div", { class: "view-tabs" }, tabs), stage),
-    title: `${episode.env} / ${episode.item}`,
+    title: taskName(episode),
+    section: sectionOf(episode)[0],
     dispose: replay.dispose,
     keys: [
       ["ArrowRight", "next turn", () => view === "replay" && go(turn + 1)],
@@ -113,8 +119,8 @@ function head(episode, run, key, before, after) {
   return h(
     "header",
     { class: "page-head episode-head" },
-    h("p", { class: "crumbs" }, h("a", { href: link("runs") }, "Runs"), " / ", h("a", { href: link("episodes", run) }, run), " / "),
-    h("h1", {}, `${episode.env} / ${episode.item}`),
+    h("p", { class: "crumbs" }, h("a", { href: link(sectionOf(episode)[0]) }, sectionOf(episode)[1]), " / ", h("a", { href: link("episodes", run) }, run), " / "),
+    h("h1", {}, taskName(episode)),
     h("div", { class: "actions" }, step(before, "←", "episode before"), step(after, "→", "next episode"), episode.group.length > 1 ? h("a", { class: "button quiet", href: link("group", run, key) }, `Group of ${episode.group.length}`) : null, h("a", { class: "button quiet", href: link("compare", { a: `${run}|${key}` }) }, "Compare")),
     badges(episode),
     episode.error ? h("p", { class: "message error" }, episode.error) : null,

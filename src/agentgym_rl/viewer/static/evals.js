@@ -1,103 +1,241 @@
-// Evaluations: who solved what, how surely, at what cost, and how success grows with the turns allowed.
+// Evaluations: all of them in one table, one in full, and success against the turns allowed.
 
 import { get } from "./api.js";
 import { chart } from "./chart.js";
 import { COLORS } from "./curves.js";
-import { h, message } from "./dom.js";
-import { number, percent } from "./format.js";
+import { fill, guarded, h, message } from "./dom.js";
+import { cost, isolated, number, percent } from "./format.js";
 import { link } from "./route.js";
-import { bar, runHead } from "./run.js";
+import { bar, runHead, troubles } from "./run.js";
 
-const lastOf = (evaluation) => evaluation.results?.at?.(-1) ?? null;
-const agentOf = (evaluation) => String(evaluation.config?.agent?.name ?? evaluation.agent ?? "agent");
+const OWN = "†"; // as in the report that agentgym-rl eval writes
+const PARTLY = "*";
 
-function rate(cell) {
+const lastOf = (evaluation) => evaluation.results.at(-1) ?? null;
+const agentOf = (evaluation) => evaluation.config.agent.name || "agent";
+const marked = (name, mark) => (mark ? `${isolated(name)} ${mark}` : name);
+
+/** The plans of a scenario: what was to be played, on which items, and why not. */
+const plansOf = (evaluation, scenario) => evaluation.config.tasks.filter((plan) => plan.scenario === scenario);
+const isOwn = (plans) => plans.some((plan) => plan.own_data && plan.items);
+const isPartly = (plans) => plans.some((plan) => plan.items) && plans.some((plan) => plan.missing);
+
+/**
+ * Scenario -> column. An evaluation of a whole environment calls its scenario by the environment's name, one of a suite
+ * by the suite's: on the same kind of data they are one column.
+ */
+export function columnNames(evaluations) {
+  const kind = (plan) => JSON.stringify([plan.env, plan.own_data]);
+  const plans = evaluations.flatMap((evaluation) => evaluation.config.tasks);
+  const named = new Map(plans.filter((plan) => plan.scenario !== plan.env).map((plan) => [kind(plan), plan.scenario]));
+  const found = (evaluation, scenario) => plansOf(evaluation, scenario).find((plan) => plan.env === scenario);
+  return (evaluation, scenario) => {
+    const plan = found(evaluation, scenario);
+    return (plan && named.get(kind(plan))) ?? scenario;
+  };
+}
+
+/** [{name, own, cells: Map(evaluation -> {cell, partly, plans})}], those with a result only. */
+function columnsOf(evaluations) {
+  const nameOf = columnNames(evaluations);
+  const columns = new Map();
+  for (const evaluation of evaluations) {
+    for (const [scenario, cell] of Object.entries(lastOf(evaluation)?.scenarios ?? {})) {
+      if (!cell?.success) continue;
+      const [name, plans] = [nameOf(evaluation, scenario), plansOf(evaluation, scenario)];
+      if (!columns.has(name)) columns.set(name, { name, own: false, cells: new Map() });
+      columns.get(name).own ||= isOwn(plans);
+      columns.get(name).cells.set(evaluation, { cell, plans, partly: isPartly(plans) });
+    }
+  }
+  return [...columns.values()];
+}
+
+const hasInterval = (rate) => rate.low !== undefined && rate.high !== undefined;
+const interval = (rate) => (hasInterval(rate) ? `${(100 * rate.low).toFixed(0)}–${(100 * rate.high).toFixed(0)}` : "");
+
+function rate(cell, mark = "", note = "") {
   const success = cell?.success;
   if (!success) return h("td", { class: "rate none" }, "–");
-  const interval = success.low === undefined ? "" : `${Math.round(100 * success.low)}–${Math.round(100 * success.high)}`;
-  return h("td", { class: "rate" }, h("b", {}, (100 * success.value).toFixed(1)), h("small", {}, interval), bar(success.value));
+  return h("td", { class: "rate" }, h("b", {}, marked((100 * success.value).toFixed(1), mark)), h("small", {}, interval(success)), note ? h("small", { class: "note" }, note) : null, bar(success.value));
 }
 
 function table(headings, rows) {
   return h("div", { class: "table-scroll" }, h("table", { class: "numbers" }, h("thead", {}, h("tr", {}, headings.map((text) => h("th", {}, text)))), h("tbody", {}, rows)));
 }
 
+/** One line an evaluation: success in every scenario, and the mean over them. */
+function summary(found) {
+  const columns = columnsOf(found.map(({ evaluation }) => evaluation));
+  const overalls = found.map(({ evaluation }) => lastOf(evaluation)?.overall).filter(Boolean);
+  const alike = new Set(overalls.map((overall) => JSON.stringify(overall.scenarios.toSorted()))).size <= 1;
+  const rows = found.map(({ place, evaluation }) => {
+    const overall = lastOf(evaluation)?.overall;
+    // Means over different scenarios cannot be read down the column: each says what it is of.
+    const over = overall && !alike ? `of ${overall.scenarios.length} scenarios` : "";
+    return h(
+      "tr",
+      {},
+      h("th", { scope: "row" }, h("a", { href: link("eval", place.id) }, agentOf(evaluation)), h("small", {}, place.id), place.problems?.length ? h("small", { class: "invalid" }, "damaged: open it") : null),
+      columns.map((column) => {
+        const own = column.cells.get(evaluation);
+        return rate(own?.cell, own?.partly ? PARTLY : "");
+      }),
+      overalls.length ? rate(overall, overall?.own_data ? OWN : "", over) : null,
+      h("td", {}, h("a", { href: link("episodes", place.id) }, number(place.episodes))),
+    );
+  });
+  const headings = ["Agent", ...columns.map((column) => marked(column.name, column.own ? OWN : "")), ...(overalls.length ? ["Mean"] : []), "Episodes"];
+  return h("section", { class: "card" }, table(headings, rows), notes([...differences(columns), ...markNotes(columns)]));
+}
+
+function notes(lines) {
+  return lines.length ? h("ul", { class: "notes" }, lines.map((line) => h("li", {}, line))) : null;
+}
+
+function markNotes(columns) {
+  const own = columns.some((column) => column.own);
+  const partly = columns.some((column) => [...column.cells.values()].some((some) => some.partly));
+  return [
+    own ? `${OWN} our own data, which stand in for the benchmark's: not comparable with published results.` : null,
+    partly ? `${PARTLY} over the tasks that were played, not over the whole scenario.` : null,
+  ].filter(Boolean);
+}
+
+/** Columns whose rows were not played on the same items with the same turns. */
+function differences(columns) {
+  const differ = (cells, of) => new Set(cells.map(({ plans }) => JSON.stringify(plans.filter((plan) => plan.items).map(of).toSorted()))).size > 1;
+  return columns.map((column) => {
+    const cells = [...column.cells.values()];
+    const kinds = [differ(cells, (plan) => plan.which_items) ? "items" : null, differ(cells, (plan) => plan.max_turns) ? "turns" : null].filter(Boolean);
+    return kinds.length ? `${isolated(column.name)}: the rows differ in ${kinds.join(" and ")}; agentgym-rl compare pairs what they share.` : null;
+  }).filter(Boolean);
+}
+
+/** Fills `node` with what `make` says, now and after every change; sideways scrolling stays where it is. */
+function livePage(node, make) {
+  let parts = null;
+  async function draw() {
+    const next = await make();
+    const scrolled = [...node.querySelectorAll(".table-scroll")].map((some) => some.scrollLeft);
+    parts?.scaling?.dispose();
+    parts = next;
+    fill(node, next.content);
+    [...node.querySelectorAll(".table-scroll")].forEach((some, i) => (some.scrollLeft = scrolled[i] ?? 0));
+  }
+  return { draw, dispose: () => parts?.scaling?.dispose() };
+}
+
 /** All evaluations in one table, one line each. */
 export async function evalsPage() {
-  const overview = await get("overview");
-  const places = overview.runs.filter((run) => run.kind === "eval");
-  const found = await Promise.all(places.map(async (place) => ({ place, evaluation: await get("eval", { run: place.id }) })));
-  const done = found.filter(({ evaluation }) => lastOf(evaluation));
-  const scenarios = [...new Set(done.flatMap(({ evaluation }) => Object.keys(lastOf(evaluation).scenarios ?? {})))];
-  const node = h("div", { class: "page" }, h("header", { class: "page-head" }, h("h1", {}, "Evaluations"), h("p", {}, "Success in percent, with 95% intervals.")));
-  if (!found.length) {
-    node.append(message("info", "No evaluations here yet. agentgym-rl eval writes them; give its folder to agentgym-rl view."));
-    return { node, title: "Evaluations", keys: [] };
-  }
-  node.append(
-    h("section", { class: "card" }, table(["Agent", ...scenarios, "Mean", "Episodes"], found.map(({ place, evaluation }) => {
-      const last = lastOf(evaluation);
-      return h("tr", {}, h("th", { scope: "row" }, h("a", { href: link("eval", place.id) }, agentOf(evaluation)), h("small", {}, place.id)), scenarios.map((name) => rate(last?.scenarios?.[name])), rate(last?.overall), h("td", {}, h("a", { href: link("episodes", place.id) }, number(place.episodes))));
-    }))),
-  );
-  const scaling = scalingChart(done);
-  if (scaling) node.append(scaling.node);
-  return { node, title: "Evaluations", dispose: scaling?.dispose, keys: [] };
+  const node = h("div", { class: "page" });
+  const live = livePage(node, async () => {
+    const overview = await get("overview");
+    const places = overview.runs.filter((run) => run.kind === "eval");
+    const found = await Promise.all(places.map(async (place) => ({ place, evaluation: await get("eval", { run: place.id }) })));
+    const head = h("header", { class: "page-head" }, h("h1", {}, "Evaluations"), h("p", {}, "Success in percent, with 95% intervals."));
+    if (!found.length) return { content: [head, message("info", "No evaluations here yet. agentgym-rl eval writes them; give its folder to agentgym-rl view.")] };
+    const scaling = scalingChart(found);
+    return { content: [head, summary(found), scaling?.node], scaling };
+  });
+  await live.draw();
+  return { node, title: "Evaluations", dispose: live.dispose, keys: [], onChange: (changes) => (changes.runs.size || changes.grown ? live.draw() : null) };
 }
 
 /** One evaluation in full. */
 export async function evalPage(route) {
   const id = route.parts[0];
-  const [run, evaluation] = await Promise.all([get("run", { run: id }), get("eval", { run: id })]);
+  const node = h("div", { class: "page" });
+  const live = livePage(node, async () => {
+    const [run, evaluation] = await Promise.all([get("run", { run: id }), get("eval", { run: id })]);
+    const last = lastOf(evaluation);
+    const top = [runHead(run, "eval"), troubles(run), factsOf(run, evaluation)];
+    if (!last) return { content: [...top, message("info", "No results yet: they are written as episodes end. What was played so far is under Episodes.")] };
+    const scaling = scalingChart([{ place: run, evaluation }]);
+    const scenarios = Object.keys(last.scenarios);
+    return {
+      scaling,
+      content: [
+        ...top,
+        scenarios.length > 1 ? summary([{ place: run, evaluation }]) : null,
+        scaling?.node,
+        scenarios.map((scenario) => guarded(scenario, () => scenarioTable(id, scenario, last, evaluation))),
+        h("p", { class: "hint" }, "Intervals: Wilson for rates, bootstrap over items for rewards, MOVER for the mean. Episodes that failed are left out of rates. docs/evaluation.md defines every number."),
+      ],
+    };
+  });
+  await live.draw();
+  return {
+    node, title: id, dispose: live.dispose,
+    onChange: (changes) => (changes.runs.has(id) || changes.grown ? live.draw() : null),
+    keys: [["e", "episodes", () => (location.hash = link("episodes", id))]],
+  };
+}
+
+function factsOf(run, evaluation) {
   const last = lastOf(evaluation);
-  const node = h("div", { class: "page" }, runHead(run, "eval"));
-  const facts = [["Agent", agentOf(evaluation)], ["Success", percent(run.success)], ["Episodes", number(run.episodes)], ["Errors", number(last?.total?.errors)], ["Cost", last?.total?.cost_usd ? `$${number(last.total.cost_usd)}` : "–"]];
-  node.append(h("div", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value)))));
-  if (!last) {
-    node.append(message("info", "No results yet: they are written as episodes end. What was played so far is under Episodes."));
-    return { node, title: id, keys: [] };
-  }
-  const scaling = scalingChart([{ place: run, evaluation }]);
-  if (scaling) node.append(scaling.node);
-  for (const scenario of Object.keys(last.scenarios)) node.append(scenarioTable(id, scenario, last, evaluation));
-  node.append(h("p", { class: "hint" }, "Intervals: Wilson for rates, bootstrap over items for rewards. Episodes that failed are left out of rates. docs/evaluation.md defines every number."));
-  return { node, title: id, dispose: scaling?.dispose, keys: [["e", "episodes", () => (location.hash = link("episodes", id))]] };
+  const cells = Object.values(last?.scenarios ?? {}).filter(Boolean);
+  const cell = last?.overall ?? (cells.length === 1 ? cells[0] : null);
+  const success = cell?.success;
+  const total = last?.total ?? {};
+  const facts = [
+    ["Agent", agentOf(evaluation)],
+    [last?.overall ? `Mean of ${last.overall.scenarios.length} scenarios` : "Success", success ? `${(100 * success.value).toFixed(1)}%${hasInterval(success) ? ` (${interval(success)})` : ""}` : "–"],
+    ["Episodes", number(run.episodes)],
+    ["Errors", number(total.errors)],
+    total.unplayed ? ["Not played yet", number(total.unplayed)] : null,
+    ["Cost", cost(total)],
+  ].filter(Boolean);
+  return h("div", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
 
 function scenarioTable(id, scenario, result, evaluation) {
-  const plans = (evaluation.config?.tasks ?? []).filter((plan) => plan.scenario === scenario);
-  const tasks = Object.entries(result.tasks ?? {}).filter(([key]) => key.startsWith(`${scenario}/`));
+  const plans = plansOf(evaluation, scenario);
+  const tasks = Object.entries(result.tasks).filter(([key]) => key.startsWith(`${scenario}/`));
   const rows = tasks.map(([key, cell]) => [key.slice(scenario.length + 1), cell, plans.find((plan) => `${plan.scenario}/${plan.name}` === key)]);
   if (rows.length > 1) rows.push(["overall", result.scenarios[scenario], null]);
   const cells = rows.map(([, cell]) => cell).filter(Boolean);
+  const has = (name) => cells.some((cell) => cell[name] !== null && cell[name] !== undefined);
   const several = [...new Set(cells.flatMap((cell) => Object.keys(cell).filter((name) => /^(avg|pass)@/.test(name))))];
-  const tokens = cells.some((cell) => cell.sampled_tokens !== null && cell.sampled_tokens !== undefined);
-  const cost = cells.some((cell) => cell.cost_usd !== null && cell.cost_usd !== undefined);
-  const headings = [scenario, "Success", ...several, "Reward", "Turns", ...(tokens ? ["Sampled tokens"] : []), ...(cost ? ["Cost"] : []), "Items", "Episodes", "Errors"];
-  return h(
-    "section",
-    { class: "card" },
-    table(headings, rows.map(([name, cell, plan]) => {
-      const filter = plan ? { env: plan.env, subset: plan.subset ?? "" } : {};
-      const head = h("th", { scope: "row" }, plan ? h("a", { href: link("episodes", id, filter) }, name) : name);
-      if (!cell) return h("tr", {}, head, h("td", { colspan: headings.length - 1, class: "none" }, plan?.missing || "not played"));
-      const plain = (value) => h("td", {}, number(value));
-      return h("tr", { class: plan ? null : "total" }, head, rate(cell), several.map((some) => rate({ success: cell[some] })), h("td", {}, number(cell.reward?.value)), plain(cell.turns), tokens ? plain(cell.sampled_tokens) : null, cost ? h("td", {}, cell.cost_usd === null ? "–" : `$${number(cell.cost_usd)}`) : null, plain(cell.items), plain(cell.episodes), plain(cell.errors));
-    })),
-  );
+  const plain = (name) => (cell) => h("td", {}, number(cell[name]));
+  const columns = [
+    ["Success", (cell, plan) => rate(cell, !plan && isPartly(plans) ? PARTLY : "")],
+    ...several.map((name) => [name, (cell) => rate({ success: cell[name] })]),
+    ["Reward", (cell) => h("td", {}, number(cell.reward?.value), cell.reward && hasInterval(cell.reward) ? h("small", {}, ` ${number(cell.reward.low, 2)} to ${number(cell.reward.high, 2)}`) : null)],
+    ["Turns", plain("turns")],
+    ["Truncated", (cell) => h("td", {}, percent(cell.truncated))],
+    has("prompt_tokens") ? ["Prompt tokens", plain("prompt_tokens")] : null,
+    has("sampled_tokens") ? ["Sampled tokens", plain("sampled_tokens")] : null,
+    has("cost_usd") || cells.some((cell) => cell.unreported) ? ["Cost", (cell) => h("td", {}, cost(cell))] : null,
+    ["Items", plain("items")],
+    ["Episodes", plain("episodes")],
+    ["Errors", plain("errors")],
+    cells.some((cell) => cell.errors) ? ["With errors as failures", (cell) => h("td", {}, percent(cell.success_errors_as_failures))] : null,
+    cells.some((cell) => cell.unplayed) ? ["Not played yet", plain("unplayed")] : null,
+  ].filter(Boolean);
+  const line = ([name, cell, plan]) => {
+    const head = h("th", { scope: "row" }, plan ? h("a", { href: link("episodes", id, { env: plan.env, subset: plan.subset ?? "" }) }, name) : name);
+    if (!cell) return h("tr", {}, head, h("td", { colspan: columns.length, class: "none" }, plan?.missing || "not played"));
+    return h("tr", { class: plan ? null : "total" }, head, columns.map(([, draw]) => draw(cell, plan)));
+  };
+  const data = [...new Set(plans.filter((plan) => plan.items && plan.data).map((plan) => `Played on ${plan.data}.`))];
+  const marks = markNotes([{ own: isOwn(plans), cells: new Map([[evaluation, { partly: isPartly(plans) }]]) }]);
+  return h("section", { class: "card" }, table([marked(scenario, isOwn(plans) ? OWN : ""), ...columns.map(([name]) => name)], rows.map(line)), notes([...data, ...marks]));
 }
 
 function scalingChart(found) {
   const lines = [];
   const marks = [];
+  const nameOf = columnNames(found.map(({ evaluation }) => evaluation));
   for (const { evaluation } of found) {
-    const results = (evaluation.results ?? []).filter((result) => result.max_turns);
+    const results = evaluation.results.filter((result) => result.max_turns);
     if (results.length < 2) continue;
-    const names = Object.keys(results[0].scenarios ?? {});
-    for (const scenario of names) {
-      const color = COLORS[lines.length % COLORS.length];
+    for (const scenario of Object.keys(results[0].scenarios)) {
       const rows = results.map((result) => [result.max_turns, result.scenarios[scenario]?.success]).filter(([, success]) => success);
-      const name = found.length > 1 ? `${agentOf(evaluation)} · ${scenario}` : scenario;
+      if (!rows.length) continue;
+      const color = COLORS[lines.length % COLORS.length];
+      const own = marked(nameOf(evaluation, scenario), isOwn(plansOf(evaluation, scenario)) ? OWN : "");
+      const name = found.length > 1 ? `${isolated(agentOf(evaluation))} · ${own}` : own;
       lines.push({ name, color, points: rows.map(([turns, success]) => [turns, success.value]) });
       marks.push({ name: `${name} 95%`, color, points: rows.map(([turns, success]) => ({ x: turns, y: success.value, low: success.low, high: success.high, text: `${percent(success.low)} to ${percent(success.high)}` })) });
     }

@@ -2,6 +2,7 @@
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return String(value); // a damaged file: shown as it is
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1e6) return `${trim((value / 1e6).toPrecision(3))}M`;
@@ -15,9 +16,36 @@ function trim(text) {
 }
 
 export function percent(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number" || Number.isNaN(value)) return "–";
   return `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
 }
+
+/** What an API cost. Without prices it is not known; where answers came without usage it is a lower bound, or not known. */
+export function cost({ cost_usd: dollars, unreported }) {
+  if (unreported && !dollars) return "unknown";
+  if (dollars === null || dollars === undefined) return "–";
+  const least = unreported ? "≥ " : "";
+  if (dollars > 0 && dollars < 1e-4) return least ? `${least}$0` : "<$0.0001";
+  return `${least}$${dollars.toLocaleString("en", dollars >= 0.1 ? { minimumFractionDigits: 2, maximumFractionDigits: 2 } : { maximumFractionDigits: 4 })}`;
+}
+
+const DIRECTIONS = /[\u202a-\u202e\u2066-\u2069]/;
+
+/** Text of others whose marks of direction end with it: an override in a name does not turn what stands around it. */
+export function isolated(text) {
+  if (!DIRECTIONS.test(text)) return text;
+  let open = 0;
+  let inside = "";
+  for (const letter of text) {
+    if (letter === "\u2069" && open === 0) continue; // closes nothing of its own
+    if (letter === "\u2069") open--;
+    if (letter >= "\u2066" && letter <= "\u2068") open++;
+    inside += letter;
+  }
+  return `\u2068${inside}${"\u2069".repeat(open + 1)}`;
+}
+
+export const taskName = (row) => `${isolated(String(row.env))} / ${row.item}`;
 
 export function signed(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";

@@ -2,8 +2,9 @@
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
-import { number, signed, STOPS } from "./format.js";
+import { number, signed, STOPS, taskName } from "./format.js";
 import { outcome } from "./browse.js";
+import { sectionOf } from "./episode.js";
 import { link } from "./route.js";
 import { turnsOf } from "./turns.js";
 
@@ -51,11 +52,12 @@ export async function groupPage(route) {
     node: h(
       "div",
       { class: "page" },
-      h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link("runs") }, "Runs"), " / ", h("a", { href: link("groups", run) }, run), " / "), h("h1", {}, `Group ${first.env} / ${first.item}`), h("div", { class: "badges" }, [`step ${first.step}`, `${members.filter((member) => member.success).length} of ${members.length} succeeded`, `mean reward ${number(mean)}`, recorded ? null : "advantages not recorded", first.group.length > MOST ? `the first ${MOST} of ${first.group.length}` : null].filter(Boolean).map((fact) => h("span", { class: "badge" }, fact)))),
+      h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link(sectionOf(first)[0]) }, sectionOf(first)[1]), " / ", h("a", { href: link("groups", run) }, run), " / "), h("h1", {}, `Group ${taskName(first)}`), h("div", { class: "badges" }, [`step ${first.step}`, `${members.filter((member) => member.success).length} of ${members.length} succeeded`, `mean reward ${number(mean)}`, recorded ? null : "advantages not recorded", first.group.length > MOST ? `the first ${MOST} of ${first.group.length}` : null].filter(Boolean).map((fact) => h("span", { class: "badge" }, fact)))),
       h("details", { class: "block observation", open: true }, h("summary", {}, "What all of them saw first"), h("pre", {}, seen)),
       h("div", { class: "side-by-side card" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Turn"), heads)), h("tbody", {}, rows))),
     ),
-    title: `Group ${first.env} / ${first.item}`,
+    title: `Group ${taskName(first)}`,
+    section: sectionOf(first)[0],
     keys: [["Enter", "open the episode", () => (location.hash = link("episode", run, key))]],
   };
 }

@@ -3,8 +3,8 @@
 import { get, isExport } from "./api.js";
 import { sparkline } from "./chart.js";
 import { COLORS, curvesPanel } from "./curves.js";
-import { fill, h, message } from "./dom.js";
-import { ago, count, number, percent } from "./format.js";
+import { fill, guarded, h, message } from "./dom.js";
+import { ago, count, isolated, number, percent } from "./format.js";
 import { link } from "./route.js";
 
 const CHOSEN_AT_FIRST = 3;
@@ -25,6 +25,17 @@ function progressOf(status) {
   );
 }
 
+/** What is wrong with a run's files. */
+export function problemsOf(run) {
+  const lines = run.broken ? [`${count(run.broken, "line")} of its trajectory files could not be read and ${run.broken === 1 ? "is" : "are"} left out.`] : [];
+  return [...(run.problems ?? []), ...lines];
+}
+
+function problemOf(run) {
+  const [first, ...rest] = problemsOf(run);
+  return first ? h("small", { class: "invalid" }, rest.length ? `${first} (and ${rest.length} more)` : first) : null;
+}
+
 export async function homePage(route) {
   const list = h("div", { class: "runs" });
   const evals = h("div", {});
@@ -39,9 +50,9 @@ export async function homePage(route) {
     const overview = await get("overview");
     known = overview.runs.filter((run) => run.kind === "run");
     chosen ??= known.slice(0, CHOSEN_AT_FIRST).map((run) => run.id);
-    fill(list, known.length ? [heading(overview), h("ul", { class: "run-list card" }, known.map(runRow))] : nothing(overview));
+    fill(list, known.length ? [heading(overview), h("ul", { class: "run-list card" }, known.map((run) => guarded(run.id, () => runRow(run))))] : nothing(overview));
     const finished = overview.runs.filter((run) => run.kind === "eval");
-    fill(evals, finished.length ? [h("h2", {}, "Evaluations"), h("ul", { class: "run-list card" }, finished.map(evalRow))] : null);
+    fill(evals, finished.length ? [h("h2", {}, "Evaluations"), h("ul", { class: "run-list card" }, finished.map((run) => guarded(run.id, () => evalRow(run))))] : null);
     curves.node.hidden = !known.length;
   }
 
@@ -66,7 +77,7 @@ export async function homePage(route) {
       "li",
       { class: "run-row" },
       box,
-      h("a", { href: link("run", run.id), class: "run-name" }, run.id, h("small", {}, run.environments.join(", "))),
+      h("a", { href: link("run", run.id), class: "run-name" }, run.id, h("small", {}, run.environments.map(isolated).join(", ")), problemOf(run)),
       stateBadge(run.status),
       h("span", { class: "run-progress" }, progressOf(run.status)),
       h("span", { class: "run-spark" }, sparkline(run.spark ?? [], colorOf(run))),
@@ -81,7 +92,7 @@ export async function homePage(route) {
     return h(
       "li",
       { class: "run-row eval-row" },
-      h("a", { href: link("eval", run.id), class: "run-name" }, run.id, h("small", {}, run.agent || run.environments.join(", "))),
+      h("a", { href: link("eval", run.id), class: "run-name" }, run.id, h("small", {}, run.agent || run.environments.join(", ")), problemOf(run)),
       h("span", { class: "run-success" }, typeof run.success === "number" ? percent(run.success) : ""),
       h("a", { href: link("episodes", run.id), class: "run-count" }, count(run.episodes, "episode")),
       h("time", {}, ago(run.updated)),

@@ -32,7 +32,7 @@ export function pictureBox(label) {
 
   async function place(picture, mine) {
     if (picture.html) {
-      fill(node, h("iframe", { sandbox: "", src: picture.url, title: label, class: "drawn", loading: "lazy" }));
+      fill(node, h("iframe", { sandbox: "", src: `${picture.url}#now`, title: label, class: "drawn", loading: "lazy" }));
     } else {
       const image = h("img", { alt: label, class: "drawn", src: picture.url });
       try {
@@ -47,11 +47,18 @@ export function pictureBox(label) {
     release = picture.release ? picture.url : null;
   }
 
+  function clear() {
+    wanted++;
+    current?.abort();
+    fill(node);
+    node.classList.remove("waiting");
+  }
+
   function dispose() {
     wanted++;
     current?.abort();
     if (release) URL.revokeObjectURL(release);
   }
 
-  return { node, show, dispose };
+  return { node, show, clear, dispose };
 }

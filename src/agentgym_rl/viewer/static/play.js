@@ -32,20 +32,21 @@ export async function playPage(route) {
   let item = Number(route.query.get("item") ?? NaN);
   let policy = policies[0];
   let game = null;
+  let asked = 0; // grows whenever another game is wanted: what is answered late belongs to none that is on the table
   let busy = false;
   let running = false;
 
-  const itemInput = h("input", { type: "number", class: "item", "aria-label": "Item", onchange: () => { item = Number(itemInput.value); start(); } });
+  const itemInput = h("input", { type: "number", class: "item", "aria-label": "Item", onchange: () => { item = itemInput.value.trim() === "" ? NaN : Number(itemInput.value); start(); } });
   const policyChoice = select(policies.map((name) => [name, name]), policy, (value) => (policy = value), "Policy");
 
   function drawSetup() {
     const ranges = Object.entries(chosen.ranges);
-    if (!ranges.some(([, [from, to]]) => item >= from && item < to)) item = ranges[0]?.[1][0] ?? 0;
+    if (Number.isNaN(item)) item = ranges[0]?.[1][0] ?? 0;
     itemInput.value = String(item);
     const subset = select([["", "any subset"], ...chosen.subsets.map((name) => [name, name])], route.query.get("subset") ?? "", (value) => { route.set({ subset: value }); random(); }, "Subset");
     fill(
       setup,
-      select(installed.map((some) => [some.name, some.name]), chosen.name, (value) => { chosen = installed.find((some) => some.name === value); route.set({ subset: "" }); item = NaN; drawSetup(); start(); }, "Environment"),
+      select(installed.map((some) => [some.name, some.name]), chosen.name, change, "Environment"),
       chosen.subsets.length ? subset : null,
       h("label", { class: "check" }, "item", itemInput),
       h("button", { type: "button", class: "quiet", onclick: random }, "Random item"),
@@ -54,12 +55,28 @@ export async function playPage(route) {
     );
   }
 
+  function change(name) {
+    chosen = installed.find((some) => some.name === name);
+    route.set({ subset: "" });
+    item = NaN;
+    drawSetup();
+    start();
+  }
+
   async function random() {
     const split = "train" in chosen.ranges ? "train" : Object.keys(chosen.ranges)[0];
     const subset = route.query.get("subset");
+    const mine = ++asked;
     if (subset) {
-      const { items } = await get("items", { env: chosen.name, split, subset });
-      item = items[Math.floor(Math.random() * items.length)];
+      try {
+        const { items } = await get("items", { env: chosen.name, split, subset });
+        if (mine !== asked) return;
+        if (!items.length) throw new Error(`${chosen.name} has no items of ${subset} in its split ${split}`);
+        item = items[Math.floor(Math.random() * items.length)];
+      } catch (error) {
+        if (mine === asked) refuse(error.message);
+        return;
+      }
     } else {
       const [from, to] = chosen.ranges[split];
       item = from + Math.floor(Math.random() * (to - from));
@@ -67,33 +84,71 @@ export async function playPage(route) {
     await start();
   }
 
-  async function attempt(work) {
-    if (busy) return false;
-    busy = true;
-    node.classList.add("busy");
-    fill(notes);
-    try {
-      game = await work();
-      draw();
-      return true;
-    } catch (error) {
-      fill(notes, message("error", error.message));
-      running = false;
-      return false;
-    } finally {
-      busy = false;
-      node.classList.remove("busy");
-    }
+  /** Clear the table: what was on it is not what was asked for. */
+  function refuse(text) {
+    leave();
+    fill(notes, message("error", text));
+    fill(story);
+    fill(hand);
+    picture.clear();
+    setBusy(false);
   }
 
-  async function start() {
+  function leave() {
     running = false;
     if (game) post("play/close", { session: game.session }).catch(() => {});
     game = null;
-    itemInput.value = String(item);
+  }
+
+  function setBusy(on) {
+    busy = on;
+    node.classList.toggle("busy", on);
+  }
+
+  /** Open the game that is chosen now. It takes the place of whatever is being opened or played. */
+  async function start() {
+    const mine = ++asked;
+    leave();
+    itemInput.value = Number.isNaN(item) ? "" : String(item);
+    if (!Number.isInteger(item)) {
+      const ranges = Object.entries(chosen.ranges).map(([name, [from, to]]) => `${name} ${from}–${to - 1}`);
+      return refuse(`an item is a whole number; ${chosen.name} has ${ranges.join(", ")}`);
+    }
     route.set({ env: chosen.name, item });
-    await attempt(() => post("play/open", { env: chosen.name, item }));
-    input.focus({ preventScroll: true });
+    fill(notes);
+    setBusy(true);
+    try {
+      const opened = await post("play/open", { env: chosen.name, item });
+      if (mine !== asked) return void post("play/close", { session: opened.session }).catch(() => {});
+      setBusy(false);
+      game = opened;
+      draw();
+      input.focus({ preventScroll: true });
+    } catch (error) {
+      if (mine === asked) refuse(error.message);
+    }
+  }
+
+  /** One turn; false when it failed, or when another game was asked for meanwhile. */
+  async function attempt(work) {
+    if (busy) return false;
+    const mine = asked;
+    setBusy(true);
+    fill(notes);
+    try {
+      const next = await work();
+      if (mine !== asked) return false;
+      game = next;
+      setBusy(false);
+      draw();
+      return true;
+    } catch (error) {
+      if (mine !== asked) return false;
+      fill(notes, message("error", error.message));
+      running = false;
+      setBusy(false);
+      return false;
+    }
   }
 
   async function act(action) {
@@ -107,6 +162,7 @@ export async function playPage(route) {
   const policyTurn = () => game && !game.done && attempt(() => post("play/policy", { session: game.session, policy }));
 
   async function run() {
+    if (!game) return;
     if (running) {
       running = false;
       draw();
@@ -114,15 +170,18 @@ export async function playPage(route) {
     }
     running = true;
     draw();
-    while (running && game && !game.done) {
+    const mine = asked;
+    while (running && mine === asked && game && !game.done) {
       if (!(await policyTurn())) break;
       await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
     }
+    if (mine !== asked) return;
     running = false;
     if (game) draw();
   }
 
   function drawActions() {
+    if (!game) return;
     const wanted = filter.value.toLowerCase();
     const found = game.actions.filter((action) => action.toLowerCase().includes(wanted));
     fill(
@@ -161,9 +220,9 @@ export async function playPage(route) {
     node,
     title: "Playground",
     dispose() {
-      running = false;
+      asked++;
+      leave();
       picture.dispose();
-      if (game) post("play/close", { session: game.session }).catch(() => {});
     },
     keys: [
       ["o", "let the policy play one turn", policyTurn],

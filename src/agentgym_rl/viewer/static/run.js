@@ -2,9 +2,9 @@
 
 import { get } from "./api.js";
 import { COLORS, curvesPanel } from "./curves.js";
-import { fill, h, message } from "./dom.js";
-import { ago, count, duration, number, percent } from "./format.js";
-import { stateBadge } from "./home.js";
+import { fill, guarded, h, message } from "./dom.js";
+import { ago, duration, isolated, number, percent } from "./format.js";
+import { problemsOf, stateBadge } from "./home.js";
 import { link } from "./route.js";
 
 /** Name and tabs at the top of everything about a run. */
@@ -21,6 +21,12 @@ export function runHead(run, current) {
   );
 }
 
+/** What is wrong with its files, where something is. */
+export function troubles(run) {
+  const lines = problemsOf(run);
+  return lines.length ? message("warning", h("ul", {}, lines.map((line) => h("li", {}, line)))) : null;
+}
+
 export async function runPage(route) {
   const id = route.parts[0];
   let run = await get("run", { run: id });
@@ -35,8 +41,8 @@ export async function runPage(route) {
   function draw() {
     fill(head, runHead(run, "run"));
     fill(facts, factsOf(run));
-    fill(warnings, doctor(run.doctor), run.status?.error ? message("error", run.status.error) : null, run.broken ? message("warning", `${count(run.broken, "line")} of its trajectory files could not be read and ${run.broken === 1 ? "is" : "are"} left out.`) : null);
-    fill(below, stages(run.summary), subsets(run.summary), config(run.config));
+    fill(warnings, doctor(run.doctor), run.status?.error ? message("error", run.status.error) : null, troubles(run));
+    fill(below, [["summary.json", () => stages(run.summary)], ["summary.json", () => subsets(run.summary)], ["config.toml", () => config(run.config)]].map(([file, make]) => guarded(file, make)));
   }
 
   draw();
@@ -70,7 +76,7 @@ function factsOf(run) {
     ["Training success", percent(run.success)],
     ["Held out", last ? (first === last ? percent(last.success) : `${percent(first.success)} → ${percent(last.success)}`) : "–"],
     ["Episodes", number(run.episodes)],
-    ["Environments", run.environments.join(", ") || "–"],
+    ["Environments", run.environments.map(isolated).join(", ") || "–"],
     ["Time", status.started && status.updated ? duration(status.updated - status.started) : "–"],
     ["Updated", ago(run.updated) || "–"],
   ];
