@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from agentgym_rl import wiring
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.openai import ChatClient, Meter, Prices, Tokens
@@ -125,6 +127,8 @@ def _candidate(
     if playing.style == "reflect" and playing.turns_per_attempt is None:
         raise ConfigError("--style reflect needs the turns of an attempt, which only a run's config sets: use a run")
     name = options.name or name
+    if not name.isprintable():
+        raise ConfigError(f"an agent's name is one line of printable text, got {name!r}: give another with --name")
     identity = {"name": name, **identity}
     if playing.style == "reflect":
         identity["turns_per_attempt"] = playing.turns_per_attempt
@@ -140,9 +144,12 @@ def _candidate(
 
 
 def _model(options: AgentOptions, path: str, chat_template: str | None) -> ModelConfig:
-    model = ModelConfig.model_validate(
-        {"path": path, "chat_template": chat_template, "device": options.device, "dtype": options.dtype}
-    )
+    given = {"path": path, "chat_template": chat_template, "device": options.device, "dtype": options.dtype}
+    try:
+        model = ModelConfig.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"--{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
     wiring.choose_device(model)
     return model
 
@@ -166,6 +173,7 @@ class WordsAgent:
 
     step = 0
     room: int | None = None
+    hopeless = ""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -182,6 +190,8 @@ class WordsAgent:
 
 class ModelAgent:
     """A local model behind the native engine."""
+
+    hopeless = ""
 
     def __init__(self, candidate: Candidate, concurrency: int, max_context: int) -> None:
         assert candidate.model is not None
@@ -216,6 +226,10 @@ class ChatAgent:
     step: int = 0
     room: int | None = None
     _meters: dict[int, Meter] = field(default_factory=dict)
+
+    @property
+    def hopeless(self) -> str:
+        return self.client.hopeless
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         meter = Meter(self.client)

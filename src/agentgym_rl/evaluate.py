@@ -20,16 +20,24 @@ from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.console import Console
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import read_items
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluation.evaluate import Pace, play
-from agentgym_rl.evaluation.folder import Folder, write_atomically
+from agentgym_rl.evaluation.folder import Folder, write_atomically, writing
 from agentgym_rl.evaluation.metrics import results
 from agentgym_rl.evaluation.options import prices_of, turns_of, wants_published
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
 from agentgym_rl.evaluation.plot import turns_plot
 from agentgym_rl.evaluation.records import Record
-from agentgym_rl.evaluation.report import entry_of, markdown, published_entries
-from agentgym_rl.evaluation.suites import STAND_INS, SUITES, Scenario, SuiteTask, evenly_spaced
+from agentgym_rl.evaluation.report import OWN, Entry, dollars, entry_of, markdown, marked, published_entries
+from agentgym_rl.evaluation.suites import (
+    BUILT_IN_SEARCH,
+    BUILT_IN_WEB,
+    STAND_INS,
+    SUITES,
+    Scenario,
+    SuiteTask,
+    evenly_spaced,
+)
 from agentgym_rl.evaluation.terminal import print_report
 
 SAVE_EVERY_S = 15.0
@@ -79,8 +87,6 @@ class Request:
             raise ConfigError("a suite has its own items: leave out --subset, --items and --url, or leave out --suite")
         if self.suite is not None and self.env is not None and self.env not in _environments(self.suite):
             raise ConfigError(f"{self.suite} has no {self.env!r}: it has {', '.join(_environments(self.suite))}")
-        if self.suite is None and self.compare_published:
-            raise ConfigError("published results are of a suite's scenarios: --compare published needs --suite")
         if self.items is not None and self.subsets:
             raise ConfigError("give --items or --subset, not both")
         if self.agent.style is not None and self.agent.style not in STYLES:
@@ -122,6 +128,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     playable = [plan for plan in plans if plan.items]
     if not playable:
         raise ConfigError(f"nothing to play: {plans[0].missing or 'the choice of items is empty'}")
+    published = published_entries(plan.scenario for plan in plans) if request.compare_published else ("", [])
     most = max(plan.max_context for plan in playable)
     heavy = {plan.env for plan in playable if request.url is None and not catalog.load(plan.env).cheap}
     at_once = {plan.env: _concurrency(request, plan.env in heavy) for plan in playable}
@@ -143,7 +150,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
                         some = [episode for episode in left if episode.task.env == env]
                         playing = candidate.playing.model_copy(update={"style": some[0].style})
                         await _play_environment(request, playing, env, at_once[env], some, agent, folder, watch)
-            _finish(request, folder, plans, candidate.name, console)
+            _finish(request, folder, plans, console, *published)
             return folder.row
     finally:
         await agent.close()
@@ -198,8 +205,8 @@ class _Watch:
 
     def _note(self) -> str:
         parts = [f"success {100 * self._solved / max(1, self._played):.0f}%"]
-        parts += [f"{self._errors} errors"] if self._errors else []
-        parts += [f"${self._dollars:.2f}"] if self._request.agent.prices else []
+        parts += [f"{self._errors} error{'s' if self._errors > 1 else ''}"] if self._errors else []
+        parts += [dollars(self._dollars)] if self._request.agent.prices else []
         return " · ".join(parts)
 
 
@@ -223,21 +230,53 @@ def _announce(
         console.warn(f"{what} is not played: {reason}")
 
 
-def _finish(request: Request, folder: Folder, plans: Sequence[TaskPlan], name: str, console: Console) -> None:
+def _finish(
+    request: Request,
+    folder: Folder,
+    plans: Sequence[TaskPlan],
+    console: Console,
+    source: str,
+    published: Sequence[Entry],
+) -> None:
     found = make_results(request, plans, folder)
-    folder.save(found, "finished")
-    entries = [entry_of(folder.row)]
-    source = ""
-    if request.compare_published:
-        source, published = published_entries()
-        entries += published
+    total = found[-1]["total"]
+    folder.save(found, "finished" if total["episodes"] else "failed")
+    if not total["episodes"]:
+        raise EngineError(f"{_failures(total)}: mend that and run the same command again")
+    mine = entry_of(folder.row)
+    entries = [mine, *published]
     written = {"results": folder.root / "eval.json", "report": folder.root / "report.md"}
-    write_atomically(folder.root / "report.md", markdown(entries, source, f"Evaluation of {name}"))
-    if len(request.turns) > 1:
-        written["turns"] = folder.root / "turns.png"
-        turns_plot(found, folder.root / "turns.png", f"{name}: success against turns allowed")
+    with writing(folder.root):
+        write_atomically(folder.root / "report.md", markdown(entries, source, f"Evaluation of {mine.name}"))
+        if len(request.turns) > 1:
+            written["turns"] = folder.root / "turns.png"
+            _plot(mine, written["turns"])
     print_report(console.rich, entries, source)
+    if total["errors"]:
+        console.rich.print()
+        console.warn(_failures(total))
     console.files({**written, "trajectories": folder.trajectories_dir})
+
+
+def _plot(entry: Entry, path: Path) -> None:
+    footnote = f"{OWN} our own data, which stand in for the benchmark's" if entry.own else ""
+
+    def label(name: str) -> str:
+        if name in entry.scenarios:
+            return marked(entry, name)
+        return f"{name} {OWN}" if entry.overall and entry.overall["own_data"] else name
+
+    turns_plot(entry.by_turns, path, f"{entry.name}: success against turns allowed", label, footnote)
+
+
+def _failures(total: Mapping[str, Any]) -> str:
+    """How many episodes failed, and what with."""
+    (cause, times), *more = total["causes"].items()
+    asked = total["episodes"] + total["errors"]
+    how_many = f"all {asked} episodes" if not total["episodes"] else f"{total['errors']} of {asked} episodes"
+    how_many = "the only episode" if asked == 1 else how_many
+    most = "" if not more else f" {times} of them" if times > 1 else " one of them"
+    return f"{how_many} ended as errors,{most} with: {cause}"
 
 
 def make_plans(request: Request, candidate: Candidate) -> list[TaskPlan]:
@@ -285,17 +324,20 @@ def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
 def _environment_plans(request: Request) -> list[TaskPlan]:
     env = request.env
     assert env is not None
-    known = {task.scenario.env: task.scenario for tasks in SUITES.values() for task in tasks}
-    style, context = ("act", 8192) if env not in known else (known[env].style, known[env].max_context)
     data, own = _data_of(env, request, request.split)
-    # Not under the published scenario's name: these are not its tasks.
-    scenario = Scenario(env, env, known[env].max_turns if env in known else 30, style, context)
+    scenario = _scenario_of(env, own)
+    tasks = {
+        task.subset: task
+        for suite in (*SUITES.values(), *STAND_INS.values())
+        for task in suite
+        if task.scenario == scenario
+    }
     if request.url is not None and request.items is None:
         raise ConfigError("an environment on a server needs --items, such as 0-99: servers do not say what to test on")
     if request.items is not None:
         items = read_items(request.items)
-        plan = TaskPlan(env, "items", env, "", None, (), scenario.max_turns, style, context, data, own)
-        plans = [replace(plan, items=tuple(items))]
+        limits = (scenario.max_turns, scenario.style, scenario.max_context)
+        plans = [TaskPlan(scenario.name, "items", env, "", None, tuple(items), *limits, data, own)]
         if request.url is None:
             splits = catalog.load(env).splits
             outside = [item for item in items if not any(item in split for split in splits.values())]
@@ -304,15 +346,23 @@ def _environment_plans(request: Request) -> list[TaskPlan]:
                 raise ConfigError(f"{env} has no item {outside[0]}: its items are {there}")
     else:
         catalog.load(env)  # what is not installed is an error here, not an empty column
-        plans = [
-            _plan(scenario, subset or request.split, subset, request.split, request)
-            for subset in request.subsets or (None,)
-        ]
+        plans = []
+        for subset in request.subsets or (None,):
+            name, heading = (tasks[subset].name, tasks[subset].heading) if subset in tasks else (subset, "")
+            plans.append(_plan(scenario, name or request.split, subset, request.split, request, heading))
         for plan in plans:
             if not plan.items:
                 raise ConfigError(f"{env} has no items of {plan.name!r} in its split {request.split!r}: leave it out")
     limit = request.limit
     return [replace(plan, items=tuple(evenly_spaced(plan.items, limit))) if limit else plan for plan in plans]
+
+
+def _scenario_of(env: str, own_data: bool) -> Scenario:
+    """A scenario has one name, however its items were chosen: the suite's, or that of our stand-in for it."""
+    if own_data:
+        return {"webarena": BUILT_IN_WEB, "searchqa": BUILT_IN_SEARCH}[env]
+    known = {task.scenario.env: task.scenario for tasks in SUITES.values() for task in tasks}
+    return known.get(env, Scenario(env, env, 30, "act"))
 
 
 def _plan(

@@ -54,10 +54,12 @@ def chat_agent(chat: ChatServer, **changes: Any) -> AgentOptions:
     return replace(options, **changes)
 
 
-async def run(tmp_path: Path, agent: AgentOptions | str, **changes: Any) -> dict[str, Any]:
+async def run(
+    tmp_path: Path, agent: AgentOptions | str, console: Console | None = None, **changes: Any
+) -> dict[str, Any]:
     """The only scenario's numbers."""
     options = AgentOptions(agent) if isinstance(agent, str) else agent
-    row = await evaluate(Request(options, out=tmp_path / "out", **{**GO_TO_BALL, **changes}), quiet())
+    row = await evaluate(Request(options, out=tmp_path / "out", **{**GO_TO_BALL, **changes}), console or quiet())
     (cell,) = row["results"][-1]["scenarios"].values()
     return cell
 
@@ -184,12 +186,16 @@ async def test_an_api_that_stumbles(chat: ChatServer, tmp_path: Path) -> None:
 async def test_errors_are_counted_and_no_failures(chat: ChatServer, tmp_path: Path) -> None:
     agent = chat_agent(chat, request_retries=0)
     chat.faults = ["500"] * 4
-    cell = await run(tmp_path, agent, limit=6, retries=1, concurrency=1)
+    said = io.StringIO()
+    cell = await run(tmp_path, agent, Console(said), limit=6, retries=1, concurrency=1)
     assert (cell["items"], cell["episodes"], cell["errors"]) == (6, 4, 2)
     solved = round(cell["success"]["value"] * 4)
     assert cell["success_errors_as_failures"] == pytest.approx(solved / 6)
     text = (tmp_path / "out" / "report.md").read_text()
     assert "2 episodes ended as errors" in text
+    assert "tiny: 2 × EngineError: " in text
+    assert "2 of 6 episodes ended as errors, with: EngineError: " in said.getvalue()
+    assert "failed 1 time, the last: HTTP 500 'oops'" in said.getvalue()
     lines = (tmp_path / "out" / "trajectories" / "babyai.jsonl").read_text().splitlines()
     assert len(lines) == 8  # both attempts at each of the two, and the others
     requests = chat.num_requests
@@ -200,18 +206,39 @@ async def test_errors_are_counted_and_no_failures(chat: ChatServer, tmp_path: Pa
     assert attempts == [0, 1, 2]
 
 
-@pytest.mark.parametrize("fault", ["401", "malformed"])
-async def test_an_api_that_never_works_ends_the_evaluation(fault: str, chat: ChatServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("fault", "words", "most"),
+    [
+        ("401", "refused: HTTP 401 'who are you\\?': check --key-variable", 8),
+        ("malformed", "the last 20 episodes all failed, the last one with: EngineError", 40),
+    ],
+)
+async def test_an_api_that_never_works_ends_the_evaluation(
+    fault: str, words: str, most: int, chat: ChatServer, tmp_path: Path
+) -> None:
     chat.always = fault
-    with pytest.raises(EngineError, match="the last 20 episodes all failed, the last one with: EngineError"):
-        await run(tmp_path, chat_agent(chat, request_retries=0), limit=40, retries=0)
+    with pytest.raises(EngineError, match=words):
+        await run(tmp_path, chat_agent(chat, request_retries=0), limit=40, retries=0, concurrency=4)
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["state"] == "failed"
+    assert chat.num_requests <= most
 
 
 async def test_an_episode_has_a_deadline(chat: ChatServer, tmp_path: Path) -> None:
+    """And an evaluation of which no episode came to an end says why and is a failure."""
     chat.always = "hang"
-    cell = await run(tmp_path, chat_agent(chat), limit=2, retries=0, episode_timeout_s=0.3)
+    with pytest.raises(EngineError, match=r"all 2 episodes .*, with: EpisodeTimeout: .* 0\.3 s: mend that"):
+        await run(tmp_path, chat_agent(chat), limit=2, retries=0, episode_timeout_s=0.3)
+    row = json.loads((tmp_path / "out" / "eval.json").read_text())
+    (cell,) = row["results"][-1]["scenarios"].values()
     assert (cell["episodes"], cell["errors"], cell["success"]) == (0, 2, None)
+    assert row["state"] == "failed"
+
+
+async def test_places_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file" / "below", Path("/proc/nowhere"), Path("/dev/null")):
+        with pytest.raises(ConfigError, match=f"{out}.*: choose another"):
+            await evaluate(Request(AgentOptions("random"), out=out, **GO_TO_BALL), quiet())
 
 
 async def test_a_rerun_with_other_settings_is_refused(tmp_path: Path) -> None:
@@ -253,6 +280,14 @@ async def test_the_suite_says_what_it_was_played_on(tmp_path: Path, monkeypatch:
         "SciWorld": 200,
     }
     assert all(plan.missing for plan in plans if plan.scenario in ("WebArena", "Deep search"))
+    # The same names when an environment is played without the suite, so that both stand in one column.
+    for env, subset, key in (
+        ("textcraft", "depth1", "TextCraft/Depth 1"),
+        ("searchqa", "hop2", "Search, built-in questions/two hops"),
+        ("maze", None, "maze/test"),
+    ):
+        alone = Request(AgentOptions("oracle"), env=env, subsets=(subset,) if subset else ())
+        assert [plan.key for plan in make_plans(alone, find_agent(alone.agent))] == [key]
     assert {plan.max_turns for plan in plans if plan.scenario == "SciWorld"} == {30}
 
     for site in ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "MAP"):
@@ -300,7 +335,7 @@ async def test_killed_and_run_again(tmp_path: Path, chat: ChatServer) -> None:
     assert len(played) == len(set(played)) == len({item for item, _ in played}) == 24
     row = json.loads((out / "eval.json").read_text())
     assert row["state"] == "finished"
-    assert row["results"][0]["scenarios"]["babyai"]["episodes"] == 24
+    assert row["results"][0]["scenarios"]["BabyAI"]["episodes"] == 24
     requests = chat.num_requests
     asked = {**GO_TO_BALL, "limit": 24, "turns": (3,)}
     again = await evaluate(Request(chat_agent(chat, prices=None), out=out, **asked), quiet())
@@ -344,7 +379,7 @@ async def test_tables_and_comparison_of_two(tmp_path: Path) -> None:
         ({"suite": "agentgym-28"}, "unknown suite 'agentgym-28'"),
         ({"suite": "agentgym-27"}, "a suite has its own items"),
         ({"suite": "agentgym-27", "env": "maze", "subsets": ()}, "agentgym-27 has no 'maze'"),
-        ({"compare_published": True}, "needs --suite"),
+        ({"compare_published": True, "env": "maze", "subsets": ()}, "published results are of .*, this is maze"),
         ({"env": "chess"}, "unknown environment 'chess'"),
         ({"subsets": ("Chess",)}, "no subset 'Chess'"),
         ({"items": "3"}, "not both"),
@@ -362,9 +397,16 @@ async def test_what_cannot_be_is_said_and_leaves_nothing_behind(
 
 @pytest.mark.parametrize(
     ("agent", "words"),
-    [("nobody", "is neither oracle"), ("./nowhere", "is neither oracle"), ("openai:", "needs a model's name")],
+    [
+        ("nobody", "is neither oracle"),
+        ("./nowhere", "is neither oracle"),
+        ("openai:", "needs a model's name"),
+        (AgentOptions("owner/model", dtype="int3"), "--dtype: .*, got 'int3'"),
+        (AgentOptions("owner/model", device="tpu"), "--device: .*, got 'tpu'"),
+        (AgentOptions("random", name="a\nb"), "one line of printable text"),
+    ],
 )
-async def test_agents_that_are_none(agent: str, words: str, tmp_path: Path) -> None:
+async def test_agents_that_are_none(agent: AgentOptions | str, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
         await run(tmp_path, agent)
     assert not (tmp_path / "out").exists()

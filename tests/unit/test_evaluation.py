@@ -12,13 +12,15 @@ from rich.console import Console
 
 from agentgym_rl.agent.engines.openai import Prices, Tokens
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.evaluation.command import report as write_report
 from agentgym_rl.evaluation.compare import compare, load_side, verdict
 from agentgym_rl.evaluation.folder import Folder, read_evaluation, read_records
 from agentgym_rl.evaluation.metrics import results
 from agentgym_rl.evaluation.options import prices_of, turns_of
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
+from agentgym_rl.evaluation.plot import turns_plot
 from agentgym_rl.evaluation.records import Record, record_of
-from agentgym_rl.evaluation.report import Entry, entry_of, grids, markdown, notes, published_entries
+from agentgym_rl.evaluation.report import Entry, dollars, entry_of, grids, markdown, notes, published_entries
 from agentgym_rl.evaluation.suites import AGENTGYM_27, evenly_spaced
 from agentgym_rl.evaluation.terminal import print_report
 from agentgym_rl.runlog import read_trajectories
@@ -252,7 +254,7 @@ def test_only_what_both_played_on_the_same_data_is_compared(tmp_path: Path) -> N
     more = evaluated(tmp_path / "more", [plan("A", "a", range(2, 8))], dict.fromkeys(range(2, 8), LOST))
     compared = compare(load_side(first), load_side(more))
     assert compared["all"]["items"] == 2
-    assert compared["notes"] == ["the items differ (4 and 6): compared on the 2 that both have"]
+    assert compared["notes"] == ["the items differ (first has 4, more has 6): compared on the 2 that both have"]
     apart = evaluated(tmp_path / "apart", [plan("A", "a", range(8, 9))], {8: WON})
     with pytest.raises(ConfigError, match="no item in common"):
         compare(load_side(first), load_side(apart))
@@ -262,6 +264,11 @@ def test_only_what_both_played_on_the_same_data_is_compared(tmp_path: Path) -> N
     short = evaluated(tmp_path / "short", [plan("A", "a", range(4))], dict.fromkeys(range(4), WON), turns=[1, 5])
     compared = compare(load_side(first), load_side(short))
     assert compared["notes"] == ["toy: first was allowed 8 turns, short 5"]
+    twin = evaluated(tmp_path / "x" / "first", [plan("A", "a", range(5))], {0: WON, 1: LOST})
+    assert compare(load_side(first), load_side(twin))["notes"] == [
+        "the items differ (first (A) has 4, first (B) has 5): compared on the 2 that both have",
+        "first (B): 3 of 5 items failed or were not played",
+    ]
     assert compare(load_side(short, 1), load_side(short, 5))["all"]["mcnemar"]["only_second"] == 4
     with pytest.raises(ConfigError, match="with 1, 5 turns, not with 3"):
         load_side(short, 3)
@@ -273,7 +280,7 @@ def test_the_table_has_a_row_for_each_agent_and_a_column_for_each_task(tmp_path:
     absent = [plan("Deep search", "NQ", range(0), env="qa", missing="its questions are needed")]
     first = evaluated(tmp_path / "us", textcraft + own + absent, {1: WON, 2: LOST, 5: WON})
     second = evaluated(tmp_path / "them", textcraft, {1: LOST, 2: LOST})
-    source, published = published_entries()
+    source, published = published_entries(["TextCraft", "Web"])
     entries = [entry_of(read_evaluation(first)), entry_of(read_evaluation(second)), *published]
     summary, depths, web, *rest = grids(entries)
     assert summary.headings == ["agent", "TextCraft", "Web †", "Deep search", "mean"]
@@ -319,7 +326,66 @@ def test_rows_that_cannot_be_read_across_are_named(tmp_path: Path) -> None:
     second = evaluated(tmp_path / "y", [plan("A", "a", range(2), max_turns=3), plan("B", "b", range(1, 2))], {0: WON})
     lines = notes([entry_of(read_evaluation(folder)) for folder in (first, second)])
     differing = [line for line in lines if "differ" in line]
-    assert differing == ["A: the rows differ in items and turns; `agentgym-rl compare` pairs what they share."]
+    assert differing == ["A: the rows differ in items and turns; agentgym-rl compare pairs what they share."]
+
+
+def test_our_own_data_are_marked_wherever_a_scenario_is_named(tmp_path: Path) -> None:
+    plans = [plan("A", "a", range(1)), plan("Web", "b", range(1, 2), own_data=True)]
+    plans.append(plan("Web", "c", range(0), missing="no sites"))
+    root = evaluated(tmp_path / "us", plans, {0: WON, 1: WON}, turns=[1, 4])
+    entry = entry_of(read_evaluation(root))
+    found = {grid.title: [row[0].text for row in grid.rows] for grid in grids([entry])}
+    assert found["us"] == ["A", "Web † *"]
+    assert found["us: success, %, by turns allowed"] == ["A", "Web † *", "mean †"]
+    called: list[str] = []
+    turns_plot(entry.by_turns, tmp_path / "turns.png", "a $name_ of a model", lambda name: called.append(name) or name)
+    assert called == ["A", "Web", "mean of scenarios"]
+    (empty,) = results([plan("A", "a", range(1))], {}, 1, [1], None)
+    turns_plot([empty], tmp_path / "turns.png", "nothing played")
+
+
+def test_names_and_errors_are_text_in_a_report_and_nothing_else(tmp_path: Path) -> None:
+    root = evaluated(tmp_path / "us", [plan("A", "a", range(1))], {0: WON})
+    row = read_evaluation(root)
+    row["config"]["agent"]["name"] = "<b>x</b> [y](z) a_b *c* d|e\n# f\x1b[31m"
+    text = markdown([entry_of(row)])
+    shown = r"&lt;b&gt;x&lt;/b&gt; \[y\](z) a_b \*c\* d\|e \# f \[31m"
+    assert f"## {shown}\n" in text
+    assert f"| {shown} | 100.0 (21–100) |" in text
+    assert "\x1b" not in text
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"report\.md cannot be written \(Not a directory\)"):
+        write_report([root], None, tmp_path / "file" / "report.md")
+
+
+def test_money() -> None:
+    amounts = (0, 6e-6, 0.000123, 0.0725, 0.1, 0.999999, 1, 1234.5)
+    shown = ["$0", "$0.000006", "$0.00012", "$0.0725", "$0.10", "$1.00", "$1.00", "$1,234.50"]
+    assert [dollars(amount) for amount in amounts] == shown
+
+
+def test_a_free_model_and_one_of_unknown_cost(tmp_path: Path) -> None:
+    """0 dollars is a price that was given; without one there is no number anywhere, and a line says so."""
+    plans, usage = [plan("A", "a", range(1))], [Tokens(1000, 100, reported=True)]
+    found = {}
+    for name, prices in (("free", Prices()), ("unknown", None)):
+        said = {"prices_usd_per_million_tokens": {"prompt": 0.0} if prices else None}
+        agent = {"name": name, "kind": "openai"}
+        with Folder(tmp_path / name, {**config(plans), "agent": agent}, said) as folder:
+            folder.write(episode(0), trajectory(0, WON), 0, usage, 0)
+            folder.save(results(plans, folder.records, 1, None, prices), "finished")
+        found[name] = json.loads((tmp_path / name / "eval.json").read_text())
+    costs = [row["results"][0]["total"]["cost_usd"] for row in found.values()]
+    assert costs[0] == 0.0
+    assert costs[1] is None
+    text = markdown([entry_of(row) for row in found.values()])
+    free, unknown = text.split("## free")[1].split("## unknown")
+    assert "$0 |" in free
+    assert "cost" not in unknown.split("## Notes")[0]
+    assert "unknown: cost is not known" in unknown
+    assert "free: cost" not in unknown
+    (nothing,) = results(plans, attempts(record(0, [], StopReason.ERROR, usage=[])), 1, None, Prices(1.0, 1.0))
+    assert nothing["total"]["cost_usd"] == 0.0  # no answer, no bill
 
 
 @pytest.mark.parametrize(("width", "parts"), [(140, 1), (80, 2), (50, 4)])
@@ -327,7 +393,7 @@ def test_a_wide_table_in_a_narrow_terminal_is_cut_between_columns(width: int, pa
     plans = [plan(task.scenario.name, task.name, range(i, i + 1)) for i, task in enumerate(AGENTGYM_27)]
     plans += [plan("Search, built-in questions", "x", range(90, 91)), plan("Web, built-in sites", "y", range(91, 92))]
     root = evaluated(tmp_path / "us", plans, dict.fromkeys([*range(27), 90, 91], WON))
-    source, published = published_entries()
+    source, published = published_entries(plan.scenario for plan in plans)
     screen = io.StringIO()
     console = Console(file=screen, width=width, highlight=False)
     print_report(console, [entry_of(read_evaluation(root)), *published], source)
@@ -339,12 +405,14 @@ def test_a_wide_table_in_a_narrow_terminal_is_cut_between_columns(width: int, pa
 
 
 def test_published_numbers_are_those_of_the_reference() -> None:
-    source, entries = published_entries()
+    source, entries = published_entries(["SciWorld"])
     assert "2509.08755" in source
     found: dict[str, Entry] = {entry.name: entry for entry in entries}
     assert {e.name: e.scenarios["SciWorld"]["success"]["value"] for e in found.values()}["ScalingInter-7B"] == 0.57
     assert found["o3"].scenarios["WebArena"]["success"]["value"] == 0.34
     assert len(entries) == 8
+    with pytest.raises(ConfigError, match=r"published results are of WebArena, .*, this is maze: leave --compare out"):
+        published_entries(["maze"])
 
 
 def test_the_27_tasks() -> None:

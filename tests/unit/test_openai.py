@@ -144,7 +144,7 @@ async def test_a_pause_that_is_too_long_is_not_waited_for(api: Api, client: Chat
 NOW = {"Retry-After": "0"}
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
+@pytest.mark.parametrize("status", [429, 500, 501, 503, 520, 599])
 async def test_retries_end_and_the_episode_is_an_error(api: Api, client: ChatClient, status: int) -> None:
     api.usual = Response("overloaded", status, NOW)
     trajectory = await rollout(TASK, Corridor(), chat_policy(client), LIMITS, id="t")
@@ -167,12 +167,14 @@ async def test_500_without_a_hint_backs_off(api: Api, client: ChatClient) -> Non
         {"object": "error"},
         ["go"],
         completion(content=5),
+        Response("[" * 100_000, media_type="application/json"),
+        Response("plain", headers={"Content-Encoding": "gzip"}),
     ],
 )
 async def test_malformed_answers_are_tried_again(api: Api, answer: Any) -> None:
     client = ChatClient(api.url, "tiny", api_key_variable=None, retries=0)
     api.next = [answer]
-    with pytest.raises(EngineError, match="not a chat completion"):
+    with pytest.raises(EngineError, match=r"failed 1 time, the last: (not a chat completion|DecodingError)"):
         await client.complete(ASK, SAMPLING)
     await client.close()
     client = ChatClient(api.url, "tiny", api_key_variable=None, retries=1)
@@ -192,10 +194,28 @@ async def test_a_server_that_is_silent_or_absent(api: Api) -> None:
     await client.close()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    absent = ChatClient(f"http://127.0.0.1:{port}/v1", "tiny", api_key_variable=None, retries=0)
-    with pytest.raises(EngineError, match="ConnectError"):
+    absent = ChatClient(f"http://127.0.0.1:{port}/v1", "tiny", api_key_variable=None, retries=9)
+    with pytest.raises(EngineError, match=r"cannot be reached \(ConnectError.*check the address \(--base-url\)"):
         await absent.complete(ASK, SAMPLING)
+    assert absent.usage.requests == 3  # not ten
     await absent.close()
+
+
+async def test_what_is_refused_from_the_first_request_on_is_hopeless(api: Api, client: ChatClient) -> None:
+    api.next = [Response("who are you?", 401)] * 3
+    for count in range(3):
+        assert not client.hopeless, count
+        with pytest.raises(EngineError, match="check --key-variable, no key was sent"):
+            await client.complete(ASK, SAMPLING)
+    assert client.hopeless.endswith("refused: HTTP 401 'who are you?': check --key-variable, no key was sent")
+    answered = ChatClient(api.url, "tiny", api_key_variable=None)
+    await answered.complete(ASK, SAMPLING)
+    api.next = [Response("not this text", 403)] * 4
+    for _ in range(4):
+        with pytest.raises(EngineError, match="HTTP 403"):
+            await answered.complete(ASK, SAMPLING)
+    assert not answered.hopeless  # an episode's own trouble: others were answered
+    await answered.close()
 
 
 async def test_what_the_server_refuses_is_not_tried_again(api: Api, client: ChatClient) -> None:
@@ -299,9 +319,25 @@ async def test_an_episode_has_a_meter_of_its_own(api: Api, client: ChatClient) -
     assert Prices(2.0, 10.0).cost(meter.answers[0]) == pytest.approx((50 * 2 + 4 * 10) / 1e6)
 
 
-def test_an_address_that_is_none() -> None:
+@pytest.mark.parametrize(
+    "address", ["api.openai.com/v1", "http://[bad", "http://", "http://a b/v1", "http://host:99999/v1", "http://h:x/v1"]
+)
+def test_an_address_that_is_none(address: str) -> None:
     with pytest.raises(ConfigError, match="looks like https"):
-        ChatClient("api.openai.com/v1", "tiny", api_key_variable=None)
+        ChatClient(address, "tiny", api_key_variable=None)
+
+
+@pytest.mark.parametrize("address", ["http://[::1]:8000/v1", "http://127.0.0.1/v1", "https://my_box.example-1.org"])
+async def test_addresses_that_are_some(address: str) -> None:
+    await ChatClient(address, "tiny", api_key_variable=None).close()
+
+
+def test_a_key_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ("ключ", "two\nlines"):
+        monkeypatch.setenv("TINY_KEY", key)
+        with pytest.raises(ConfigError, match=r"\$TINY_KEY must be one line of plain letters") as caught:
+            ChatClient("http://127.0.0.1/v1", "tiny", api_key_variable="TINY_KEY")
+        assert key not in str(caught.value)
 
 
 async def test_the_field_for_the_token_limit_can_be_named(api: Api) -> None:

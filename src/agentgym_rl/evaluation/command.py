@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentgym_rl.evaluation.compare import compare as compare_sides
 from agentgym_rl.evaluation.compare import load_side
-from agentgym_rl.evaluation.folder import read_evaluation, write_atomically
+from agentgym_rl.evaluation.folder import read_evaluation, write_atomically, writing
 from agentgym_rl.evaluation.options import wants_published
 from agentgym_rl.evaluation.report import entry_of, markdown, published_entries
 from agentgym_rl.evaluation.terminal import print_comparison, print_report
@@ -31,11 +31,12 @@ def report(folders: list[Path], compared: str | None, out: Path | None) -> None:
     ]
     source = ""
     if published:
-        source, others = published_entries()
+        source, others = published_entries(plan.scenario for entry in entries for plan in entry.plans)
         entries += others
     print_report(_console(), entries, source)
     if out is not None:
-        write_atomically(out, markdown(entries, source))
+        with writing(out):
+            write_atomically(out, markdown(entries, source))
 
 
 def compare(first: Path, second: Path, max_turns: int | None, *, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +60,12 @@ def load_side(folder: Path, max_turns: int | None = None) -> Side:
 def compare(first: Side, second: Side) -> dict[str, Any]:
     """Paired comparison per scenario and over all items; refuses what is not the same items.
 
-    {"first", "second", "notes": [...], "scenarios": {name: numbers}, "all": numbers}
+    {"first", "second", "notes": [...], "scenarios": {name: numbers}, "all": numbers}. Of the same name, the first
+    is called (A) and the second (B).
     """
     _require_same_data(first, second)
+    if first.name == second.name:
+        first, second = replace(first, name=f"{first.name} (A)"), replace(second, name=f"{second.name} (B)")
     shared = [key for key in first.outcomes if key in second.outcomes]
     if not shared:
         raise ConfigError(
@@ -74,7 +77,7 @@ def compare(first: Side, second: Side) -> dict[str, Any]:
     return {
         "first": {"name": first.name, "folder": str(first.folder), "horizons": first.horizons},
         "second": {"name": second.name, "folder": str(second.folder), "horizons": second.horizons},
-        "notes": _notes(first, second, len(shared)),
+        "notes": _notes(first, second, shared),
         "scenarios": {
             name: _numbers(first, second, [key for key in shared if scenario_of[key] == name]) for name in scenarios
         },
@@ -128,20 +131,19 @@ def _require_same_data(first: Side, second: Side) -> None:
             )
 
 
-def _notes(first: Side, second: Side, num_shared: int) -> list[str]:
+def _notes(first: Side, second: Side, shared: Sequence[tuple[str, int]]) -> list[str]:
     notes = []
-    asked = [{(p.env, item) for p in side.plans for item in p.items} for side in (first, second)]
-    if asked[0] != asked[1]:
-        notes.append(
-            f"the items differ ({len(asked[0])} and {len(asked[1])}): compared on the {num_shared} that both have"
-        )
-    elif num_shared < len(asked[0]):
-        notes.append(f"{len(asked[0]) - num_shared} of {len(asked[0])} items failed or were not played on one side")
-    notes += [
-        f"{side.name}: {side.errors} episodes ended as errors and are left out"
-        for side in (first, second)
-        if side.errors
-    ]
+    asked = {side.name: {(p.env, item) for p in side.plans for item in p.items} for side in (first, second)}
+    if asked[first.name] != asked[second.name]:
+        counts = ", ".join(f"{name} has {len(items)}" for name, items in asked.items())
+        notes.append(f"the items differ ({counts}): compared on the {len(shared)} that both have")
+    for side in (first, second):
+        absent = len(asked[side.name]) - len(side.outcomes)
+        if absent:
+            notes.append(f"{side.name}: {absent} of {len(asked[side.name])} items failed or were not played")
+        if side.errors:
+            some = "1 episode" if side.errors == 1 else f"{side.errors} episodes"
+            notes.append(f"{side.name}: {some} ended as errors and are left out")
     if first.samples != second.samples:
         notes.append(f"{first.name} has {first.samples} samples an item, {second.name} {second.samples}")
     for env, turns in first.horizons.items():

@@ -26,6 +26,11 @@ class Agent(Protocol):
     step: int
     """Training step of its weights; 0 where there is none."""
 
+    @property
+    def hopeless(self) -> str:
+        """Why no episode of it will ever be played to an end; empty as long as that is not known."""
+        ...
+
     def policy(self, session: EnvSession, seed: int) -> Policy: ...
 
     def usage(self, policy: Policy) -> Sequence[Tokens] | None:
@@ -111,6 +116,8 @@ async def _play_one(
         policies.clear()
         written.append(folder.write(episode, trajectory, attempt, usage, agent.step))
         on_record(written[-1], not written[-1].failed or len(written) > pace.retries)
+        if agent.hopeless:
+            raise EngineError(agent.hopeless)
 
     # One collector an episode: opening, deadlines, retries and closing are its business, the order of play is ours.
     collector = Collector(pool, make_policy, 1, 1, pace.retries, pace.episode_timeout_s, on_trajectory=write, wrap=wrap)

@@ -9,11 +9,13 @@ A line is appended with one write, so a kill leaves at most one torn line, the l
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,6 +29,7 @@ if sys.platform != "win32":
     import fcntl
 
 FORMAT = 1
+_FIELDS = {"config", "settings", "state", "started", "seconds", "results"}
 Key = tuple[str, int, int]
 
 
@@ -40,6 +43,11 @@ class Folder:
         """Every attempt on disk, by episode, in order."""
         self._row: dict[str, Any] = {"format": FORMAT, "state": "running", "config": _plain(config), "results": None}
         self._row |= {"settings": _plain(settings), "started": round(time.time(), 3), "seconds": 0.0}
+        with writing(root):
+            self._open()
+
+    def _open(self) -> None:
+        root = self.root
         saved = _saved(root)
         if saved is not None:
             _require_same(root, saved["config"], self._row["config"])
@@ -74,8 +82,11 @@ class Folder:
             "usage": usage_to_json(usage),
         }
         line = f"{json.dumps(beside)[:-1]}, {trajectory.to_json()[1:]}\n"
-        with (self.trajectories_dir / f"{episode.task.env}.jsonl").open("ab", buffering=0) as file:
-            file.write(line.encode())
+        path = self.trajectories_dir / f"{episode.task.env}.jsonl"
+        data = line.encode()
+        with writing(path), path.open("ab", buffering=0) as file:
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         record = record_of(trajectory, episode.sample, attempt, episode.columns, usage)
         self.records.setdefault(record.key, []).append(record)
         return record
@@ -88,7 +99,9 @@ class Folder:
             self._row["state"] = state
         self._row |= {"seconds": round(time.monotonic() - self._began, 1), "updated": round(time.time(), 3)}
         self._row["pid"] = os.getpid()
-        write_atomically(self.root / "eval.json", json.dumps(self._row, indent=1, ensure_ascii=False) + "\n")
+        path = self.root / "eval.json"
+        with writing(path):
+            write_atomically(path, json.dumps(self._row, indent=1, ensure_ascii=False) + "\n")
 
     @property
     def row(self) -> dict[str, Any]:
@@ -122,6 +135,17 @@ def read_records(root: Path) -> dict[Key, list[Record]]:
         for record in _read(path)[0]:
             found.setdefault(record.key, []).append(record)
     return found
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the disk refuses is said in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written ({error.strerror or error}): choose another place with --out, or mend that"
+        ) from error
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -175,7 +199,7 @@ def _saved(root: Path) -> dict[str, Any] | None:
         return None
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
-        known = isinstance(row, dict) and row.get("format") == FORMAT
+        known = isinstance(row, dict) and row.get("format") == FORMAT and row.keys() >= _FIELDS
     except ValueError as error:
         raise ConfigError(f"{path} is not readable JSON ({error}): choose another folder") from error
     if not known:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from agentgym_rl.evaluation.statistics import combined_interval, mean_interval, 
 Key = tuple[str, int, int]
 Attempts = Mapping[Key, Sequence[Record]]
 """Every attempt at every episode."""
+CAUSES_KEPT, CAUSE_LENGTH = 5, 300
+"""Of what episodes failed with: so many texts, so many characters of each."""
 INTERVALS = (
     "95% intervals: Wilson score over items for success and pass@k (with several samples an item, of the effective "
     "size); percentile bootstrap over items for reward; MOVER from the scenarios' intervals for the mean."
@@ -58,11 +61,12 @@ def _cell(
         return None
     outcomes: list[list[Outcome]] = []
     with_errors: list[float] = []
-    errors = unplayed = 0
+    unplayed = 0
+    causes: list[str] = []
     spent: list[tuple[Record, int]] = []
     for (env, item), allowed in turns_of.items():
         scored: list[Outcome] = []
-        failed = 0
+        failed = 0  # of this item
         for sample in range(samples):
             tried = attempts.get((env, item, sample), ())
             spent += [(record, allowed) for record in tried]
@@ -71,15 +75,16 @@ def _cell(
                 scored.append(found)
             elif tried:
                 failed += 1
+                causes.append(" ".join(tried[-1].error.split())[:CAUSE_LENGTH])
             else:
                 unplayed += 1
-        errors += failed
         if scored:
             outcomes.append(scored)
         if scored or failed:
             with_errors.append(sum(outcome.success for outcome in scored) / (len(scored) + failed))
     played = [outcome for scored in outcomes for outcome in scored]
-    counts = {"items": len(turns_of), "episodes": len(played), "errors": errors, "unplayed": unplayed}
+    counts: dict[str, Any] = {"items": len(turns_of), "episodes": len(played), "errors": len(causes)}
+    counts |= {"unplayed": unplayed, "causes": _most_common(Counter(causes))}
     if not played:
         return {**counts, "success": None, **_costs(spent, prices)}
     scores = _scores(outcomes, samples) | {"success_errors_as_failures": _mean(with_errors)}
@@ -114,7 +119,9 @@ def _costs(spent: Sequence[tuple[Record, int]], prices: Prices | None) -> dict[s
     """Tokens per episode that counts; money over all attempts, failed ones included: it was paid."""
     answers = [tokens for record, allowed in spent for tokens in record.tokens_under(allowed)]
     if not answers:
-        return {"prompt_tokens": None, "sampled_tokens": None, "cost_usd": None, "unreported": 0}
+        # No answer costs nothing; who needs none (oracle, random play) has no cost at all.
+        asked = prices is not None and any(record.tokens is not None for record, _ in spent)
+        return {"prompt_tokens": None, "sampled_tokens": None, "cost_usd": 0.0 if asked else None, "unreported": 0}
     unreported = sum(not tokens.reported for tokens in answers)
     good = [(record, allowed) for record, allowed in spent if record.under(allowed) is not None]
     counted = [tokens for record, allowed in good for tokens in record.tokens_under(allowed)]
@@ -145,7 +152,14 @@ def _totals(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         name: sum(cell[name] for cell in cells) for name in ("items", "episodes", "errors", "unplayed", "unreported")
     }
     costs = [cell["cost_usd"] for cell in cells if cell["cost_usd"] is not None]
-    return totals | {"cost_usd": math.fsum(costs) if costs else None}
+    causes: Counter[str] = Counter()
+    for cell in cells:
+        causes.update(cell["causes"])
+    return totals | {"causes": _most_common(causes), "cost_usd": math.fsum(costs) if costs else None}
+
+
+def _most_common(causes: Counter[str]) -> dict[str, int]:
+    return dict(causes.most_common(CAUSES_KEPT))
 
 
 def _powers(samples: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +11,31 @@ INK, FAINT, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 COLOURS = ("#0f766e", "#c2410c", "#4338ca", "#a16207", "#be185d", "#475569")
 
 
-def turns_plot(results: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
-    """`results` are those of an eval.json, one a horizon. A line a scenario, and their mean where there is one."""
+def turns_plot(
+    results: Sequence[Mapping[str, Any]], path: Path, title: str, label: Callable[[str], str] = str, footnote: str = ""
+) -> None:
+    """`results` are those of an eval.json, one a horizon. A line a scenario, and their mean where there is one.
+
+    `label` is what a scenario is called, its marks included, which `footnote` explains.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.0, 4.8), dpi=160, facecolor="white")
     axes = figure.subplots()
-    figure.subplots_adjust(left=0.09, right=0.97, top=0.88, bottom=0.12)
+    figure.subplots_adjust(left=0.09, right=0.97, top=0.88, bottom=0.16 if footnote else 0.12)
     turns = [result["max_turns"] for result in results]
     names = [name for name, cell in results[-1]["scenarios"].items() if cell and cell["success"]]
     for place, name in enumerate(names):
-        _line(axes, turns, [result["scenarios"][name] for result in results], name, COLOURS[place % len(COLOURS)])
+        cells = [result["scenarios"][name] for result in results]
+        _line(axes, turns, cells, label(name), COLOURS[place % len(COLOURS)])
     if all(result["overall"] for result in results):
-        _line(axes, turns, [result["overall"] for result in results], "mean of scenarios", INK)
+        _line(axes, turns, [result["overall"] for result in results], label("mean of scenarios"), INK)
     _plain(axes, turns)
-    axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
-    figure.text(0.09, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center")
+    if names:
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
+    # A model's name may hold a dollar sign, which would be read as mathematics.
+    figure.text(0.09, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center", parse_math=False)
+    figure.text(0.09, 0.03, footnote, fontsize=8, color=FAINT, va="center")
     _save(figure, path)
 
 

@@ -6,11 +6,14 @@ A `Grid` is a table as plain text; Markdown and the terminal draw the same ones.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
 
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.evaluation.metrics import INTERVALS
 from agentgym_rl.evaluation.plan import TaskPlan
 
@@ -47,14 +50,22 @@ class Entry:
     by_turns: tuple[Mapping[str, Any], ...] = ()
     """Results of every horizon, where there are several."""
     total: Mapping[str, Any] = field(default_factory=dict)
+    unpriced: bool = False
+    """An API's, whose prices were not given: what it cost is not known."""
+
+    @property
+    def own(self) -> set[str]:
+        """Scenarios played on our own data."""
+        return {plan.scenario for plan in self.plans if plan.own_data and plan.items}
 
 
 def entry_of(evaluation: Mapping[str, Any]) -> Entry:
     """From the content of an eval.json: the longest horizon is the one in the tables."""
-    results = evaluation["results"]
+    results, agent = evaluation["results"], evaluation["config"]["agent"]
     last = results[-1]
     return Entry(
-        evaluation["config"]["agent"]["name"],
+        # A folder may come from somebody else, and its name goes to a terminal.
+        "".join(character if character.isprintable() else " " for character in agent["name"]),
         False,
         last["tasks"],
         last["scenarios"],
@@ -62,19 +73,28 @@ def entry_of(evaluation: Mapping[str, Any]) -> Entry:
         tuple(TaskPlan.from_json(plan) for plan in evaluation["config"]["tasks"]),
         tuple(results) if len(results) > 1 else (),
         last["total"],
+        agent.get("kind") == "openai" and evaluation["settings"].get("prices_usd_per_million_tokens") is None,
     )
 
 
-def published_entries() -> tuple[str, list[Entry]]:
-    """(source, rows): results of other models as their paper gives them. They come without intervals."""
+def published_entries(scenarios: Iterable[str]) -> tuple[str, list[Entry]]:
+    """(source, rows): results of other models as their paper gives them. They come without intervals.
+
+    ConfigError where none of the scenarios that they are to stand beside is one of theirs.
+    """
     data = json.loads(files("agentgym_rl.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
     entries = []
     for name, percents in data["agents"].items():
-        scenarios = {
+        rates = {
             scenario: {"success": {"value": percent / 100}}
             for scenario, percent in zip(data["scenarios"], percents, strict=True)
         }
-        entries.append(Entry(name, True, {}, scenarios, None))
+        entries.append(Entry(name, True, {}, rates, None))
+    here = dict.fromkeys(scenarios)
+    if not any(scenario in data["scenarios"] for scenario in here):
+        raise ConfigError(
+            f"published results are of {', '.join(data['scenarios'])}, this is {', '.join(here)}: leave --compare out"
+        )
     return data["source"], entries
 
 
@@ -82,7 +102,7 @@ def grids(entries: Sequence[Entry]) -> list[Grid]:
     """Every table of a report."""
     plans = list({plan.key: plan for entry in entries for plan in entry.plans}.values())
     scenarios = list(dict.fromkeys(plan.scenario for plan in plans))
-    own = {plan.scenario for plan in plans if plan.own_data and plan.items}
+    own = {scenario for entry in entries for scenario in entry.own}
     ours = [entry for entry in entries if not entry.published]
     found = []
     if len(scenarios) > 1:
@@ -105,13 +125,18 @@ def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
     for entry in ours:
         if entry.total["errors"]:
             lines.append(
-                f"{entry.name}: {entry.total['errors']} episodes ended as errors. They are left out of every rate; "
-                "eval.json also has the success rate that counts them as failures. Run the command again to retry them."
+                f"{entry.name}: {_count(entry.total['errors'], 'episode')} ended as errors. They are left out of every "
+                "rate; eval.json also has the success rate that counts them as failures. Run the command again to "
+                "retry them."
             )
+            lines += [f"{entry.name}: {count} × {cause}" for cause, count in entry.total.get("causes", {}).items()]
         if entry.total["unplayed"]:
-            lines.append(f"{entry.name}: {entry.total['unplayed']} episodes are not played yet.")
+            lines.append(f"{entry.name}: {_count(entry.total['unplayed'], 'episode')} not played yet.")
         if entry.total["unreported"]:
-            lines.append(f"{entry.name}: {entry.total['unreported']} answers came without usage: cost lacks them.")
+            answers = _count(entry.total["unreported"], "answer")
+            lines.append(f"{entry.name}: {answers} came without usage: tokens and cost lack them.")
+        if entry.unpriced:
+            lines.append(f"{entry.name}: cost is not known, run it again with --price-prompt and --price-completion.")
     lines += _differences(ours)
     lines += _data_notes([plan for entry in ours for plan in entry.plans])
     if any(plan.own_data for entry in ours for plan in entry.plans if plan.items):
@@ -123,21 +148,26 @@ def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
     return lines
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def _differences(entries: Sequence[Entry]) -> list[str]:
     """Columns whose rows were not played on the same items with the same turns: they cannot simply be read across."""
-    found: dict[str, dict[str, None]] = {}
-    plans: dict[str, list[TaskPlan]] = {}
-    for plan in (plan for entry in entries for plan in entry.plans if plan.items):
-        plans.setdefault(plan.key, []).append(plan)
-    for same in plans.values():
-        kinds: dict[str, set[Any]] = {"items": {p.items for p in same}, "turns": {p.max_turns for p in same}}
-        kinds["data"] = {p.data for p in same}
-        found.setdefault(same[0].scenario, {}).update({kind: None for kind, some in kinds.items() if len(some) > 1})
-    return [
-        f"{name}: the rows differ in {' and '.join(kinds)}; `agentgym-rl compare` pairs what they share."
-        for name, kinds in found.items()
-        if kinds
-    ]
+    lines = []
+    for scenario in dict.fromkeys(plan.scenario for entry in entries for plan in entry.plans):
+        rows = [[p for p in entry.plans if p.items and p.scenario == scenario] for entry in entries]
+        rows = [plans for plans in rows if plans]
+        kinds: dict[str, set[Any]] = {
+            "items": {frozenset((p.env, item) for p in plans for item in p.items) for plans in rows},
+            "turns": {frozenset(p.max_turns for p in plans) for plans in rows},
+            "data": {frozenset(p.data for p in plans) for plans in rows},
+        }
+        differing = [kind for kind, some in kinds.items() if len(some) > 1]
+        if differing:
+            what = " and ".join(differing)
+            lines.append(f"{scenario}: the rows differ in {what}; agentgym-rl compare pairs what they share.")
+    return lines
 
 
 def _data_notes(plans: Sequence[TaskPlan]) -> list[str]:
@@ -193,12 +223,19 @@ def _scenario(entries: Sequence[Entry], scenario: str, plans: Sequence[TaskPlan]
     return grid
 
 
+def marked(entry: Entry, scenario: str) -> str:
+    """A scenario's name where it heads a row of one evaluation."""
+    marks = [OWN] * (scenario in entry.own) + [PARTLY] * (scenario in _partly_played(entry))
+    return " ".join([scenario, *marks])
+
+
 def _numbers(entry: Entry) -> Grid:
     """Everything else, one line a scenario; with a single scenario one line a task as well."""
-    lines = dict(entry.scenarios)
+    lines = {marked(entry, name): cell for name, cell in entry.scenarios.items()}
     if len(entry.scenarios) == 1 and len(entry.tasks) > 1:
         lines = {key.partition("/")[2]: cell for key, cell in entry.tasks.items()}
-        lines["overall"] = next(iter(entry.scenarios.values()))
+        (scenario,) = entry.scenarios
+        lines[marked(entry, scenario)] = entry.scenarios[scenario]
     played = {name: cell for name, cell in lines.items() if cell}
     # pass@1 is avg@k once more.
     rates = [name for cell in played.values() for name in cell if name.startswith(("avg@", "pass@"))]
@@ -227,26 +264,34 @@ def _turns(entry: Entry) -> Grid:
     for scenario in entry.scenarios:
         if entry.scenarios[scenario]:
             cells = [_rate(result["scenarios"][scenario]) for result in entry.by_turns]
-            grid.rows.append([Cell(scenario), *cells])
+            grid.rows.append([Cell(marked(entry, scenario)), *cells])
     if entry.overall:
-        grid.rows.append([Cell("mean"), *(_rate(result["overall"]) for result in entry.by_turns)])
+        mean = f"mean {OWN}" if entry.overall["own_data"] else "mean"
+        grid.rows.append([Cell(mean), *(_rate(result["overall"]) for result in entry.by_turns)])
     return grid
 
 
 def markdown(entries: Sequence[Entry], source: str = "", title: str = "Evaluation") -> str:
     """The report as a page."""
-    parts = [f"# {title}"]
-    parts += [f"## {grid.title}\n\n{_markdown_table(grid)}" for grid in grids(entries)]
-    parts.append("## Notes\n\n" + "\n".join(f"- {line}" for line in notes(entries, source)))
+    parts = [f"# {escaped(title)}"]
+    parts += [f"## {escaped(grid.title)}\n\n{_markdown_table(grid)}" for grid in grids(entries)]
+    parts.append("## Notes\n\n" + "\n".join(f"- {escaped(line)}" for line in notes(entries, source)))
     return "\n\n".join(parts) + "\n"
+
+
+def escaped(text: str) -> str:
+    """As Markdown that shows just this text: names and errors come from models' folders and from servers."""
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # An underscore within a word means nothing to Markdown.
+    return re.sub(r"[\\`*\[\]|#~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
 
 
 def _markdown_table(grid: Grid) -> str:
     def line(cells: Sequence[str]) -> str:
-        return f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |"
+        return f"| {' | '.join(cells)} |"
 
-    headings = [heading.replace("-\n", "").replace("\n", " ") for heading in grid.headings]
-    body = [[f"{c.text} ({c.small})" if c.small else c.text for c in row] for row in grid.rows]
+    headings = [escaped(heading.replace("-\n", "").replace("\n", " ")) for heading in grid.headings]
+    body = [[escaped(f"{c.text} ({c.small})" if c.small else c.text) for c in row] for row in grid.rows]
     return "\n".join([line(headings), line(["---"] + ["---:"] * (len(headings) - 1)), *map(line, body)])
 
 
@@ -275,4 +320,12 @@ def _number(value: float | None, digits: int) -> Cell:
 def _dollars(cell: Mapping[str, Any]) -> Cell:
     if cell["cost_usd"] is None:
         return Cell(MISSING)
-    return Cell(f"{'≥ ' if cell['unreported'] else ''}${cell['cost_usd']:,.4g}")
+    return Cell(f"{'≥ ' if cell['unreported'] else ''}{dollars(cell['cost_usd'])}")
+
+
+def dollars(amount: float) -> str:
+    """`$1,234.50`, `$0.0725`, `$0.000006`, `$0`: two digits that say something, never an exponent."""
+    if amount == 0:
+        return "$0"
+    digits = 2 if amount >= 1 else 4 if amount >= 0.01 else 1 - math.floor(math.log10(amount))
+    return re.sub(r"(\.\d\d\d*?)0+$", r"\1", f"${amount:,.{digits}f}")

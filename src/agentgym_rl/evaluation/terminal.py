@@ -75,8 +75,8 @@ def _cell(cell: Cell, *, leading: bool) -> Text:
 
 def print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
     first, second = comparison["first"]["name"], comparison["second"]["name"]
-    if first == second:
-        first, second = f"{first} (A)", f"{second} (B)"
+    for side in ("first", "second"):
+        console.print(Text(f"  {comparison[side]['name']}: {comparison[side]['folder']}", "dim"))
     table = _table()
     for heading in ("", "items", first, second, "difference", "95% interval", "p", "test"):
         table.add_column(heading, justify="left" if heading in ("", "test") else "right", overflow="fold")

@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import random
+import re
 import time
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -16,13 +17,23 @@ import httpx
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.types import Message, Sampling
 
-_TRANSIENT = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+_TRANSIENT = {408, 409, 425, 429}
+"""Beside every 5xx."""
 _USED_UP = ("insufficient_quota", "billing_hard_limit_reached")
 """A 429 that says one of these will say it tomorrow too."""
+REFUSALS_FOR_GOOD = 3
+"""So many requests refused from the first one on, none answered: all will be. One alone may be its text's fault."""
+CONNECT_TIMEOUT_S = 15.0
+FIRST_CONNECT_RETRIES = 2
+"""At most, while no server ever answered: a wrong address shall not be tried for a minute."""
 
 
 class ContextOverflow(EngineError):
     """The conversation is longer than the model can read."""
+
+
+class Refused(EngineError):
+    """The same request would be refused again."""
 
 
 class _Transient(EngineError):
@@ -32,6 +43,10 @@ class _Transient(EngineError):
         super().__init__(text)
         self.wait_s = wait_s
         self.everyone = everyone
+
+
+class _NoConnection(_Transient):
+    """Nobody is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +121,8 @@ class ChatClient:
 
     `api_key_variable` names the environment variable that holds the key; None sends none. A request is tried
     `retries` + 1 times; a server that asks for a longer pause than `max_wait_s` is given up on. When one request is
-    told to slow down, all wait; `requests_per_minute` spaces them out beforehand.
+    told to slow down, all wait; `requests_per_minute` spaces them out beforehand. `hopeless` says why no request will
+    ever be answered, once that is clear.
     """
 
     def __init__(
@@ -121,16 +137,13 @@ class ChatClient:
         max_tokens_field: str = "max_tokens",
         requests_per_minute: float | None = None,
     ) -> None:
-        if not base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"a chat API's address looks like https://api.openai.com/v1, got {base_url!r}")
-        headers = {}
-        if api_key_variable is not None:
-            key = os.environ.get(api_key_variable, "").strip()
-            if not key:
-                raise ConfigError(f"an API key is needed in ${api_key_variable}, which is not set: export it")
-            headers["Authorization"] = f"Bearer {key}"
+        _require_address(base_url)
         self.model = model
         self.usage = Usage()
+        self.hopeless = ""
+        self._key_variable = api_key_variable
+        self._heard_of = self._answered = False
+        self._refusals = 0
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._timeout_s = timeout_s
         self._retries = retries
@@ -139,7 +152,11 @@ class ChatClient:
         self._gate = _Gate(60.0 / requests_per_minute if requests_per_minute else 0.0)
         # Connections are bounded by how many episodes are played at once, not here.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
+        timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
+        try:
+            self._http = httpx.AsyncClient(headers=_headers(api_key_variable), timeout=timeout, limits=limits)
+        except (ValueError, ImportError, httpx.InvalidURL) as error:  # of HTTPS_PROXY and its like
+            raise ConfigError(f"no HTTP client can be set up ({error}): look at the proxy variables") from error
 
     async def complete(self, messages: list[Message], sampling: Sampling) -> Answer:
         """The model's next message."""
@@ -155,16 +172,37 @@ class ChatClient:
             body["stop"] = list(sampling.stop)
         if sampling.seed is not None:
             body["seed"] = sampling.seed
+        try:
+            answer = await self._tried(body)
+        except Refused as error:
+            self._refusals += 1
+            if not self._answered and self._refusals >= REFUSALS_FOR_GOOD:
+                self.hopeless = str(error)
+            raise
+        self._answered = True
+        return answer
+
+    async def _tried(self, body: dict[str, Any]) -> Answer:
+        """The first good answer of several tries."""
         attempt = 0
         while True:
             await self._gate.turn()
             try:
                 return await self._once(body)
             except _Transient as error:
-                wait_s = error.wait_s if error.wait_s is not None else random.uniform(0.5, 1.0) * 2.0**attempt
+                wait_s = error.wait_s
+                if wait_s is None:
+                    wait_s = min(random.uniform(0.5, 1.0) * 2.0 ** min(attempt, 32), self._max_wait_s)
+                nobody = isinstance(error, _NoConnection) and not self._heard_of
+                if nobody and attempt >= min(self._retries, FIRST_CONNECT_RETRIES):
+                    raise Refused(
+                        f"{self._url} cannot be reached ({error}): check the address (--base-url) and that the "
+                        "server runs"
+                    ) from error
                 if attempt >= self._retries or wait_s > self._max_wait_s:
                     pause = f", which asks to wait {wait_s:.0f} s," if wait_s > self._max_wait_s else ""
-                    raise EngineError(f"{self._url}{pause} failed {attempt + 1} times, the last: {error}") from error
+                    times = f"{attempt + 1} time{'s' if attempt else ''}"
+                    raise EngineError(f"{self._url}{pause} failed {times}, the last: {error}") from error
                 if error.everyone:
                     self._gate.hold(wait_s)
             attempt += 1
@@ -180,18 +218,36 @@ class ChatClient:
             # httpx bounds each read; this bounds the whole request, also against a server that drips bytes.
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.post(self._url, json=body)
+        except httpx.ConnectTimeout:
+            raise _NoConnection(f"no connection within {min(self._timeout_s, CONNECT_TIMEOUT_S):g} s") from None
+        except httpx.ConnectError as error:
+            raise _NoConnection(f"{type(error).__name__}: {error}") from error
         except (TimeoutError, httpx.TimeoutException):
             raise _Transient(f"no answer within {self._timeout_s:g} s") from None
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:  # a broken connection, or a body that cannot be unpacked
             raise _Transient(f"{type(error).__name__}: {error}") from error
+        self._heard_of = True
         status, text = response.status_code, response.text
-        if status in _TRANSIENT and not (status == 429 and any(reason in text for reason in _USED_UP)):
+        used_up = status == 429 and any(reason in text for reason in _USED_UP)
+        if (status in _TRANSIENT or status >= 500) and not used_up:
             wait_s = _retry_after_s(response)
             raise _Transient(_explain(response), wait_s, everyone=status == 429 or wait_s is not None)
         if status != 200:
-            overflow = "context_length" in text or "maximum context" in text
-            raise (ContextOverflow if overflow else EngineError)(f"{self._url} refused: {_explain(response)}")
+            if "context_length" in text or "maximum context" in text:
+                raise ContextOverflow(f"{self._url} refused: {_explain(response)}")
+            raise Refused(f"{self._url} refused: {_explain(response)}{self._advice(status, used_up=used_up)}")
         return self._answer(response)
+
+    def _advice(self, status: int, *, used_up: bool) -> str:
+        """What to do about a refusal, where that can be told."""
+        if status in (401, 403):
+            key = f"the key in ${self._key_variable}" if self._key_variable else "--key-variable, no key was sent"
+            return f": check {key}"
+        if status == 402 or used_up:
+            return ": the account has nothing left to spend"
+        if status in (404, 405) or 300 <= status < 400:
+            return f": check the address (--base-url, it often ends in /v1) and the model's name, {self.model!r}"
+        return ""
 
     def _answer(self, response: httpx.Response) -> Answer:
         try:
@@ -200,7 +256,7 @@ class ChatClient:
             content = choice["message"]["content"] or ""
             # A lone surrogate is legal in JSON and cannot be written to a file.
             content = content.encode("utf-8", "replace").decode()
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise _Transient(f"not a chat completion ({type(error).__name__}): {response.text[:200]!r}") from error
         tokens = _tokens(row.get("usage"))
         self.usage.add(tokens)
@@ -237,6 +293,29 @@ class _Gate:
 
     def hold(self, wait_s: float) -> None:
         self._paused_until = max(self._paused_until, time.monotonic() + wait_s)
+
+
+def _require_address(base_url: str) -> None:
+    try:
+        url = httpx.URL(base_url)
+        # A name or an IPv4 address, or an IPv6 one, which httpx gives without its brackets.
+        host = re.fullmatch(r"[\w.-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]+", url.host)
+        good = url.scheme in ("http", "https") and host is not None and 0 < (url.port or 80) < 65536
+    except httpx.InvalidURL:
+        good = False
+    if not good:
+        raise ConfigError(f"a chat API's address looks like https://api.openai.com/v1, got {base_url!r}")
+
+
+def _headers(api_key_variable: str | None) -> dict[str, str]:
+    if api_key_variable is None:
+        return {}
+    key = os.environ.get(api_key_variable, "").strip()
+    if not key:
+        raise ConfigError(f"an API key is needed in ${api_key_variable}, which is not set: export it")
+    if not re.fullmatch(r"[\x21-\x7e]+", key):
+        raise ConfigError(f"the API key in ${api_key_variable} must be one line of plain letters: export it anew")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def _tokens(usage: Any) -> Tokens:
