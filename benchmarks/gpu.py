@@ -1,0 +1,200 @@
+"""How fast rollouts, updates and whole RL steps are on one GPU, against peers measured in the same run.
+
+    python benchmarks/gpu.py --model-folder SmolLM2-135M-Instruct --out FOLDER
+    python benchmarks/gpu.py --parts rollout --models smollm2-135m --peers transformers vllm --out FOLDER
+    python benchmarks/gpu.py --tiny --out FOLDER        everything in small, on a CPU: shows that it runs, not how fast
+
+rollout   256 and 512 episodes at once: a prompt of 256 tokens, 8 turns, 64 new tokens forced a turn, observations of
+          64 tokens. Ours, transformers in lock-step, vLLM, and what memory bandwidth allows. (gpu_parts/rollout.py)
+learner   an update on 8k and 43k tokens against the plain transformers step and the matrix units' ceiling.
+          (gpu_parts/learner.py)
+step      a whole RL step on TextCraft, GRPO on a real chat model, against TRL's GRPOTrainer. Needs --model-folder, a
+          folder of a chat model such as SmolLM2-135M-Instruct. (gpu_parts/step.py)
+
+Every measurement is a process of its own with --limit-s seconds; one that fails or runs out of time is said so in the
+table and the others go on. FOLDER gets results.json and table.md, rewritten after each of them, and a log of each.
+vLLM and TRL are imported where they are installed; --vllm-path and --trl-path name folders of packages for those
+processes alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PARTS = ("rollout", "learner", "step")
+MODELS = ("smollm2-135m", "qwen2.5-1.5b")
+PEERS = ("transformers", "vllm", "trl")
+HERE = Path(__file__).parent
+METRIC = {"rollout": "tokens_per_s", "learner": "tokens_per_s", "step": "episodes_per_s"}
+UNITS = {"tokens_per_s": "tokens/s", "episodes_per_s": "episodes/s"}
+
+
+@dataclass(slots=True)
+class Job:
+    """One process."""
+
+    name: str
+    script: str
+    arguments: list[str]
+    paths: list[str] = field(default_factory=list)
+    """Put before PYTHONPATH."""
+
+
+def jobs_of(options: argparse.Namespace) -> list[Job]:
+    """In an order that leaves the most if time runs out: ours and the cheap peers first."""
+    parts, peers = options.parts, options.peers
+    device = ["--device", "cpu" if options.tiny else "cuda"]
+    models = ["tiny"] if options.tiny else options.models
+    episodes = ["4", "8"] if options.tiny else [str(n) for n in options.episodes]
+    here = [peer for peer in peers if peer == "transformers"]
+    jobs, later = [], []
+    for model in models:
+        common = ["--model", model, *device, "--peers", *here]
+        if "rollout" in parts:
+            profile = ["--profile", str(options.out / "kernels.txt")] if options.profile else []
+            jobs.append(Job(f"rollout-{model}", "rollout.py", [*common, "--episodes", *episodes, *profile]))
+            if "vllm" in peers:
+                eager = ["--dtype", "float32", "--eager"] if options.tiny else []
+                told = ["--model", model, "--config", _config(model), "--episodes", *episodes, *eager]
+                later.append(Job(f"rollout-{model}-vllm", "vllm_peer.py", told, _paths(options.vllm_path)))
+        if "learner" in parts:
+            profile = ["--profile", str(options.out / "kernels.txt")] if options.profile else []
+            jobs.append(Job(f"learner-{model}", "learner.py", [*common, *profile]))
+    if "step" in parts:
+        folder = ["--model-folder", str(options.model_folder)] if options.model_folder else []
+        steps = ["--steps", "3"] if options.tiny else []
+        small = ["--tiny"] if options.tiny else []
+        jobs.append(Job("step", "step.py", [*device, *folder, *small, *steps, "--work", str(options.out)]))
+        if "trl" in peers:
+            told = [*device, "--taught", str(options.out / "taught.json"), *steps]
+            jobs.append(Job("step-trl", "trl_peer.py", told, _paths(options.trl_path)))
+            if "vllm" in peers and not options.tiny:
+                paths = _paths(options.trl_path, options.vllm_path)
+                later.append(Job("step-trl-vllm", "trl_peer.py", [*told, "--vllm"], paths))
+    return jobs + later
+
+
+def _paths(*folders: Path | None) -> list[str]:
+    return [str(folder) for folder in folders if folder is not None]
+
+
+def _config(model: str) -> str:
+    from common import CLASSES, SHAPES
+
+    config = SHAPES[model].to_dict()
+    return json.dumps({**config, "architectures": [CLASSES[config["model_type"]].__name__], "dtype": "bfloat16"})
+
+
+def run_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
+    """What became of it: {"outcome", "seconds"}."""
+    before = [*job.paths, str(HERE.parent / "src")]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([*before, *filter(None, [os.environ.get("PYTHONPATH")])])
+    python = str(options.vllm_python) if job.script == "vllm_peer.py" and options.vllm_python else sys.executable
+    command = [python, str(HERE / "gpu_parts" / job.script), "--lines", str(options.out / "lines.jsonl")]
+    started = time.monotonic()
+    with (options.out / f"{job.name}.log").open("w") as log:
+        # A session of its own, so that a peer's worker processes end with it.
+        child = subprocess.Popen(
+            [*command, *job.arguments], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            code = child.wait(options.limit_s)
+            outcome = "done" if code == 0 else f"failed with exit code {code}, see {job.name}.log"
+        except subprocess.TimeoutExpired:
+            outcome = f"cut off after {options.limit_s} s"
+        finally:
+            _end_session(child)
+    return {"outcome": outcome, "seconds": round(time.monotonic() - started, 1)}
+
+
+def _end_session(child: subprocess.Popen[bytes]) -> None:
+    try:
+        os.killpg(child.pid, 9)
+    except ProcessLookupError:
+        return
+    child.wait()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def table(lines: list[dict[str, Any]], outcomes: dict[str, dict[str, Any]]) -> str:
+    """Markdown: each case, each of its runners, and ours over it."""
+    rows = ["| part | case | who | speed | ours ÷ it | more |", "|---|---|---|---|---|---|"]
+    cases = dict.fromkeys((line["part"], line["case"]) for line in lines if line["part"] in METRIC)
+    for part, case in cases:
+        found = {line["who"]: line for line in lines if (line["part"], line["case"]) == (part, case)}
+        metric = METRIC[part]
+        best = max((line[metric] for who, line in found.items() if who.startswith("ours")), default=None)
+        for who, line in found.items():
+            ratio = "" if best is None or who.startswith("ours") else f"{best / line[metric]:.2f}"
+            speed = f"{line[metric]:,.4g} {UNITS[metric]}" if line[metric] < 1000 else f"{line[metric]:,.0f} tokens/s"
+            rows.append(f"| {part} | {case} | {who} | {speed} | {ratio} | {_more(part, line, found)} |")
+    for name, outcome in outcomes.items():
+        rows.append(f"\n{name}: {outcome['outcome']}, {outcome['seconds']:.0f} s")
+    return "\n".join(rows) + "\n"
+
+
+def _more(part: str, line: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
+    if part == "rollout":
+        bound = found.get("bound")
+        return "" if bound is None or line is bound else f"{line['tokens_per_s'] / bound['tokens_per_s']:.0%} of bound"
+    if part == "learner":
+        return f"{line['share_of_ceiling']:.0%} of ceiling, {line['allocated_gb']:.1f} GB"
+    return (
+        f"rollout {line['rollout_s']:.2f} s, learn {line['learn_s']:.2f} s, "
+        f"{line['sampled_tokens']:.0f} tokens sampled, {line['turns']:.1f} turns, success {line['success']:.0%}"
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="a new or empty folder")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of rollout and learner")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    parser.add_argument("--episodes", nargs="+", type=int, default=[256, 512], help="of rollout")
+    parser.add_argument("--model-folder", type=Path, help="of step: a chat model")
+    parser.add_argument("--limit-s", type=int, default=300, help="the most one measurement may take")
+    parser.add_argument("--vllm-path", type=Path, help="folder of packages in which vLLM is")
+    parser.add_argument("--vllm-python", type=Path, help="an interpreter of its own for vLLM")
+    parser.add_argument("--trl-path", type=Path, help="folder of packages in which TRL is")
+    parser.add_argument("--profile", action="store_true", help="also write kernel times to kernels.txt")
+    parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU")
+    options = parser.parse_args()
+    if "step" in options.parts and options.model_folder is None and not options.tiny:
+        parser.error("the part step needs --model-folder, a folder of a chat model; or leave it out with --parts")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    options.out = options.out.resolve()
+    options.out.mkdir(parents=True, exist_ok=True)
+    if any(options.out.iterdir()):
+        sys.exit(f"--out {options.out} is not empty: name a new folder")
+    sys.path.insert(0, str(HERE / "gpu_parts"))
+    outcomes: dict[str, dict[str, Any]] = {}
+    for job in jobs_of(options):
+        print(f"{job.name} ...", flush=True)
+        outcomes[job.name] = run_job(job, options)
+        lines = read_lines(options.out / "lines.jsonl")
+        written = json.dumps({"measured": lines, "runs": outcomes}, indent=1)
+        (options.out / "results.json").write_text(written + "\n")
+        (options.out / "table.md").write_text(table(lines, outcomes))
+        print(f"{job.name}: {outcomes[job.name]['outcome']}, {outcomes[job.name]['seconds']:.0f} s", flush=True)
+    print("\n" + (options.out / "table.md").read_text())
+
+
+if __name__ == "__main__":
+    main()

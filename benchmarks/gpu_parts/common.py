@@ -1,0 +1,123 @@
+"""What the parts share: shapes of models, clocks, ceilings, and how a part reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+NO_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+SHAPES: dict[str, Any] = {
+    "smollm2-135m": LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+        **NO_TOKENS,
+    ),
+    "qwen2.5-1.5b": Qwen2Config(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        **NO_TOKENS,
+    ),
+    "tiny": LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        **NO_TOKENS,
+    ),
+}
+"""Weights are random: speed does not depend on them. `tiny` tries the benchmark out on a machine without a GPU."""
+CLASSES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
+
+
+def make_model(name: str, device: str) -> Any:
+    """In bf16 on CUDA, in float32 elsewhere."""
+    torch.manual_seed(0)
+    config = SHAPES[name]
+    with torch.device(device):
+        model = CLASSES[config.model_type](config)
+    # Parameters alone: the rotary embedding's frequencies stay in float32, as they are in a model that is loaded.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16 if device == "cuda" else torch.float32)
+    return model.eval()
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(run: Callable[[], Any], device: str, warm: int, repeats: int) -> list[float]:
+    """Seconds of each repeat."""
+    for _ in range(warm):
+        run()
+    times = []
+    for _ in range(repeats):
+        synchronize(device)
+        start = time.perf_counter()
+        run()
+        synchronize(device)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def ceilings(device: str) -> dict[str, float]:
+    """Bytes copied a second (read and written) and operations a second of a large product, measured."""
+    num_bytes, side = (1 << 32, 8192) if device == "cuda" else (1 << 24, 256)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    copy_s = statistics.median(timed(lambda: target.copy_(source), device, 2, 10))
+    a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+    product_s = statistics.median(timed(lambda: a @ b, device, 5, 20))
+    return {"bytes_per_s": 2 * num_bytes / copy_s, "operations_per_s": 2.0 * side**3 / product_s}
+
+
+class Report:
+    """Appends what a part finds to a file as it finds it: a part that is cut off leaves what it has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def add(self, part: str, case: str, who: str, **numbers: Any) -> None:
+        """`who` was measured doing `case`, `ours` among them."""
+        line = {"part": part, "case": case, "who": who, **numbers}
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        shown = ", ".join(f"{key} {_short(value)}" for key, value in numbers.items() if not isinstance(value, list))
+        print(f"{part} / {case} / {who}: {shown}", flush=True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def part_parser(description: str | None) -> argparse.ArgumentParser:
+    """With what every part is told."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lines", type=Path, required=True, help="append findings to this file")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    return parser

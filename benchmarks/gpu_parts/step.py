@@ -1,0 +1,147 @@
+"""Part step: whole RL steps on real TextCraft, GRPO on a real chat model; and before them a short imitation.
+
+32 tasks of depth 1 and 2, 8 episodes of each, 8 turns of at most 48 tokens. A model that has just imitated the oracle
+for a few updates plays as models do in training: short replies, some successes. It is kept for the peers to start from.
+What is timed is `train_rl` with its own workers: episodes in this process, advantages, the update, the engine's new
+weights. Nothing is written to disk in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from common import Report, part_parser
+
+from agentgym_rl import wiring
+from agentgym_rl.config import Config
+from agentgym_rl.train import train
+from agentgym_rl.training.horizon import make_horizon
+from agentgym_rl.training.model import load_model
+from agentgym_rl.training.rl import Hooks, RLState, train_rl
+from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.workers import OneProcess
+
+SUBSETS = ["depth1", "depth2"]
+SIZES = {"groups": 32, "group_size": 8, "turns": 8, "max_new_tokens": 48, "max_context": 2048}
+TINY_SIZES = {"groups": 2, "group_size": 2, "turns": 2, "max_new_tokens": 12, "max_context": 1024}
+INSTRUCTION = "You play a crafting game. Reply with one command: get N ITEM, craft N ITEM using N ITEM, or inventory."
+
+
+def config_of(model: dict[str, Any], sizes: dict[str, int], device: str, **sections: Any) -> Config:
+    raw = {
+        "name": "gpu-step",
+        "model": {**model, "device": device, "dtype": "bfloat16" if device == "cuda" else "float32"},
+        "environments": [{"name": "textcraft", "subsets": SUBSETS}],
+        "agent": {
+            "instruction": INSTRUCTION,
+            "max_new_tokens": sizes["max_new_tokens"],
+            "max_context": sizes["max_context"],
+            "concurrency": sizes["groups"] * sizes["group_size"],
+        },
+        "horizon": {"kind": "fixed", "turns": [sizes["turns"]]},
+        **sections,
+    }
+    return Config.model_validate(raw)
+
+
+def teach(model: dict[str, Any], sizes: dict[str, int], device: str, folder: Path) -> Path:
+    """A model folder: `model` after a short imitation of the oracle."""
+    tiny = sizes is TINY_SIZES
+    imitation = {"epochs": 30 if "scratch" in model else 2, "batch_size": 4 if tiny else 32}
+    config = config_of(
+        model,
+        sizes,
+        device,
+        rl={"steps": 0, "kl_coef": 0.0},
+        warm_start={
+            "policy": "oracle",
+            "episodes": 8 if tiny else 280,
+            "max_turns": 8,
+            "sft": {**imitation, "optimizer": {"lr": 1e-2 if "scratch" in model else 1e-4, "warmup_steps": 4}},
+        },
+        eval={"episodes": 4 if tiny else 128, "max_turns": sizes["turns"]},
+    )
+    asyncio.run(train(config, folder))
+    return folder / "checkpoints" / "step_000000" / "model"
+
+
+def rl_steps(taught: Path, sizes: dict[str, int], device: str, steps: int) -> list[dict[str, Any]]:
+    """Metrics of each step."""
+    config = config_of(
+        {"path": str(taught)},
+        sizes,
+        device,
+        rl={
+            "steps": steps,
+            "groups_per_step": sizes["groups"],
+            "group_size": sizes["group_size"],
+            "kl_coef": 0.0,
+            "zero_variance": "keep",  # the peer learns from every episode too
+            "optimizer": {"lr": 1e-6, "micro_batch_tokens": 65536},
+        },
+    )
+    found: list[dict[str, Any]] = []
+
+    async def run() -> None:
+        pool = wiring.EnvironmentsPool(config.environments, config.agent)
+        items = await wiring.all_items(pool, config.environments)
+        numbers = {env: [i for some in subsets.values() for i in some] for env, subsets in items.train.items()}
+        model, tokenizer = load_model(str(taught), device=device, dtype=wiring.choose_device(config.model)[1])
+        workers = OneProcess(config, pool, model, tokenizer, taught)
+        state = RLState(TaskSource(numbers, 0, {"textcraft": 1.0}), {"textcraft": make_horizon(config.horizon)})
+
+        async def after_step(step: int) -> None:
+            pass
+
+        hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: found.append(metrics), after_step)
+        limits = {"textcraft": wiring.limits_of(config.agent, 1, workers.room)}
+        collect = workers.collector("bench-", None, 1.0)
+        await train_rl(state, workers.learner, collect, workers.publish, limits, config.rl, hooks, 0)
+        await workers.close()
+        await pool.close()
+
+    asyncio.run(run())
+    return found
+
+
+def main() -> None:
+    parser = part_parser(__doc__)
+    parser.add_argument("--model-folder", help="Hugging Face folder of a chat model; without it a tiny one is made")
+    parser.add_argument("--tiny", action="store_true", help="few and short episodes")
+    parser.add_argument("--work", type=Path, required=True, help="folder for what is made")
+    parser.add_argument("--steps", type=int, default=6, help="the first two are not counted")
+    options = parser.parse_args()
+    sizes = TINY_SIZES if options.tiny else SIZES
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
+    model = {"path": options.model_folder} if options.model_folder else {"scratch": shape}
+    taught = teach(model, sizes, options.device, options.work / "teach")
+    summary = json.loads((options.work / "teach" / "summary.json").read_text())
+    told = {"folder": str(taught), "instruction": INSTRUCTION, "subsets": SUBSETS, **sizes}
+    (options.work / "taught.json").write_text(json.dumps(told))
+    metrics = rl_steps(taught, sizes, options.device, options.steps)
+    counted = metrics[min(2, len(metrics) - 1) :]
+    episodes = sizes["groups"] * sizes["group_size"]
+    step_s = statistics.median(m["time/step_s"] for m in counted)
+    Report(options.lines).add(
+        "step",
+        "textcraft",
+        "ours",
+        episodes_per_s=episodes / step_s,
+        step_s=step_s,
+        rollout_s=statistics.median(m["time/rollout_s"] for m in counted),
+        learn_s=statistics.median(m["time/learn_s"] for m in counted),
+        sampled_tokens=statistics.mean(m["tokens/sampled"] for m in counted),
+        turns=statistics.mean(m["turns/mean"] for m in counted),
+        success=statistics.mean(m["success/mean"] for m in counted),
+        mismatch=statistics.mean(m["mismatch/abs"] for m in counted),
+        all_seconds=[m["time/step_s"] for m in metrics],
+        taught_success=summary["before"]["success"],
+    )
+
+
+if __name__ == "__main__":
+    main()
