@@ -175,6 +175,25 @@ def visit_all(page: Page, base: str, pages: list[str]) -> None:
         assert page.evaluate(f"{foreign}.length") == 0, address
 
 
+TURNED = """async name => {
+  const { h } = await import("/static/dom.js");
+  const { taskName } = await import("/static/format.js");
+  const line = h("p", { dir: "ltr" }, name, " after ", h("b", {}, taskName({ env: name, item: 12345 })), " end");
+  document.body.append(line);
+  const left = (node, from, to) => {
+    const range = document.createRange();
+    range.setStart(node, from);
+    range.setEnd(node, to);
+    return range.getBoundingClientRect().left;
+  };
+  const task = line.querySelector("b").firstChild;
+  const last = task.length;
+  const after = line.childNodes[1];
+  const letters = [[after, 1], [after, 5], [task, last - 5], [task, last - 1], [line.lastChild, 1]];
+  return letters.map(([node, place]) => left(node, place, place + 1));
+}"""
+
+
 def test_nothing_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
     library = library_of(root, tmp_path)
     with viewer_in_thread(library) as url:
@@ -193,6 +212,10 @@ def test_nothing_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: 
         expect(page.frame_locator(".picture iframe").locator("p")).to_have_text("page")
         page.wait_for_timeout(300)
         assert page.evaluate(EXECUTED) is None
+        # A mark that turns the direction of text ends with the text it is in, whatever it tries to close before.
+        for name in ("\u202eevil", "\u2069\u202eevil", "\u2067evil", "\u2069\u2069\u2067\u202eevil\u2069"):
+            places = page.evaluate(TURNED, name)
+            assert places == sorted(places), name
         page.goto(f"{url}#/play")
         expect(page.locator(".story .now")).to_contain_text(PAYLOADS[0])
         page.locator(".action-button").first.click()

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,6 +108,11 @@ def test_every_page_opens_and_fits(page: Page, url: str, width: int) -> None:
         expect(page.locator("main h1")).to_have_text(heading)
         expect(page.locator(".message.error")).to_have_count(0)
         assert fits(page), address
+    page.goto(f"{url}#/episodes/small")
+    order = page.get_by_label("order").bounding_box()
+    assert order
+    assert order["x"] >= 0
+    assert order["x"] + order["width"] <= width
     page.goto(f"{url}#/run/nowhere")
     expect(page.locator(".message.error")).to_contain_text("no run")
 
@@ -116,6 +122,14 @@ def test_curves_show_values_stages_and_several_runs(page: Page, url: str) -> Non
     expect(page.locator(".doctor")).to_contain_text("entropy fell to 0.5")
     success = page.locator(".chart-card", has_text="Success").first
     expect(success.locator(".stage")).to_have_count(3)
+    spans = success.locator(".stage-label").evaluate_all(
+        "l => l.map(e => e.getBoundingClientRect()).map(r => [r.left, r.right])"
+    )
+    assert len(spans) == 3
+    assert all(before[1] <= after[0] for before, after in pairwise(spans))
+    page.set_viewport_size({"width": 330, "height": 800})
+    expect(success.locator(".stage-label").last).to_have_text("7")  # no room for "7 turns" on a phone
+    page.set_viewport_size({"width": 1280, "height": 860})
     expect(success.locator(".mark")).to_have_count(STEPS + 1)
     box = success.locator("svg").bounding_box()
     assert box
@@ -176,6 +190,8 @@ def test_a_replay_is_stepped_played_and_linked_to(page: Page, url: str, library:
     expect(page.locator(".place")).to_have_text("the end")
     expect(page.locator(".turn")).to_contain_text("reward 1")
     expect(page.get_by_role("button", name="Play")).to_be_visible()
+    expect(page.locator(".crumbs a").first).to_have_text("Evaluations")
+    expect(page.locator(".top nav a[aria-current]")).to_have_text("Evals")
     page.keyboard.press("ArrowLeft")
     page.keyboard.press("?")
     expect(page.locator("dialog")).to_contain_text("play or pause")
@@ -232,7 +248,13 @@ def test_two_checkpoints_are_compared_turn_by_turn(page: Page, url: str) -> None
     expect(heads.nth(1).locator(".badge.good")).to_have_text("success")
     expect(page.locator(".split")).to_have_count(1)
     expect(page.locator(".pair:not(.heads) .picture img").first).to_be_visible()
+    expect(heads.locator(".letter")).to_have_text(["A", "B"])
     options = page.get_by_label("Right episode").locator("option").all_text_contents()
+    assert len(options) == len(set(options)) == STEPS + 2 + STEPS + 1 - 1  # not the one on the left
+    chosen_left = page.get_by_label("Left episode").input_value()
+    assert chosen_left not in page.get_by_label("Right episode").locator("option").evaluate_all(
+        "o => o.map(e => e.value)"
+    )
     chosen = next(text for text in options if text.startswith("oracle"))
     page.get_by_label("Right episode").select_option(label=chosen)
     expect(heads.nth(1)).to_contain_text("oracle")
@@ -256,6 +278,29 @@ def test_a_game_is_won_by_hand_and_by_the_oracle(page: Page, url: str) -> None:
     expect(page.locator(".verdict.good")).to_contain_text("Success")
 
 
+def test_the_playground_takes_the_last_choice_and_clears_a_table_it_cannot_fill(page: Page, url: str) -> None:
+    page.goto(f"{url}#/play?env=maze&item=3")
+    expect(page.locator(".action-button").first).to_be_visible()
+    environment = page.get_by_label("Environment")
+    for name in ("wordle", "maze", "keydoor"):  # each while the one before is still being opened
+        environment.select_option(name)
+    expect(page.locator(".now")).to_contain_text(re.compile("key|door", re.IGNORECASE))
+    assert "env=keydoor" in page.url
+    for item in ("99999999", "1.5", "-5"):
+        page.get_by_label("Item").fill(item)
+        page.keyboard.press("Enter")
+        expect(page.locator(".message.error")).to_contain_text(re.compile("item", re.IGNORECASE))
+        expect(page.locator(".now, .action-button, .picture img")).to_have_count(0)
+    page.get_by_label("Item").fill("2")
+    page.keyboard.press("Enter")
+    expect(page.locator(".now")).to_be_visible()
+    expect(page.locator(".message.error")).to_have_count(0)
+    page.goto(f"{url}#/play?env=maze&item=3&subset=nowhere")
+    expect(page.locator(".now")).to_be_visible()
+    page.get_by_role("button", name="Random item").click()
+    expect(page.locator(".message.error")).to_contain_text("nowhere")
+
+
 def test_evaluations_have_tables_and_the_scaling_plot(page: Page, url: str) -> None:
     page.goto(f"{url}#/evals")
     expect(page.locator("tbody th a")).to_have_text("the oracle")
@@ -263,6 +308,67 @@ def test_evaluations_have_tables_and_the_scaling_plot(page: Page, url: str) -> N
     page.locator("tbody th a").click()
     expect(page.locator(".scaling .mark")).to_have_count(2)
     expect(page.locator(".numbers tbody tr")).to_have_count(3)
+
+
+def evaluation_json(own_name: bool, success: float, state: str = "finished") -> dict[str, object]:
+    """An eval.json as a suite writes it, or with `own_name` as an evaluation of a whole environment."""
+    rate = {"value": success, "low": 0.1, "high": 0.9}
+    cell: dict[str, object] = {"items": 4, "episodes": 3, "errors": 1, "unplayed": 0, "success": rate}
+    cell |= {"success_errors_as_failures": 0.375, "turns": 5.0, "truncated": 0.25, "unreported": 0, "cost_usd": 6e-6}
+    cell |= {"reward": {"value": 0.5, "low": 0.21, "high": 0.78}, "prompt_tokens": 1234.0, "sampled_tokens": 56.0}
+    unknown = cell | {"cost_usd": 0.0, "unreported": 3}
+    maze = "maze" if own_name else "Maze"
+    plan: dict[str, object] = {"scenario": maze, "name": "all", "env": "maze", "items": [1, 2], "max_turns": 9}
+    plan |= {"data": "mazes", "own_data": False, "missing": ""}
+    plans = [plan, plan | {"name": "far", "items": [], "missing": "its maps are needed"}]
+    plans += [
+        plan | {"scenario": "Stand-in", "env": "web", "own_data": True},
+        plan | {"scenario": "Absent", "items": []},
+    ]
+    tasks = {f"{maze}/all": cell, f"{maze}/far": None, "Stand-in/all": unknown, "Absent/all": None}
+    scenarios = {maze: cell, "Stand-in": unknown, "Absent": None}
+    overall = {"success": rate, "scenarios": [maze, "Stand-in"], "own_data": True}
+    total = {"items": 8, "episodes": 6, "errors": 2, "unplayed": 0, "unreported": 3, "cost_usd": 0.0}
+    result = {"tasks": tasks, "scenarios": scenarios, "overall": overall, "total": total}
+    results = [result | {"max_turns": turns} for turns in (4, 9)]
+    return {"state": state, "config": {"agent": {"name": "an agent"}, "tasks": plans}, "results": results}
+
+
+def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: str, root: Path) -> None:
+    for name, own_name in (("suite", False), ("whole", True)):
+        (root / name).mkdir()
+        (root / name / "eval.json").write_text(json.dumps(evaluation_json(own_name, 0.5, "running")))
+    page.goto(f"{url}#/evals")
+    expect(page.locator("thead th")).to_have_text(["Agent", "Maze", "Stand-in †", "Mean", "Episodes"])
+    row = page.locator("tbody tr", has_text="whole")
+    expect(row.locator(".rate b")).to_have_text(["50.0 *", "50.0", "50.0 †"])
+    expect(row.locator(".rate").nth(2)).to_contain_text("10–90")
+    expect(page.locator(".notes")).to_contain_text("† our own data")
+    expect(page.locator(".notes")).to_contain_text("* over the tasks that were played")
+    expect(page.locator(".legend-lines")).not_to_contain_text("Absent")
+    (root / "whole" / "eval.json").write_text(json.dumps(evaluation_json(True, 0.75)))
+    expect(row.locator(".rate b").first).to_have_text("75.0 *")
+
+    page.goto(f"{url}#/eval/suite")
+    table = page.locator("section", has_text="its maps are needed").locator("table")
+    headings = table.locator("thead th").all_text_contents()
+    texts = dict(zip(headings, table.locator("tbody tr").first.locator("th, td").all_text_contents(), strict=True))
+    assert texts["Reward"] == "0.5 0.21 to 0.78"
+    assert (texts["Truncated"], texts["Prompt tokens"], texts["With errors as failures"]) == ("25%", "1,234", "38%")
+    assert texts["Cost"] == "<$0.0001"
+    assert "unknown" in page.locator("section", has_text="Stand-in †").last.locator("tbody").inner_text()
+    facts = page.locator(".facts")
+    expect(facts).to_contain_text(re.compile(r"Mean of 2 scenarios\s*50\.0% \(10–90\)"))
+    expect(facts).to_contain_text(re.compile(r"Cost\s*unknown"))
+    (root / "suite" / "eval.json").write_text('{"results": "x"}')
+    expect(page.locator(".message.warning")).to_contain_text("results should be a list, got 'x'")
+    page.goto(f"{url}#/runs")
+    expect(page.locator(".run-row", has_text="suite")).to_contain_text("results should be a list")
+    expect(page.locator(".run-row")).to_have_count(5)
+    page.goto(f"{url}#/evals")
+    expect(page.locator("tbody tr")).to_have_count(3)
+    for name in ("suite", "whole"):
+        shutil.rmtree(root / name)
 
 
 def test_a_live_run_is_followed(page: Page, url: str, root: Path) -> None:
