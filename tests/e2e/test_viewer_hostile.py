@@ -46,6 +46,7 @@ SVG = f"""<svg xmlns="http://www.w3.org/2000/svg" width="60" height="60" onload=
 HTML = f"""<p>page</p><script>{MARK}</script><img src=x onerror="{MARK}"><form action="/x"></form>
 <iframe srcdoc="<script>{MARK}</script>"></iframe><meta http-equiv="refresh" content="0;url=javascript:{MARK}">"""
 EXECUTED = "window.pwned ?? null"
+expect.set_options(timeout=30_000)
 
 
 class Hostile(Counting):
