@@ -52,7 +52,10 @@ def from_nothing(config: Config, conversations: Iterable[list[Message]], console
     replies = [m.content for m in messages if m.role == "assistant"]
     tokenizer = build_tokenizer([m.content for m in messages], replies)
     device, dtype = wiring.choose_device(config.model)
-    model = build_model(config.model.scratch, tokenizer, config.seed).to(device, dtype)
+    model = build_model(config.model.scratch, tokenizer, config.seed).to(device)
+    # Parameters alone: the frequencies of the rotary embedding stay in float32, as they are in a model that is loaded.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     console.note(f"a model of {model.num_parameters() / 1e6:.2f}M parameters and {len(tokenizer)} words, from nothing")
     return model, tokenizer
 

@@ -255,6 +255,24 @@ async def test_launches_grow_with_the_usual_reply() -> None:
     assert short > 150, "replies of 8 tokens should take several launches of few steps"
 
 
+@pytest.mark.parametrize("length", [12, 40])
+async def test_a_stop_string_that_the_next_token_would_take_back_ends_the_reply(length: int) -> None:
+    def decode(ids: list[int]) -> str:
+        """The last token shows as `?` until another follows, as half a character does."""
+        return "".join(chr(97 + token % 26) for token in ids[:-1]) + "?"
+
+    model = make_model()
+    sampling = Sampling(length, seed=3, stop=("cc", "m?"))
+    replies = []
+    for engine in (NativeEngine(model, decode=decode), launching(model, decode=decode)):
+        replies.append(await asyncio.gather(*(engine.generate(prompt(5, i), sampling, str(i)) for i in range(8))))
+        await engine.close()
+    stepwise, launched = ([(r.token_ids, r.finish) for r in some] for some in replies)
+    assert launched == stepwise
+    taken_back = [ids for ids, finish in stepwise if finish == "stop" and decode(ids).endswith("m?")]
+    assert any(len(ids) > 2 for ids in taken_back)
+
+
 def test_packing_covers_every_new_token_once_in_order() -> None:
     rng = random.Random(0)
     rows = []

@@ -145,6 +145,16 @@ class NativeEngine:
         self._updates += 1
         self.version = version
 
+    async def rest(self) -> None:
+        """Give the memory of all keys and values back, to whoever else works on the device; the next request takes it
+        again. Replies under way are finished first."""
+        while self._task is not None:
+            await asyncio.wait([self._task])
+        self._sessions.invalidate()
+        self._runner.free()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
     async def close(self) -> None:
         self._closed = True
         self._fail([*self._waiting, *self._running], "The engine was closed.")
@@ -392,17 +402,20 @@ class NativeEngine:
         return len(new)
 
     def _first_stop(self, request: Request, new: list[int]) -> int | None:
-        """Where in `new` the reply stops. The device stops at the first stop tokens itself, so the last token tells."""
+        """Where in `new` the reply stops. The device stops at the first stop tokens itself, so the last token tells.
+
+        A stop string is looked for after every token, as in `_append`: one that a later token would decode otherwise,
+        such as half a character, ends the reply too.
+        """
         sampling = request.sampling
         if not sampling.stop and len(sampling.stop_token_ids) <= MOST_STOPS:
             return len(new) - 1 if new[-1] in sampling.stop_token_ids else None
-        by_token = next((place for place, token in enumerate(new) if token in sampling.stop_token_ids), None)
-        if by_token is not None:
-            new = new[: by_token + 1]
         reply = request.token_ids[request.num_prompt :]
-        if not self._completes_stop(reply + new, sampling.stop):
-            return by_token
-        return next(place for place in range(len(new)) if self._completes_stop(reply + new[: place + 1], sampling.stop))
+        for place, token in enumerate(new):
+            reply.append(token)
+            if token in sampling.stop_token_ids or self._completes_stop(reply, sampling.stop):
+                return place
+        return None
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
         device = logits.device
