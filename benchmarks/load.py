@@ -298,32 +298,35 @@ async def point(server: Server, solutions: list[Solution], num_sessions: int, se
     """TextCraft's gold solutions on so many sessions: open together, then each plays one episode after the other."""
     pool = server.pool(num_sessions)
     sessions = await asyncio.gather(*(pool.open("textcraft") for _ in range(num_sessions)))
-    latencies: list[float] = []
+    answers: list[tuple[float, float]] = []
     finished: list[float] = []
-    begin = time.perf_counter() + 0.2 * seconds
-    end = begin + seconds
+
+    def over() -> bool:
+        # The first episode of each began together with all others: it only warms up. Then long enough, and enough.
+        if len(finished) < 3 * num_sessions:
+            return False
+        return time.perf_counter() - finished[num_sessions] >= seconds
 
     async def player(session: EnvSession, turn: int) -> None:
-        while time.perf_counter() < end:
+        while not over():
             item, actions = solutions[turn % len(solutions)]
             turn += 1
             await session.reset(item)
             for action in actions:
                 asked = time.perf_counter()
                 await session.step(action)
-                answered = time.perf_counter()
-                if begin <= asked and answered <= end:
-                    latencies.append(answered - asked)
-            if begin <= answered <= end:
-                finished.append(answered)
+                answers.append((time.perf_counter(), time.perf_counter() - asked))
+            finished.append(time.perf_counter())
 
     await asyncio.gather(*(player(session, i) for i, session in enumerate(sessions)))
     await pool.close()
-    if not finished:
-        raise Failed(f"{num_sessions} sessions: no episode was finished in {seconds:g} s, measure longer")
-    ordered = sorted(latencies)
-    p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
-    return Point(num_sessions, len(finished) / seconds, len(ordered) / seconds, 1e3 * p50, 1e3 * p99)
+    # Until the first of the last episodes ended: afterwards there are fewer and fewer sessions at work.
+    begin, end = finished[num_sessions], finished[-num_sessions]
+    measured = sorted(latency for at, latency in answers if begin < at <= end)
+    episodes = sum(begin < at <= end for at in finished)
+    p50, p99 = measured[len(measured) // 2], measured[int(0.99 * len(measured))]
+    window = end - begin
+    return Point(num_sessions, episodes / window, len(measured) / window, 1e3 * p50, 1e3 * p99)
 
 
 def draw(points: Sequence[Point], path: Path) -> None:

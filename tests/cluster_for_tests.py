@@ -64,6 +64,12 @@ max_turns = 3
 [checkpoint]
 every = 1
 """
+PATIENT = {
+    "RAY_enable_worker_prestart": "0",
+    "RAY_worker_niceness": "0",
+    "RAY_gcs_rpc_server_connect_timeout_s": "60",
+}
+"""For Ray on a machine that is busy with other things."""
 CLI = (sys.executable, "-c", "from agentgym_rl.cli import main; main()")
 ROLES = {"learner": "LearnerRank", "engine": "EngineReplica", "env_host": "EnvHost"}
 SCALE = (
@@ -78,8 +84,7 @@ SCALE = (
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Any]:
     """A cluster whose first node has room for all learners, and whose second is of the size of half the rest."""
-    os.environ["RAY_enable_worker_prestart"] = "0"  # noqa: SIM112 - that is its name
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
+    os.environ.update(PATIENT)
     from ray.cluster_utils import Cluster
 
     options = {"object_store_memory": 100 << 20, "include_dashboard": False}

@@ -155,20 +155,27 @@ class LearnerHandle:
     def __init__(self, app: Any, config: Config) -> None:
         self._app, self._rl, self._size = app, config.rl, app.plan.learners
         self.kl_coef = config.rl.kl_coef
+        self._shared_device = config.scale is not None and config.scale.layout == "colocated"
 
     def assess(self, samples: list[Sample]) -> None:
+        self._have_the_device()
         shares = balanced([len(s.token_ids) for s in samples], self._size)
         found = self._app.on_ranks("assess", [([samples[i] for i in share],) for share in shares])
         for share, some in zip(shares, found, strict=True):
             _fill([samples[i] for i in share], some)
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+        self._have_the_device()
         shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
         results = self._app.on_ranks("learn", [(share, seed) for share in shares])
         for known, (_, _, found) in zip(indices, results, strict=True):
             _fill([batch.samples[i] for i in known], found)
         metrics, self.kl_coef, _ = results[0]
         return metrics | by_turn(batch.samples)
+
+    def _have_the_device(self) -> None:
+        if self._shared_device:
+            self._app.rest_engines()
 
 
 class Cluster:

@@ -278,6 +278,11 @@ class Config(_Section):
                 )
         if self.scale is not None and self.method != "rl":
             raise ValueError(f"[scale] is read by method = 'rl', this is {self.method!r}: remove it")
+        if self.scale is not None and self.scale.layout == "colocated" and self.rl.overlap:
+            raise ValueError(
+                "scale.layout = 'colocated' takes turns on a device, rl.overlap plays while the learner works: "
+                "use layout = 'disaggregated', or overlap = 0"
+            )
         if self.engine.kind == "vllm" and self.method != "rl":
             raise ValueError(f"engine.kind = 'vllm' plays for method = 'rl', this is {self.method!r}: use 'native'")
         if self.engine.kind == "vllm" and self.scale is not None:

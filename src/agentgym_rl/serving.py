@@ -32,6 +32,8 @@ Vllm = VllmEngine | VllmServer | Replicas
 def make_vllm(config: Config, folder: Path) -> Vllm:
     """The recipe's vLLM, yet to be started, for the model in `folder` (with LoRA: the frozen weights)."""
     settings, agent, lora = config.engine, config.agent, config.model.lora
+    # On a device of its own it has no reason to.
+    sleeps = config.scale is not None and config.scale.layout == "colocated" and torch.cuda.is_available()
     max_context = max([agent.max_context, *(env.max_context or 0 for env in config.environments)])
     if settings.urls:
         key = settings.api_key_variable
@@ -47,6 +49,7 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
                 kv_cache_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30),
                 eager=settings.eager,
                 lora_rank=None if lora is None else lora.rank,
+                options={"enable_sleep_mode": True} if sleeps else None,
             )
             for _ in range(settings.replicas)
         ]
@@ -106,7 +109,15 @@ class VllmSeat:
     def version(self) -> int:
         return self.engine.version
 
+    async def rest(self) -> None:
+        if self.engine.can_sleep:  # a CPU's memory is no device's
+            await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
     async def load(self, arrived: Sequence[Bucket], version: int) -> None:
         await self.engine.start()
+        await self.engine.wake()
         state = {name: tensor for bucket in arrived for name, tensor in bucket.tensors()}
         await self.engine.update_weights(state, version)

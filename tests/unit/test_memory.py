@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from training_for_tests import tiny_model
 
+from agentgym_rl.config import Config
 from agentgym_rl.scale.memory import (
     GIB,
     SHAPES,
@@ -77,6 +78,23 @@ def test_what_fits() -> None:
     assert activation_bytes(replace(large, checkpoint_activations=True)) < activation_bytes(large) / 5
 
 
+def test_a_pair_on_one_device_takes_turns() -> None:
+    pair = Demand(SHAPES["7B"], 2, learners=8, distributed=True, sessions=64, micro_batch_tokens=8192)
+    found = on_each_device(pair)
+    learner, engine = learner_memory(pair), engine_memory(pair)
+    assert found["device, learning"].total == learner.total + engine.parts["weights"]
+    passing = learner.parts["activations"] + learner.parts["gathered"]
+    assert found["device, playing"].total == learner.total - passing + engine.total
+    assert max(m.total for m in found.values()) < learner.total + engine.total
+
+
+def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:
+    recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}
+    with pytest.raises(ValueError, match=r"takes turns on a device, rl\.overlap plays while the learner works"):
+        Config.model_validate(recipe | {"scale": {"layout": "colocated"}, "rl": {"overlap": 1}})
+    Config.model_validate(recipe | {"scale": {"layout": "colocated"}})
+
+
 def test_the_command_says_so_with_its_exit_code(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
@@ -109,3 +127,6 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
     (roles, strategy), _ = pairs.placement()
     assert strategy == "PACK"
     assert roles["learner"][0]["GPU"] + roles["engine"][0]["GPU"] == 1.0
+    assert pairs.lacking({"GPU": 2, "CPU": 99}) is None
+    assert "need 2 GPUs, a learner and an engine on each; there are 1" in (pairs.lacking({"GPU": 1, "CPU": 99}) or "")
+    assert "need 5 GPUs; there are 0" in (apart.lacking({"CPU": 99}) or "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 from training_for_tests import tiny_model
@@ -67,3 +69,20 @@ async def test_an_engine_samples_with_what_it_was_given() -> None:
     assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
     await seat.engine.close()
     await wanted.close()
+
+
+async def test_an_engine_that_rests_holds_no_keys_and_values_and_goes_on_as_before() -> None:
+    model = tiny_model(1)
+    seat = InPlace(NativeEngine(model, max_sessions=2), model)
+    sampling = Sampling(6, temperature=1.0, seed=3)
+    before = asyncio.create_task(seat.engine.generate([1, 2, 3], sampling, "s"))
+    await asyncio.sleep(0)
+    await seat.rest()
+    assert before.done(), "replies under way are finished first"
+    cache = seat.engine._runner.cache
+    assert cache.keys.numel() < model.config.num_hidden_layers * 2 * model.config.hidden_size
+    await seat.wake()
+    again = await seat.engine.generate([1, 2, 3], sampling, "s")
+    assert (again.token_ids, again.logprobs) == (before.result().token_ids, before.result().logprobs)
+    assert cache.keys.numel() > 6 * model.config.num_hidden_layers
+    await seat.engine.close()

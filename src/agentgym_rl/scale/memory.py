@@ -153,12 +153,20 @@ def engine_memory(d: Demand) -> Memory:
 
 
 def on_each_device(d: Demand) -> dict[str, Memory]:
-    """What each kind of device must hold: {"learner": ..., "engine": ...}, or both on "device"."""
+    """What each kind of device must hold: {"learner": ..., "engine": ...}, or both on "device", where those of one pair
+    take turns: the engine's cache is given back while the learner works, which has no activations while it does not."""
     learner, engine = learner_memory(d), engine_memory(d)
     if d.distributed and not d.colocated:
         return {"learner": learner, "engine": engine}
     parts = {f"learner {name}": size for name, size in learner.parts.items()}
-    return {"device": Memory(parts | {f"engine {name}": size for name, size in engine.parts.items()})}
+    both = parts | {f"engine {name}": size for name, size in engine.parts.items()}
+    if not d.distributed:
+        return {"device": Memory(both)}
+    passing = ("learner activations", "learner gathered")
+    return {
+        "device, learning": Memory({name: size for name, size in both.items() if name != "engine KV cache"}),
+        "device, playing": Memory({name: size for name, size in both.items() if name not in passing}),
+    }
 
 
 def table(found: dict[str, Memory], device_bytes: int) -> tuple[list[str], bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,5 +43,19 @@ class Plan:
         return [({"learner": learners}, "PACK"), ({"engine": engines}, "SPREAD"), ({"env_host": hosts}, "SPREAD")]
 
     def cpus_in_all(self) -> int:
-        needs = [n for roles, _ in self.placement() for some in roles.values() for n in some]
-        return math.ceil(sum(n["CPU"] for n in needs))
+        return math.ceil(self._in_all("CPU"))
+
+    def lacking(self, there: Mapping[str, float]) -> str | None:
+        """What `there` has too little of, in words; None where there is enough."""
+        for kind in ("GPU", "CPU"):
+            needed, found = self._in_all(kind), there.get(kind, 0.0)
+            if needed > found:
+                share = ", a learner and an engine on each" if kind == "GPU" and self.layout == "colocated" else ""
+                return (
+                    f"{self.learners} learners, {self.engines} engines and {self.env_hosts} environment hosts "
+                    f"({self.layout}) need {needed:g} {kind}s{share}; there are {found:g}"
+                )
+        return None
+
+    def _in_all(self, kind: str) -> float:
+        return sum(n.get(kind, 0.0) for roles, _ in self.placement() for some in roles.values() for n in some)

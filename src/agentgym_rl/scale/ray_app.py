@@ -14,6 +14,7 @@ A prompt is the whole conversation, so a call that an engine's death cut off is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -28,7 +29,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from agentgym_rl.errors import EngineError, WorkerLost
+from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.weights import Receiver, buckets
@@ -112,6 +113,7 @@ class EngineReplica:
         self._index = index
         self._fresh = asyncio.Event()
         self._loading: asyncio.Lock | None = None
+        self._resting = False
         self._seat.engine.version = -1  # whatever it was made with, it has not been told to use it
 
     async def begin(self) -> int:
@@ -123,6 +125,8 @@ class EngineReplica:
         if not self._fresh.is_set():
             await self._fetch()
         await self._fresh.wait()
+        if self._resting:  # a step that learned nothing brings no weights
+            await self._wake()
         return await self._seat.engine.generate(prompt_ids, sampling, session)
 
     async def release(self, session: str) -> None:
@@ -135,11 +139,24 @@ class EngineReplica:
             if version > self._seat.version:
                 arrived = [await ref for ref in refs]
                 await self._seat.load(arrived, version)
+                self._resting = False
                 if not self._fresh.is_set() and ray.get_runtime_context().was_current_actor_reconstructed:
                     message = f"was started again and has version {version} of the weights"
                     self._board.report.remote(f"engine {self._index}", "engine_started", message)
                 self._fresh.set()
         return self._seat.version
+
+    async def rest(self) -> None:
+        """Leave the device to the learner it is shared with, until weights or a request come."""
+        await self._seat.rest()
+        self._resting = True
+
+    async def _wake(self) -> None:
+        self._loading = self._loading or asyncio.Lock()
+        async with self._loading:
+            if self._resting:
+                await self._seat.wake()
+                self._resting = False
 
     async def _fetch(self) -> None:
         version, refs = await self._board.weights.remote()
@@ -227,6 +244,19 @@ async def answers(actor: Any) -> None:
             return
 
 
+async def made(name: str, call: Any) -> Any:
+    """What an actor's first call gives. One that cannot be made at all is not waited for: it says why in a line."""
+    try:
+        return await call.remote()
+    except RayActorError as error:
+        if not error.actor_init_failed:
+            raise
+        reason = str(error).strip().splitlines()[-1].partition(": ")[2]  # under Ray's words and a traceback
+        raise WorkerLost(f"{name} could not be made: {reason}") from None
+    except RayTaskError as error:
+        raise WorkerLost(f"{name} could not begin: {error.cause}") from error
+
+
 class EnvHost:
     """Plays groups. `make(engine)` gives an object with `play(job)`, `num_open` and `close()`."""
 
@@ -307,7 +337,9 @@ class RayApp:
         address = await self.learners[0].address.remote()
         begun = [rank.begin.remote(address, plan.device, plan.worker_timeout_s) for rank in self.learners]
         await asyncio.to_thread(self._finish, begun)
-        self.room = min(await asyncio.gather(*(engine.begin.remote() for engine in self.engines)))
+        await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
+        rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
+        self.room = min(rooms)
 
     def _connect(self) -> None:
         plan = self.plan
@@ -326,11 +358,15 @@ class RayApp:
             options["address"] = plan.address
         # Ray starts workers at a low priority, where anything else on the machine would starve them.
         os.environ.setdefault("RAY_worker_niceness", "0")
+        os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "60")  # 5 are few on a machine that is busy
         ray.init(**options)
         self._started_ray = True
 
     def _reserve(self) -> dict[str, list[dict[str, Any]]]:
         """Options that put each actor into its bundle. Learners sit close together; the rest is spread."""
+        lacking = self.plan.lacking(ray.cluster_resources())
+        if lacking and self.plan.address is None:  # no node will be added to what was started for this run
+            raise ConfigError(f"{lacking}: ask for fewer, use layout = 'colocated', or set scale.address to a cluster")
         found: dict[str, list[dict[str, Any]]] = {}
         for roles, strategy in self.plan.placement():
             size = len(next(iter(roles.values())))
@@ -345,9 +381,12 @@ class RayApp:
             group = placement_group(together, strategy=strategy)
             self._groups.append(group)
             if not group.wait(self.plan.worker_timeout_s):
+                total = {kind: ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
+                free = {kind: ray.available_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
                 raise WorkerLost(
-                    f"the cluster has no room for {size} x {together[0]} ({', '.join(roles)}): it has "
-                    f"{ray.cluster_resources()}; ask for fewer, or add nodes"
+                    f"the cluster has no room for {size} x {together[0]} ({', '.join(roles)}) after "
+                    f"{self.plan.worker_timeout_s:g} s: {self.plan.lacking(total) or f'{free} of {total} are free'}; "
+                    "ask for fewer, or add nodes"
                 )
             for role, needs in roles.items():
                 found[role] = [
@@ -366,6 +405,14 @@ class RayApp:
         """`method(*arguments[rank])` on every rank. A rank that dies takes the run with it, at once."""
         refs = [rank.call.remote(method, *some) for rank, some in zip(self.learners, arguments, strict=True)]
         return self._finish(refs)
+
+    def rest_engines(self) -> None:
+        """Before ranks learn on devices that they share with engines; nothing is played meanwhile."""
+        for ref in [engine.rest.remote() for engine in self.engines]:
+            with contextlib.suppress(
+                RayActorError
+            ):  # one that died holds nothing, and asks for weights when it is back
+                ray.get(ref)
 
     def _finish(self, refs: list[Any]) -> list[Any]:
         waiting = list(refs)

@@ -57,6 +57,14 @@ class Receiver(Protocol):
         """Use these weights from now on; nothing is sampled while they are half there."""
         ...
 
+    async def rest(self) -> None:
+        """Give back what memory of the device it can do without until `wake` or `load`."""
+        ...
+
+    async def wake(self) -> None:
+        """Be ready to sample again, if it rests."""
+        ...
+
 
 def buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool = True) -> Iterator[Bucket]:
     """Tensors in order, at most `max_bytes` in a bucket, or one tensor if it is larger. Without `keep` there are none,
@@ -112,6 +120,12 @@ class InPlace:
         # No await between the first copy and the new version: no token is sampled from a mixture.
         load_buckets(self._model.state_dict(), arrived)
         await self.engine.update_weights(None, version)
+
+    async def rest(self) -> None:
+        await self.engine.rest()
+
+    async def wake(self) -> None:
+        """Nothing: keys and values are made room for as they come."""
 
 
 def _bucket(held: list[tuple[str, Tensor]], size: int) -> Bucket:

@@ -73,6 +73,7 @@ class VllmEngine:
         self._numbers = itertools.count()
         self._open = asyncio.Event()
         self._lock = asyncio.Lock()
+        self._asleep = False
         self._why_closed = "The engine was not started: await engine.start() first."
         self.reset_stats()
 
@@ -162,16 +163,33 @@ class VllmEngine:
     def reset_stats(self) -> None:
         self._stats = dict.fromkeys(("requests", "new_tokens", "prompt_tokens", "prompt_tokens_reused"), 0)
 
+    @property
+    def can_sleep(self) -> bool:
+        return bool(self._arguments.get("enable_sleep_mode"))
+
     async def sleep(self) -> None:
-        """Give the device's memory back while something else needs it; the start needs options enable_sleep_mode."""
-        await self._gate()
-        self._open.clear()
-        await self._llm.sleep(level=1)
+        """Give the device's memory back while something else needs it: weights go to the host, the cache is dropped.
+        Requests wait for wake(). The start needs options enable_sleep_mode, which only CUDA has."""
+        if not self.can_sleep:
+            raise EngineError("vLLM sleeps only if it was started for it: options={'enable_sleep_mode': True}")
+        async with self._lock:
+            if self._asleep:
+                return
+            await self._gate()
+            self._open.clear()
+            self._asleep = True
+            await self._llm.pause_generation(mode="wait", clear_cache=True)
+            await self._llm.sleep(level=1)
 
     async def wake(self) -> None:
-        """Take the memory again after sleep()."""
-        await self._llm.wake_up()
-        self._open.set()
+        """Take the memory again, if it sleeps."""
+        async with self._lock:
+            if not self._asleep or self._llm is None:
+                return
+            await self._llm.wake_up()
+            await self._llm.resume_generation()
+            self._asleep = False
+            self._open.set()
 
     async def close(self) -> None:
         self._why_closed = "The engine was closed."

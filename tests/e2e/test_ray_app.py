@@ -1,0 +1,145 @@
+"""Actors, places and turns on a shared device: Ray's part alone, with workers that only take notes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from cluster_for_tests import PATIENT
+
+from agentgym_rl.agent.engines.scripted import ScriptedEngine
+from agentgym_rl.agent.engines.vllm import VllmEngine
+from agentgym_rl.errors import ConfigError, WorkerLost
+from agentgym_rl.scale.plan import Plan
+from agentgym_rl.types import Sampling
+
+ray = pytest.importorskip("ray")
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Rank:
+    """Learns nothing, has one weight."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+
+    def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "weight", torch.tensor([1.0, 2.0])
+
+
+class Seat:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.engine: Any = ScriptedEngine([[7, 8]] * 9)
+        self.engine.max_context = 100
+        self.notes: list[str] = []
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    async def load(self, arrived: Any, version: int) -> None:
+        ((name, tensor),) = arrived[0].tensors()
+        self.notes.append(f"{name} {tensor.tolist()} of version {version}")
+        self.engine.version = version
+
+    async def rest(self) -> None:
+        self.notes.append("rest")
+
+    async def wake(self) -> None:
+        self.notes.append("wake")
+
+
+class Player:
+    num_open = 0
+
+    async def close(self) -> None:
+        return None
+
+
+def make_player(engine: Any) -> Player:
+    return Player()
+
+
+def plan(**changes: Any) -> Plan:
+    common = {"learners": 2, "engines": 2, "env_hosts": 1, "layout": "colocated", "device": "cpu", "address": None}
+    cpus = {"learner_cpus": 1.0, "engine_cpus": 1.0, "env_host_cpus": 1.0}
+    rest = {"groups_per_host": 1, "object_store_mb": 100, "bucket_mb": 1, "worker_timeout_s": 300.0}
+    return Plan(**(common | cpus | rest | changes))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_this_machine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in PATIENT.items():
+            patch.setenv(name, value)
+        options: dict[str, Any] = {"address": "local", "include_dashboard": False, "log_to_driver": False}
+        ray.init(num_cpus=6, object_store_memory=100 << 20, **options)
+        yield
+        ray.shutdown()
+
+
+async def started(of: Plan, make_engine: Any = Seat) -> Any:
+    from agentgym_rl.scale.ray_app import RayApp
+
+    app = RayApp(of)
+    try:
+        await app.start(Rank, make_engine, make_player)
+    except BaseException:
+        await app.close()
+        raise
+    return app
+
+
+async def bundle(actor: Any) -> tuple[str, int]:
+    """(placement group, its bundle) that an actor sits in."""
+    ids = await actor.__ray_call__.remote(lambda _: ray._private.worker.global_worker.core_worker.resource_ids())
+    (name,) = [key for key in ids if key.startswith("CPU_group_") and key.count("_") == 3]
+    return name.rpartition("_")[2], int(name.split("_")[2])
+
+
+async def notes(app: Any) -> list[list[str]]:
+    calls = [engine.__ray_call__.remote(lambda actor: actor._seat.notes) for engine in app.engines]
+    return list(await asyncio.gather(*calls))
+
+
+async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back() -> None:
+    app = await started(plan())
+    try:
+        places = [await bundle(actor) for actor in (*app.learners, *app.engines)]
+        assert places[:2] == places[2:], "the n-th engine sits with the n-th learner"
+        assert places[0] != places[1]
+        await app.publish(0)
+        await asyncio.to_thread(app.rest_engines)
+        said = await app.engines[0].generate.remote([1], Sampling(4), "a")
+        assert (said.token_ids, said.version) == ([7, 8], 0)
+        await asyncio.to_thread(app.rest_engines)
+        await app.publish(1)
+        await app.engines[0].generate.remote([1], Sampling(4), "a")
+        first, second = "weight [1.0, 2.0] of version 0", "weight [1.0, 2.0] of version 1"
+        assert await notes(app) == [[first, "rest", "wake", "rest", second], [first, "rest", "rest", second]]
+    finally:
+        await app.close()
+
+
+async def test_what_cannot_be_placed_is_refused_with_a_reason() -> None:
+    with pytest.raises(ConfigError, match=r"20 learners, 1 engines and 1 .* need 22 CPUs; there are 6: ask for fewer"):
+        await started(plan(learners=20, engines=1, layout="disaggregated"))
+    with pytest.raises(ConfigError, match="need 2 GPUs, a learner and an engine on each; there are 0"):
+        await started(plan(device="cuda"))
+    with pytest.raises(WorkerLost, match=r"no room for 20 x .*learner.* after 0.1 s: 20 learners.* need 22 CPUs"):
+        await started(plan(learners=20, engines=1, layout="disaggregated", address="there", worker_timeout_s=0.1))
+
+
+async def test_an_engine_that_cannot_be_made_says_why_in_one_line() -> None:
+    with pytest.raises(
+        WorkerLost, match=r"engine 0 could not be made: .*needs vLLM 0.22 to 0.32, which is not installed"
+    ) as refused:
+        await started(plan(learners=1, engines=1), partial(VllmEngine, "anywhere"))
+    assert "\n" not in str(refused.value)
