@@ -28,7 +28,7 @@ from agentgym_rl.evaluation.options import prices_of, turns_of, wants_published
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
 from agentgym_rl.evaluation.plot import turns_plot
 from agentgym_rl.evaluation.records import Record
-from agentgym_rl.evaluation.report import OWN, Entry, dollars, entry_of, markdown, marked, published_entries
+from agentgym_rl.evaluation.report import OWN, OWN_NOTE, Entry, dollars, entry_of, markdown, marked, published_entries
 from agentgym_rl.evaluation.suites import (
     BUILT_IN_SEARCH,
     BUILT_IN_WEB,
@@ -111,7 +111,7 @@ def request_of(given: Mapping[str, Any]) -> Request:
     agent = AgentOptions(**{f.name: ({**given, **changed})[f.name] for f in fields(AgentOptions)})
     changed = {
         "agent": agent,
-        "subsets": tuple(given["subset"] or ()),
+        "subsets": tuple(dict.fromkeys(given["subset"] or ())),
         "turns": turns_of(given["turns"]),
         "step_timeout_s": given["step_timeout"],
         "episode_timeout_s": given["episode_timeout"],
@@ -204,7 +204,7 @@ class _Watch:
             self._folder.save(make_results(self._request, self._plans, self._folder))
 
     def _note(self) -> str:
-        parts = [f"success {100 * self._solved / max(1, self._played):.0f}%"]
+        parts = [f"success {100 * self._solved / self._played:.0f}%"] if self._played else []
         parts += [f"{self._errors} error{'s' if self._errors > 1 else ''}"] if self._errors else []
         parts += [dollars(self._dollars)] if self._request.agent.prices else []
         return " · ".join(parts)
@@ -259,7 +259,7 @@ def _finish(
 
 
 def _plot(entry: Entry, path: Path) -> None:
-    footnote = f"{OWN} our own data, which stand in for the benchmark's" if entry.own else ""
+    footnote = OWN_NOTE if entry.own else ""
 
     def label(name: str) -> str:
         if name in entry.scenarios:

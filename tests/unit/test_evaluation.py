@@ -22,7 +22,7 @@ from agentgym_rl.evaluation.plot import turns_plot
 from agentgym_rl.evaluation.records import Record, record_of
 from agentgym_rl.evaluation.report import Entry, dollars, entry_of, grids, markdown, notes, published_entries
 from agentgym_rl.evaluation.suites import AGENTGYM_27, evenly_spaced
-from agentgym_rl.evaluation.terminal import print_report
+from agentgym_rl.evaluation.terminal import print_comparison, print_report
 from agentgym_rl.runlog import read_trajectories
 from agentgym_rl.types import Limits, Message, StopReason, Task, Trajectory
 
@@ -340,6 +340,10 @@ def test_our_own_data_are_marked_wherever_a_scenario_is_named(tmp_path: Path) ->
     called: list[str] = []
     turns_plot(entry.by_turns, tmp_path / "turns.png", "a $name_ of a model", lambda name: called.append(name) or name)
     assert called == ["A", "Web", "mean of scenarios"]
+    screen = io.StringIO()
+    print_comparison(Console(file=screen, width=140), compare(load_side(root), load_side(root)))
+    assert "Web †  success" in screen.getvalue()
+    assert "us (A): " in screen.getvalue()
     (empty,) = results([plan("A", "a", range(1))], {}, 1, [1], None)
     turns_plot([empty], tmp_path / "turns.png", "nothing played")
 

@@ -60,8 +60,8 @@ def load_side(folder: Path, max_turns: int | None = None) -> Side:
 def compare(first: Side, second: Side) -> dict[str, Any]:
     """Paired comparison per scenario and over all items; refuses what is not the same items.
 
-    {"first", "second", "notes": [...], "scenarios": {name: numbers}, "all": numbers}. Of the same name, the first
-    is called (A) and the second (B).
+    {"first", "second", "notes": [...], "own_data": [name], "scenarios": {name: numbers}, "all": numbers}. Of the
+    same name, the first is called (A) and the second (B).
     """
     _require_same_data(first, second)
     if first.name == second.name:
@@ -73,11 +73,13 @@ def compare(first: Side, second: Side) -> dict[str, Any]:
             "the same tasks"
         )
     scenario_of = {(plan.env, item): plan.scenario for plan in first.plans for item in plan.items}
-    scenarios = list(dict.fromkeys(scenario_of[key] for key in shared))
+    here = {scenario_of[key] for key in shared}
+    scenarios = [name for name in dict.fromkeys(plan.scenario for plan in first.plans) if name in here]
     return {
         "first": {"name": first.name, "folder": str(first.folder), "horizons": first.horizons},
         "second": {"name": second.name, "folder": str(second.folder), "horizons": second.horizons},
         "notes": _notes(first, second, shared),
+        "own_data": [name for name in scenarios if any(p.own_data for p in first.plans if p.scenario == name)],
         "scenarios": {
             name: _numbers(first, second, [key for key in shared if scenario_of[key] == name]) for name in scenarios
         },
@@ -145,7 +147,7 @@ def _notes(first: Side, second: Side, shared: Sequence[tuple[str, int]]) -> list
             some = "1 episode" if side.errors == 1 else f"{side.errors} episodes"
             notes.append(f"{side.name}: {some} ended as errors and are left out")
     if first.samples != second.samples:
-        notes.append(f"{first.name} has {first.samples} samples an item, {second.name} {second.samples}")
+        notes.append(f"samples of each item: {first.name} has {first.samples}, {second.name} has {second.samples}")
     for env, turns in first.horizons.items():
         other = second.horizons.get(env, turns)
         if other != turns:

@@ -22,9 +22,12 @@ def turns_plot(
 
     figure = Figure(figsize=(8.0, 4.8), dpi=160, facecolor="white")
     axes = figure.subplots()
-    figure.subplots_adjust(left=0.09, right=0.97, top=0.88, bottom=0.16 if footnote else 0.12)
-    turns = [result["max_turns"] for result in results]
     names = [name for name, cell in results[-1]["scenarios"].items() if cell and cell["success"]]
+    # One line has room for its name; several would be crossed by a list of theirs.
+    figure.subplots_adjust(
+        left=0.09, right=0.97 if len(names) < 2 else 0.7, top=0.88, bottom=0.16 if footnote else 0.12
+    )
+    turns = [result["max_turns"] for result in results]
     for place, name in enumerate(names):
         cells = [result["scenarios"][name] for result in results]
         _line(axes, turns, cells, label(name), COLOURS[place % len(COLOURS)])
@@ -32,7 +35,8 @@ def turns_plot(
         _line(axes, turns, [result["overall"] for result in results], label("mean of scenarios"), INK)
     _plain(axes, turns)
     if names:
-        axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="best")
+        where: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)} if len(names) > 1 else {}
+        axes.legend(frameon=False, fontsize=9, labelcolor=INK, **where)
     # A model's name may hold a dollar sign, which would be read as mathematics.
     figure.text(0.09, 0.94, title, fontsize=13, fontweight="bold", color=INK, va="center", parse_math=False)
     figure.text(0.09, 0.03, footnote, fontsize=8, color=FAINT, va="center")
@@ -43,13 +47,13 @@ def _line(axes: Any, turns: Sequence[int], cells: Sequence[Mapping[str, Any]], n
     points = [(t, cell["success"]) for t, cell in zip(turns, cells, strict=True) if cell and cell["success"]]
     places = [t for t, _ in points]
     axes.fill_between(
-        places, [s["low"] for _, s in points], [s["high"] for _, s in points], color=colour, alpha=0.13, linewidth=0
+        places, [s["low"] for _, s in points], [s["high"] for _, s in points], color=colour, alpha=0.1, linewidth=0
     )
     axes.plot(places, [s["value"] for _, s in points], "o-", color=colour, linewidth=2, markersize=5, label=name)
 
 
 def _plain(axes: Any, turns: Sequence[int]) -> None:
-    axes.set_ylim(0, 1)
+    axes.set_ylim(-0.02, 1.02)  # A line at 0% or 100% is seen whole.
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1.0], ["0%", "25%", "50%", "75%", "100%"])
     if len(turns) > 2 and turns[-1] / turns[0] >= 8:
         axes.set_xscale("log", base=2)

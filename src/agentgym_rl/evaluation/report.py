@@ -19,6 +19,7 @@ from agentgym_rl.evaluation.plan import TaskPlan
 
 MISSING = "–"
 OWN = "†"
+OWN_NOTE = f"{OWN} our own data, which stand in for the benchmark's: not comparable with published results."
 PUBLISHED = "‡"
 PARTLY = "*"
 
@@ -140,7 +141,7 @@ def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
     lines += _differences(ours)
     lines += _data_notes([plan for entry in ours for plan in entry.plans])
     if any(plan.own_data for entry in ours for plan in entry.plans if plan.items):
-        lines.append(f"{OWN} our own data, which stand in for the benchmark's: not comparable with published results.")
+        lines.append(OWN_NOTE)
     if any(_partly_played(entry) for entry in ours):
         lines.append(f"{PARTLY} over the tasks that were played, not over the whole scenario.")
     if source:
@@ -171,8 +172,12 @@ def _differences(entries: Sequence[Entry]) -> list[str]:
 
 
 def _data_notes(plans: Sequence[TaskPlan]) -> list[str]:
-    """What each scenario was played on, and what was not played and why."""
-    played = {f"{p.scenario}{f' {OWN}' if p.own_data else ''}: {p.data}.": None for p in plans if p.items}
+    """What each scenario was played on and with how many turns, and what was not played and why."""
+    played = {
+        f"{p.scenario}{f' {OWN}' if p.own_data else ''}: {p.data}; {_count(p.max_turns, 'turn')} allowed.": None
+        for p in plans
+        if p.items
+    }
     missing: dict[tuple[str, str], dict[str, None]] = {}
     for plan in plans:
         if plan.missing:

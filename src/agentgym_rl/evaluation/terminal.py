@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentgym_rl.evaluation.compare import verdict
-from agentgym_rl.evaluation.report import Cell, Entry, Grid, grids, notes
+from agentgym_rl.evaluation.report import OWN, OWN_NOTE, Cell, Entry, Grid, grids, notes
 
 
 def print_report(console: Console, entries: Sequence[Entry], source: str = "") -> None:
@@ -80,7 +80,8 @@ def print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
     table = _table()
     for heading in ("", "items", first, second, "difference", "95% interval", "p", "test"):
         table.add_column(heading, justify="left" if heading in ("", "test") else "right", overflow="fold")
-    lines = comparison["scenarios"]
+    own = comparison["own_data"]
+    lines = {f"{name} {OWN}" if name in own else name: cell for name, cell in comparison["scenarios"].items()}
     rows = {**lines, "all items": comparison["all"]} if len(lines) > 1 else lines
     for name, numbers in rows.items():
         _compared(table, name, numbers)
@@ -94,6 +95,8 @@ def print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
                 "dim",
             )
         )
+    if own:
+        console.print(Text(f"  {OWN_NOTE}", "dim"))
     for note in comparison["notes"]:
         console.print(Text.assemble(("  ! ", "bold yellow"), note))
     console.print(Text.assemble(("\n● ", "cyan"), (verdict(comparison["all"], first, second), "bold")))
