@@ -84,7 +84,7 @@ def test_nothing_outside_is_reachable(client: httpx.Client, path: str) -> None:
 
 
 def test_every_answer_carries_a_strict_policy(client: httpx.Client) -> None:
-    for path in ("", "static/app.js", "api/overview", "api/nothing"):
+    for path in ("", "static/page.js", "api/overview", "api/nothing"):
         headers = client.get(path).headers
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy

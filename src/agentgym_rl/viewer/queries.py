@@ -41,11 +41,12 @@ class Filter:
     horizon: int | None = None
     item: int | None = None
 
-    def where(self, run: int) -> tuple[str, list[Any]]:
+    def where(self, run: int, without: tuple[str, ...] = ()) -> tuple[str, list[Any]]:
+        """An SQL condition and its values, leaving out the filters on some columns."""
         conditions, values = ["run = ?"], [run]
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is None:
+            if value is None or field.name in without:
                 continue
             if field.name == "subset":  # an item may belong to several
                 conditions.append("instr(', ' || subset || ', ', ', ' || ? || ', ') > 0")
@@ -53,18 +54,6 @@ class Filter:
                 conditions.append(f"{field.name} = ?")
             values.append(value)
         return " AND ".join(conditions), values
-
-    def allows(self, facets: dict[str, Any], but: str) -> bool:
-        """Whether a cell of the cube passes every filter except that on `but`."""
-        for name in FACETS:
-            wanted = getattr(self, name)
-            if wanted is None or name == but:
-                continue
-            if name == "subset" and wanted in facets[name].split(", "):
-                continue
-            if wanted != facets[name]:
-                return False
-        return True
 
 
 class Queries:
@@ -106,16 +95,16 @@ class Queries:
         return {"total": total, "rows": [self._group_row(row, stems) for row in rows]}
 
     def facets(self, run: Path, wanted: Filter) -> dict[str, list[list[Any]]]:
-        """Per facet [[value, count], ...] under the filters on the others, in order of value."""
+        """Per facet [[value, count], ...] under the filters on the others, in order of value. Items are not counted."""
+        number = self._index.run_number(run)
         answer: dict[str, list[list[Any]]] = {}
-        cube = self._cube(self._index.run_number(run))
         for name in FACETS:
+            where, values = wanted.where(number, (name, "item"))
+            query = f"SELECT {name}, sum(episodes) FROM cells WHERE {where} GROUP BY {name}"
             counts: Counter[Any] = Counter()
-            for cell, count in cube:
-                if wanted.allows(cell, name):
-                    values = cell[name].split(", ") if name == "subset" else [cell[name]]
-                    for value in values:
-                        counts[value] += count
+            for value, count in self._index.connection.execute(query, values):
+                for part in value.split(", ") if name == "subset" else [value]:
+                    counts[part] += count
             answer[name] = [[value, counts[value]] for value in sorted(counts) if value != ""]
         return answer
 
@@ -211,17 +200,10 @@ class Queries:
         return {"episodes": lines - broken, "broken": broken}
 
     def _total(self, number: int, wanted: Filter) -> int:
-        if wanted.item is None:
-            return sum(count for cell, count in self._cube(number) if wanted.allows(cell, ""))
         where, values = wanted.where(number)
-        return int(self._index.connection.execute(f"SELECT count(*) FROM episodes WHERE {where}", values).fetchone()[0])
-
-    def _cube(self, number: int) -> list[tuple[dict[str, Any], int]]:
-        """Episodes counted over all facets at once."""
-        names = ", ".join(FACETS)
-        query = f"SELECT {names}, sum(episodes) FROM cells WHERE run = ? GROUP BY {names}"
-        rows = self._index.connection.execute(query, (number,)).fetchall()
-        return [(dict(zip(FACETS, row, strict=False)), int(row[-1])) for row in rows]
+        # The cells are far fewer, and know all but the item.
+        counted = "sum(episodes) FROM cells" if wanted.item is None else "count(*) FROM episodes"
+        return int(self._index.connection.execute(f"SELECT {counted} WHERE {where}", values).fetchone()[0] or 0)
 
     def _stems(self, number: int) -> dict[int, str]:
         rows = self._index.connection.execute("SELECT file, stem FROM files WHERE run = ?", (number,))

@@ -16,6 +16,7 @@ from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from agentgym_rl.errors import AgentGymError, ConfigError, EnvError
+from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.encode import to_json
 from agentgym_rl.viewer.guard import PICTURE_POLICY, Guard, is_loopback
 from agentgym_rl.viewer.library import Library, NotFound
@@ -165,6 +166,9 @@ def playing_routes(library: Library, replays: Replays, playground: Playground) -
 def page_routes() -> APIRouter:
     router = APIRouter()
     known = static_files()
+    # One script instead of twenty: a browser asks for modules a layer at a time, which is slow on a busy machine.
+    modules = {name: text.decode() for name, text in known.items() if name.endswith(".js")}
+    known["page.js"] = join_modules(modules, "app.js").encode()
 
     def file_answer(name: str) -> Response:
         if name not in known:
@@ -232,15 +236,16 @@ def serve(library: Library, host: str, port: int, token: str | None, announce: C
         bound.close()
         advice = ": choose another --port" if getattr(error, "errno", 0) == errno.EADDRINUSE else ""
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}{advice}") from error
-    shown = f"[{host}]" if ":" in host else host
-    link = f"http://{shown}:{bound.getsockname()[1]}/"
-    announce(f"{link}?token={token}" if token else link)
     config = uvicorn.Config(
         create_app(library, token=token, loopback=loopback),
         log_level="warning",
         access_log=False,
         timeout_graceful_shutdown=2,
     )
+    config.load()  # what the server needs is imported before the link is shown
+    shown = f"[{host}]" if ":" in host else host
+    link = f"http://{shown}:{bound.getsockname()[1]}/"
+    announce(f"{link}?token={token}" if token else link)
     try:
         uvicorn.Server(config).run(sockets=[bound])
     finally:

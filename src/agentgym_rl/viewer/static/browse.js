@@ -95,7 +95,9 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
     return Promise.all([drawFilters(), list.reload()]);
   }
 
-  const [run] = await Promise.all([get("run", { run: id }), drawFilters(), list.reload()]);
+  // The rows do not wait for the filters, whose counts take longer.
+  drawFilters().catch((error) => fill(filters, h("span", { class: "invalid" }, error.message)));
+  const [run] = await Promise.all([get("run", { run: id }), list.reload()]);
   return {
     node: h("div", { class: "page tall" }, runHead(run, current), troubles(run), h("div", { class: "filter-bar" }, filters, tools), list.node),
     section: run.kind === "eval" ? "evals" : "runs",
