@@ -5,7 +5,8 @@
 Writes synthetic episodes of a realistic size to a temporary folder, starts `agentgym-rl view` as a user would and
 opens the list of episodes in headless Chromium. Printed: how long until the first rows can be read while the index is
 being made, how long the whole index takes, how long until the rows can be read when it is there (start of the process
-included and not), and the time between frames while scrolling through the whole list.
+included and not), and the time between frames while scrolling through the whole list. Each line names the load average
+beside it: above the number of cores, the machine was doing other work as well.
 """
 
 from __future__ import annotations
@@ -46,17 +47,20 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=100_000)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=40, help="sampled tokens a reply")
+    parser.add_argument("--repeat", type=int, default=4, help="how often to open it with the index made")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="viewer-bench-") as folder:
         size = write_run(Path(folder) / "runs" / "large", arguments.episodes, arguments.turns, arguments.tokens)
         print(f"{arguments.episodes:,} episodes, {size / 1e6:,.0f} MB, {size / arguments.episodes / 1e3:.1f} kB each")
+        print(f"{os.cpu_count()} cores")
         os.environ["XDG_CACHE_HOME"] = f"{folder}/cache"
         with sync_playwright() as playwright:
             browser = playwright.chromium.launch(executable_path=find_chromium(), args=["--disable-gpu"])
-            for name in ("cold", "warm"):
+            for name in ("cold", *["warm"] * arguments.repeat):
+                load = os.getloadavg()[0]
                 page = browser.new_page()
                 for what, value in measure(page, Path(folder) / "runs", arguments.episodes).items():
-                    print(f"{name:5} {what:48} {value}")
+                    print(f"{name:5} load {load:4.1f}  {what:48} {value}", flush=True)
                 page.close()
             browser.close()
 
