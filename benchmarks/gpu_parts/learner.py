@@ -104,6 +104,7 @@ def our_step(model: Any, samples: list[Sample], **options: Any) -> Step:
 WAYS: dict[str, Callable[[Any, list[Sample]], Step]] = {
     "transformers": plain_step,
     "ours": our_step,
+    "ours, captured": partial(our_step, capture_passes=True),
     "ours, checkpointed": partial(our_step, checkpoint_activations=True),
 }
 

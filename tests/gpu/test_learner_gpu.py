@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -26,10 +27,13 @@ from agentgym_rl.training import attention, head, optimizer
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
-from agentgym_rl.training.model import action_logprobs, hidden_states
-from agentgym_rl.training.packed import packed_states, padded_states
+from agentgym_rl.training.model import action_logprobs, hidden_states, load_model
+from agentgym_rl.training.packed import capture_passes, packed_states, padded_states
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings
 from agentgym_rl.types import Sample, Sampling
+
+CHAT_MODEL = "AGENTGYM_CHAT_MODEL"
+"""Variable that names the folder of a real chat model, such as SmolLM2-135M-Instruct."""
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -225,6 +229,43 @@ def test_recomputed_activations_change_nothing() -> None:
 # --- memory ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_captured_passes_learn_what_others_learn(kind: str) -> None:
+    rng = random.Random(4)
+    # One pass an update, then several; sizes that come again, with other lengths in them.
+    batches = [make_samples(i, [rng.randrange(20, 400) for _ in range(n)]) for i, n in enumerate((9, 9, 9, 30, 30, 9))]
+    found = []
+    for capture in (False, True):
+        model = make_model(kind, torch.bfloat16)
+        settings = OptimizerSettings(lr=1e-3, micro_batch_tokens=2048, capture_passes=capture)
+        imitator = Imitator(model, settings, 10)
+        found.append([imitator.imitate(batch) for batch in batches])
+    plain, captured = found
+    assert model.get_decoder().captured_passes.replays > 5
+    for a, b in zip(plain, captured, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 0.01 * abs(a["loss"])
+        assert abs(a["grad/norm"] - b["grad/norm"]) < 0.03 * a["grad/norm"]
+
+
+def test_the_gradient_of_a_captured_pass_is_that_of_the_same_pass() -> None:
+    """Bit for bit where no padding is needed, but for attention, whose backward adds up in any order."""
+    model = make_model("llama-tied", torch.bfloat16).train()
+    decoder = model.get_decoder()
+    gradients = []
+    for round_ in range(4):
+        if round_ == 1:
+            capture_passes(decoder)  # round 1 is still its first time
+        micro = packed(make_samples(9, [300, 212]))
+        model.zero_grad()
+        logprobs, entropy = action_logprobs(model, micro, 1.0)
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert decoder.captured_passes.replays == 2
+    noise = max(error(a, b) for a, b in zip(gradients[0], gradients[1], strict=True))
+    for replayed in gradients[2:]:
+        assert max(error(a, b) for a, b in zip(replayed, gradients[0], strict=True)) < max(1e-3, 3 * noise)
+
+
 def test_the_head_never_holds_all_logits() -> None:
     """16384 tokens by 50000 words in float32 are 3.3 GB; a sixth of that is allowed."""
     linear = torch.nn.Linear(256, 50_000, bias=False, device="cuda", dtype=torch.bfloat16)
@@ -314,3 +355,45 @@ def test_engine_and_learner_agree(kind: str, dtype: torch.dtype) -> None:
     assert ours < 1.1 * theirs
     assert float(gap.mean()) < 1.1 * (engines + ours)
     assert float(gap.mean()) < 0.03
+
+
+@pytest.mark.skipif(CHAT_MODEL not in os.environ, reason=f"{CHAT_MODEL} names no model folder")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_engine_and_learner_agree_on_real_weights(temperature: float) -> None:
+    """bf16, several turns: the mean gap of a real model, whose weights are tamer than random ones, is under 0.01."""
+    model, tokenizer = load_model(os.environ[CHAT_MODEL], device="cuda", dtype=torch.bfloat16)
+    engine = NativeEngine(model.eval(), max_sessions=64, max_context=2048)
+    questions = [
+        "What is the capital of France?",
+        "Write a poem about the sea.",
+        "List ten animals.",
+        "Why is snow white?",
+    ]
+    follow_up = tokenizer.encode("<|im_end|>\n<|im_start|>user\nSay more.<|im_end|>\n<|im_start|>assistant\n")
+
+    async def episode(index: int) -> Sample:
+        question = {"role": "user", "content": questions[index % 4]}
+        ids = list(tokenizer.apply_chat_template([question], add_generation_prompt=True, return_dict=False))
+        sample = Sample(list(ids), [False] * len(ids), [])
+        for turn in range(4):
+            reply = await engine.generate(
+                sample.token_ids, Sampling(48, temperature=temperature, seed=10 * index + turn), str(index)
+            )
+            sample.token_ids = sample.token_ids + reply.token_ids + follow_up
+            sample.loss_mask += [True] * len(reply.token_ids) + [False] * len(follow_up)
+            sample.logprobs += reply.logprobs
+        return sample
+
+    async def play() -> list[Sample]:
+        samples = await asyncio.gather(*(episode(index) for index in range(32)))
+        await engine.close()
+        return list(samples)
+
+    micro = packed(asyncio.run(play()))
+    with torch.no_grad():
+        logprobs, _ = action_logprobs(model, micro, temperature)
+    gap = (logprobs - micro.logprobs_A).abs()
+    print(
+        f"{len(gap)} tokens at temperature {temperature}: mean gap {float(gap.mean()):.5f}, most {float(gap.max()):.4f}"
+    )
+    assert float(gap.mean()) < 0.01

@@ -25,12 +25,13 @@ from transformers import (
 )
 
 from agentgym_rl.training import head, optimizer
+from agentgym_rl.training.captured import padded_lengths
 from agentgym_rl.training.checkpoint import load_state, save_checkpoint
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs, hidden_states, states_at_end, states_before_actions
-from agentgym_rl.training.packed import packed_states, padded_states, why_not_packed
+from agentgym_rl.training.packed import capture_passes, packed_states, padded_states, why_not_packed
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings
 from agentgym_rl.types import Sample
 
@@ -252,6 +253,47 @@ def test_recomputed_activations_change_nothing_and_are_not_kept() -> None:
     assert little < all_of_it / 2
     for mine, right in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, right)
+
+
+@few(30)
+@given(lengths=st.lists(st.integers(1, 700), min_size=1, max_size=40))
+def test_padding_of_a_captured_pass_is_samples_of_its_own(lengths: list[int]) -> None:
+    size, padded = padded_lengths(lengths)
+    assert padded[: len(lengths)] == lengths
+    assert sum(padded) == size.tokens
+    assert min(padded) > 0
+    assert max(padded) <= size.longest
+    assert len(padded) <= size.samples
+    assert size.tokens - sum(lengths) < max(256, size.tokens / 4)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_captured_passes_learn_what_others_learn(kind: str) -> None:
+    """Two passes an update, three updates, all padded to one size: every pass but the first is replayed."""
+    batches = [make_samples(seed, [30, 19, 7, 30, 12, 3]) for seed in range(3)]
+    learned, replays = [], []
+    for capture in (False, True):
+        model = make(MODELS[kind])
+        settings = OptimizerSettings(lr=1e-2, micro_batch_tokens=80, capture_passes=capture)
+        imitator = Imitator(model, settings, 10)
+        losses = [imitator.imitate(batch)["loss"] for batch in batches]
+        learned.append((losses, list(model.parameters())))
+        captured = getattr(model.get_decoder(), "captured_passes", None)
+        replays.append(captured.replays if captured is not None else 0)
+        assert getattr(copy.deepcopy(model).get_decoder(), "captured_passes", None) is None
+    assert replays == [0, 5]
+    assert learned[0][0] == pytest.approx(learned[1][0], abs=1e-5)
+    for mine, right in zip(learned[1][1], learned[0][1], strict=True):
+        torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-4)
+
+
+def test_a_captured_pass_whose_gradient_comes_too_late_is_refused() -> None:
+    model = make(MODELS["qwen2"]).train()
+    capture_passes(model.get_decoder())
+    (micro,) = micro_batches(make_samples(3, [30, 19]), [1.0] * 2, 1000)
+    _, first, _ = (hidden_states(model.get_decoder(), micro) for _ in range(3))
+    with pytest.raises(RuntimeError, match="take it first"):
+        first.sum().backward()
 
 
 # --- the head --------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from agentgym_rl.training.batch import token_weights
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
 from agentgym_rl.training.optimizer import clip, collecting, make_optimizer
+from agentgym_rl.training.packed import capture_passes
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sample
@@ -37,6 +38,8 @@ class Updater:
         if settings.checkpoint_activations:
             decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.decoder
             decoder.gradient_checkpointing_enable({"use_reentrant": False})
+        if settings.capture_passes and hasattr(model, "get_decoder"):
+            capture_passes(model.get_decoder())
 
     def learning_rate(self, update: int) -> float:
         """Of the 0-based update: a linear warm-up, then constant or decaying."""

@@ -24,6 +24,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from agentgym_rl.training.attention import attend, flash_takes
+from agentgym_rl.training.captured import CapturedPasses
 from agentgym_rl.training.microbatch import MicroBatch
 
 SUPPORTED = (LlamaModel, Qwen2Model, Qwen3Model)
@@ -50,7 +51,28 @@ def why_not_packed(decoder: Any) -> str | None:
 def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
     """TH: what the decoder makes of every token, each sample by itself."""
     hidden_TH = decoder.embed_tokens(micro.token_ids_T)
-    cos, sin = (x[0] for x in decoder.rotary_emb(hidden_TH, micro.positions_T[None]))
+    captured = getattr(decoder, "captured_passes", None)
+    if captured is not None and decoder.training and torch.is_grad_enabled():
+        found: Tensor | None = captured.states(hidden_TH, micro)
+        if found is not None:
+            return found
+    return through_layers(decoder, hidden_TH, micro.positions_T, micro)
+
+
+def capture_passes(decoder: Any) -> None:
+    """From now on replay passes in training mode (captured.py), where the decoder's layers are one operation each."""
+    if why_not_packed(decoder) or decoder.gradient_checkpointing or hasattr(decoder.layers[0], "gathered"):
+        return
+    weight = decoder.norm.weight
+    if weight.is_cuda and _fused(decoder, weight) is None:
+        return
+    parameters = [*decoder.layers.parameters(), *decoder.norm.parameters()]
+    decoder.captured_passes = CapturedPasses(parameters, partial(through_layers, decoder))
+
+
+def through_layers(decoder: Any, hidden_TH: Tensor, positions_T: Tensor, micro: MicroBatch) -> Tensor:
+    """TH: embeddings in, what the decoder makes of them out. Of `micro` only the samples' bounds are looked at."""
+    cos, sin = (x[0] for x in decoder.rotary_emb(hidden_TH, positions_T[None]))
     run = _fused(decoder, hidden_TH)
     if run is None:
         run, cos, sin = _layer, cos[:, None], sin[:, None].clone()

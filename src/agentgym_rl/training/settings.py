@@ -77,8 +77,13 @@ class OptimizerSettings:
     checkpoint_activations: bool = False
     """Keep only what goes into each layer and compute the rest again for its gradient: a third more work, and a small
     fraction of the memory."""
+    capture_passes: bool = False
+    """On CUDA: passes of sizes that come again are replayed as graphs, which keep their memory. It pays where the host
+    is slower than the device: small models in small passes. Not together with checkpoint_activations."""
 
     def __post_init__(self) -> None:
+        if self.capture_passes and self.checkpoint_activations:
+            raise ValueError("capture_passes and checkpoint_activations do not go together: choose speed or memory")
         _require(self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1)
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
