@@ -242,7 +242,11 @@ def evaluate(
     from agentgym_rl.evaluate import evaluate as run
     from agentgym_rl.evaluate import request_of
 
-    asyncio.run(run(request_of(given)))
+    try:
+        asyncio.run(run(request_of(given)))
+    except KeyboardInterrupt:
+        print("agentgym-rl: stopped; what was played is kept, the same command goes on", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.command()

@@ -28,7 +28,17 @@ from agentgym_rl.evaluation.options import prices_of, turns_of, wants_published
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
 from agentgym_rl.evaluation.plot import turns_plot
 from agentgym_rl.evaluation.records import Record
-from agentgym_rl.evaluation.report import OWN, OWN_NOTE, Entry, dollars, entry_of, markdown, marked, published_entries
+from agentgym_rl.evaluation.report import (
+    OWN,
+    OWN_NOTE,
+    Entry,
+    counted,
+    dollars,
+    entry_of,
+    markdown,
+    marked,
+    published_entries,
+)
 from agentgym_rl.evaluation.suites import (
     BUILT_IN_SEARCH,
     BUILT_IN_WEB,
@@ -205,7 +215,7 @@ class _Watch:
 
     def _note(self) -> str:
         parts = [f"success {100 * self._solved / self._played:.0f}%"] if self._played else []
-        parts += [f"{self._errors} error{'s' if self._errors > 1 else ''}"] if self._errors else []
+        parts += [counted(self._errors, "error")] if self._errors else []
         parts += [dollars(self._dollars)] if self._request.agent.prices else []
         return " · ".join(parts)
 
@@ -218,8 +228,7 @@ def _announce(
     console: Console, candidate: Candidate, root: Path, plans: Sequence[TaskPlan], total: int, left: int
 ) -> None:
     tasks = sum(bool(plan.items) for plan in plans)
-    count = f"{tasks} task{'s' if tasks > 1 else ''}"
-    console.stage("Evaluation", f"{candidate.name}, {count}, {total} episodes, in {root}")
+    console.stage("Evaluation", f"{candidate.name}, {counted(tasks, 'task')}, {counted(total, 'episode')}, in {root}")
     if left < total:
         console.note(f"{total - left} episodes are there from before, {left} are left")
     for reason in dict.fromkeys(plan.missing for plan in plans if plan.missing):
@@ -274,9 +283,9 @@ def _failures(total: Mapping[str, Any]) -> str:
     (cause, times), *more = total["causes"].items()
     asked = total["episodes"] + total["errors"]
     how_many = f"all {asked} episodes" if not total["episodes"] else f"{total['errors']} of {asked} episodes"
-    how_many = "the only episode" if asked == 1 else how_many
+    ended = "the only episode ended as an error" if asked == 1 else f"{how_many} ended as errors"
     most = "" if not more else f" {times} of them" if times > 1 else " one of them"
-    return f"{how_many} ended as errors,{most} with: {cause}"
+    return f"{ended},{most} with: {cause}"
 
 
 def make_plans(request: Request, candidate: Candidate) -> list[TaskPlan]:

@@ -300,6 +300,9 @@ def test_the_table_has_a_row_for_each_agent_and_a_column_for_each_task(tmp_path:
     assert "| us | 50.0 (9–91) | 100.0 (21–100) | – | – |" in text
     assert "Deep search (NQ): not played, its questions are needed." in text
     assert "† our own data" in text
+    assert "TextCraft: toys; 8 turns allowed." in text
+    again = evaluated(tmp_path / "train", [plan("TextCraft", "x", range(1), split="train")], {0: WON})
+    assert "TextCraft: toys; the split 'train'; 8 turns allowed." in notes([entry_of(read_evaluation(again))])
     assert "‡ published, not measured here" in text
     assert "‡" not in "".join(notes(entries[:2]))
 

@@ -126,15 +126,15 @@ def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
     for entry in ours:
         if entry.total["errors"]:
             lines.append(
-                f"{entry.name}: {_count(entry.total['errors'], 'episode')} ended as errors. They are left out of every "
-                "rate; eval.json also has the success rate that counts them as failures. Run the command again to "
-                "retry them."
+                f"{entry.name}: {counted(entry.total['errors'], 'episode')} ended as errors. They are left out of "
+                "every rate; eval.json also has the success rate that counts them as failures. Run the command again "
+                "to retry them."
             )
             lines += [f"{entry.name}: {count} × {cause}" for cause, count in entry.total.get("causes", {}).items()]
         if entry.total["unplayed"]:
-            lines.append(f"{entry.name}: {_count(entry.total['unplayed'], 'episode')} not played yet.")
+            lines.append(f"{entry.name}: {counted(entry.total['unplayed'], 'episode')} not played yet.")
         if entry.total["unreported"]:
-            answers = _count(entry.total["unreported"], "answer")
+            answers = counted(entry.total["unreported"], "answer")
             lines.append(f"{entry.name}: {answers} came without usage: tokens and cost lack them.")
         if entry.unpriced:
             lines.append(f"{entry.name}: cost is not known, run it again with --price-prompt and --price-completion.")
@@ -149,7 +149,7 @@ def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
     return lines
 
 
-def _count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -173,11 +173,12 @@ def _differences(entries: Sequence[Entry]) -> list[str]:
 
 def _data_notes(plans: Sequence[TaskPlan]) -> list[str]:
     """What each scenario was played on and with how many turns, and what was not played and why."""
-    played = {
-        f"{p.scenario}{f' {OWN}' if p.own_data else ''}: {p.data}; {_count(p.max_turns, 'turn')} allowed.": None
-        for p in plans
-        if p.items
-    }
+    played: dict[str, None] = {}
+    for plan in (plan for plan in plans if plan.items):
+        chosen = f"the split {plan.split!r}" if plan.split else "items chosen by number"
+        usual = plan.split in ("test", "official")
+        words = [plan.data, *([] if usual else [chosen]), f"{counted(plan.max_turns, 'turn')} allowed"]
+        played[f"{plan.scenario}{f' {OWN}' if plan.own_data else ''}: {'; '.join(words)}."] = None
     missing: dict[tuple[str, str], dict[str, None]] = {}
     for plan in plans:
         if plan.missing:
