@@ -196,7 +196,8 @@ function scenarioTable(id, scenario, result, evaluation) {
   if (rows.length > 1) rows.push(["overall", result.scenarios[scenario], null]);
   const cells = rows.map(([, cell]) => cell).filter(Boolean);
   const has = (name) => cells.some((cell) => cell[name] !== null && cell[name] !== undefined);
-  const several = [...new Set(cells.flatMap((cell) => Object.keys(cell).filter((name) => /^(avg|pass)@/.test(name))))];
+  // pass@1 is avg@k once more.
+  const several = [...new Set(cells.flatMap((cell) => Object.keys(cell).filter((name) => /^(avg|pass)@/.test(name) && name !== "pass@1")))];
   const plain = (name) => (cell) => h("td", {}, number(cell[name]));
   const columns = [
     ["Success", (cell, plan) => rate(cell, !plan && isPartly(plans) ? PARTLY : "")],
@@ -212,10 +213,10 @@ function scenarioTable(id, scenario, result, evaluation) {
     ["Errors", plain("errors")],
     cells.some((cell) => cell.errors) ? ["With errors as failures", (cell) => h("td", {}, percent(cell.success_errors_as_failures))] : null,
     cells.some((cell) => cell.unplayed) ? ["Not played yet", plain("unplayed")] : null,
-  ].filter(Boolean);
+  ].filter((column) => column && cells.length);
   const line = ([name, cell, plan]) => {
     const head = h("th", { scope: "row" }, plan ? h("a", { href: link("episodes", id, { env: plan.env, subset: plan.subset ?? "" }) }, name) : name);
-    if (!cell) return h("tr", {}, head, h("td", { colspan: columns.length, class: "none" }, plan?.missing || "not played"));
+    if (!cell) return h("tr", {}, head, h("td", { colspan: Math.max(1, columns.length), class: "none why" }, plan?.missing || "not played"));
     return h("tr", { class: plan ? null : "total" }, head, columns.map(([, draw]) => draw(cell, plan)));
   };
   const data = [...new Set(plans.filter((plan) => plan.items && plan.data).map((plan) => `Played on ${plan.data}.`))];

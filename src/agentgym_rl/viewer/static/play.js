@@ -20,7 +20,7 @@ export async function playPage(route) {
     fill(node, message("warning", "No environment is installed: ", environments.map((some) => some.missing).join("; ")));
     return { node, title: "Playground", keys: [] };
   }
-  const setup = h("div", { class: "filters" });
+  const setup = h("div", { class: "filters setup" });
   const table = h("div", { class: "replay" });
   const notes = h("div", {});
   const picture = pictureBox("the state of the game");
