@@ -26,14 +26,14 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
 EVERYTHING = "WEBARENA_TEST_EVERYTHING"
-"""Set to play all tasks instead of one of every kind."""
+"""Set to play all tasks instead of one of every third kind (the unit tests judge answers to every kind)."""
 
 
 def chosen_items() -> list[int]:
     if os.environ.get(EVERYTHING):
         return list(range(len(problems())))
     first = {problem.config["intent_template_id"]: item for item, problem in reversed(list(enumerate(problems())))}
-    return [first[template] for template in sorted(first)]
+    return [first[template] for template in sorted(first)[1::3]]
 
 
 def item_of(intent: str) -> int:
