@@ -24,7 +24,7 @@ from agentgym_rl.training.settings import CriticSettings, LoraSettings, Optimize
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Sample
 
-SGD_LIKE = {"lr": 0.01, "betas": (0.0, 0.999), "micro_batch_tokens": 60, "max_grad_norm": 0.5}
+SGD_LIKE = {"lr": 0.001, "betas": (0.0, 0.999), "micro_batch_tokens": 60, "max_grad_norm": 0.5}
 CASES: dict[str, dict[str, Any]] = {
     "grpo": {"kl_coef": 0.1, "entropy_coef": 0.01, "minibatches": 2, "zero_variance": "keep"},
     "gspo, one update": {"loss": "gspo", "kl_coef": 0.0, "aggregate": "trajectory"},
@@ -130,7 +130,7 @@ def _rank(rank: int, size: int, address: str, function: Any, folder: Path, timeo
         leave()
 
 
-def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 200.0) -> Any:
+def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 800.0) -> Any:
     """What `function(ranks, folder)` returns on rank 0 of so many processes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

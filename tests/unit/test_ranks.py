@@ -15,6 +15,8 @@ from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
 from agentgym_rl.training.ranks import ALONE, Ranks, balanced
 from agentgym_rl.types import Sample
 
+pytestmark = pytest.mark.timeout(900)  # four processes on two cores, and whatever else they do
+
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Any:
@@ -89,8 +91,7 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
     found = (
         resume(ALONE, tmp_path, source) if readers == 1 else on_ranks(readers, partial(resume, source=source), tmp_path)
     )
-    # A KL of 66 per token, as it is by then, magnifies what the order of a sum over ranks changes in the last digits.
-    assert_same(found, expected["ppo, another step"], tolerance=1e-4)
+    assert_same(found, expected["ppo, another step"])
 
 
 def test_shares_are_balanced_and_each_sample_is_in_exactly_one() -> None:
