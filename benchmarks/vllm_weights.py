@@ -1,29 +1,45 @@
-"""What it takes to give vLLM the learner's weights: seconds by folder and in memory, beside the rollout they serve.
+"""vLLM beside a learner: seconds to start, to take new weights each way, to sleep and wake, and how far apart they are.
 
-    python benchmarks/vllm_weights.py [--model smollm2-135m | qwen2.5-1.5b | tiny] [--rounds 3] [--episodes 64]
+    python benchmarks/vllm_weights.py [--model qwen2.5-1.5b | smollm2-135m | tiny] [--rounds 3] [--episodes 64]
 
-Random weights of the model's shape; each round changes them, and the engine must then agree with the learner,
-which is part of the time. The rollout is one turn of so many episodes: a prompt of 256 tokens and 64 new ones.
+Random weights of the model's shape. Each update changes them, and the engine must then agree with the learner, which is
+part of the time. A step is a rollout (two turns of every episode: prompts of 256 tokens, replies of 64) and a plain
+forward and backward pass over what was played; updates are given as shares of it. On CUDA vLLM also sleeps: its memory
+before, while and after, and the same replies afterwards. Adapters need an engine with room for them, so they come last,
+on one that is started eagerly. On a CPU everything runs in float32 and nothing sleeps.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine, probe_model
+from agentgym_rl.agent.engines.vllm.checks import require_vllm
+from agentgym_rl.scale.weights import InPlace, buckets
+from agentgym_rl.serving import VllmSeat
 from agentgym_rl.types import Sampling
 
-PROMPT_TOKENS, NEW_TOKENS = 256, 64
+PROMPT_TOKENS, NEW_TOKENS, TURNS = 256, 64, 2
+CONTEXT = TURNS * (PROMPT_TOKENS + NEW_TOKENS)
+PASS_TOKENS = 8192
+"""Of one forward and backward pass."""
+BUCKET_BYTES = 256 << 20
+
+Report = dict[str, Any]
+Work = Callable[[], Awaitable[None]]
 
 
 def make_model(name: str) -> Any:
@@ -44,13 +60,62 @@ def change(model: Any) -> None:
         parameter.mul_(1.01)
 
 
-async def timed(work: Any) -> float:
+async def timed(work: Awaitable[None]) -> float:
+    synchronize()
     started = time.perf_counter()
     await work
+    synchronize()
     return time.perf_counter() - started
 
 
-async def measure(model: Any, engine: VllmEngine, root: Path, rounds: int, episodes: int) -> dict[str, float]:
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+async def rollout(engine: Any, episodes: int, sampling: Sampling) -> list[tuple[list[int], Any]]:
+    """Every episode's last prompt and reply."""
+
+    async def episode(number: int) -> tuple[list[int], Any]:
+        ids: list[int] = []
+        for turn in range(TURNS):
+            ids = ids + [(7 * n + 13 * number + turn) % 500 for n in range(PROMPT_TOKENS)]
+            reply = await engine.generate(ids, sampling, str(number))
+            if turn < TURNS - 1:
+                ids = ids + reply.token_ids
+        await engine.release(str(number))
+        return ids, reply
+
+    return list(await asyncio.gather(*(episode(n) for n in range(episodes))))
+
+
+def learn(model: Any, episodes: int) -> None:
+    """Forward and backward over as many tokens as the episodes have; the gradients are thrown away."""
+    rows = max(1, PASS_TOKENS // CONTEXT)
+    device = model.get_input_embeddings().weight.device
+    for first in range(0, episodes, rows):
+        ids = torch.randint(0, 500, (min(rows, episodes - first), CONTEXT), device=device)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def mismatch(model: Any, played: list[tuple[list[int], Any]]) -> dict[str, float]:
+    """How far an engine's log-probabilities are from the learner's."""
+    off: list[float] = []
+    device = model.get_input_embeddings().weight.device
+    for ids, reply in played:
+        whole = torch.tensor([ids + reply.token_ids], device=device)
+        logits = model(input_ids=whole, use_cache=False).logits[0, len(ids) - 1 : -1].float()
+        mine = torch.log_softmax(logits, -1).gather(1, whole[0, len(ids) :, None])[:, 0].tolist()
+        off += [abs(a - b) for a, b in zip(mine, reply.logprobs, strict=True)]
+    return {"mean": statistics.fmean(off), "max": max(off)}
+
+
+async def updates(model: Any, engine: VllmEngine, root: Path, options: argparse.Namespace) -> Report:
+    """Seconds of each way, of a rollout, and of a pass over it."""
+    seat = VllmSeat(engine)
+
     async def by_folder() -> None:
         model.save_pretrained(root / "new")
         await engine.update_weights(root / "new", engine.version + 1, probe=probe_model(model))
@@ -58,45 +123,141 @@ async def measure(model: Any, engine: VllmEngine, root: Path, rounds: int, episo
     async def in_memory() -> None:
         await engine.update_weights(model.state_dict(), engine.version + 1, probe=probe_model(model))
 
-    async def rollout() -> None:
-        sampling = Sampling(NEW_TOKENS, seed=0)
-        prompts = [[(7 * n + e) % 500 for n in range(PROMPT_TOKENS)] for e in range(episodes)]
-        await asyncio.gather(*(engine.generate(ids, sampling, str(e)) for e, ids in enumerate(prompts)))
+    async def in_buckets() -> None:
+        """As on a cluster, but for the network: the learner's rank cuts, the engine's seat puts together."""
+        await seat.load(list(buckets(model.state_dict().items(), BUCKET_BYTES)), engine.version + 1)
 
-    await rollout()  # the first one warms up
-    seconds: dict[str, list[float]] = {"by folder": [], "in memory": [], "rollout": []}
-    for _ in range(rounds):
-        for name, work in (("by folder", by_folder), ("in memory", in_memory), ("rollout", rollout)):
-            if name != "rollout":
-                change(model)
+    async def play() -> None:
+        await rollout(engine, options.episodes, Sampling(NEW_TOKENS, seed=0))
+
+    async def passes() -> None:
+        await asyncio.to_thread(learn, model, options.episodes)
+
+    await play()  # the first one warms up
+    await passes()
+    ways: dict[str, Work] = {"files": by_folder, "memory": in_memory, "buckets": in_buckets}
+    seconds: dict[str, list[float]] = {name: [] for name in (*ways, "rollout", "learn")}
+    for _ in range(options.rounds):
+        for name, work in ways.items():
+            change(model)
             seconds[name].append(await timed(work()))
-    return {name: statistics.median(values) for name, values in seconds.items()}
+        seconds["rollout"].append(await timed(play()))
+        seconds["learn"].append(await timed(passes()))
+    found = {name: statistics.median(values) for name, values in seconds.items()}
+    new_tokens = options.episodes * TURNS * NEW_TOKENS
+    return {"seconds": found, "new_tokens_per_s": new_tokens / found["rollout"]}
 
 
-async def main(arguments: argparse.Namespace) -> None:
+async def sleeping(engine: VllmEngine) -> Report:
+    """Seconds to give memory back and to take it again, and whether replies are as before."""
+
+    def used() -> float:
+        free, total = torch.cuda.mem_get_info()
+        return (total - free) / 2**30
+
+    greedy = Sampling(16, temperature=0)
+    before, awake = await rollout(engine, 4, greedy), used()
+    sleep_s = await timed(engine.sleep())
+    asleep = used()
+    wake_s = await timed(engine.wake())
+    after = await rollout(engine, 4, greedy)
+    same = [a[1].token_ids for a in before] == [b[1].token_ids for b in after]
+    gib = {"awake": awake, "asleep": asleep, "awake again": used()}
+    return {"sleep_s": sleep_s, "wake_s": wake_s, "device_gib": gib, "same_replies": same}
+
+
+async def native(model: Any, options: argparse.Namespace) -> Report:
+    """The project's own engine: weights in place from buckets, and its distance from the learner."""
+    seat = InPlace(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
+    seconds = []
+    for version in range(1, options.rounds + 1):
+        made = list(buckets(model.state_dict().items(), BUCKET_BYTES))
+        seconds.append(await timed(seat.load(made, version)))
+    played = await rollout(seat.engine, min(8, options.episodes), Sampling(NEW_TOKENS, seed=0))
+    await seat.engine.close()
+    return {"load_buckets_s": statistics.median(seconds), "mismatch": mismatch(model, played)}
+
+
+async def adapters(model: Any, root: Path, arguments: dict[str, Any], rounds: int) -> Report:
+    from agentgym_rl.training.lora import add_adapter
+    from agentgym_rl.training.settings import LoraSettings
+
+    model.save_pretrained(root / "base")
+    engine = VllmEngine(root / "base", lora_rank=16, **(arguments | {"eager": True}))
+    seconds = []
+    try:
+        start_s = await timed(engine.start())
+        add_adapter(model, LoraSettings(rank=16), 0)
+        for version in range(1, rounds + 1):
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.normal_(std=0.02)
+            folder = root / f"adapter_{version}"
+
+            async def update(folder: Path = folder, version: int = version) -> None:
+                model.save_pretrained(folder)
+                await engine.update_weights(folder, version, probe=probe_model(model))
+
+            seconds.append(await timed(update()))
+        played = await rollout(engine, 4, Sampling(NEW_TOKENS, seed=0))
+    finally:
+        await engine.close()
+    return {"start_s": start_s, "update_s": statistics.median(seconds), "mismatch": mismatch(model, played)}
+
+
+def say(found: Report) -> None:
+    seconds = found["seconds"]
+    step = seconds["rollout"] + seconds["learn"]
+    print(f"rollout      {seconds['rollout']:8.2f} s   {found['new_tokens_per_s']:,.0f} new tokens/s")
+    print(f"learn        {seconds['learn']:8.2f} s   forward and backward over what was played")
+    for name in ("files", "memory", "buckets"):
+        rate = found["gigabytes"] / seconds[name]
+        print(
+            f"{name:12} {seconds[name]:8.2f} s   "
+            f"{seconds[name] / (step + seconds[name]):.1%} of a step, {rate:.2f} GB/s"
+        )
+    for name in ("mismatch", "sleep", "native", "adapters"):
+        if name in found:
+            print(f"{name:12} {json.dumps(found[name])}")
+
+
+async def main(options: argparse.Namespace) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    model = make_model(arguments.model).to(device, dtype).eval()
+    model = make_model(options.model).to(device, dtype).eval()
     size = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
+    found: Report = {"model": options.model, "device": device, "vllm": require_vllm(), "gigabytes": size}
+    arguments: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "max_context": CONTEXT + NEW_TOKENS,
+        "max_sessions": options.episodes,
+        "memory_share": options.memory_share,
+        "eager": device == "cpu",
+    }
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model.save_pretrained(root / "start")
-        engine = VllmEngine(
-            root / "start",
-            dtype=str(dtype).removeprefix("torch."),
-            max_context=512,
-            memory_share=arguments.memory_share,
-            eager=device == "cpu",
-        )
+        sleeps: dict[str, Any] = {"options": {"enable_sleep_mode": True}} if device == "cuda" else {}
+        engine = VllmEngine(root / "start", **arguments, **sleeps)
         try:
-            print(f"start        {await timed(engine.start()):8.2f} s   {arguments.model}, {size:.2f} GB, {device}")
-            found = await measure(model, engine, root, arguments.rounds, arguments.episodes)
+            found["start_s"] = await timed(engine.start())
+            print(f"start        {found['start_s']:8.2f} s   {options.model}, {size:.2f} GB, {device}", flush=True)
+            found |= await updates(model, engine, root, options)
+            played = await rollout(engine, min(8, options.episodes), Sampling(NEW_TOKENS, seed=0))
+            found["mismatch"] = mismatch(model, played)
+            if engine.can_sleep:
+                found["sleep"] = await sleeping(engine)
         finally:
             await engine.close()
-    for name, value in found.items():
-        share = "" if name == "rollout" else f"   {value / found['rollout']:.0%} of a rollout, {size / value:.2f} GB/s"
-        print(f"{name:12} {value:8.2f} s{share}")
+        if not options.vllm_only:
+            found["native"] = await native(model, options)
+            found["adapters"] = await adapters(model, root, arguments, options.rounds)
+    say(found)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":
@@ -105,5 +266,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--memory-share", type=float, default=0.4)
+    parser.add_argument("--vllm-only", action="store_true", help="leave out the native engine and the adapters")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     asyncio.run(main(parser.parse_args()))

@@ -35,9 +35,14 @@ def train(
 
     config = load_config(recipe, overrides or [])
     folder = config.folder(resume=resume)
+    from agentgym_rl.console import Console
+    from agentgym_rl.fits import too_large
     from agentgym_rl.train import Stopped
     from agentgym_rl.train import train as run
 
+    warning = too_large(config)
+    if warning is not None:
+        Console().warn(warning)
     try:
         asyncio.run(run(config, folder, resume=resume))
     except Stopped:  # asked for, and said on the console

@@ -131,6 +131,9 @@ class EngineConfig(_Section):
     """vllm: size of its cache instead."""
     eager: bool = False
     """vllm: no compilation and no captured graphs; starts sooner, samples slower."""
+    weights: Literal["memory", "files"] = "memory"
+    """vllm without urls: how new weights reach it. memory: lent by the learner (CUDA IPC; shared memory on a CPU).
+    files: through the run directory, as servers and adapters take them."""
 
     @model_validator(mode="after")
     def _read_by_its_kind(self) -> EngineConfig:
@@ -138,7 +141,7 @@ class EngineConfig(_Section):
         given = {n for n, f in EngineConfig.model_fields.items() if getattr(self, n) != f.default} - {"kind"}
         if self.kind == "native" and given:
             raise ValueError(f"engine.{min(given)} is read by kind = 'vllm', this is 'native': remove it or set kind")
-        here = given & {"replicas", "dtype", "memory_share", "kv_cache_gib", "eager"}
+        here = given & {"replicas", "dtype", "memory_share", "kv_cache_gib", "eager", "weights"}
         if self.urls and here - {"dtype"}:
             raise ValueError(f"engine.{min(here - {'dtype'})} is for a vLLM started here; with urls the servers decide")
         return self

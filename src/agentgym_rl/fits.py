@@ -26,7 +26,7 @@ def demand_of(config: Config) -> Demand:
         colocated=scale is None or scale.layout == "colocated",
         reference=config.method == "rl" and rl.kl_coef > 0,
         critic=config.method == "rl" and rl.algorithm == "ppo",
-        overlap=config.method == "rl" and rl.overlap > 0,
+        overlap=config.method == "rl" and (rl.overlap > 0 or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
         micro_batch_tokens=optimizer.micro_batch_tokens,
         checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),
@@ -65,6 +65,18 @@ def diagnose_recipe(config: Config, device_gib: float | None) -> tuple[list[str]
     if demand.distributed:
         head += f", sharded over {demand.learners} learners" if demand.trained is None else ", whole on every learner"
     return [head, *lines], fits
+
+
+def too_large(config: Config) -> str | None:
+    """Said before a run starts that will probably run out of memory; estimates do not forbid it."""
+    try:
+        lines, fits = diagnose_recipe(config, None)
+    except ConfigError:
+        return None  # whoever loads the model says it better
+    if fits:
+        return None
+    (first, *_) = [line for line in lines if "does not fit" in line]
+    return f"by the doctor's arithmetic this is too large: {first}; `agentgym-rl doctor RECIPE` shows the parts"
 
 
 def _read(path: str) -> dict[str, Any]:

@@ -76,11 +76,15 @@ async def start_vllm(config: Config, model: Any, tokenizer: Any, handover: Path)
 
 
 async def publish(engine: Vllm, config: Config, model: Any, tokenizer: Any, version: int, handover: Path) -> None:
-    """Weights as a folder, which serves one machine and a shared disk alike; then both sides score a probe."""
+    """Weights lent in memory to a vLLM of this process; as a folder to a server, which may be anywhere that sees the
+    disk, and for adapters, which vLLM takes no other way. Then both sides score a probe."""
+    dtype = None if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
+    if config.engine.weights == "memory" and not config.engine.urls and config.model.lora is None:
+        await engine.update_weights(model.state_dict(), version, probe=probe_model(model, dtype))
+        return
     folder = handover / f"weights_{version}"
     shutil.rmtree(folder, ignore_errors=True)
     export(model, tokenizer, folder)
-    dtype = None if config.engine.dtype == "auto" else getattr(torch, config.engine.dtype)
     await engine.update_weights(folder, version, probe=probe_model(model, dtype))
     _forget_but(folder)
 

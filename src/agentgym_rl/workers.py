@@ -65,7 +65,7 @@ class Workers(Protocol):
 
 class OneProcess:
     """Learner, engine and environments in this process; a native engine shares the learner's parameters, a `vllm` that
-    was started for the same model is given them through files in `handover`."""
+    was started for the same model is lent them, or given them through files in `handover`."""
 
     def __init__(
         self,

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from training_for_tests import tiny_model
 
-from agentgym_rl.config import Config
+from agentgym_rl.config import Config, load_config
+from agentgym_rl.fits import too_large
 from agentgym_rl.scale.memory import (
     GIB,
     SHAPES,
@@ -111,6 +112,9 @@ def test_the_command_says_so_with_its_exit_code(tmp_path: Path) -> None:
     found = subprocess.run([*command, *scaled, "--device-gib", "80"], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "sharded over 8 learners" in found.stdout
+    config = load_config(recipe, ["model.device=cpu", "agent.concurrency=1024", "agent.max_context=100000000"])
+    assert "does not fit" in (too_large(config) or ""), "a run says so before it starts"
+    assert too_large(load_config(recipe, ["model.path=/not/there"])) is None
 
 
 def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:

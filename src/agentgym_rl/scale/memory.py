@@ -85,6 +85,7 @@ class Demand:
     reference: bool = False
     critic: bool = False
     overlap: bool = False
+    """The engine has weights of its own, to play while the learner works, or because it is vLLM."""
     trained: int | None = None
     """Trained parameters (LoRA); None for all."""
     micro_batch_tokens: int = 16384
