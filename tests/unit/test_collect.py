@@ -288,6 +288,7 @@ REAL_FAULTS = {"raise": RaisingEnv, "hang": HangingEnv, "nan": GarbageEnv}
 async def test_faults_through_the_real_pools(fault: str, where: str) -> None:
     """Two first attempts meet the fault after one good turn; in the end pool and server have nothing open."""
     env = REAL_FAULTS[fault]
+    HangingEnv.release.clear()
     unlucky = {stable_seed(0, 0, place, 0) for place in (0, 1)}
 
     def make_policy(session: EnvSession, seed: int) -> ScriptedPolicy:
@@ -307,7 +308,6 @@ async def test_faults_through_the_real_pools(fault: str, where: str) -> None:
         finally:
             HangingEnv.release.set()
             await pool.close()
-            HangingEnv.release.clear()
     errors = [t for t in group.trajectories if t.stop is StopReason.ERROR]
     assert [(t.num_turns, t.messages[-1].content) for t in errors] == [(2, fault)] * 2, [t.error for t in errors]
     assert len(group.usable) == 3
