@@ -7,7 +7,7 @@ QUICK := $(VENV)/.quickstart
 FULL := $(VENV)/.full
 VLLM := .venv-vllm
 
-.PHONY: quickstart test faults test-gpu test-vllm lint format bench browser clean
+.PHONY: quickstart quickstart-cluster test faults test-gpu test-vllm lint format bench browser clean
 
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
@@ -26,6 +26,10 @@ test-vllm: $(VLLM)/.done
 # Kills, hangs and full disks while a run trains on a two-node Ray cluster of this machine; prints a table.
 faults: $(FULL)
 	$(BIN)/python tests/faults/suite.py $(ARGS)
+
+# The quickstart recipe on such a cluster and in one process: both must reach the same, within noise.
+quickstart-cluster: $(FULL)
+	$(BIN)/python tests/faults/quickstart.py $(ARGS)
 
 lint: $(FULL)
 	$(BIN)/ruff check .

@@ -35,5 +35,5 @@ async def test_two_steps_of_reinforcement_learning(tmp_path: Path) -> None:
         assert played
         assert all(t.stop is not StopReason.ERROR for t in played)
         assert {m.version for t in played for m in t.messages if m.role == "assistant"} == {step - 1}
-    assert [p.name for p in (tmp_path / "run" / "engine").iterdir()] == ["weights_2"]
+    assert list((tmp_path / "run" / "engine").iterdir()) == [], "weights went over in memory"
     assert vllm_processes(os.getpid()) == []
