@@ -137,6 +137,9 @@ def test_curves_show_values_stages_and_several_runs(page: Page, url: str) -> Non
     tip = success.locator(".tip")
     expect(tip).to_contain_text("step 3")
     expect(tip).to_contain_text("100% of 4")
+    ticks = "async values => (await import('/static/chart.js')).ticks(...values, 4)"
+    assert page.evaluate(ticks, [0, 1]) == pytest.approx([0, 0.5, 1])
+    assert page.evaluate(ticks, [1e20, 1e20]) == [1e20]  # and ends
     page.goto(f"{url}#/runs")
     for name in ("small", "twin"):
         expect(page.get_by_label(f"Show curves of {name}")).to_be_checked()

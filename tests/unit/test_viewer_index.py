@@ -224,7 +224,7 @@ def test_damaged_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> N
     folder.mkdir(parents=True)
     (folder.parent / "config.toml").write_text("this is not TOML [")
     (folder.parent / "metrics.jsonl").write_text(
-        '{"step": 1, "loss": 1}\nrubbish\n[1]\n{"step": 2, "loss": null}\n{"st'
+        '{"step": 1, "loss": 1}\nrubbish\n[1]\n{"step": 2, "loss": null}\n{"step": 3, "loss": -1e308}\n{"st'
     )
     good = played("maze", [0], "random", 4, "a")[0].to_json()
     row = json.loads(good)
@@ -250,7 +250,7 @@ def test_damaged_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> N
     whole = [f"step_000001.{place}" for place, line in enumerate(lines) if line not in bad]
     assert sorted(row["key"] for row in every(library, "x", order="oldest")) == sorted(whole)
     assert library.overview()["runs"][0]["broken"] == len(bad)
-    assert library.runs.metrics(library.place("x"))["series"] == {"loss": [1, None]}
+    assert library.runs.metrics(library.place("x"))["series"] == {"loss": [1, None, None]}
     assert library.episode("x", whole[2])["item"] == 0
     assert [group["size"] for group in library.groups("x", Filter(kind="train"), False, 0, 9)["rows"]] == [3]
     # Halves of a character become a replacement; what is nested deeper than JSON writers go is cut: both can be sent.

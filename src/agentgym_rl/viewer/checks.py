@@ -46,8 +46,7 @@ class Check:
 
     def _holds(self, good: bool, value: Any, where: str, needed: str) -> bool:
         if not good and value is not None:
-            shown = repr(value)
-            shown = shown if len(shown) <= 40 else f"{shown[:39]}…"
+            where, shown = (text if len(text) <= 60 else f"{text[:59]}…" for text in (where, repr(value)))
             self._found.append(f"{self._file}: {where} should be {needed}, got {shown}")
         return good
 
@@ -75,7 +74,8 @@ def checked_evaluation(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     agent = check.table(config.get("agent"), "config.agent")
     agent = agent | {"name": check.text(agent.get("name"), "config.agent.name") or ""}
     tasks = [
-        _plan(check, plan, f"config.tasks[{i}]") for i, plan in enumerate(check.tables(config.get("tasks"), "tasks"))
+        _plan(check, plan, f"config.tasks[{i}]")
+        for i, plan in enumerate(check.tables(config.get("tasks"), "config.tasks"))
     ]
     results = check.tables(row.get("results"), "results")
     return {

@@ -155,14 +155,19 @@ def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
     series = {}
     for name in names:
         values = [by_step[step].get(name) for step in steps]
-        if any(_is_number(value) for value in values):
-            series[name] = [value if _is_number(value) else None for value in values]
+        if any(_is_drawable(value) for value in values):
+            series[name] = [value if _is_drawable(value) else None for value in values]
     times = [by_step[step].get("time") for step in steps]
     return {"steps": steps, "times": [time if _is_number(time) else None for time in times], "series": series}
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_drawable(value: Any) -> bool:
+    """A number whose distances to others are numbers too."""
+    return _is_number(value) and abs(value) < 1e100
 
 
 def _whole(value: Any) -> int | None:

@@ -27,6 +27,7 @@ export function smooth(values, width) {
 
 /** Round numbers that cover low to high, about `wanted` of them. */
 export function ticks(low, high, wanted) {
+  if (!(high - low > 1e-12 * Math.abs(high))) return [low]; // adding a step would not move
   const rough = (high - low) / Math.max(1, wanted) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const size = [1, 2, 5, 10].map((m) => m * power).find((step) => step >= rough * 0.999) ?? rough;
@@ -246,7 +247,8 @@ function extent(values) {
     low = Math.min(low, value);
     high = Math.max(high, value);
   }
-  return low === high ? [low - 0.5, high + 0.5] : [low, high];
+  const room = Math.max(0.5, 1e-3 * Math.abs(low)); // beside a large number a half is nothing
+  return low === high ? [low - room, high + room] : [low, high];
 }
 
 function padded(values, range) {
