@@ -46,6 +46,8 @@ class Job:
     arguments: list[str]
     paths: list[str] = field(default_factory=list)
     """Put before PYTHONPATH."""
+    needs: Path | None = None
+    """A file that another job leaves."""
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
@@ -74,11 +76,12 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         small = ["--tiny"] if options.tiny else []
         jobs.append(Job("step", "step.py", [*device, *folder, *small, *steps, "--work", str(options.out)]))
         if "trl" in peers:
-            told = [*device, "--taught", str(options.out / "taught.json"), *steps]
-            jobs.append(Job("step-trl", "trl_peer.py", told, _paths(options.trl_path)))
+            taught = options.out / "taught.json"
+            told = [*device, "--taught", str(taught), *steps]
+            jobs.append(Job("step-trl", "trl_peer.py", told, _paths(options.trl_path), taught))
             if "vllm" in peers and not options.tiny:
                 paths = _paths(options.trl_path, options.vllm_path)
-                later.append(Job("step-trl-vllm", "trl_peer.py", [*told, "--vllm"], paths))
+                later.append(Job("step-trl-vllm", "trl_peer.py", [*told, "--vllm"], paths, taught))
     return jobs + later
 
 
@@ -95,6 +98,8 @@ def _config(model: str) -> str:
 
 def run_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """What became of it: {"outcome", "seconds"}."""
+    if job.needs is not None and not job.needs.exists():
+        return {"outcome": f"left out, for want of {job.needs.name}", "seconds": 0.0}
     before = [*job.paths, str(HERE.parent / "src")]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([*before, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,0 +1,119 @@
+"""What a run reached, for a reader: its curve, a row of a table, and ten held-out episodes before and after.
+
+    python scripts/results.py runs/smollm2-babyai [runs/another ...] --docs docs [--base runs/untrained ...]
+
+For each run it writes DOCS/images/results-NAME.png and DOCS/results/NAME.md and prints rows for the table in
+DOCS/results.md. `--base` names, in the same order, runs of the same recipe with nothing learned, whose evaluation goes
+into the table too. The ten items are the first of each subset in the order they were evaluated in: nobody chose them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.intervals import wilson_interval
+from agentgym_rl.plots import learning_curve
+from agentgym_rl.runlog import horizon_stages, read_metrics, read_trajectories
+from agentgym_rl.types import Trajectory
+
+EPISODES = 10
+TURNS_SHOWN = 8
+
+
+def summary_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def rate(evaluation: dict[str, Any] | None) -> str:
+    """`91.4% (87–94)`."""
+    if evaluation is None:
+        return "–"
+    count = evaluation["episodes"]
+    low, high = wilson_interval(round(evaluation["success"] * count), count)
+    return f"{evaluation['success']:.1%} ({low:.0%}–{high:.0%})".replace("%–", "–").replace("%)", ")")
+
+
+def rows(run: Path, base: Path | None) -> list[str]:
+    """Of each subset and of all: untrained, before RL, after RL."""
+    summary = summary_of(run)
+    untrained = None if base is None else summary_of(base)["before"]
+    found = []
+    for name in [*summary["after"]["subsets"], "all"]:
+        some = [
+            evaluation if evaluation is None or name == "all" else evaluation["subsets"][name]
+            for evaluation in (untrained, summary["before"], summary["after"])
+        ]
+        cells = " | ".join(rate(evaluation) for evaluation in some)
+        episodes = some[-1]["episodes"] if some[-1] else 0
+        found.append(f"| {summary['name']} | {name} | {episodes} | {cells} |")
+    return found
+
+
+def episodes_of(run: Path) -> list[tuple[Trajectory, Trajectory]]:
+    """(before, after) of the same items: the first evaluation against the last, as many of each subset as of others."""
+    files = sorted((run / "trajectories").glob("eval_*.jsonl"))
+    played = [{t.task.item: t for t in read_trajectories(path) if t.error is None} for path in files]
+    first, last = played[0], played[-1]
+    both = [item for item in first if item in last]
+    subsets = max(1, len(summary_of(run)["after"]["subsets"]))
+    # The evaluation plays one subset after the other, as many items of each.
+    each, share = len(both) / subsets, -(-EPISODES // subsets)
+    chosen = [item for k in range(subsets) for item in both[round(k * each) : round(k * each) + share]]
+    return [(first[item], last[item]) for item in chosen[:EPISODES]]
+
+
+def transcript(trajectory: Trajectory) -> list[str]:
+    """The episode as a quoted block; late turns are counted, not shown."""
+    lines, turns = [], 0
+    for message in trajectory.messages:
+        if message.role == "system":
+            continue
+        if message.role == "assistant":
+            turns += 1
+        if turns > TURNS_SHOWN:
+            lines.append(f"... and {trajectory.num_turns - TURNS_SHOWN} more turns")
+            break
+        mark = ">>> " if message.role == "assistant" else ""
+        lines += [mark + line for line in (message.content.strip() or "(nothing)").splitlines()]
+    assert trajectory.stop is not None
+    ending = "success" if trajectory.success else f"no success ({trajectory.stop.value})"
+    return ["```text", *(line.replace("```", "'''") for line in lines), f"=== {ending}", "```"]
+
+
+def page(run: Path) -> str:
+    name = summary_of(run)["name"]
+    parts = [f"# {name}: ten held-out episodes before and after RL", ""]
+    parts += ["`>>>` marks what the model wrote. The items are the first that were evaluated, not chosen.", ""]
+    for number, (before, after) in enumerate(episodes_of(run), 1):
+        parts += [f"## {number}. {before.task.key}", "", "Before:", "", *transcript(before), ""]
+        parts += ["After:", "", *transcript(after), ""]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path)
+    parser.add_argument("--base", nargs="*", type=Path, default=[])
+    parser.add_argument("--docs", type=Path, required=True)
+    options = parser.parse_args()
+    for folder in ("images", "results"):
+        (options.docs / folder).mkdir(parents=True, exist_ok=True)
+    lines = ["| run | levels or goals | episodes | untrained | before RL | after RL |", "|---|---|---|---|---|---|"]
+    for run, base in zip_longest(options.runs, options.base[: len(options.runs)]):
+        summary, metrics = summary_of(run), read_metrics(run / "metrics.jsonl")
+        name = summary["name"]
+        curve = options.docs / "images" / f"results-{name}.png"
+        learning_curve(metrics, summary["evaluations"], horizon_stages(metrics), curve, name)
+        (options.docs / "results" / f"{name}.md").write_text(page(run))
+        lines += rows(run, base)
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
