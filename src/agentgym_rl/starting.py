@@ -71,7 +71,10 @@ async def play_demonstrations(
     max_turns: int,
     kind: Kind,
 ) -> list[Trajectory]:
-    """Training items as `policy` plays them: of the oracle its successes, of others all that did not fail."""
+    """Training items as `policy` plays them: of the oracle its successes, of others all that did not fail.
+
+    The oracle plays an item once; random play comes round to it again until there are enough episodes.
+    """
     share = -(-episodes // len(config.environments))
     played: list[Trajectory] = []
     with console.progress(f"{policy} play", share * len(config.environments)) as advance:
@@ -82,6 +85,8 @@ async def play_demonstrations(
             limits = wiring.limits_of(config.agent, max_turns, env=env)
             chosen = spread(items.train[env.name], share, f"{config.seed}/{kind}")
             tasks = [Task(env.name, item) for some in chosen.values() for item in some]
+            if policy == "random":  # the oracle would do the same again
+                tasks = (tasks * -(-share // len(tasks)))[: max(share, len(tasks))]
             groups = await collect(tasks, limits, derive_seed(config.seed, kind, env.name))
             played += [t for g in groups for t in g.trajectories]
     for trajectory in played:

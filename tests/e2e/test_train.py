@@ -207,3 +207,14 @@ async def test_what_cannot_be_leaves_no_folder_behind(changes: dict, message: st
     with pytest.raises(ConfigError, match=message):
         await run(counting_config(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("policy", "played"), [("random", 250), ("oracle", 100)])
+async def test_random_play_comes_round_to_its_items_again(policy: str, played: int, tmp_path: Path) -> None:
+    changes = {"rl__steps": 0, "warm_start__policy": policy, "warm_start__episodes": 250}
+    await run(counting_config(warm_start__sft={"optimizer": {"lr": 1e-2}}, **changes), tmp_path / "run")
+    episodes = list(read_trajectories(tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl"))
+    assert len({t.id for t in episodes}) == len(episodes) == played
+    assert {t.task.item for t in episodes} == set(range(100))
+    told = [[m.content for m in t.messages] for t in episodes if t.task.item == episodes[0].task.item]
+    assert policy == "oracle" or any(a != told[0] for a in told[1:])

@@ -1,0 +1,138 @@
+"""What docs/evidence.md promises to run, as jobs: which arms, on which tasks, from which starting models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One command. In `words`, {name} stands for the run of that name, or for its last model where one is trained."""
+
+    name: str
+    arm: str
+    task: str
+    seed: int
+    kind: Literal["train", "eval"] = "train"
+    recipe: str = ""
+    """Below recipes/, for `train`."""
+    words: tuple[str, ...] = ()
+    """Settings of `train`, options of `eval`."""
+    needs: tuple[str, ...] = field(default=())
+
+
+HORIZONS: dict[str, tuple[str, ...]] = {
+    "fixed-short": ("horizon.kind=fixed", "horizon.turns=[{short}]"),
+    "fixed-long": ("horizon.kind=fixed", "horizon.turns=[{long}]"),
+    "staged": ("horizon.kind=stepwise", "horizon.turns=[{short}, {middle}, {long}]"),
+    "adaptive": ("horizon.kind=adaptive", "horizon.turns=[{short}, {middle}, {long}]"),
+}
+"""The arms of claim B; the numbers are the task's."""
+
+TASKS = {"babyai": {"short": 4, "middle": 8, "long": 16}, "textcraft": {"short": 4, "middle": 8, "long": 16}}
+"""Horizons, by environment."""
+
+STAGED = tuple(w.format(**TASKS["babyai"]) for w in HORIZONS["staged"])
+MANY_ROOMS = tuple(
+    word
+    for subset in ("GoToObjMazeS7", "FindObjS7", "Open", "PickupLevel17", "UnlockLocalDist", "OneRoomS20")
+    for word in ("--subset", subset)
+)
+TURNS = ("--turns", "2,4,8,16,32", "--samples", "4", "--limit", "50")
+
+SIZES = {
+    "1M": {"hidden_size": 128, "intermediate_size": 384, "num_layers": 4, "num_heads": 4},
+    "5M": {"hidden_size": 256, "intermediate_size": 768, "num_layers": 6, "num_heads": 4},
+    "25M": {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 8, "num_heads": 8},
+}
+"""Shapes of the models from nothing, by their number of parameters without embeddings."""
+
+
+def base(task: str, size: str, seed: int) -> Job:
+    """The starting model of a task: imitation of play by recipes/evidence/<task>-base.toml."""
+    shape = tuple(f"model.scratch.{name}={value}" for name, value in SIZES[size].items())
+    return Job(
+        name=f"base-{task}-{size}-{seed}",
+        arm="base",
+        task=task,
+        seed=seed,
+        recipe=f"evidence/{task}-base.toml",
+        words=shape,
+    )
+
+
+def trained(task: str, arm: str, size: str, seed: int, words: tuple[str, ...], name: str = "") -> Job:
+    start = base(task, size, seed).name
+    return Job(
+        name=f"{name or arm}-{task}-{size}-{seed}",
+        arm=arm,
+        task=task,
+        seed=seed,
+        recipe=f"evidence/{task}-rl.toml",
+        words=(f"model.path={{{start}}}", *words),
+        needs=(start,),
+    )
+
+
+def staged_horizon(seeds: list[int] | None) -> list[Job]:
+    """Claim B: four horizons from the same starting model, to the same number of sampled tokens."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(6):
+        for task, numbers in TASKS.items():
+            jobs.append(base(task, "1M", seed))
+            for arm, words in HORIZONS.items():
+                jobs.append(trained(task, arm, "1M", seed, tuple(w.format(**numbers) for w in words)))
+    return jobs
+
+
+def interaction(seeds: list[int] | None) -> list[Job]:
+    """Claim C: three sizes, before and after RL, each under 2 to 32 turns."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(3):
+        for size in SIZES:
+            start, agent = base("babyai", size, seed), trained("babyai", "staged", size, seed, STAGED)
+            jobs += [start, agent]
+            for run in (start, agent):
+                jobs.append(
+                    Job(
+                        name=f"turns-{run.name}",
+                        arm=f"{run.arm} {size}",
+                        task="babyai",
+                        seed=seed,
+                        kind="eval",
+                        words=("--agent", f"{{{run.name}}}", "--env", "babyai", *MANY_ROOMS, *TURNS),
+                        needs=(run.name,),
+                    )
+                )
+    return jobs
+
+
+def ablations(seeds: list[int] | None) -> list[Job]:
+    """What is changed, one thing at a time, against the staged arm."""
+    changes: dict[str, tuple[str, ...]] = {
+        "unchanged": (),
+        "group of 4": ("rl.group_size=4", "rl.groups_per_step=32"),
+        "group of 16": ("rl.group_size=16", "rl.groups_per_step=8"),
+        "credit by turns": ("rl.credit=turns", "rl.turn_discount=0.95"),
+        "anchor states": ("rl.credit=anchor", "rl.turn_discount=0.95"),
+        "overlap, corrected": ("rl.overlap=1", "rl.importance=token"),
+        "overlap, uncorrected": ("rl.overlap=1", "rl.importance=none"),
+        "temperature 0.7": ("agent.temperature=0.7",),
+        "temperature 1.3": ("agent.temperature=1.3",),
+    }
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(3):
+        jobs.append(base("babyai", "1M", seed))
+        for arm, words in changes.items():
+            name = arm.replace(",", "").replace(" ", "-")
+            jobs.append(trained("babyai", arm, "1M", seed, (*STAGED, *words), name))
+    return jobs
+
+
+STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
+    "staged-horizon": staged_horizon,
+    "interaction": interaction,
+    "ablations": ablations,
+}

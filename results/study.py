@@ -1,0 +1,248 @@
+"""Runs the experiments of docs/evidence.md, whole or in pieces; the same command goes on where it was stopped.
+
+    python results/study.py staged-horizon --seeds 0 1 2 --jobs 8 --limit-s 540
+
+Each run and each evaluation is a command of its own (`agentgym-rl train`, `agentgym-rl eval`) in a folder under --work.
+What is finished leaves a small JSON under results/<study>/. When the time is up the others write a checkpoint and stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from studies import STUDIES, Job
+
+ROOT = Path(__file__).parents[1]
+CURVES = (
+    "tokens/total",
+    "success/mean",
+    "reward/mean",
+    "turns/mean",
+    "truncated/rate",
+    "truncated/horizon_rate",
+    "actions/invalid_rate",
+    "actions/repeated_rate",
+    "replies/dependence",
+    "groups/zero_variance",
+    "entropy/mean",
+    "kl/reference",
+    "grad/norm",
+    "mismatch/abs",
+    "clip/fraction",
+    "staleness/mean",
+    "time/rollout_s",
+    "time/learn_s",
+    "time/step_s",
+)
+"""Columns of metrics.jsonl that are kept, with the horizon of every environment."""
+
+
+class Study:
+    """Jobs, where they are kept, and which of them are done."""
+
+    def __init__(self, name: str, jobs: Sequence[Job], work: Path, results: Path, device: str) -> None:
+        self.name, self.jobs, self.device = name, list(jobs), device
+        self.work, self.results = work, results / name
+        self.work.mkdir(parents=True, exist_ok=True)
+        self.results.mkdir(parents=True, exist_ok=True)
+
+    def folder(self, job: str) -> Path:
+        return self.work / job
+
+    def is_done(self, job: str) -> bool:
+        return (self.results / f"{job}.json").is_file() and self._has_finished(job)
+
+    def ready(self, running: Sequence[str], failed: Sequence[str]) -> Job | None:
+        """The next job that may begin: not done, not tried, and what it needs is there."""
+        for job in self.jobs:
+            if job.name in running or job.name in failed or self.is_done(job.name):
+                continue
+            if all(self.is_done(name) for name in job.needs):
+                return job
+        return None
+
+    def command(self, job: Job) -> list[str]:
+        """Words of the form {name} stand for what another job left behind: to evaluate its run, to train its model."""
+        folder = str(self.folder(job.name))
+        if job.kind == "eval":
+            filled = [re.sub(r"{(.+?)}", lambda found: str(self.folder(found[1])), word) for word in job.words]
+            return [*AGENTGYM, "eval", *filled, "--out", folder, "--name", job.name, "--device", self.device]
+        filled = [re.sub(r"{(.+?)}", lambda found: str(self._last_model(found[1])), word) for word in job.words]
+        fixed = [f"run_dir={folder}", f"name={job.name}", f"seed={job.seed}", f"model.device={self.device}"]
+        resume = ["--resume"] if (self.folder(job.name) / "config.toml").is_file() else []
+        return [*AGENTGYM, "train", str(ROOT / "recipes" / job.recipe), *filled, *fixed, *resume]
+
+    def _last_model(self, name: str) -> Path:
+        checkpoints = sorted((self.folder(name) / "checkpoints").glob("step_*"))
+        if not checkpoints:
+            raise SystemExit(f"run {name} has no checkpoint in {self.work}: remove its JSON to run it again")
+        return checkpoints[-1] / "model"
+
+    def _has_finished(self, name: str) -> bool:
+        """A result is enough where nothing that still has to run needs the folder behind it."""
+        waiting = (j for j in self.jobs if name in j.needs and not (self.results / f"{j.name}.json").is_file())
+        return self.folder(name).is_dir() or next(waiting, None) is None
+
+    def record(self, job: Job) -> dict[str, Any]:
+        """What is kept of a finished job."""
+        kept = {
+            "study": self.name,
+            "job": job.name,
+            "arm": job.arm,
+            "task": job.task,
+            "seed": job.seed,
+            "commit": commit(),
+            "hardware": hardware(self.device),
+            "command": " ".join(["agentgym-rl", job.kind, job.recipe, *job.words]),
+        }
+        folder = self.folder(job.name)
+        if job.kind == "eval":
+            found = json.loads((folder / "eval.json").read_text())
+            return kept | {"seconds": found["seconds"], "config": _short(found["config"]), "results": found["results"]}
+        summary = json.loads((folder / "summary.json").read_text())
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        names = [n for n in (rows[-1] if rows else {}) if n in CURVES or n.startswith("horizon/")]
+        findings = folder / "doctor.jsonl"
+        return (
+            kept
+            | {k: v for k, v in summary.items() if k not in ("name", "seed")}
+            | {
+                "config": tomllib.loads((folder / "config.toml").read_text()),
+                "curves": {name: [_rounded(row.get(name)) for row in rows] for name in names},
+                "findings": [json.loads(x) for x in findings.read_text().splitlines()] if findings.is_file() else [],
+            }
+        )
+
+    def keep(self, job: Job) -> None:
+        """Write the record. What was learned from is not needed any more, and is large."""
+        for path in (self.folder(job.name) / "trajectories").glob("learned_*.jsonl"):
+            path.unlink()
+        path = self.results / f"{job.name}.json"
+        path.with_suffix(".part").write_text(json.dumps(self.record(job), separators=(",", ":")) + "\n")
+        path.with_suffix(".part").rename(path)
+
+
+AGENTGYM = [sys.executable, "-c", "from agentgym_rl.cli import main; main()"]
+
+
+def _rounded(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def _short(config: dict[str, Any]) -> dict[str, Any]:
+    """An evaluation's config with the number of items in place of their list."""
+    tasks = [task | {"items": len(task["items"])} for task in config["tasks"]]
+    return config | {"tasks": tasks}
+
+
+def commit() -> str:
+    """Of the code that ran; AGENTGYM_COMMIT where there is no repository."""
+    if given := os.environ.get("AGENTGYM_COMMIT"):
+        return given
+    asked = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return asked.stdout.strip() or "unknown"
+
+
+def hardware(device: str) -> str:
+    import torch
+
+    cpu = f"{os.cpu_count()} cores, {platform.machine()}"
+    return f"{torch.cuda.get_device_name()}, {cpu}" if device.startswith("cuda") else cpu
+
+
+def run(study: Study, jobs: int, limit_s: float) -> int:
+    """Keep `jobs` commands running until all are done or the time is up; the number of jobs that failed."""
+    ends_at = time.monotonic() + limit_s
+    running: dict[str, tuple[Job, subprocess.Popen[bytes], float]] = {}
+    failed: list[str] = []
+    try:
+        while True:
+            while len(running) < jobs and (job := study.ready(list(running), failed)):
+                running[job.name] = (job, start(study, job), time.monotonic())
+                say(f"{job.name}: started")
+            if not running or time.monotonic() > ends_at:
+                break
+            time.sleep(0.2)
+            for name, (job, process, since) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[name]
+                took = f"{time.monotonic() - since:.0f} s"
+                if process.returncode == 0:
+                    study.keep(job)
+                    say(f"{name}: done in {took}")
+                else:
+                    failed.append(name)
+                    say(f"{name}: failed with {process.returncode} after {took}, see {study.work / name}.log")
+    finally:
+        stop([process for _, process, _ in running.values()])
+    left = [job.name for job in study.jobs if not study.is_done(job.name)]
+    say(f"{len(study.jobs) - len(left)} of {len(study.jobs)} done" + (f", left: {', '.join(left)}" if left else ""))
+    return len(failed)
+
+
+def start(study: Study, job: Job) -> subprocess.Popen[bytes]:
+    """In a process group of its own, with one thread: there are many of them."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (study.work / f"{job.name}.log").open("ab") as log:
+        return subprocess.Popen(
+            study.command(job), stdout=log, stderr=log, env=environment, cwd=ROOT, start_new_session=True
+        )
+
+
+def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """SIGTERM, upon which a run writes a checkpoint; and after a minute SIGKILL."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    for process in processes:
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def say(line: str) -> None:
+    print(time.strftime("%H:%M:%S"), line, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("study", choices=sorted(STUDIES))
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the protocol")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="jobs with one of these in their names")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="commands at once")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="stop after this many seconds, with checkpoints")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--work", type=Path, default=Path("runs/evidence"), help="where runs are kept")
+    parser.add_argument("--results", type=Path, default=Path(__file__).parent)
+    parser.add_argument("--list", action="store_true", help="print the commands and end")
+    options = parser.parse_args()
+    jobs = STUDIES[options.study](options.seeds)
+    if options.only:
+        wanted = {j.name for j in jobs if any(word in j.name for word in options.only)}
+        needed = {name for job in jobs if job.name in wanted for name in job.needs}
+        jobs = [job for job in jobs if job.name in wanted | needed]
+    if options.list:
+        for job in jobs:
+            print(f"{job.name}: agentgym-rl {job.kind} {job.recipe} {' '.join(job.words)}")
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is stopped, too
+    study = Study(options.study, jobs, options.work.absolute(), options.results, options.device)
+    raise SystemExit(1 if run(study, options.jobs, options.limit_s) else 0)
+
+
+if __name__ == "__main__":
+    main()

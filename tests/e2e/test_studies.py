@@ -1,0 +1,68 @@
+"""The runner of docs/evidence.md: jobs wait for what they need, are stopped and gone on with, and leave a record."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "results"))
+import studies  # noqa: E402
+import study  # noqa: E402
+
+JOBS = [
+    studies.Job(
+        name="turns",
+        arm="trained",
+        task="keydoor",
+        seed=5,
+        kind="eval",
+        words=("--agent", "{tiny}", "--env", "keydoor", "--turns", "1,6", "--limit", "4"),
+        needs=("tiny",),
+    ),
+    studies.Job(name="tiny", arm="staged", task="keydoor", seed=5, recipe="keydoor/tiny.toml", words=("threads=1",)),
+]
+
+
+def test_a_study_stopped_goes_on_and_leaves_small_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def again() -> study.Study:
+        return study.Study("test", JOBS, tmp_path / "work", tmp_path / "results", "cpu")
+
+    assert study.run(again(), jobs=2, limit_s=0.0) == 0
+    assert "0 of 2 done, left: turns, tiny" in capsys.readouterr().out
+    assert not (tmp_path / "work" / "turns").exists(), "it needs the other's model"
+    assert study.run(again(), jobs=2, limit_s=300.0) == 0
+    assert "2 of 2 done" in capsys.readouterr().out
+    trained, evaluated = (
+        json.loads((tmp_path / f"results/test/{name}.json").read_text()) for name in ("tiny", "turns")
+    )
+    assert (trained["seed"], trained["arm"], trained["steps"]) == (5, "staged", 2)
+    assert trained["curves"]["tokens/total"][-1] == trained["sampled_tokens"] > 0
+    assert {"commit", "hardware", "command", "config", "seconds", "evaluations", "findings"} <= trained.keys()
+    assert trained["config"]["seed"] == 5
+    assert [row["max_turns"] for row in evaluated["results"]] == [1, 6]
+    assert evaluated["config"]["tasks"][0]["items"] == 4
+    assert not list((tmp_path / "work").rglob("learned_*.jsonl"))
+    assert study.run(again(), jobs=2, limit_s=300.0) == 0
+    assert "started" not in capsys.readouterr().out
+
+
+def test_a_job_that_fails_is_said_and_what_needs_it_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = [JOBS[0], studies.Job(name="tiny", arm="", task="", seed=0, recipe="keydoor/tiny.toml", words=("x.y=1",))]
+    assert study.run(study.Study("test", broken, tmp_path / "work", tmp_path, "cpu"), jobs=1, limit_s=300.0) == 1
+    assert "tiny: failed with 2" in capsys.readouterr().out
+    assert "unknown key" in (tmp_path / "work" / "tiny.log").read_text()
+
+
+@pytest.mark.parametrize("name", sorted(studies.STUDIES))
+def test_the_studies_fit_together(name: str) -> None:
+    jobs = studies.STUDIES[name]([0, 1])
+    names = [job.name for job in jobs]
+    assert len(set(names)) == len(names)
+    for job in jobs:
+        assert set(job.needs) <= set(names)
+        assert job.kind == "eval" or (ROOT / "recipes" / job.recipe).is_file()
+    assert len({job.seed for job in jobs}) == 2
