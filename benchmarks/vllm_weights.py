@@ -269,4 +269,7 @@ if __name__ == "__main__":
     parser.add_argument("--vllm-only", action="store_true", help="leave out the native engine and the adapters")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM would have its sampler compiled in C++
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     asyncio.run(main(parser.parse_args()))

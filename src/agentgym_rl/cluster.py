@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines.base import Engine
+from agentgym_rl.agent.engines.vllm import Probe, probe_model
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
@@ -64,7 +65,7 @@ class Rank:
         model, self._tokenizer = wiring.load_from(folder, config.model.model_copy(update=changes))
         ranks = ProcessRanks(device, shard=not lora, dtype=dtype)
         self._learner = make_learner(config, model, reference_dir, ranks)
-        self._model, self._rank, self._dtype = model, rank, dtype
+        self._model, self._rank, self._dtype, self._engine = model, rank, dtype, config.engine
 
     def assess(self, samples: list[Sample]) -> Found:
         self._learner.assess(samples)
@@ -85,6 +86,13 @@ class Rank:
         """In the type that engines have; every rank must read all of it."""
         for name, tensor in whole_state(self._model):
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+    def probe(self) -> Probe | None:
+        """For vLLM, which may leave part of the weights behind without a word; takes every rank."""
+        if self._engine.kind == "native":
+            return None
+        dtype = self._dtype if self._engine.dtype == "auto" else getattr(torch, self._engine.dtype)
+        return probe_model(self._model, dtype)
 
     def save(self, folder: str) -> None:
         """This rank's part of the learner's state, and from the first rank the model."""

@@ -11,7 +11,7 @@ import torch
 
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.replicas import Replicas
-from agentgym_rl.agent.engines.vllm import VllmEngine, VllmServer, probe_model
+from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
 from agentgym_rl.config import Config
 from agentgym_rl.scale.weights import Bucket
 from agentgym_rl.training.checkpoint import export
@@ -120,8 +120,8 @@ class VllmSeat:
     async def wake(self) -> None:
         await self.engine.wake()
 
-    async def load(self, arrived: Sequence[Bucket], version: int) -> None:
+    async def load(self, arrived: Sequence[Bucket], version: int, probe: Probe | None = None) -> None:
         await self.engine.start()
         await self.engine.wake()
         state = {name: tensor for bucket in arrived for name, tensor in bucket.tensors()}
-        await self.engine.update_weights(state, version)
+        await self.engine.update_weights(state, version, probe=probe)

@@ -31,6 +31,9 @@ class Rank:
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "weight", torch.tensor([1.0, 2.0])
 
+    def probe(self) -> str:
+        return "a probe"
+
 
 class Seat:
     """Notes what it is told."""
@@ -44,9 +47,9 @@ class Seat:
     def version(self) -> int:
         return self.engine.version
 
-    async def load(self, arrived: Any, version: int) -> None:
+    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
         ((name, tensor),) = arrived[0].tensors()
-        self.notes.append(f"{name} {tensor.tolist()} of version {version}")
+        self.notes.append(f"{name} {tensor.tolist()} of version {version} with {probe}")
         self.engine.version = version
 
     async def rest(self) -> None:
@@ -122,7 +125,7 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back() 
         await asyncio.to_thread(app.rest_engines)
         await app.publish(1)
         await app.engines[0].generate.remote([1], Sampling(4), "a")
-        first, second = "weight [1.0, 2.0] of version 0", "weight [1.0, 2.0] of version 1"
+        first, second = (f"weight [1.0, 2.0] of version {version} with a probe" for version in (0, 1))
         assert await notes(app) == [[first, "rest", "wake", "rest", second], [first, "rest", "rest", second]]
     finally:
         await app.close()

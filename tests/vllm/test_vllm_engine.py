@@ -79,6 +79,13 @@ async def test_a_seed_decides_whatever_runs_beside_it(engine: Any, vocabulary: i
     assert len({tuple(c.token_ids) for c in crowd}) == 3
 
 
+async def test_more_prompts_than_a_step_takes_wait_their_turn(engine: Any, vocabulary: int) -> None:
+    """With seeds: vLLM on a CPU would die of a prompt that is split between steps."""
+    prompts = [prompt(490, vocabulary, seed=n) for n in range(20)]
+    done = await asyncio.gather(*(engine.generate(p, Sampling(2, seed=n), str(n)) for n, p in enumerate(prompts)))
+    assert [len(c.token_ids) for c in done] == [2] * 20
+
+
 async def test_a_reply_ends_with_its_stop_token_or_where_there_is_no_room(
     engine: Any, models: Any, vocabulary: int
 ) -> None:

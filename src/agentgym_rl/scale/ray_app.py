@@ -49,15 +49,16 @@ class Board:
     def __init__(self) -> None:
         self._version = -1
         self._buckets: list[Any] = []
+        self._probe: Any = None
         self._events: list[dict[str, Any]] = []
         self._last: dict[str, str] = {}
 
-    def put_weights(self, version: int, refs: list[Any]) -> None:
-        self._version, self._buckets = version, refs
+    def put_weights(self, version: int, refs: list[Any], probe: Any) -> None:
+        self._version, self._buckets, self._probe = version, refs, probe
 
-    def weights(self) -> tuple[int, list[Any]]:
-        """(version, references to its buckets); version -1 means that there are none yet."""
-        return self._version, self._buckets
+    def weights(self) -> tuple[int, list[Any], Any]:
+        """(version, references to its buckets, the learner's probe); version -1 means that there are none yet."""
+        return self._version, self._buckets, self._probe
 
     def report(self, subject: str, kind: str, message: str) -> None:
         """Several hosts notice one death: it is told once, until something else befalls the same worker."""
@@ -92,10 +93,10 @@ class LearnerRank:
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._work, method)(*arguments)
 
-    def put_weights(self, bucket_bytes: int) -> list[Any]:
-        """References to the buckets of the whole state, from rank 0; the others take part and have none."""
+    def put_weights(self, bucket_bytes: int) -> tuple[list[Any], Any]:
+        """(references to the buckets of the whole state, a probe) from rank 0; the others take part and have none."""
         made = buckets(self._work.whole_state(), bucket_bytes, keep=self._rank == 0)
-        return [ray.put(bucket) for bucket in made]
+        return [ray.put(bucket) for bucket in made], self._work.probe()
 
     def close(self) -> None:
         leave()
@@ -132,13 +133,13 @@ class EngineReplica:
     async def release(self, session: str) -> None:
         await self._seat.engine.release(session)
 
-    async def load(self, version: int, refs: list[Any]) -> int:
+    async def load(self, version: int, refs: list[Any], probe: Any) -> int:
         """Take a version, unless it has it; returns the version it has."""
         self._loading = self._loading or asyncio.Lock()
         async with self._loading:
             if version > self._seat.version:
                 arrived = [await ref for ref in refs]
-                await self._seat.load(arrived, version)
+                await self._seat.load(arrived, version, probe)
                 self._resting = False
                 if not self._fresh.is_set() and ray.get_runtime_context().was_current_actor_reconstructed:
                     message = f"was started again and has version {version} of the weights"
@@ -159,9 +160,9 @@ class EngineReplica:
                 self._resting = False
 
     async def _fetch(self) -> None:
-        version, refs = await self._board.weights.remote()
+        version, refs, probe = await self._board.weights.remote()
         if version >= 0:
-            await self.load(version, refs)
+            await self.load(version, refs, probe)
 
     async def close(self) -> None:
         await self._seat.engine.close()
@@ -446,25 +447,25 @@ class RayApp:
         """When this returns every engine samples with the learner's weights; one that is down asks for them later."""
         size = self.plan.bucket_mb << 20
         refs = [rank.put_weights.remote(size) for rank in self.learners]
-        (whole, *_) = await asyncio.to_thread(self._finish, refs)
-        await self.board.put_weights.remote(version, whole)
-        await asyncio.gather(*(self._load(i, version, whole) for i in range(len(self.engines))))
+        ((whole, probe), *_) = await asyncio.to_thread(self._finish, refs)
+        await self.board.put_weights.remote(version, whole, probe)
+        await asyncio.gather(*(self._load(i, version, whole, probe) for i in range(len(self.engines))))
         self.version = version
 
-    async def _load(self, index: int, version: int, refs: list[Any]) -> None:
+    async def _load(self, index: int, version: int, refs: list[Any], probe: Any) -> None:
         try:
-            found = await self.engines[index].load.remote(version, refs)
+            found = await self.engines[index].load.remote(version, refs, probe)
         except RayActorError:
             # Started again it asks the board; if it was only out of reach, it has to be told.
-            self._behind[index] = asyncio.create_task(self._load_later(index, version, refs))
+            self._behind[index] = asyncio.create_task(self._load_later(index, version, refs, probe))
             return
         if found != version:
             raise EngineError(f"engine {index} should have taken version {version} of the weights, it has {found}")
 
-    async def _load_later(self, index: int, version: int, refs: list[Any]) -> None:
+    async def _load_later(self, index: int, version: int, refs: list[Any], probe: Any) -> None:
         await answers(self.engines[index])
         if version == self.version:
-            await self._load(index, version, refs)
+            await self._load(index, version, refs, probe)
 
     # Groups: driver -> host.
 

@@ -53,8 +53,9 @@ class Receiver(Protocol):
     @property
     def version(self) -> int: ...
 
-    async def load(self, arrived: Sequence[Bucket], version: int) -> None:
-        """Use these weights from now on; nothing is sampled while they are half there."""
+    async def load(self, arrived: Sequence[Bucket], version: int, probe: Any = None) -> None:
+        """Use these weights from now on; nothing is sampled while they are half there. A `probe` is what the learner
+        says of some tokens, for engines that are to be checked."""
         ...
 
     async def rest(self) -> None:
@@ -116,7 +117,7 @@ class InPlace:
     def version(self) -> int:
         return self.engine.version
 
-    async def load(self, arrived: Sequence[Bucket], version: int) -> None:
+    async def load(self, arrived: Sequence[Bucket], version: int, probe: Any = None) -> None:
         # No await between the first copy and the new version: no token is sampled from a mixture.
         load_buckets(self._model.state_dict(), arrived)
         await self.engine.update_weights(None, version)

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from agentgym_rl.agent.engines.vllm.checks import reply_room, require_vllm, signed_64
 from agentgym_rl.agent.engines.vllm.handover import pack
 from agentgym_rl.agent.engines.vllm.probe import Probe
@@ -67,6 +69,9 @@ class VllmEngine:
         }
         if lora_rank is not None:
             self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank}
+        if not torch.cuda.is_available():
+            # vLLM on a CPU dies of a request with a seed whose prompt it splits between steps.
+            self._arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(self.max_context, 8192)}
         self._arguments |= options or {}
         self._llm: Any = None
         self._adapter: Any = None
