@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import statistics
@@ -217,9 +218,6 @@ def say(found: Report) -> None:
             f"{name:12} {seconds[name]:8.2f} s   "
             f"{seconds[name] / (step + seconds[name]):.1%} of a step, {rate:.2f} GB/s"
         )
-    for name in ("mismatch", "sleep", "native", "adapters"):
-        if name in found:
-            print(f"{name:12} {json.dumps(found[name])}")
 
 
 async def main(options: argparse.Namespace) -> None:
@@ -229,6 +227,7 @@ async def main(options: argparse.Namespace) -> None:
     model = make_model(options.model).to(device, dtype).eval()
     size = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
     found: Report = {"model": options.model, "device": device, "vllm": require_vllm(), "gigabytes": size}
+    print(f"{options.model}, {size:.2f} GB, {dtype}, {device}, vLLM {found['vllm']}", flush=True)
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_context": CONTEXT + NEW_TOKENS,
@@ -236,28 +235,40 @@ async def main(options: argparse.Namespace) -> None:
         "memory_share": options.memory_share,
         "eager": device == "cpu",
     }
+
+    def keep(name: str, value: Report) -> None:
+        """On the terminal and on disk as soon as it is known: what comes later may fail or run out of time."""
+        if name == "updates":
+            found.update(value)
+            say(found)
+        else:
+            found[name] = value
+            print(f"{name:12} {json.dumps(value)}", flush=True)
+        if options.out:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=2) + "\n")
+
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         model.save_pretrained(root / "start")
         sleeps: dict[str, Any] = {"options": {"enable_sleep_mode": True}} if device == "cuda" else {}
         engine = VllmEngine(root / "start", **arguments, **sleeps)
         try:
-            found["start_s"] = await timed(engine.start())
-            print(f"start        {found['start_s']:8.2f} s   {options.model}, {size:.2f} GB, {device}", flush=True)
-            found |= await updates(model, engine, root, options)
+            keep("start", {"seconds": await timed(engine.start())})
+            keep("updates", await updates(model, engine, root, options))
             played = await rollout(engine, min(8, options.episodes), Sampling(NEW_TOKENS, seed=0))
-            found["mismatch"] = mismatch(model, played)
+            keep("mismatch", mismatch(model, played))
             if engine.can_sleep:
-                found["sleep"] = await sleeping(engine)
+                keep("sleep", await sleeping(engine))
         finally:
             await engine.close()
-        if not options.vllm_only:
-            found["native"] = await native(model, options)
-            found["adapters"] = await adapters(model, root, arguments, options.rounds)
-    say(found)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=2) + "\n")
+        if options.vllm_only:
+            return
+        keep("native", await native(model, options))
+        if importlib.util.find_spec("peft") is None:
+            print("adapters     left out: the package peft is not installed")
+        else:
+            keep("adapters", await adapters(model, root, arguments, options.rounds))
 
 
 if __name__ == "__main__":
