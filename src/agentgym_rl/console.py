@@ -94,14 +94,16 @@ class Console:
             self.note("  ".join(filter(None, (f"{label} {done}/{total}", last_note, f"in {took}"))))
 
     @contextmanager
-    def steps(self, total: int, *, start: int = 0, label: str = "training", method: str = "rl") -> Iterator[None]:
+    def steps(
+        self, total: int, *, start: int = 0, label: str = "training", method: str = "rl", token_budget: int = 0
+    ) -> Iterator[None]:
         """Everything between is training: call `step` for each finished step. `start` steps were done earlier.
 
-        `method` chooses the columns.
+        `method` chooses the columns. With a `token_budget` the end may come before `total` steps.
         """
         with self._bar() as bar:
             task = bar.add_task(label, total=total, completed=start, note="", left="", finishes_at=None)
-            self._steps = _Steps(self.rich, bar, task, total, start, method)
+            self._steps = _Steps(self.rich, bar, task, total, start, method, token_budget)
             try:
                 yield
             finally:
@@ -221,8 +223,11 @@ class _TimeLeft(ProgressColumn):
 class _Steps:
     """The lines and the bar of one stretch of training."""
 
-    def __init__(self, console: RichConsole, bar: Progress, task: Any, total: int, start: int, method: str) -> None:
+    def __init__(
+        self, console: RichConsole, bar: Progress, task: Any, total: int, start: int, method: str, token_budget: int
+    ) -> None:
         self._console, self._bar, self._task, self._total = console, bar, task, total
+        self._token_budget = token_budget
         self._columns = _columns(total, console.width, method, with_time_left=not console.is_terminal)
         self._lines = 0
         self._seconds: deque[float] = deque(maxlen=ETA_OVER_STEPS)
@@ -235,7 +240,8 @@ class _Steps:
         now = time.monotonic()
         self._seconds.append((now - self._last) / max(1, step - self._last_step))
         self._last, self._last_step = now, step
-        left_s = sum(self._seconds) / len(self._seconds) * (self._total - step)
+        total = self._expected_steps(step, metrics.get("tokens/total", 0.0))
+        left_s = sum(self._seconds) / len(self._seconds) * (total - step)
         self._say_horizon(metrics)
         if self._lines % HEADER_EVERY == 0:
             titles = "".join(column.title.rjust(column.width) for column in self._columns)
@@ -247,7 +253,20 @@ class _Steps:
         self._say_trouble(metrics)
         if _is_number(metrics.get("success/mean")):
             self._successes.append(metrics["success/mean"])
-        self._bar.update(self._task, completed=step, note=sparkline(self._successes), finishes_at=now + left_s, left="")
+        self._bar.update(
+            self._task,
+            completed=step,
+            total=total,
+            note=sparkline(self._successes),
+            finishes_at=now + left_s,
+            left="",
+        )
+
+    def _expected_steps(self, step: int, tokens: float) -> int:
+        """As many as the budget lasts for, if steps go on sampling what they sampled on average."""
+        if not self._token_budget or not tokens:
+            return self._total
+        return max(step, min(self._total, -int(-step * self._token_budget // tokens)))
 
     def _say_horizon(self, metrics: Mapping[str, Any]) -> None:
         """A change of horizon is the event of a run: it gets a line of its own."""

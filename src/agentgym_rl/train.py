@@ -190,7 +190,7 @@ class Run:
         self.between = self._standing()
         if self.stopping:
             self._stop()
-        with self.console.steps(total, start=self.state.step):
+        with self.console.steps(total, start=self.state.step, token_budget=config.rl.token_budget):
             hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
             await train_rl(self.state, workers.learner, collect, workers.publish, limits, config.rl, hooks, config.seed)
         return self._summarise()

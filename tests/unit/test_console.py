@@ -130,6 +130,17 @@ def test_the_terminal_shows_a_bar_with_the_time_left() -> None:
     assert " left" in text
 
 
+def test_a_bar_counts_the_steps_a_token_budget_lasts_for() -> None:
+    console, stream = terminal()
+    with console.steps(50, token_budget=1000):
+        console.step(2, METRICS | {"tokens/total": 300.0})
+        console._display.refresh()  # type: ignore[union-attr]
+        assert "2/7" in stream.getvalue()
+        console.step(20, METRICS | {"tokens/total": 330.0})
+        console._display.refresh()  # type: ignore[union-attr]
+        assert "20/50" in stream.getvalue()
+
+
 def test_a_bar_inside_training_shares_the_display() -> None:
     console, stream = terminal()
     with console.steps(4):
