@@ -70,7 +70,8 @@ class CapturedPasses:
         self._seen: Counter[Size] = Counter()
         self._graphs: dict[Size, _Pass] = {}
         self._addresses: list[int] = []
-        self._pool: Any = None
+        self._place: Any = None
+        """CUDA: (memory pool, stream) of all captures, so that they can use the same memory one after the other."""
         self.replays = 0
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -82,13 +83,14 @@ class CapturedPasses:
         if addresses != self._addresses:
             self._graphs.clear()
             self._addresses = addresses
-            self._pool = torch.cuda.graph_pool_handle() if hidden_TH.is_cuda else None
+            if hidden_TH.is_cuda:
+                self._place = torch.cuda.graph_pool_handle(), torch.cuda.Stream(hidden_TH.device)
         size, lengths = padded_lengths(micro.lengths)
         self._seen[size] += 1
         if self._seen[size] < 2:
             return None
         if size not in self._graphs:
-            self._graphs[size] = _Pass(size, hidden_TH, self._parameters, self._layers, self._pool)
+            self._graphs[size] = _Pass(size, hidden_TH, self._parameters, self._layers, self._place)
         self.replays += 1
         found: Tensor = _Replay.apply(self._graphs[size], micro, lengths, hidden_TH, *self._parameters)
         return found
@@ -97,7 +99,7 @@ class CapturedPasses:
 class _Pass:
     """Forward and backward of one size. Without CUDA both are computed each time, which is what tests compare."""
 
-    def __init__(self, size: Size, like_TH: Tensor, parameters: list[Tensor], layers: Layers, pool: Any) -> None:
+    def __init__(self, size: Size, like_TH: Tensor, parameters: list[Tensor], layers: Layers, place: Any) -> None:
         device = like_TH.device
         self._size, self._parameters, self._layers = size, parameters, layers
         self.hidden_PH = torch.zeros(size.tokens, like_TH.shape[1], dtype=like_TH.dtype, device=device)
@@ -112,7 +114,7 @@ class _Pass:
         """Counts forward passes: a backward pass belongs to the last one."""
         self._out: Tensor
         self._gradients: tuple[Tensor, ...]
-        self._replay: tuple[Any, Any] | None = self._capture(pool) if like_TH.is_cuda else None
+        self._replay: tuple[Any, Any] | None = self._capture(*place) if like_TH.is_cuda else None
 
     @torch.no_grad()
     def fill(self, hidden_TH: Tensor, micro: MicroBatch, lengths: list[int]) -> None:
@@ -148,9 +150,8 @@ class _Pass:
     def _differentiate(self) -> tuple[Tensor, ...]:
         return torch.autograd.grad(self._out, [self.hidden_PH, *self._parameters], self.by_out_PH)
 
-    def _capture(self, pool: Any) -> tuple[Any, Any]:
+    def _capture(self, pool: Any, stream: Any) -> tuple[Any, Any]:
         device = self.hidden_PH.device
-        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 
@@ -165,6 +166,7 @@ class _Pass:
             backward()
             del self._out, self._gradients
             torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()  # what that run took is of no use to the graphs' pool
             for graph, run in zip(graphs, (forward, backward), strict=True):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:

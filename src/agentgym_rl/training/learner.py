@@ -67,10 +67,11 @@ class Updater:
         """Add up the gradients of all micro-batches, clip, and step once."""
         self.model.train()
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.model.device))
-        with collecting(self._optimizer, several=len(batches) > 1):
+        with collecting(self._optimizer, several=len(batches) > 1) as passed:
             for batch in batches:
                 value, metrics = loss(batch)
                 self.ranks.scaled(value).backward()
+                passed()
                 for name, tensor in {"loss": value, **metrics}.items():
                     totals[name] += tensor.detach()
         self.ranks.reduce_gradients(self._parameters)

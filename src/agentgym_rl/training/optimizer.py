@@ -9,7 +9,7 @@ parameter in all, where float32 moments and a float32 copy would make it 14.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -20,6 +20,8 @@ from torch import Tensor
 from agentgym_rl.training.settings import OptimizerSettings
 
 EPSILON = 1e-8
+SMALL = 500_000_000
+"""Parameters of a model whose gradients may be held twice for a moment: a gigabyte."""
 _MASK = 0xFFFFFFFF
 
 
@@ -42,14 +44,23 @@ def _plain(parameters: list[Any], settings: OptimizerSettings) -> torch.optim.Ad
 
 
 @contextmanager
-def collecting(optimizer: torch.optim.AdamW | MasterAdamW, *, several: bool) -> Iterator[None]:
-    """While several backward passes add up: in bf16 their sum would lose what is small beside it, so it is float32."""
-    handles = optimizer.collect() if several and isinstance(optimizer, MasterAdamW) else []
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+def collecting(optimizer: torch.optim.AdamW | MasterAdamW, *, several: bool) -> Iterator[Callable[[], None]]:
+    """While several backward passes add up: in bf16 their sum would lose what is small beside it, so it is float32.
+
+    What is yielded is to be called after each pass. Large models' gradients are moved into the sums as they are made,
+    so that no second set of them is held; small ones' all at once after a pass, which is less work for the host.
+    """
+    if not several or not isinstance(optimizer, MasterAdamW):
+        yield lambda: None
+    elif optimizer.is_small:
+        yield optimizer.add_up
+    else:
+        handles = optimizer.collect()
+        try:
+            yield lambda: None
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
 def clip(optimizer: torch.optim.AdamW | MasterAdamW, parameters: list[Any], max_norm: float) -> Tensor:
@@ -86,6 +97,28 @@ class MasterAdamW:
             parameter.grad = None
 
         return [p.register_post_accumulate_grad_hook(partial(move, place=i)) for i, p in enumerate(self._half)]
+
+    @property
+    def is_small(self) -> bool:
+        """Whole on this device, and not so large that a second set of gradients would matter."""
+        whole = not any(hasattr(p, "to_local") for p in self._half)
+        return whole and sum(p.numel() for p in self._half) <= SMALL
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Move the gradients that a backward pass has left into float32 sums."""
+        sums: list[Tensor] = []
+        gradients: list[Tensor] = []
+        for place, p in enumerate(self._half):
+            total = self._sums[place]
+            if p.grad is not None and total is not None:
+                sums.append(total)
+                gradients.append(p.grad)
+            elif p.grad is not None:
+                self._sums[place] = p.grad.float()
+            p.grad = None
+        if sums:
+            torch._foreach_add_(sums, gradients)
 
     def norm(self) -> Tensor:
         """Of all gradients, float32."""
