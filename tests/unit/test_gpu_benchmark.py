@@ -1,0 +1,64 @@
+"""benchmarks/gpu.py: its table, and what becomes of a measurement that fails. The measurements need a GPU."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_ratios_are_ours_over_each_peer_of_the_same_case(gpu: ModuleType) -> None:
+    lines = [
+        {"part": "machine", "case": "ceilings", "who": "measured", "bytes_per_s": 1.0},
+        *(
+            {"part": "rollout", "case": case, "who": who, "tokens_per_s": speed}
+            for case, who, speed in (
+                ("a x 256", "bound", 4000.0),
+                ("a x 256", "ours", 3000.0),
+                ("a x 256", "vllm", 500.0),
+                ("a x 512", "vllm", 100.0),
+            )
+        ),
+    ]
+    rows = gpu.table(lines, {"rollout-a": {"outcome": "cut off after 9 s", "seconds": 9.0}}).splitlines()
+    cells = {
+        tuple(c.strip() for c in row.split("|")[2:4]): row.split("|")[5:7] for row in rows if row.startswith("| roll")
+    }
+    assert [c.strip() for c in cells["a x 256", "vllm"]] == ["6.00", "12% of bound"]
+    assert cells["a x 256", "ours"][1].strip() == "75% of bound"
+    assert cells["a x 512", "vllm"][0].strip() == ""  # nothing of ours to compare it with
+    assert rows[-1] == "rollout-a: cut off after 9 s, 9 s"
+
+
+def test_a_measurement_that_fails_leaves_what_it_had(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gpu_parts").mkdir()
+    (tmp_path / "gpu_parts" / "breaks.py").write_text(
+        "import sys\nopen(sys.argv[2], 'a').write('{\"part\": \"rollout\"}\\n')\nraise SystemExit(3)\n"
+    )
+    monkeypatch.setattr(gpu, "HERE", tmp_path)
+    options = argparse.Namespace(out=tmp_path, limit_s=120, vllm_python=None)
+    found = gpu.run_job(gpu.Job("one", "breaks.py", []), options)
+    assert found["outcome"] == "failed with exit code 3, see one.log"
+    assert gpu.read_lines(tmp_path / "lines.jsonl") == [json.loads('{"part": "rollout"}')]
+    late = gpu.run_job(gpu.Job("two", "breaks.py", [], needs=tmp_path / "taught.json"), options)
+    assert late["outcome"] == "left out, for want of taught.json"
