@@ -23,6 +23,8 @@ from agentgym_rl.training.microbatch import MicroBatch
 
 SMALLEST = (256, 128, 16)
 """Tokens, longest sample and samples of the smallest size."""
+MOST_SIZES = 8
+"""Each keeps a set of gradients; passes of further sizes are not captured."""
 
 Layers = Callable[[Tensor, Tensor, MicroBatch], Tensor]
 """(hidden states before the first layer, positions, where samples begin and end) -> what the decoder makes of them."""
@@ -87,9 +89,9 @@ class CapturedPasses:
                 self._place = torch.cuda.graph_pool_handle(), torch.cuda.Stream(hidden_TH.device)
         size, lengths = padded_lengths(micro.lengths)
         self._seen[size] += 1
-        if self._seen[size] < 2:
-            return None
         if size not in self._graphs:
+            if self._seen[size] < 2 or len(self._graphs) == MOST_SIZES:
+                return None
             self._graphs[size] = _Pass(size, hidden_TH, self._parameters, self._layers, self._place)
         self.replays += 1
         found: Tensor = _Replay.apply(self._graphs[size], micro, lengths, hidden_TH, *self._parameters)
