@@ -331,7 +331,8 @@ def evaluation_json(own_name: bool, success: float, state: str = "finished") -> 
     tasks = {f"{maze}/all": cell, f"{maze}/far": None, "Stand-in/all": unknown, "Absent/all": None}
     scenarios = {maze: cell, "Stand-in": unknown, "Absent": None}
     overall = {"success": rate, "scenarios": [maze, "Stand-in"], "own_data": True}
-    total = {"items": 8, "episodes": 6, "errors": 2, "unplayed": 0, "unreported": 3, "cost_usd": 0.0}
+    total: dict[str, object] = {"items": 8, "episodes": 6, "errors": 2, "unplayed": 0, "unreported": 3, "cost_usd": 0.0}
+    total |= {"causes": {"<b>the server</b> said 500": 1}}
     result = {"tasks": tasks, "scenarios": scenarios, "overall": overall, "total": total}
     results = [result | {"max_turns": turns} for turns in (4, 9)]
     return {"state": state, "config": {"agent": {"name": "an agent"}, "tasks": plans}, "results": results}
@@ -363,6 +364,7 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
     facts = page.locator(".facts")
     expect(facts).to_contain_text(re.compile(r"Mean of 2 scenarios\s*50\.0% \(10–90\)"))
     expect(facts).to_contain_text(re.compile(r"Cost\s*unknown"))
+    expect(page.locator(".causes li")).to_have_text(["1 × <b>the server</b> said 500", "1 × other causes"])
     (root / "suite" / "eval.json").write_text('{"results": "x"}')
     expect(page.locator(".message.warning")).to_contain_text("results should be a list, got 'x'")
     page.goto(f"{url}#/runs")

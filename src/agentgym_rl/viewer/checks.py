@@ -116,7 +116,7 @@ def _result(check: Check, result: dict[str, Any], where: str) -> dict[str, Any]:
         **cells,
         "max_turns": check.number(result.get("max_turns"), f"{where}.max_turns"),
         "overall": overall,
-        "total": {name: check.number(value, f"{where}.total.{name}") for name, value in total.items()},
+        "total": _counts(check, total, f"{where}.total"),
     }
 
 
@@ -124,9 +124,17 @@ def _cell(check: Check, cell: Any, where: str) -> dict[str, Any] | None:
     if cell is None:
         return None
     table = check.table(cell, where)
-    counts = {name: check.number(table[name], f"{where}.{name}") for name in _COUNTS if name in table}
     rates = {name: _rate(check, table[name], f"{where}.{name}") for name in table if _RATE.fullmatch(name)}
-    return counts | rates
+    return _counts(check, table, where) | rates
+
+
+def _counts(check: Check, table: dict[str, Any], where: str) -> dict[str, Any]:
+    """What is counted. Only what a page shows is looked at: other versions may write more."""
+    found: dict[str, Any] = {name: check.number(table[name], f"{where}.{name}") for name in _COUNTS if name in table}
+    causes = check.table(table.get("causes"), f"{where}.causes")
+    # A list: in a browser, an object puts names that look like numbers first.
+    found["causes"] = [[text, check.number(times, f"{where}.causes.{text}")] for text, times in causes.items()]
+    return found
 
 
 def _rate(check: Check, rate: Any, where: str) -> dict[str, float] | None:

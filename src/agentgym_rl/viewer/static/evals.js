@@ -4,7 +4,7 @@ import { get } from "./api.js";
 import { chart } from "./chart.js";
 import { COLORS } from "./curves.js";
 import { fill, guarded, h, message } from "./dom.js";
-import { cost, isolated, number, percent } from "./format.js";
+import { cost, count, isolated, number, percent } from "./format.js";
 import { link } from "./route.js";
 import { bar, runHead, troubles } from "./run.js";
 
@@ -157,6 +157,7 @@ export async function evalPage(route) {
       scaling,
       content: [
         ...top,
+        causesOf(last.total),
         scenarios.length > 1 ? summary([{ place: run, evaluation }]) : null,
         scaling?.node,
         scenarios.map((scenario) => guarded(scenario, () => scenarioTable(id, scenario, last, evaluation))),
@@ -187,6 +188,16 @@ function factsOf(run, evaluation) {
     ["Cost", cost(total)],
   ].filter(Boolean);
   return h("div", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
+}
+
+/** What episodes failed with, the most frequent first: the file holds the few that come first. */
+function causesOf({ errors, causes }) {
+  if (!causes?.length) return null;
+  const told = causes.reduce((sum, [, times]) => sum + times, 0);
+  const lines = causes.map(([text, times]) => h("li", {}, h("b", {}, `${number(times)} × `), text || "no message"));
+  const all = Math.max(errors ?? 0, told);
+  if (all > told) lines.push(h("li", {}, h("b", {}, `${number(all - told)} × `), "other causes"));
+  return message("warning", `${count(all, "episode")} ended as ${all === 1 ? "an error" : "errors"}:`, h("ul", { class: "causes" }, lines));
 }
 
 function scenarioTable(id, scenario, result, evaluation) {
