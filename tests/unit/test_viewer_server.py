@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from viewer_for_tests import library_of, played, viewer_in_thread, write_evaluat
 
 from agentgym_rl.agent.policy import Reply
 from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.runlog import RunLog
 from agentgym_rl.types import Message
 from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.bundle import join_modules
@@ -26,7 +28,7 @@ from agentgym_rl.viewer.guard import is_loopback
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.playground import MAX_GAMES, NoSuchGame, Playground
 from agentgym_rl.viewer.replays import Picture, Replays, picture_of
-from agentgym_rl.viewer.server import static_files
+from agentgym_rl.viewer.server import create_app, link_to, static_files
 
 ACT = ("act", None)
 
@@ -151,6 +153,16 @@ def test_elsewhere_a_token_is_needed(library: Library, tmp_path: Path) -> None:
         assert client.get("api/overview").status_code == 200  # the client keeps the cookie, as a browser does
 
 
+async def test_the_link_carries_any_token(library: Library, tmp_path: Path) -> None:
+    other = library_of(library.roots[0], tmp_path)
+    for token in ("a+b&c#d/%41", "two words", "ключ"):
+        app = httpx.ASGITransport(create_app(other, token=token, loopback=False))
+        async with httpx.AsyncClient(transport=app) as client:
+            answer = await client.get(link_to("::1", 8000, token))
+            assert (answer.status_code, answer.headers["location"]) == (303, "/"), token
+    other.close()
+
+
 def test_loopback_is_told_from_the_rest() -> None:
     assert all(map(is_loopback, ["localhost", "127.0.0.1", "::1", "[::1]", "127.3.2.1"]))
     assert not any(map(is_loopback, ["0.0.0.0", "10.0.0.1", "::", "example.org", "127.0.0.1.example.org", ""]))
@@ -266,14 +278,51 @@ async def test_the_export_holds_everything_and_nothing_of_this_machine(library: 
     assert policy
     digest = base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
     assert f"script-src 'sha256-{digest}';" in html.unescape(policy[1])
-    packed = re.search(r'id="embedded">([^<]*)<', page)
-    assert packed
-    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    data = _data_in(text)
     assert str(library.roots[0]) not in json.dumps(data)
     total = sum(row["episodes"] for row in data["overview"]["runs"])
     assert sum(len(rows) for rows in data["rows"].values()) == total
     assert told.startswith(f"{total} episodes of 2 runs")
     assert all(set(data["frames"][run]) == {row["key"] for row in rows} for run, rows in data["rows"].items())
+
+
+async def test_an_export_tells_no_paths_hosts_or_addresses(tmp_path: Path) -> None:
+    root = tmp_path / "my runs"
+    write_evaluation(root / "oracle")
+    row = json.loads((root / "oracle" / "eval.json").read_text())
+    row["config"]["agent"] |= {"path": f"{tmp_path}/my models/tiny"}
+    row["config"]["tasks"][0] |= {"data": f"question sets in {tmp_path}/my sets", "missing": f"{tmp_path}/x is needed"}
+    row["results"][1]["total"] |= {"errors": 1, "causes": {f"no such file: '{tmp_path}/a/b.json'": 1}}
+    row |= {"host": "machine-of-mine", "pid": 4194000, "settings": {"base_url": "http://machine-of-mine:1/v1"}}
+    (root / "oracle" / "eval.json").write_text(json.dumps(row))
+    model = {"path": f"{tmp_path}/models/tiny", "chat_template": "~/secret/chat.jinja"}
+    servers = [{"name": "maze", "url": "http://machine-of-mine:2"}]
+    log = RunLog.create(root / "run", {"run_dir": str(root / "run"), "model": model, "environments": servers})
+    failed = played("maze", [0], "oracle", 30, "x")[0]
+    failed.error = f"OSError: {tmp_path}/models/tiny is gone"
+    log.write_trajectory(1, failed)
+    log.set_status("failed", error=f"disk full at {tmp_path}/models/tiny")
+    log.close()
+    status = json.loads((root / "run" / "status.json").read_text())
+    (root / "run" / "status.json").write_text(json.dumps(status | {"host": "machine-of-mine", "pid": 4194000}))
+    library = library_of(root, tmp_path)
+    data = _data_in((await exported_page(library, episodes=9, pictures=False))[0])
+    for secret in (str(tmp_path), "my models/", "~/", "machine-of-mine", "4194000"):
+        assert secret not in json.dumps(data), secret
+    assert data["evals"]["oracle"]["config"]["agent"]["path"] == "tiny"
+    plan = data["evals"]["oracle"]["config"]["tasks"][0]
+    assert (plan["data"], plan["missing"]) == ("question sets in my sets", "x is needed")
+    assert data["evals"]["oracle"]["results"][1]["total"]["causes"] == [["no such file: 'b.json'", 1]]
+    assert data["runs"]["run"]["config"]["model"] == {"path": "tiny", "chat_template": "chat.jinja"}
+    assert data["runs"]["run"]["status"]["error"] == "disk full at tiny"
+    assert data["episodes"]["run"]["step_000001.0"]["error"] == "OSError: tiny is gone"
+    library.close()
+
+
+def _data_in(page: bytes) -> Any:
+    packed = re.search(rb'id="embedded">([^<]*)<', page)
+    assert packed
+    return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
 
 async def test_an_export_survives_what_cannot_be_written(tmp_path: Path) -> None:
@@ -286,18 +335,14 @@ async def test_an_export_survives_what_cannot_be_written(tmp_path: Path) -> None
     library = library_of(tmp_path / "runs", tmp_path)
     text, told = await exported_page(library, episodes=10, pictures=False)
     assert told.startswith("1 episodes of 1 runs")
-    packed = re.search(rb'id="embedded">([^<]*)<', text)
-    assert packed
-    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    data = _data_in(text)
     assert data["episodes"]["odd"]["maze.0"]["messages"][0]["content"] == "half \ufffd a character"
     library.close()
 
 
 async def test_a_small_export_takes_whole_groups_from_all_over_the_run(library: Library, tmp_path: Path) -> None:
     text, _ = await exported_page(library_of(library.roots[0], tmp_path), episodes=12, pictures=False)
-    packed = re.search(rb'id="embedded">([^<]*)<', text)
-    assert packed
-    data = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    data = _data_in(text)
     rows = data["rows"]["small"]
     assert 8 < len(rows) <= 12
     assert len({row["step"] for row in rows}) > 1

@@ -12,6 +12,7 @@ from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.queries import Filter
 from agentgym_rl.viewer.replays import Frame, Picture, Replays, replies_and_observations
 from agentgym_rl.viewer.server import static_files
+from agentgym_rl.viewer.strangers import for_strangers, without_paths
 
 MOST_PICTURES_BYTES = 48 << 20
 """Pictures compress well, but a browser unpacks them all."""
@@ -50,7 +51,9 @@ async def exported_page(
     data["overview"] = library.overview() | {"exported": f"Exported on {when}: {_told(library, data, episodes)}"}
     data["overview"]["roots"] = [root.name or str(root) for root in library.roots]
     for row in [*data["overview"]["runs"], *data["runs"].values()]:
-        row["path"] = ""  # where things are on this computer is nobody else's business
+        row["path"] = ""
+    # Where things are on this computer is nobody else's business. What was said in episodes stays as it was.
+    data |= {part: for_strangers(data[part]) for part in ("overview", "runs", "evals")}
     names = list(places)
     title = f"{names[0]} · AgentGym-RL" if len(names) == 1 else "AgentGym-RL"
     told = f"{counted} episodes of {len(names)} runs, {len(store.pictures)} pictures"
@@ -67,7 +70,7 @@ class _PictureStore:
 
     def add(self, frame: Frame) -> int | str:
         if isinstance(frame, str):
-            return frame
+            return without_paths(frame)
         if frame not in self._known:
             if self._bytes + len(frame.data) > MOST_PICTURES_BYTES:
                 return "left out of the export: it would have become too large"
@@ -122,7 +125,8 @@ def _reversed_bits(number: int) -> int:
 
 
 def _only(episode: dict[str, Any], kept: set[str]) -> dict[str, Any]:
-    """The episode without links to others that are not in the file."""
+    """The episode without links to others that are not in the file, and without paths in its error."""
+    episode["error"] = without_paths(str(episode["error"])) if episode["error"] else None
     episode["group"] = [member for member in episode["group"] if member["key"] in kept]
     episode["neighbours"] = {n: key if key in kept else None for n, key in episode["neighbours"].items()}
     return episode

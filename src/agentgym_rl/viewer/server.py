@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from importlib.resources import files
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import uvicorn
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request, Response
@@ -221,6 +222,11 @@ def create_app(library: Library, *, token: str | None = None, loopback: bool = T
     return Guard(app, token, loopback)
 
 
+def link_to(host: str, port: int, token: str | None) -> str:
+    link = f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+    return f"{link}?token={quote(token, safe='')}" if token else link
+
+
 def serve(library: Library, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
     """Serve until interrupted; `announce` gets the link to open."""
     loopback = is_loopback(host)
@@ -243,9 +249,7 @@ def serve(library: Library, host: str, port: int, token: str | None, announce: C
         timeout_graceful_shutdown=2,
     )
     config.load()  # what the server needs is imported before the link is shown
-    shown = f"[{host}]" if ":" in host else host
-    link = f"http://{shown}:{bound.getsockname()[1]}/"
-    announce(f"{link}?token={token}" if token else link)
+    announce(link_to(host, bound.getsockname()[1], token))
     try:
         uvicorn.Server(config).run(sockets=[bound])
     finally:
