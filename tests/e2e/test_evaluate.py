@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+import math
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +23,8 @@ from agentgym_rl.agents import AgentOptions, fingerprint
 from agentgym_rl.console import Console
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluate import Request, evaluate
+from agentgym_rl.evaluation.command import report
+from agentgym_rl.evaluation.compare import load_side
 from agentgym_rl.evaluation.folder import read_records
 from agentgym_rl.runlog import read_trajectories
 from agentgym_rl.training.checkpoint import export
@@ -221,6 +226,59 @@ async def test_an_api_that_never_works_ends_the_evaluation(
         await run(tmp_path, chat_agent(chat, request_retries=0), limit=40, retries=0, concurrency=4)
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["state"] == "failed"
     assert chat.num_requests <= most
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluation to be damaged in a copy."""
+    folder = tmp_path_factory.mktemp("whole")
+    asyncio.run(run(folder, "random"))
+    return folder / "out"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "place"),
+    [
+        (("config", "agent"), None, "config.agent"),
+        (("config",), [], "not an evaluation of this version"),
+        (("config", "tasks"), None, "config.tasks"),
+        (("config", "tasks", 0, "colour"), "red", "config.tasks: unknown colour"),
+        (("config", "tasks", 0, "items"), 7, "items"),
+        (("results",), "x", "results"),
+        (("results",), [], "at least one"),
+        (("results", 0, "total", "errors"), "many", "results.0.total.errors"),
+        (
+            ("results", 0, "scenarios", "BabyAI", "success", "value"),
+            math.nan,
+            "success.value: Input should be a finite",
+        ),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+async def test_a_damaged_evaluation_is_one_line(
+    path: tuple[Any, ...], value: Any, place: str, whole: Path, tmp_path: Path
+) -> None:
+    row = json.loads((whole / "eval.json").read_text())
+    node = row
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    shutil.copytree(whole, tmp_path / "copy")
+    (tmp_path / "copy" / "eval.json").write_text(json.dumps(row))
+    for read in (lambda folder: report([folder], None, None), lambda folder: load_side(folder)):
+        with pytest.raises(ConfigError, match=f"{re.escape(place)}.*(again|another folder)"):
+            read(tmp_path / "copy")
+
+
+async def test_an_episode_that_was_not_asked_for_is_one_line(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "copy")
+    (file,) = (tmp_path / "copy" / "trajectories").iterdir()
+    line = json.loads(file.read_text().splitlines()[0])
+    line["item"] = 999999
+    with file.open("a") as stream:
+        stream.write(json.dumps(line) + "\n")
+    with pytest.raises(ConfigError, match="babyai item 999999, which was not to be played"):
+        load_side(tmp_path / "copy")
 
 
 async def test_an_episode_has_a_deadline(chat: ChatServer, tmp_path: Path) -> None:

@@ -33,14 +33,25 @@ def plan(scenario: str, name: str, items: range, env: str = "toy", **changes: An
 
 
 def trajectory(
-    item: int, rewards: list[float], stop: StopReason = StopReason.DONE, env: str = "toy", *, tokens: bool = False
+    item: int,
+    rewards: list[float],
+    stop: StopReason = StopReason.DONE,
+    env: str = "toy",
+    *,
+    tokens: bool = False,
+    seen: bool = False,
 ) -> Trajectory:
-    """Solved when it is done and its rewards sum up to 1. With tokens: 5 of prompt, then 2 a reply and 3 between."""
+    """Solved when it is done and its rewards sum up to 1. With tokens: 5 of prompt, then 2 a reply and 3 between.
+
+    A failure is the last step's, unless that was `seen`: then it is the next reply's.
+    """
     messages = [Message("user", "look", [1] * 5 if tokens else [])]
     for _ in rewards:
         messages.append(Message("assistant", "go", [2, 2] if tokens else [], [-1.0, -1.0] if tokens else None))
         messages.append(Message("user", "seen", [3] * 3 if tokens else []))
     error = "EnvError: broken" if stop is StopReason.ERROR else None
+    if error and not seen:
+        messages.pop()
     return Trajectory("t", Task(env, item), messages, rewards, [{} for _ in rewards], stop, error, 8)
 
 
@@ -77,6 +88,16 @@ def test_a_failure_says_nothing_about_the_turn_it_came_in_but_about_those_before
     two = broken.under(2)
     assert two is not None
     assert (two.success, two.turns) == (False, 2)
+
+
+def test_a_reply_that_failed_says_nothing_about_its_turn_but_all_about_those_before() -> None:
+    """Under three turns nobody would have asked for the fourth reply."""
+    mute = record(0, [0.25, 0.0, 0.5], StopReason.ERROR, seen=True)
+    assert mute.under(4) is None
+    three = mute.under(3)
+    assert three is not None
+    assert (three.success, three.reward, three.turns, three.truncated) == (False, 0.75, 3, True)
+    assert record(0, [0.25, 0.0, 0.5], StopReason.ERROR).under(3) is None
 
 
 def test_tokens_of_a_local_model_are_counted_as_an_api_would() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from test_rollout import TASK, Corridor
 
-from agentgym_rl.agent.engines.openai import ChatClient, ContextOverflow, Meter, Prices, Tokens
+from agentgym_rl.agent.engines.openai import ChatClient, ContextOverflow, Meter, Prices, Refused, Tokens
 from agentgym_rl.agent.policy import ChatPolicy
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.errors import ConfigError, EngineError
@@ -249,6 +250,50 @@ async def test_endings(api: Api, client: ChatClient) -> None:
     api.next = [Response('{"error": {"code": "context_length_exceeded"}}', 400)]
     with pytest.raises(ContextOverflow):
         await client.complete(ASK, SAMPLING)
+
+
+LONG = (
+    "This model's maximum context length is 4096 tokens. However, you requested 4500 tokens",
+    "The decoder prompt (length 5000) is longer than the maximum model length of 4096",
+    "The input (5000 tokens) is longer than the model's context length (4096 tokens).",
+    "the request exceeds the available context size, try increasing it (exceed_context_size_error)",
+    "Input validation error: `inputs` tokens + `max_new_tokens` must be <= 4096. Given: 5000",
+    "The input token count (5000) exceeds the maximum number of tokens allowed (4096).",
+    "prompt is too long: 205000 tokens > 200000 maximum",
+    "This model's maximum prompt length is 131072 but the request contains 140000 tokens.",
+)
+OTHER = (
+    "Invalid request: max_tokens is too large: 100000. This model supports at most 4096 completion tokens",
+    "you must provide a model parameter",
+    "temperature must be at most 2",
+)
+
+
+@pytest.mark.parametrize("text", LONG)
+@pytest.mark.parametrize("status", [400, 422])
+async def test_a_conversation_that_is_too_long_is_no_error_however_it_is_said(
+    api: Api, client: ChatClient, text: str, status: int
+) -> None:
+    api.next = [Response(json.dumps({"error": {"message": text}}), status), Response("too large", 413)]
+    for _ in range(2):
+        with pytest.raises(ContextOverflow):
+            await client.complete(ASK, SAMPLING)
+
+
+@pytest.mark.parametrize("text", OTHER)
+async def test_other_refusals_are_errors(api: Api, client: ChatClient, text: str) -> None:
+    api.next = [Response(json.dumps({"error": {"message": text}}), 400)]
+    with pytest.raises(Refused):
+        await client.complete(ASK, SAMPLING)
+
+
+async def test_contents_in_parts_and_bills_beyond_belief(api: Api, client: ChatClient) -> None:
+    parts = [{"type": "text", "text": "go "}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "up"}]
+    usage = {"prompt_tokens": 10**400, "completion_tokens": 3}
+    row = {"choices": [{"message": {"content": parts}, "finish_reason": "stop"}], "usage": usage}
+    api.next = [Response(json.dumps(row), media_type="application/json")]
+    answer = await client.complete(ASK, SAMPLING)
+    assert (answer.content, answer.tokens.reported) == ("go up", False)
 
 
 async def test_odd_contents(api: Api, client: ChatClient) -> None:

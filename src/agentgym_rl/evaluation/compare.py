@@ -48,6 +48,10 @@ def load_side(folder: Path, max_turns: int | None = None) -> Side:
     errors = 0
     allowed = {(p.env, item): horizon or p.max_turns for p in plans for item in p.items}
     for (env, item, _), attempts in sorted(read_records(folder).items()):
+        if (env, item) not in allowed:
+            raise ConfigError(
+                f"{folder} has an episode of {env} item {item}, which was not to be played: remove its line"
+            )
         found = _first(attempts, allowed[env, item])
         if found is None:
             errors += 1

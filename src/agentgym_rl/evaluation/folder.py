@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from typing import Any, BinaryIO
 
 from agentgym_rl.agent.engines.openai import Tokens
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.evaluation.checks import require_whole
 from agentgym_rl.evaluation.plan import Episode
 from agentgym_rl.evaluation.records import Record, record_from_row, record_of, usage_to_json
 from agentgym_rl.types import Trajectory
@@ -98,7 +100,7 @@ class Folder:
         if state is not None:
             self._row["state"] = state
         self._row |= {"seconds": round(time.monotonic() - self._began, 1), "updated": round(time.time(), 3)}
-        self._row["pid"] = os.getpid()
+        self._row |= {"pid": os.getpid(), "host": platform.node()}
         path = self.root / "eval.json"
         with writing(path):
             write_atomically(path, json.dumps(self._row, indent=1, ensure_ascii=False) + "\n")
@@ -125,6 +127,7 @@ def read_evaluation(root: Path) -> dict[str, Any]:
         raise ConfigError(f"{root} holds no evaluation (eval.json is missing): give the folder of `agentgym-rl eval`")
     if row["results"] is None:
         raise ConfigError(f"{root} holds an evaluation without results yet: run its command again to finish it")
+    require_whole(root / "eval.json", row)
     return row
 
 
@@ -200,6 +203,7 @@ def _saved(root: Path) -> dict[str, Any] | None:
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
         known = isinstance(row, dict) and row.get("format") == FORMAT and row.keys() >= _FIELDS
+        known = known and isinstance(row["config"], dict)
     except ValueError as error:
         raise ConfigError(f"{path} is not readable JSON ({error}): choose another folder") from error
     if not known:

@@ -37,6 +37,8 @@ class Record:
     success: bool
     rewards: tuple[float, ...]
     """One a turn."""
+    answered: int
+    """Turns that the environment answered: all, or all but the last where that is what failed."""
     tokens: tuple[Tokens, ...] | None
     """One a reply; None where nothing is sampled (oracle, random play)."""
     error: str
@@ -53,12 +55,11 @@ class Record:
 
     def under(self, max_turns: int) -> Outcome | None:
         """How it ended with `max_turns` allowed; None when that cannot be told, because it failed before."""
-        turns = len(self.rewards)
-        if turns > max_turns:
+        if self.answered > max_turns or (self.failed and self.answered == max_turns):
             return Outcome(False, math.fsum(self.rewards[:max_turns]), max_turns, True)
         if self.failed:
             return None
-        return Outcome(self.success, math.fsum(self.rewards), turns, self.stop.truncated)
+        return Outcome(self.success, math.fsum(self.rewards), len(self.rewards), self.stop.truncated)
 
     def tokens_under(self, max_turns: int) -> tuple[Tokens, ...]:
         return (self.tokens or ())[:max_turns]
@@ -72,14 +73,18 @@ def record_of(
     usage: Sequence[Tokens] | None,
 ) -> Record:
     """`usage` is what an API said it took; a local model's tokens are counted here, the same way."""
+    stop = trajectory.stop or StopReason.ERROR
+    # An observation is recorded even if nobody answers it, so a reply at the end is one that got none.
+    unanswered = stop is StopReason.ERROR and trajectory.messages and trajectory.messages[-1].role == "assistant"
     return Record(
         trajectory.task.env,
         trajectory.task.item,
         sample,
         attempt,
-        trajectory.stop or StopReason.ERROR,
+        stop,
         trajectory.success,
         tuple(trajectory.rewards),
+        trajectory.num_turns - bool(unanswered),
         tuple(usage) if usage is not None else _counted(trajectory),
         trajectory.error or "",
         trajectory.seconds,

@@ -21,6 +21,13 @@ _TRANSIENT = {408, 409, 425, 429}
 """Beside every 5xx."""
 _USED_UP = ("insufficient_quota", "billing_hard_limit_reached")
 """A 429 that says one of these will say it tomorrow too."""
+_TOO_LONG = re.compile(
+    r"context[_ ](length|size|window)|maximum (context|model|prompt|input|sequence)|max_(model_len|total_tokens)"
+    r"|maximum number of (input )?tokens|(prompt|inputs?|messages?|conversation)\b.{0,40} too long"
+    r"|`inputs` (tokens|must have)|too many (input |prompt )?tokens",
+    re.IGNORECASE | re.DOTALL,
+)
+"""How servers say that a conversation is longer than their model can read: there is no code they share."""
 REFUSALS_FOR_GOOD = 3
 """So many requests refused from the first one on, none answered: all will be. One alone may be its text's fault."""
 CONNECT_TIMEOUT_S = 15.0
@@ -233,7 +240,7 @@ class ChatClient:
             wait_s = _retry_after_s(response)
             raise _Transient(_explain(response), wait_s, everyone=status == 429 or wait_s is not None)
         if status != 200:
-            if "context_length" in text or "maximum context" in text:
+            if status == 413 or (status in (400, 422) and _TOO_LONG.search(text)):
                 raise ContextOverflow(f"{self._url} refused: {_explain(response)}")
             raise Refused(f"{self._url} refused: {_explain(response)}{self._advice(status, used_up=used_up)}")
         return self._answer(response)
@@ -254,6 +261,8 @@ class ChatClient:
             row = response.json()
             choice = row["choices"][0]
             content = choice["message"]["content"] or ""
+            if isinstance(content, list):  # in parts; pictures and the like are no words
+                content = "".join(part["text"] for part in content if part.get("type", "text") == "text")
             # A lone surrogate is legal in JSON and cannot be written to a file.
             content = content.encode("utf-8", "replace").decode()
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
@@ -331,7 +340,7 @@ def _tokens(usage: Any) -> Tokens:
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53 else None
 
 
 def _explain(response: httpx.Response) -> str:
