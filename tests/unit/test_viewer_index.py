@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
+import time
 from pathlib import Path
 
 import pytest
@@ -292,6 +294,7 @@ def test_a_run_that_cannot_be_read_is_shown_and_does_not_stop_the_others(tmp_pat
         ("eval.json", '{"results": "x"}', "results should be a list, got 'x'"),
         ("eval.json", '{"results": [{"scenarios": {"A": {"success": 3, "items": "4"}}}]}', "success should be a table"),
         ("eval.json", '{"config": [], "results": [5]}', "config should be a table"),
+        ("eval.json", '{"results": [{"overall": []}]}', "overall should be a table, got []"),
         ("eval.json", "\x00", "eval.json cannot be read"),
     ],
 )
@@ -334,16 +337,40 @@ def test_runs_that_are_gone_are_forgotten(tmp_path: Path) -> None:
         assert library.index.connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0] == 0
 
 
-def test_a_process_that_is_gone_was_killed(tmp_path: Path) -> None:
-    RunLog.create(tmp_path / "run", {"name": "run"}).close()
-    assert read_status(tmp_path / "run")[0]["state"] == "running"
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
+def ended_process() -> int:
     child = os.fork()
     if child == 0:
         os._exit(0)
     os.waitpid(child, 0)
-    (tmp_path / "run" / "status.json").write_text(json.dumps(status | {"pid": child}))
+    return child
+
+
+def test_a_process_that_is_gone_was_killed(tmp_path: Path) -> None:
+    RunLog.create(tmp_path / "run", {"name": "run"}).close()
+    assert read_status(tmp_path / "run")[0]["state"] == "running"
+    status = json.loads((tmp_path / "run" / "status.json").read_text())
+    (tmp_path / "run" / "status.json").write_text(json.dumps(status | {"pid": ended_process()}))
     assert read_status(tmp_path / "run")[0]["state"] == "killed"
+
+
+def test_an_evaluation_whose_process_is_gone_does_not_run(tmp_path: Path) -> None:
+    path = write_evaluation(tmp_path / "runs" / "x") / "eval.json"
+    row = json.loads(path.read_text()) | {"state": "running"}
+    library = library_of(tmp_path / "runs", tmp_path)
+    here, gone, long_ago = socket.gethostname(), ended_process(), time.time() - 3600
+    for told, modified, state in (
+        ({"pid": os.getpid(), "host": here}, long_ago, "running"),
+        ({"pid": gone, "host": here}, None, "killed"),
+        ({"pid": gone, "host": f"not-{here}"}, long_ago, "running"),
+        ({"pid": gone}, None, "running"),  # perhaps on another machine
+        ({"pid": gone}, long_ago, "stopped"),
+        ({"pid": 1 << 70, "host": here}, long_ago, "running"),
+        ({"pid": gone, "host": here, "state": "finished"}, None, "finished"),
+    ):
+        path.write_text(json.dumps(row | told))
+        os.utime(path, (modified, modified) if modified else None)
+        assert library.overview()["runs"][0]["status"]["state"] == state, told
+        assert state in library.changes()["stamps"]["x"]
 
 
 def test_the_doctor_the_evaluations_and_the_stages_are_on_the_run_page(library: Library) -> None:

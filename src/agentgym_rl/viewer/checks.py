@@ -108,9 +108,10 @@ def _result(check: Check, result: dict[str, Any], where: str) -> dict[str, Any]:
     }
     overall = _cell(check, result.get("overall"), f"{where}.overall")
     if overall is not None:
-        played = result["overall"].get("scenarios")
+        given = result["overall"] if isinstance(result["overall"], dict) else {}
+        played = given.get("scenarios")
         overall["scenarios"] = [str(name) for name in played] if isinstance(played, list) else []
-        overall["own_data"] = result["overall"].get("own_data") is True
+        overall["own_data"] = given.get("own_data") is True
     total = check.table(result.get("total"), f"{where}.total")
     return {
         **cells,

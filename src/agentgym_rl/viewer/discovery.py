@@ -18,6 +18,8 @@ MAX_DEPTH = 5
 INSIDE_A_RUN = frozenset({"trajectories", "checkpoints", "reference", "tensorboard", "model"})
 """Folders that hold no runs and may hold a great many files."""
 
+SILENT_S = 600.0
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -80,11 +82,23 @@ def read_status(run: Path) -> tuple[dict[str, Any], list[str]]:
     status, problems = read_json(run / "status.json")
     if not problems:
         status, problems = checked_status(status)
-    if status.get("state") == "running" and status.get("host") == socket.gethostname():
-        pid = status.get("pid")
-        if isinstance(pid, int) and pid > 0 and not _alive(pid):
-            status["state"] = "killed"
+    if "state" in status:
+        status["state"] = state_now(status)
     return status, problems
+
+
+def state_now(row: dict[str, Any], silent_s: float = 0.0) -> str:
+    """The state a file tells, unless its process is gone: then `killed`.
+
+    Where the file does not say on which machine it was written, a process unknown here may run elsewhere: only after
+    `silent_s` of more than SILENT_S the state is `stopped`.
+    """
+    state, host, pid = row["state"], row.get("host"), row.get("pid")
+    if state != "running" or not isinstance(pid, int) or not 0 < pid < 1 << 31 or _alive(pid):
+        return str(state)
+    if host == socket.gethostname():
+        return "killed"
+    return "stopped" if host is None and silent_s > SILENT_S else str(state)
 
 
 def read_json(path: Path) -> tuple[dict[str, Any], list[str]]:

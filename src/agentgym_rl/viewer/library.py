@@ -75,8 +75,14 @@ class Library:
         return self.runs.details(place, self.overview_of(place))
 
     def changes(self) -> dict[str, Any]:
-        stamps = {run: self.runs.stamp(place) for run, place in self.places().items()}
+        stamps = {run: self._stamp(place) for run, place in self.places().items()}
         return {"stamps": stamps, "index": self.indexer.progress()}
+
+    def _stamp(self, place: Place) -> list[int | str]:
+        try:
+            return self.runs.stamp(place)
+        except Exception as error:  # the overview tells of it, and the others are followed all the same
+            return [type(error).__name__]
 
     def episodes(self, run: str, wanted: Filter, order: str, offset: int, limit: int) -> dict[str, Any]:
         return self.queries.episodes(self.place(run).path, wanted, order, offset, limit)

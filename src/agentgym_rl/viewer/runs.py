@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from agentgym_rl.intervals import wilson_interval
 from agentgym_rl.viewer.checks import checked_evaluation, environments_of
-from agentgym_rl.viewer.discovery import Place, read_json, read_lines, read_status, read_toml
+from agentgym_rl.viewer.discovery import Place, read_json, read_lines, read_status, read_toml, state_now
 from agentgym_rl.viewer.queries import Queries
 from agentgym_rl.viewer.vocabulary import Vocabulary, find_tokenizer, load_vocabulary
 
@@ -46,7 +47,7 @@ class Runs:
             result, problems = self._evaluation(place)
             return row | {
                 "problems": problems,
-                "status": {"state": "damaged" if problems else result["state"]},
+                "status": {"state": "damaged" if problems else self._state(place)},
                 "agent": result["config"]["agent"]["name"],
                 "updated": _modified(place.path / "eval.json"),
                 "success": _success(result),
@@ -114,10 +115,16 @@ class Runs:
         path = find_tokenizer(place.path, config)
         return self._keep("vocabulary", path, lambda: load_vocabulary(path)) if path else None
 
-    def stamp(self, place: Place) -> list[int]:
-        """What a page compares to know that it is out of date."""
+    def stamp(self, place: Place) -> list[int | str]:
+        """What a page compares to know that it is out of date. A process that is killed changes no file."""
         names = ("metrics.jsonl", "status.json", "eval.json", "doctor.jsonl", "summary.json")
-        return list(stamp_of(*(place.path / name for name in names)))
+        return [*stamp_of(*(place.path / name for name in names)), self._state(place)]
+
+    def _state(self, place: Place) -> str:
+        if place.kind == "run":
+            return str(read_status(place.path)[0].get("state", ""))
+        silent_s = time.time() - (_modified(place.path / "eval.json") or 0.0)
+        return state_now(self.evaluation(place), silent_s)
 
     def style_of(self, place: Place, env: str) -> tuple[str, int | None]:
         """(style, turns per attempt) in which `env` was played, so that replies can be played again."""
