@@ -168,6 +168,10 @@ def test_episodes_are_filtered_and_the_link_remembers(page: Page, url: str, libr
     page.keyboard.press("Enter")
     expect(page.locator("main h1")).to_have_text("maze / 1")
     page.go_back()
+    page.get_by_label("item", exact=True).fill("9" * 20)
+    page.keyboard.press("Enter")
+    expect(page.locator(".list .empty")).to_contain_text("item: Input should be less than")
+    expect(page.locator(".total")).to_have_text("0 episodes")
     page.get_by_role("button", name="Clear").click()
     expect(page.locator(".total")).to_have_text(f"{TRAINED + HELD_OUT} episodes")
 

@@ -236,6 +236,7 @@ def test_damaged_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> N
         "{}",
         json.dumps(row | {"stop": "vanished"}),
         json.dumps(row | {"item": 10**30}),
+        json.dumps(row | {"item": 2**53}),
         json.dumps(row | {"rewards": "many"}),
         json.dumps(row | {"messages": [1, 2]}),
         json.dumps(row | {"messages": [{"role": "user", "content": 5}]}),

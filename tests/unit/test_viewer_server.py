@@ -60,6 +60,17 @@ def test_every_question_of_the_page_is_answered(client: httpx.Client) -> None:
     assert client.get("api/episodes?run=nowhere").status_code == 404
 
 
+@pytest.mark.parametrize("number", [2**53, 2**63, 10**30, -(10**30)])
+def test_a_number_too_large_for_the_index_is_refused_in_words(client: httpx.Client, number: int) -> None:
+    asked = [f"{path}?run=small&{name}=" for path in ("episodes", "groups", "facets") for name in ("step", "item")]
+    asked += ["episodes?run=small&horizon=", "episodes?run=small&offset=", "same_task?env=maze&item="]
+    for question in [*asked, "frame?run=small&key=step_000001.0&turn="]:
+        answer = client.get(f"api/{question}{number}")
+        assert answer.status_code == 422, question
+        assert "should be" in answer.json()["detail"]
+    assert client.get(f"api/episode?run=small&key=step_000001.{abs(number)}").status_code == 404
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -23,8 +23,10 @@ from typing import Any
 from agentgym_rl.types import StopReason, Task, Trajectory
 from agentgym_rl.viewer.encode import read_object
 
-VERSION = 4
+VERSION = 5
 """Of the tables below and of how they are filled; a file of another version is made anew."""
+LARGEST = (1 << 53) - 1
+"""Whole numbers: above it a browser would show and ask for another one."""
 CHUNK_BYTES = 4 << 20
 """Read and recorded at once: how often progress can be seen, and how soon others get their turn."""
 PAUSE_S = 1.0
@@ -356,8 +358,8 @@ def _cells(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _integer(value: Any) -> int:
-    if abs(number := int(value)) >= 1 << 63:
-        raise OverflowError(f"{number} is more than SQLite can hold")
+    if abs(number := int(value)) > LARGEST:
+        raise OverflowError(f"{number} is more than a browser can tell from its neighbours")
     return number
 
 

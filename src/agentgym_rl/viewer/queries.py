@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,6 +13,7 @@ from agentgym_rl.viewer.index import Index
 
 FACETS = ("kind", "step", "env", "subset", "stop", "success", "horizon")
 """What episodes can be filtered by and counted over."""
+_LINE = re.compile(r"[0-9]{1,15}")
 _NEWEST = "step DESC, kind DESC, env, file, line"
 ORDERS = {
     "step": _NEWEST,
@@ -111,7 +113,7 @@ class Queries:
     def find(self, run: Path, key: str) -> dict[str, Any] | None:
         """The row of `step_000012.17`: a file's stem and a line of it."""
         stem, _, line = key.rpartition(".")
-        if not line.isdigit():
+        if not _LINE.fullmatch(line):
             return None
         number = self._index.run_number(run)
         row = self._index.connection.execute(

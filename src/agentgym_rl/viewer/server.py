@@ -20,6 +20,7 @@ from agentgym_rl.errors import AgentGymError, ConfigError, EnvError
 from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.encode import to_json
 from agentgym_rl.viewer.guard import PICTURE_POLICY, Guard, is_loopback
+from agentgym_rl.viewer.index import LARGEST
 from agentgym_rl.viewer.library import Library, NotFound
 from agentgym_rl.viewer.playground import NoSuchGame, Playground
 from agentgym_rl.viewer.queries import ORDERS, Filter
@@ -29,7 +30,8 @@ MAX_PAGE = 500
 """Rows in one answer."""
 _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _STATUS = {NotFound: 404, NoSuchGame: 404, ConfigError: 400, EnvError: 502}
-Offset = Annotated[int, Query(ge=0)]
+Whole = Annotated[int, Query(ge=-LARGEST, le=LARGEST)]
+Offset = Annotated[int, Query(ge=0, le=LARGEST)]
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE)]
 Text = Annotated[str, Query(max_length=1024)]
 Field = Annotated[str, Body(max_length=1 << 18)]
@@ -55,13 +57,13 @@ def frame_answer(frame: Frame) -> Response:
 
 def wanted_filter(
     kind: Text | None = None,
-    step: int | None = None,
+    step: Whole | None = None,
     env: Text | None = None,
     subset: Text | None = None,
     stop: Text | None = None,
     success: bool | None = None,
-    horizon: int | None = None,
-    item: int | None = None,
+    horizon: Whole | None = None,
+    item: Whole | None = None,
 ) -> Filter:
     return Filter(kind, step, env, subset, stop, None if success is None else int(success), horizon, item)
 
@@ -112,7 +114,7 @@ def reading_routes(library: Library) -> APIRouter:
         return answer(library.episode(run, key))
 
     @router.get("/same_task")
-    def same_task(env: Text, item: int) -> Response:
+    def same_task(env: Text, item: Whole) -> Response:
         return answer(library.same_task(env, item))
 
     return router
@@ -124,7 +126,7 @@ def playing_routes(library: Library, replays: Replays, playground: Playground) -
     described: dict[str, Any] = {}
 
     @router.get("/frame")
-    async def frame(run: Text, key: Text, turn: Annotated[int, Query(ge=0)]) -> Response:
+    async def frame(run: Text, key: Text, turn: Offset) -> Response:
         episode = await asyncio.to_thread(library.raw_episode, run, key)
         style = await asyncio.to_thread(library.runs.style_of, library.place(run), str(episode["env"]))
         return frame_answer(await replays.frame((run, key, str(episode.get("id"))), episode, style, turn))

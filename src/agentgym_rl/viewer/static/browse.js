@@ -63,7 +63,13 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
 
   async function drawFilters() {
     const { order, mixed, ...rest } = chosen;
-    const facets = await get("facets", { run: id, ...rest });
+    const clearing = Object.keys(chosen).length ? h("button", { type: "button", class: "quiet", onclick: clear }, "Clear") : null;
+    let facets;
+    try {
+      facets = await get("facets", { run: id, ...rest });
+    } catch (error) {
+      return fill(filters, h("span", { class: "invalid" }, error.message), item, clearing);
+    }
     const shown = Object.keys(NAMES).filter((name) => facets[name].length > 1 || chosen[name] !== undefined);
     fill(
       filters,
@@ -82,7 +88,7 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
       }),
       item,
       extra?.(chosen, change),
-      Object.keys(chosen).length ? h("button", { type: "button", class: "quiet", onclick: clear }, "Clear") : null,
+      clearing,
     );
     fill(tools, total, orders ? select(ORDERS, order ?? "step", (value) => change("order", value), "order") : null);
   }
@@ -96,7 +102,7 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
   }
 
   // The rows do not wait for the filters, whose counts take longer.
-  drawFilters().catch((error) => fill(filters, h("span", { class: "invalid" }, error.message)));
+  drawFilters();
   const [run] = await Promise.all([get("run", { run: id }), list.reload()]);
   return {
     node: h("div", { class: "page tall" }, runHead(run, current), troubles(run), h("div", { class: "filter-bar" }, filters, tools), list.node),

@@ -88,6 +88,7 @@ export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, 
       node.scrollTop = 0;
       chosen = -1;
       await ask(0);
+      if (mine === generation && !pages.has(0)) return setTotal(0); // refused: what it says stands in place of rows
     } else {
       const page = Math.floor(firstInSight() / PAGE);
       const answer = await fetchPage(page * PAGE, PAGE, waiting.signal);
