@@ -14,7 +14,15 @@ import load
 
 
 def test_sessions_are_held_and_episodes_leave_nothing_behind(capsys: pytest.CaptureFixture[str]) -> None:
-    small = {"sessions": 200, "episodes": 512, "concurrency": 32, "group-size": 4, "curve": 8, "seconds": 0.3, "repeats": 1}
+    small = {
+        "sessions": 200,
+        "episodes": 512,
+        "concurrency": 32,
+        "group-size": 4,
+        "curve": 8,
+        "seconds": 0.3,
+        "repeats": 1,
+    }
     code = load.main([text for name, value in small.items() for text in (f"--{name}", str(value))])
     said = capsys.readouterr().out
     assert code == 0, said
