@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -95,23 +94,26 @@ def _subsets_of(env: str, item: int) -> tuple[str, ...]:
 
 
 def load_policy(name: str) -> ModelPlayer:
-    """A Hugging Face folder or hub name, or a run directory, whose last checkpoint is taken, ready to play."""
+    """What `eval --agent` takes and is a model of ours, ready to play as it would be evaluated."""
     from agentgym_rl.agent.engines.native import NativeEngine
     from agentgym_rl.agent.policy import EnginePolicy, Policy
     from agentgym_rl.agent.renderer import Renderer
-    from agentgym_rl.config import ModelConfig
-    from agentgym_rl.training.checkpoint import list_checkpoints
+    from agentgym_rl.agents import AgentOptions, find_agent
     from agentgym_rl.types import Sampling
     from agentgym_rl.wiring import load_from
 
-    checkpoints = list_checkpoints(Path(name) / "checkpoints") if (Path(name) / "checkpoints").is_dir() else []
-    agent = _agent_of(Path(name)) if checkpoints else {}
-    style = STYLES[agent.get("style", "act")]
-    source = str(checkpoints[-1] / "model") if checkpoints else name
-    model, tokenizer = load_from(source, ModelConfig(path=source))
-    renderer = Renderer(tokenizer)
-    most = int(agent.get("max_new_tokens", 256)), int(agent.get("max_context", 4096))
-    limits = Limits(max_turns=1000, max_new_tokens=most[0], max_context=most[1])
+    try:
+        candidate = find_agent(AgentOptions(name))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--agent", "--policy")) from error
+    if candidate.model is None or candidate.model.path is None:
+        raise ConfigError(f"--policy needs a model's folder, a hub name, RUN or RUN@STEP, got {name!r}")
+    playing = candidate.playing
+    style = STYLES[playing.style]
+    model, tokenizer = load_from(candidate.model.path, candidate.model)
+    model.eval()
+    renderer = Renderer(tokenizer, candidate.model.chat_template)
+    limits = Limits(max_turns=1000, max_new_tokens=playing.max_new_tokens, max_context=playing.max_context)
     engine = NativeEngine(model, decode=renderer.decode, max_sessions=MAX_SESSIONS, max_context=limits.max_context)
 
     class Model(EnginePolicy):
@@ -121,10 +123,11 @@ def load_policy(name: str) -> ModelPlayer:
             return await super().reply(_with_ids(renderer, messages), observation, limits)
 
     def make(session: EnvSession, seed: int) -> Policy:
-        told = agent.get("instruction", session.instruction)
+        told = session.instruction if playing.instruction is None else playing.instruction
         explained = (told, action_format(style.action_format).explain, style.suffix)
         instruction = "\n\n".join(text for text in explained if text)
-        return Model(engine, renderer, Sampling(limits.max_new_tokens, seed=seed), instruction=instruction)
+        sampling = Sampling(limits.max_new_tokens, playing.temperature, seed=seed)
+        return Model(engine, renderer, sampling, instruction=instruction)
 
     limits = replace(limits, max_context=min(limits.max_context, engine.max_context))
     return ModelPlayer(make, limits, action_format(style.action_format).parse)
@@ -148,13 +151,6 @@ def _with_ids(renderer: Any, messages: list[Message]) -> list[Message]:
         for message in messages[first:]
     ]
     return [*(kept if kept.token_ids else new for kept, new in zip(messages[:first], opening, strict=True)), *rest]
-
-
-def _agent_of(run: Path) -> dict[str, Any]:
-    """The agent's section of a run's config: a model plays best as it was trained to."""
-    config = run / "config.toml"
-    agent = tomllib.loads(config.read_text(encoding="utf-8")).get("agent", {}) if config.is_file() else {}
-    return agent if isinstance(agent, dict) else {}
 
 
 def view(

@@ -343,9 +343,13 @@ def evaluation_json(own_name: bool, success: float, state: str = "finished") -> 
 
 
 def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: str, root: Path) -> None:
+    page.goto(f"{url}#/eval/suite")
+    expect(page.locator(".message.error")).to_contain_text("has not begun yet")
+    shown = page.locator("main h1")
     for name, own_name in (("suite", False), ("whole", True)):
         (root / name).mkdir()
         (root / name / "eval.json").write_text(json.dumps(evaluation_json(own_name, 0.5, "running")))
+    expect(shown).to_have_text("suite")  # without a reload
     page.goto(f"{url}#/evals")
     expect(page.locator("thead th")).to_have_text(["Agent", "Maze", "Stand-in †", "Mean", "Episodes"])
     row = page.locator("tbody tr", has_text="whole")
@@ -363,7 +367,16 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
     texts = dict(zip(headings, table.locator("tbody tr").first.locator("th, td").all_text_contents(), strict=True))
     assert texts["Reward"] == "0.5 0.21 to 0.78"
     assert (texts["Truncated"], texts["Prompt tokens"], texts["With errors as failures"]) == ("25%", "1,234", "38%")
-    assert texts["Cost"] == "<$0.0001"
+    assert texts["Cost"] == "$0.000006"
+    cost = "async rows => { const { cost } = await import('/static/format.js'); return rows.map(cost); }"
+    amounts = {0.000687: "≥ $0.00068", 0.00068: "≥ $0.00068", 0.0299999: "≥ $0.0299", 1234.567: "≥ $1,234.56"}
+    rows = [{"cost_usd": amount, "unreported": 1} for amount in amounts]
+    assert page.evaluate(cost, rows) == list(amounts.values())
+    assert page.evaluate(cost, [{"cost_usd": 0.000687}, {"cost_usd": 0.5}, {"cost_usd": 0}]) == [
+        "$0.00069",
+        "$0.50",
+        "$0",
+    ]
     assert "unknown" in page.locator("section", has_text="Stand-in †").last.locator("tbody").inner_text()
     facts = page.locator(".facts")
     expect(facts).to_contain_text(re.compile(r"Mean of 2 scenarios\s*50\.0% \(10–90\)"))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
+import tomli_w
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
 
@@ -43,6 +46,31 @@ async def test_a_run_plays_on_from_what_was_played_by_hand(run: Path) -> None:
     assert [bool(reply.token_ids) for reply in replies] == [False, True, True]
     assert all(reply.logprobs for reply in replies[1:])
     await playground.close_all()
+
+
+async def test_a_run_plays_as_it_is_evaluated(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "other")
+    config = tomllib.loads((run / "config.toml").read_text())
+    config["model"]["chat_template"] = str(tmp_path / "chat.jinja")
+    config["eval"]["temperature"] = 0.0
+    (tmp_path / "other" / "config.toml").write_text(tomli_w.dumps(config))
+    twice = "<|im_start|><|im_start|>"
+    turns = f"{{% for m in messages %}}{twice}{{{{ m.role }}}} {{{{ m.content }}}}<|im_end|>{{% endfor %}}"
+    template = f"{turns}{{% if add_generation_prompt %}}{twice}assistant {{% endif %}}"
+    (tmp_path / "chat.jinja").write_text(template)
+    worlds = CountingWorlds(load_policy(f"{tmp_path / 'other'}@2"))
+    replies = []
+    for seed in range(8):
+        session = await worlds.open("counting")
+        policy = worlds.policies["model"](session, seed)
+        observation = (await session.reset(3)).observation
+        replies.append(await policy.reply([], observation, worlds.limits))
+        await policy.close()
+    read = replies[0].observation[0].token_ids
+    assert read[0] == read[1] != read[2]  # by the run's template
+    assert len({tuple(reply.action.token_ids) for reply in replies}) == 1  # at a temperature of 0
+    with pytest.raises(ConfigError, match="--policy needs a model"):
+        load_policy("oracle")
 
 
 def test_the_export_command_writes_a_file_of_a_real_run(

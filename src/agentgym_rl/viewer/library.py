@@ -47,7 +47,7 @@ class Library:
     def place(self, run: str) -> Place:
         found = self.places().get(run)
         if found is None:
-            raise NotFound(f"there is no run {run!r} here: it was moved or removed")
+            raise NotFound(f"there is no run {run!r} here: it has not begun yet, or was moved or removed")
         return found
 
     def overview(self) -> dict[str, Any]:

@@ -82,7 +82,9 @@ async function open() {
     if (!make) throw new Error(`there is no page ${route.page}`);
     next = await make(route);
   } catch (error) {
-    next = { node: h("div", { class: "page" }, message("error", error.message), h("p", {}, h("a", { href: link("runs") }, "All runs"))), title: "Error", keys: [] };
+    const node = h("div", { class: "page" }, message("error", error.message), h("p", {}, h("a", { href: link("runs") }, "All runs")));
+    // What is not there yet may come: somebody may open a link to an evaluation that is about to start.
+    next = { node, title: "Error", keys: [], onChange: (changes) => (changes.runs.size || changes.grown ? open() : null) };
   }
   if (mine !== turn) {
     next.dispose?.();

@@ -24,9 +24,14 @@ export function percent(value) {
 export function cost({ cost_usd: dollars, unreported }) {
   if (unreported && !dollars) return "unknown";
   if (dollars === null || dollars === undefined) return "–";
-  const least = unreported ? "≥ " : "";
-  if (dollars > 0 && dollars < 1e-4) return least ? `${least}$0` : "<$0.0001";
-  return `${least}$${dollars.toLocaleString("en", dollars >= 0.1 ? { minimumFractionDigits: 2, maximumFractionDigits: 2 } : { maximumFractionDigits: 4 })}`;
+  if (dollars === 0) return "$0";
+  // As in the report: two digits that say something.
+  const digits = dollars >= 1 ? 2 : dollars >= 0.01 ? 4 : Math.min(20, 1 - Math.floor(Math.log10(dollars)));
+  const options = { minimumFractionDigits: 2, maximumFractionDigits: digits };
+  if (!unreported) return `$${dollars.toLocaleString("en", options)}`;
+  // It is at least this: never rounded up, and not down for the error in writing 0.00068.
+  const least = Math.floor(dollars * 10 ** digits + 1e-6) / 10 ** digits;
+  return `≥ $${least.toLocaleString("en", options)}`;
 }
 
 const DIRECTIONS = /[\u202a-\u202e\u2066-\u2069]/;
