@@ -390,6 +390,12 @@ def test_money() -> None:
     amounts = (0, 6e-6, 0.000123, 0.0725, 0.1, 0.999999, 1, 1234.5)
     shown = ["$0", "$0.000006", "$0.00012", "$0.0725", "$0.10", "$1.00", "$1.00", "$1,234.50"]
     assert [dollars(amount) for amount in amounts] == shown
+    assert [dollars(amount, down=True) for amount in (0.000687, 1.999, 0.07, 0.0)] == [
+        "$0.00068",
+        "$1.99",
+        "$0.07",
+        "$0",
+    ]
 
 
 def test_a_free_model_and_one_of_unknown_cost(tmp_path: Path) -> None:

@@ -326,12 +326,18 @@ def _number(value: float | None, digits: int) -> Cell:
 def _dollars(cell: Mapping[str, Any]) -> Cell:
     if cell["cost_usd"] is None:
         return Cell(MISSING)
-    return Cell(f"{'≥ ' if cell['unreported'] else ''}{dollars(cell['cost_usd'])}")
+    at_least = bool(cell["unreported"])
+    return Cell(f"{'≥ ' if at_least else ''}{dollars(cell['cost_usd'], down=at_least)}")
 
 
-def dollars(amount: float) -> str:
-    """`$1,234.50`, `$0.0725`, `$0.000006`, `$0`: two digits that say something, never an exponent."""
+def dollars(amount: float, *, down: bool = False) -> str:
+    """`$1,234.50`, `$0.0725`, `$0.000006`, `$0`: two digits that say something, never an exponent.
+
+    `down`: a lower bound, which rounding must not raise.
+    """
     if amount == 0:
         return "$0"
     digits = 2 if amount >= 1 else 4 if amount >= 0.01 else 1 - math.floor(math.log10(amount))
+    if down:
+        amount = math.floor(amount * 10**digits * (1 + 1e-12)) / 10**digits
     return re.sub(r"(\.\d\d\d*?)0+$", r"\1", f"${amount:,.{digits}f}")
