@@ -85,7 +85,7 @@ def recipe_of(arm: str, start: Path | None, easy: bool, steps: int, episodes: in
     turns = 4 if easy else 6
     if easy:
         raw["environments"][0]["subsets"] = ["near"]
-        raw["warm_start"]["max_turns"] = turns
+        raw["warm_start"] |= {"max_turns": turns, "episodes": 248}  # every layout once
         raw["warm_start"]["sft"] |= {"epochs": 16, "optimizer": {"lr": 4e-3, "warmup_steps": 20, "decay": "cosine"}}
     raw["horizon"]["turns"] = [turns]
     raw["eval"] |= {"max_turns": turns, "every": 10}

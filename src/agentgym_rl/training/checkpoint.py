@@ -72,7 +72,14 @@ def no_room(error: BaseException) -> str | None:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    words = ("No space left", "File too large", "quota exceeded", "file write failed", "unexpected pos")
+    words = (
+        "No space left",
+        "File too large",
+        "quota exceeded",
+        "file write failed",
+        "unexpected pos",
+        "iostream error",
+    )
     for known in causes:
         lines = str(known).splitlines() or [""]
         said = [line.strip() for line in lines if any(word in line for word in words)]
