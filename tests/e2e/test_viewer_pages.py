@@ -363,6 +363,7 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
 
     page.goto(f"{url}#/eval/suite")
     table = page.locator("section", has_text="its maps are needed").locator("table")
+    expect(table.locator("tbody tr").first).to_be_visible()
     headings = table.locator("thead th").all_text_contents()
     texts = dict(zip(headings, table.locator("tbody tr").first.locator("th, td").all_text_contents(), strict=True))
     assert texts["Reward"] == "0.5 0.21 to 0.78"
