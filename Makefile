@@ -13,7 +13,7 @@ quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
 
 test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # On a machine with a CUDA device; PYTHON may name an interpreter that has torch, Triton and pytest.
 test-gpu:

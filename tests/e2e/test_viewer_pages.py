@@ -100,6 +100,19 @@ PAGES = {
 }
 
 
+def test_a_page_that_is_still_loading_does_not_take_back_the_address(page: Page, url: str) -> None:
+    page.goto(f"{url}#/runs")
+    expect(page.locator("main h1")).to_have_text("Runs")
+    leave = (
+        "async ([a, b, ms]) => { location.hash = a; await new Promise((r) => setTimeout(r, ms)); location.hash = b }"
+    )
+    late, wanted = "#/episode/small/step_000002.0?view=tokens&turn=1", "#/group/small/step_000002.0"
+    for wait_ms in range(0, 60, 3):
+        page.evaluate(leave, [late, wanted, wait_ms])
+        expect(page.locator("main h1")).to_have_text("Group maze / 20")
+        assert page.evaluate("location.hash") == wanted
+
+
 @pytest.mark.parametrize("width", [1280, 390], ids=["wide", "phone"])
 def test_every_page_opens_and_fits(page: Page, url: str, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 860})

@@ -22,17 +22,20 @@ export function readRoute() {
   const [path, search = ""] = text.split("?");
   const [page = "", ...parts] = path.split("/").filter(Boolean).map(decode);
   const query = new URLSearchParams(search);
+  let shown = location.hash;
   return {
     page,
     parts,
     query,
     set(changes) {
+      if (location.hash !== shown) return; // somebody went on while this page was still loading
       for (const [name, value] of Object.entries(changes)) {
         if (value === null || value === undefined || value === "") query.delete(name);
         else query.set(name, value);
       }
       const address = link(page || "runs", ...parts, Object.fromEntries(query));
       history.replaceState(null, "", address);
+      shown = location.hash;
     },
   };
 }
