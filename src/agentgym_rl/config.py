@@ -153,6 +153,7 @@ class WarmStartConfig(_Section):
     policy: Literal["random", "oracle"] = "oracle"
     """Whom to imitate: random play over actions() teaches the grammar and no skill."""
     episodes: int = Field(512, ge=1)
+    """Over all environments. The oracle plays an item once, random play comes round to it again."""
     max_turns: int = Field(8, ge=1)
     sft: SFTSettings = SFTSettings()
 

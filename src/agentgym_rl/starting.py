@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import cycle, islice
 from typing import Any
 
 from agentgym_rl import wiring
@@ -86,7 +87,7 @@ async def play_demonstrations(
             chosen = spread(items.train[env.name], share, f"{config.seed}/{kind}")
             tasks = [Task(env.name, item) for some in chosen.values() for item in some]
             if policy == "random":  # the oracle would do the same again
-                tasks = (tasks * -(-share // len(tasks)))[: max(share, len(tasks))]
+                tasks = list(islice(cycle(tasks), max(share, len(tasks))))
             groups = await collect(tasks, limits, derive_seed(config.seed, kind, env.name))
             played += [t for g in groups for t in g.trajectories]
     for trajectory in played:

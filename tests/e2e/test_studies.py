@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
+import plot  # noqa: E402
 import studies  # noqa: E402
 import study  # noqa: E402
+
+from agentgym_rl.config import load_config  # noqa: E402
 
 JOBS = [
     studies.Job(
@@ -66,3 +70,28 @@ def test_the_studies_fit_together(name: str) -> None:
         assert set(job.needs) <= set(names)
         assert job.kind == "eval" or (ROOT / "recipes" / job.recipe).is_file()
     assert len({job.seed for job in jobs}) == 2
+
+
+def test_what_is_evaluated_is_what_is_trained_on() -> None:
+    for recipe in ("babyai-base", "babyai-rl"):
+        (environment,) = load_config(ROOT / f"recipes/evidence/{recipe}.toml", []).environments
+        assert environment.subsets == studies.MANY_ROOMS[1::2]
+
+
+def record(arm: str, seed: int, success: float, task: str = "babyai") -> dict[str, Any]:
+    evaluations = [{"sampled_tokens": 1000 * i, "success": success * i / 2} for i in range(3)]
+    curves = {"tokens/total": [1000.0, 2000.0], "turns/mean": [3.0, 5.0]}
+    given = {"arm": arm, "seed": seed, "task": task, "evaluations": evaluations, "curves": curves}
+    return {**given, "steps": 2, "seconds": 1.0}
+
+
+def test_arms_are_compared_within_a_task_and_seed(tmp_path: Path) -> None:
+    assert plot.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    records = [record("staged", s, 0.5 + 0.01 * s) for s in range(6)] + [record("fixed-long", s, 0.4) for s in range(5)]
+    records.append(record("fixed-long", 0, 0.1, "textcraft"))  # nothing to compare it with
+    (row,) = plot.paired_table(records, [("staged", "fixed-long")], plot.last)[2:]
+    assert row == "| staged | fixed-long | 5 | +12.0 (+10.0 to +14.0) points | 0.062 | 0.062 |"
+    assert plot.over_curve(records[0]) == pytest.approx(0.25)
+    text = "\n".join(plot.horizons(records, tmp_path))
+    assert "| babyai | staged | 6 | 52.5% (50.0%–55.0%) |" in text
+    assert (tmp_path / "evidence-horizons.png").stat().st_size > 10_000

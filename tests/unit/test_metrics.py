@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -201,3 +204,15 @@ def test_an_environment_of_several_is_named_even_when_it_is_played_alone() -> No
     metrics = episode_metrics([group(1, [0.0, 1.0])], ("toy", "other"))
     assert metrics["toy/success/mean"] == metrics["success/mean"]
     assert not any(name.startswith("other/") for name in metrics)
+
+
+def test_sums_do_not_depend_on_hashes() -> None:
+    """A run that is resumed in another process, whose strings hash to other numbers, must log the same."""
+    program = "from agentgym_rl.training.metrics import _words; print(list(_words('go to the red ball by the door')))"
+    said = {
+        subprocess.run(
+            [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(said) == 1

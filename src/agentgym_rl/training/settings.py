@@ -302,7 +302,7 @@ class DataSettings:
     play: Literal["oracle", "random"] | None = None
     """Also play the environments' training items: of the oracle its successes are taken, of random play all."""
     episodes: int = 512
-    """Of `play`, over all environments."""
+    """Of `play`, over all environments. The oracle plays an item once, random play comes round to it again."""
     max_turns: int = 30
     """Of `play`."""
 
