@@ -23,7 +23,7 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.training import attention, head, optimizer
+from agentgym_rl.training import attention, head, master_weights
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
@@ -295,7 +295,7 @@ def test_the_master_moves_where_bf16_alone_would_stand_still() -> None:
         whole.imitate(samples)
     assert [p.data_ptr() for p in model.parameters()] == places
     masters = half._optimizer.master()  # type: ignore[union-attr]
-    assert all(torch.equal(p, optimizer.split(m)[0]) for p, m in zip(model.parameters(), masters, strict=True))
+    assert all(torch.equal(p, master_weights.split(m)[0]) for p, m in zip(model.parameters(), masters, strict=True))
     first = torch.cat([p.flatten() for p in start])
     moved = torch.cat([p.flatten() for p in masters]) - first
     wanted = torch.cat([p.detach().flatten() for p in exact.parameters()]) - first
@@ -316,9 +316,9 @@ def test_one_launch_updates_as_plain_torch_does() -> None:
         for update in range(1, 4):
             update_all(rows, scale, numbers, update)
             for place, row in enumerate(slow):
-                optimizer.update_one(row, scale, numbers, update, place)
+                master_weights.update_one(row, scale, numbers, update, place)
         for fast, right in zip(rows, slow, strict=True):
-            assert error(optimizer.join(fast[0], fast[2]), optimizer.join(right[0], right[2])) < 1e-6
+            assert error(master_weights.join(fast[0], fast[2]), master_weights.join(right[0], right[2])) < 1e-6
             assert all(error(a, b) < 1e-3 for a, b in zip(fast[3:], right[3:], strict=True))
 
 

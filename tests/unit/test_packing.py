@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from agentgym_rl.training import head, optimizer
+from agentgym_rl.training import head, master_weights, optimizer
 from agentgym_rl.training.captured import padded_lengths
 from agentgym_rl.training.checkpoint import load_state, save_checkpoint
 from agentgym_rl.training.learner import Imitator
@@ -356,19 +356,19 @@ def test_a_vocabulary_larger_than_a_chunk_is_done_token_by_token(monkeypatch: py
 def test_a_float32_is_its_bf16_and_the_rest() -> None:
     torch.manual_seed(0)
     values = torch.randn(20_000) * torch.randn(20_000).mul(8).exp()
-    upper, lower = optimizer.split(values)
-    assert torch.equal(optimizer.join(upper, lower), values)
+    upper, lower = master_weights.split(values)
+    assert torch.equal(master_weights.join(upper, lower), values)
     assert torch.equal((upper.float() - values).abs(), (values.to(torch.bfloat16).float() - values).abs())
 
 
 def test_rounding_by_chance_is_right_on_average_and_can_be_repeated() -> None:
     values = torch.full((50_000,), -1.00123)
-    chance = optimizer.noise(50_000, 3, 1, torch.device("cpu")) & 0xFFFF
-    rounded = optimizer.round_by_chance(values, chance).float()
+    chance = master_weights.noise(50_000, 3, 1, torch.device("cpu")) & 0xFFFF
+    rounded = master_weights.round_by_chance(values, chance).float()
     assert rounded.unique().tolist() == [-1.0078125, -1.0]
     assert float(rounded.mean()) == pytest.approx(-1.00123, abs=1e-4)
-    assert torch.equal(chance, optimizer.noise(50_000, 3, 1, torch.device("cpu")) & 0xFFFF)
-    assert (chance != optimizer.noise(50_000, 4, 1, torch.device("cpu")) & 0xFFFF).float().mean() > 0.99
+    assert torch.equal(chance, master_weights.noise(50_000, 3, 1, torch.device("cpu")) & 0xFFFF)
+    assert (chance != master_weights.noise(50_000, 4, 1, torch.device("cpu")) & 0xFFFF).float().mean() > 0.99
 
 
 def test_small_updates_move_the_master_and_bf16_follows() -> None:
@@ -385,7 +385,7 @@ def test_small_updates_move_the_master_and_bf16_follows() -> None:
     assert all(mine == pytest.approx(right, rel=2e-2) for mine, right in losses)
     assert isinstance(half._optimizer, optimizer.MasterAdamW)
     masters = half._optimizer.master()
-    assert all(torch.equal(p, optimizer.split(m)[0]) for p, m in zip(model.parameters(), masters, strict=True))
+    assert all(torch.equal(p, master_weights.split(m)[0]) for p, m in zip(model.parameters(), masters, strict=True))
     first = torch.cat([p.flatten() for p in start])
     moved = torch.cat([p.flatten() for p in masters]) - first
     wanted = torch.cat([p.detach().flatten() for p in exact.parameters()]) - first

@@ -1,4 +1,4 @@
-"""AdamW on all bf16 parameters in one launch, in Triton. The meaning is that of `update_one` in optimizer.py."""
+"""AdamW on all bf16 parameters in one launch, in Triton. The meaning is that of `update_one` in master_weights.py."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from agentgym_rl.training.optimizer import EPSILON, seed_of
+from agentgym_rl.training.master_weights import EPSILON, seed_of
 
 BLOCK = 2048
 COLUMNS = 7
