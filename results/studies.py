@@ -9,7 +9,8 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One command. In `words`, {name} stands for the run of that name, or for its last model where one is trained."""
+    """One command. In `words`, {name} stands for the run of that name, or for its last model where one is trained; and
+    {pretrained} for SmolLM2-135M-Instruct, wherever that is kept."""
 
     name: str
     arm: str
@@ -34,13 +35,27 @@ HORIZONS: dict[str, tuple[str, ...]] = {
 TASKS = {"babyai": {"short": 4, "middle": 8, "long": 16}, "textcraft": {"short": 4, "middle": 8, "long": 16}}
 """Horizons, by environment."""
 
+PRETRAINED = "pretrained"
+"""Stands for a model that no job makes."""
+SIX_SUBSETS = tuple(
+    word
+    for subset in ("GoTo", "Pickup", "ActionObjDoor", "FindObjS7", "OneRoomS20", "SynthLoc")
+    for word in ("--subset", subset)
+)
+HELD_OUT = {
+    "babyai": (*SIX_SUBSETS, "--limit", "50"),
+    "textcraft": ("--subset", "depth1", "--subset", "depth2", "--subset", "depth3", "--samples", "4"),
+}
+"""What claim A is evaluated on: 300 episodes of as many items, 388 of 97."""
+NO_EXAMPLES = "base, no examples"
+
 STAGED = tuple(w.format(**TASKS["babyai"]) for w in HORIZONS["staged"])
 MANY_ROOMS = tuple(
     word
     for subset in ("GoToObjMazeS7", "FindObjS7", "Open", "PickupLevel17", "UnlockLocalDist", "OneRoomS20")
     for word in ("--subset", subset)
 )
-TURNS = ("--turns", "2,4,8,16,32", "--samples", "4", "--limit", "50")
+TURNS = ("--turns", "2,4,8,16,32", "--samples", "4", "--limit", "50", "--concurrency", "128")
 
 SIZES = {
     "1M": {"hidden_size": 128, "intermediate_size": 384, "num_layers": 4, "num_heads": 4},
@@ -74,6 +89,47 @@ def trained(task: str, arm: str, size: str, seed: int, words: tuple[str, ...], n
         words=(f"model.path={{{start}}}", *words),
         needs=(start,),
     )
+
+
+def rl_over_base(seeds: list[int] | None) -> list[Job]:
+    """Claim A: a pretrained model as it is, after imitation, after RL, after both; one prompt for all of them."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(1):
+        for task, items in HELD_OUT.items():
+
+            def run(arm: str, kind: str, start: str, *words: str, task: str = task, seed: int = seed) -> Job:
+                name = arm.lower().replace(" ", "").replace("+", "-")
+                return Job(
+                    name=f"smollm2-{name}-{task}-{seed}",
+                    arm=arm,
+                    task=task,
+                    seed=seed,
+                    recipe=f"evidence/smollm2-{task}-{kind}.toml",
+                    words=(f"model.path={{{start}}}", *words),
+                    needs=() if start == PRETRAINED else (start,),
+                )
+
+            # Nothing is learned in this one: it holds the model in the prompt that it is evaluated in.
+            base_run = run("base", "rl", PRETRAINED, "rl.steps=0", "eval.episodes=6")
+            imitated = run("SFT", "sft", PRETRAINED)
+            runs = [imitated, run("RL", "rl", PRETRAINED), run("SFT + RL", "rl", imitated.name), base_run]
+            jobs += runs
+            agents = [(job.arm, job, ()) for job in runs] + [(NO_EXAMPLES, base_run, ("--chat-template", "chatml"))]
+            for arm, job, words in agents:
+                name = job.name if arm == job.arm else f"{job.name}-plain"
+                options = ("--env", task, *items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128")
+                jobs.append(
+                    Job(
+                        name=f"eval-{name}",
+                        arm=arm,
+                        task=task,
+                        seed=seed,
+                        kind="eval",
+                        words=("--agent", f"{{{job.name}}}", *words, *options),
+                        needs=(job.name,),
+                    )
+                )
+    return jobs
 
 
 def staged_horizon(seeds: list[int] | None) -> list[Job]:
@@ -132,6 +188,7 @@ def ablations(seeds: list[int] | None) -> list[Job]:
 
 
 STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
+    "rl-over-base": rl_over_base,
     "staged-horizon": staged_horizon,
     "interaction": interaction,
     "ablations": ablations,

@@ -22,9 +22,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from studies import STUDIES, Job
+from studies import PRETRAINED, STUDIES, Job
+
+from agentgym_rl.evaluation.compare import load_side
 
 ROOT = Path(__file__).parents[1]
+HUB_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CURVES = (
     "tokens/total",
     "success/mean",
@@ -52,8 +55,10 @@ CURVES = (
 class Study:
     """Jobs, where they are kept, and which of them are done."""
 
-    def __init__(self, name: str, jobs: Sequence[Job], work: Path, results: Path, device: str) -> None:
-        self.name, self.jobs, self.device = name, list(jobs), device
+    def __init__(
+        self, name: str, jobs: Sequence[Job], work: Path, results: Path, device: str, pretrained: str = HUB_NAME
+    ) -> None:
+        self.name, self.jobs, self.device, self.pretrained = name, list(jobs), device, pretrained
         self.work, self.results = work, results / name
         self.work.mkdir(parents=True, exist_ok=True)
         self.results.mkdir(parents=True, exist_ok=True)
@@ -84,11 +89,17 @@ class Study:
         resume = ["--resume"] if (self.folder(job.name) / "config.toml").is_file() else []
         return [*AGENTGYM, "train", str(ROOT / "recipes" / job.recipe), *filled, *fixed, *resume]
 
-    def _last_model(self, name: str) -> Path:
+    def _last_model(self, name: str) -> str | Path:
+        if name == PRETRAINED:
+            return self.pretrained
         checkpoints = sorted((self.folder(name) / "checkpoints").glob("step_*"))
         if not checkpoints:
             raise SystemExit(f"run {name} has no checkpoint in {self.work}: remove its JSON to run it again")
         return checkpoints[-1] / "model"
+
+    def has_ended(self, job: Job) -> bool:
+        """A command that ended well may yet have been stopped, by a SIGTERM that was not ours."""
+        return job.kind == "eval" or (self.folder(job.name) / "summary.json").is_file()
 
     def _has_finished(self, name: str) -> bool:
         """A result is enough where nothing that still has to run needs the folder behind it."""
@@ -110,7 +121,8 @@ class Study:
         folder = self.folder(job.name)
         if job.kind == "eval":
             found = json.loads((folder / "eval.json").read_text())
-            return kept | {"seconds": found["seconds"], "config": _short(found["config"]), "results": found["results"]}
+            results = {"config": _short(found["config"]), "results": found["results"], "outcomes": outcomes(folder)}
+            return kept | {"seconds": found["seconds"], **results}
         summary = json.loads((folder / "summary.json").read_text())
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         names = [n for n in (rows[-1] if rows else {}) if n in CURVES or n.startswith("horizon/")]
@@ -119,7 +131,7 @@ class Study:
             kept
             | {k: v for k, v in summary.items() if k not in ("name", "seed")}
             | {
-                "config": tomllib.loads((folder / "config.toml").read_text()),
+                "config": _without_places(tomllib.loads((folder / "config.toml").read_text()), job),
                 "curves": {name: [_rounded(row.get(name)) for row in rows] for name in names},
                 "findings": [json.loads(x) for x in findings.read_text().splitlines()] if findings.is_file() else [],
             }
@@ -141,10 +153,43 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def _without_places(config: dict[str, Any], job: Job) -> dict[str, Any]:
+    """A run's config as the job gave it: where a machine keeps runs and models says nothing to others."""
+    given = [word.partition("=")[2] for word in job.words if word.startswith("model.path=")]
+    model = config["model"] | ({"path": given[-1]} if given else {})
+    return {name: value for name, value in config.items() if name != "run_dir"} | {"model": model}
+
+
 def _short(config: dict[str, Any]) -> dict[str, Any]:
     """An evaluation's config with the number of items in place of their list."""
     tasks = [task | {"items": len(task["items"])} for task in config["tasks"]]
     return config | {"tasks": tasks}
+
+
+def outcomes(folder: Path) -> dict[str, dict[str, str]]:
+    """By turns allowed and item: a 1 for each sample that succeeded, a 0 for each that did not; failed ones are on no
+    side. With it any two agents can be compared item by item."""
+    turns = json.loads((folder / "eval.json").read_text())["config"]["turns"]
+    return {
+        str(allowed): {
+            f"{env}/{item}": "".join(str(int(o.success)) for o in samples)
+            for (env, item), samples in load_side(folder, allowed).outcomes.items()
+        }
+        for allowed in turns
+    }
+
+
+def with_needs(jobs: Sequence[Job], words: Sequence[str]) -> list[Job]:
+    """Jobs with one of the words in their names, and all that they need, in the order of the study."""
+    by_name = {job.name: job for job in jobs}
+    wanted: set[str] = set()
+    left = [job.name for job in jobs if any(word in job.name for word in words)]
+    while left:
+        name = left.pop()
+        if name not in wanted:
+            wanted.add(name)
+            left += by_name[name].needs
+    return [job for job in jobs if job.name in wanted]
 
 
 def commit() -> str:
@@ -180,12 +225,13 @@ def run(study: Study, jobs: int, limit_s: float) -> int:
                     continue
                 del running[name]
                 took = f"{time.monotonic() - since:.0f} s"
-                if process.returncode == 0:
+                if process.returncode == 0 and study.has_ended(job):
                     study.keep(job)
                     say(f"{name}: done in {took}")
                 else:
                     failed.append(name)
-                    say(f"{name}: failed with {process.returncode} after {took}, see {study.work / name}.log")
+                    how = f"failed with {process.returncode}" if process.returncode else "stopped by somebody else"
+                    say(f"{name}: {how} after {took}, see {study.work / name}.log")
     finally:
         stop([process for _, process, _ in running.values()])
     left = [job.name for job in study.jobs if not study.is_done(job.name)]
@@ -226,21 +272,20 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="commands at once")
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop after this many seconds, with checkpoints")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--model", default=HUB_NAME, help="where rl-over-base finds SmolLM2-135M-Instruct: a folder")
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"), help="where runs are kept")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent)
     parser.add_argument("--list", action="store_true", help="print the commands and end")
     options = parser.parse_args()
     jobs = STUDIES[options.study](options.seeds)
     if options.only:
-        wanted = {j.name for j in jobs if any(word in j.name for word in options.only)}
-        needed = {name for job in jobs if job.name in wanted for name in job.needs}
-        jobs = [job for job in jobs if job.name in wanted | needed]
+        jobs = with_needs(jobs, options.only)
     if options.list:
         for job in jobs:
             print(f"{job.name}: agentgym-rl {job.kind} {job.recipe} {' '.join(job.words)}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is stopped, too
-    study = Study(options.study, jobs, options.work.absolute(), options.results, options.device)
+    study = Study(options.study, jobs, options.work.absolute(), options.results, options.device, options.model)
     raise SystemExit(1 if run(study, options.jobs, options.limit_s) else 0)
 
 

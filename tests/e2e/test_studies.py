@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,10 @@ def test_a_study_stopped_goes_on_and_leaves_small_records(tmp_path: Path, capsys
     assert trained["config"]["seed"] == 5
     assert [row["max_turns"] for row in evaluated["results"]] == [1, 6]
     assert evaluated["config"]["tasks"][0]["items"] == 4
+    assert [len(items) for items in evaluated["outcomes"].values()] == [4, 4]
+    won = [sum(map(int, items.values())) / 4 for items in evaluated["outcomes"].values()]
+    assert won == [row["scenarios"]["keydoor"]["success"]["value"] for row in evaluated["results"]]
+    assert str(tmp_path) not in json.dumps([trained, evaluated]), "where it ran says nothing to a reader"
     assert not list((tmp_path / "work").rglob("learned_*.jsonl"))
     assert study.run(again(), jobs=2, limit_s=300.0) == 0
     assert "started" not in capsys.readouterr().out
@@ -69,13 +74,36 @@ def test_the_studies_fit_together(name: str) -> None:
     for job in jobs:
         assert set(job.needs) <= set(names)
         assert job.kind == "eval" or (ROOT / "recipes" / job.recipe).is_file()
+        assert job.kind == "train" or "--turns" in job.words, "a record is read by the turns allowed"
     assert len({job.seed for job in jobs}) == 2
 
 
 def test_what_is_evaluated_is_what_is_trained_on() -> None:
-    for recipe in ("babyai-base", "babyai-rl"):
+    evaluated = dict.fromkeys(("babyai-base", "babyai-rl"), studies.MANY_ROOMS[1::2])
+    for task, words in studies.HELD_OUT.items():
+        subsets = tuple(word for before, word in pairwise(words) if before == "--subset")
+        evaluated |= {f"smollm2-{task}-{kind}": subsets for kind in ("sft", "rl")}
+    for recipe, subsets in evaluated.items():
         (environment,) = load_config(ROOT / f"recipes/evidence/{recipe}.toml", []).environments
-        assert environment.subsets == studies.MANY_ROOMS[1::2]
+        assert environment.subsets == subsets
+
+
+def test_the_arms_of_claim_a_share_one_prompt_and_start_where_they_say(tmp_path: Path) -> None:
+    jobs = {job.name: job for job in studies.rl_over_base(None)}
+    for task in studies.HELD_OUT:
+        sft, rl = (load_config(ROOT / f"recipes/evidence/smollm2-{task}-{kind}.toml", []) for kind in ("sft", "rl"))
+        assert (sft.model, sft.agent.instruction) == (rl.model, rl.agent.instruction)
+        assert sft.model.chat_template is not None
+        assert (ROOT / sft.model.chat_template).is_file()
+        made = study.Study("rl-over-base", list(jobs.values()), tmp_path, tmp_path / "results", "cpu", "a/folder")
+        (tmp_path / f"smollm2-sft-{task}-0/checkpoints/step_000007/model").mkdir(parents=True)
+        assert "model.path=a/folder" in made.command(jobs[f"smollm2-rl-{task}-0"])
+        start = f"model.path={tmp_path}/smollm2-sft-{task}-0/checkpoints/step_000007/model"
+        assert start in made.command(jobs[f"smollm2-sft-rl-{task}-0"])
+        plain = made.command(jobs[f"eval-smollm2-base-{task}-0-plain"])
+        assert plain[plain.index("--chat-template") + 1] == "chatml"
+    chosen = study.with_needs(list(jobs.values()), ["eval-smollm2-sft-rl-babyai"])
+    assert [job.arm for job in chosen] == ["SFT", "SFT + RL", "SFT + RL"], "what it needs needs something, too"
 
 
 def record(arm: str, seed: int, success: float, task: str = "babyai") -> dict[str, Any]:
