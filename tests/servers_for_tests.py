@@ -37,8 +37,8 @@ def server_in_thread(environments: Mapping[str, Callable[[], TextEnv]], **option
         yield RunningServer(f"http://127.0.0.1:{port}", app.state.sessions)
     finally:
         server.should_exit = True
-        thread.join(10)
-        assert not thread.is_alive(), "the server did not shut down within 10 s"
+        thread.join(60)
+        assert not thread.is_alive(), "the server did not shut down within 60 s"
 
 
 @contextlib.contextmanager
@@ -54,7 +54,7 @@ def server_process(env: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     folder = Path(__file__).parent
     child = subprocess.Popen([sys.executable, "-c", program], cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: _listens(port), timeout_s=30)
+        wait_until(lambda: _listens(port))
         yield f"http://127.0.0.1:{port}", child
     finally:
         child.kill()
@@ -63,7 +63,7 @@ def server_process(env: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
         child.stdout.close()
 
 
-def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at, f"the condition did not hold within {timeout_s:g} s"

@@ -158,14 +158,14 @@ def viewer_in_thread(library: Library, *, token: str | None = None, loopback: bo
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         library.close()
-        assert not thread.is_alive(), "the viewer did not shut down within 10 s"
+        assert not thread.is_alive(), "the viewer did not shut down within 60 s"
 
 
 def wait_for_index(library: Library, episodes: int, run: str) -> None:
     """Until the viewer's own thread has read so many episodes of a run."""
-    give_up_at = time.monotonic() + 20
+    give_up_at = time.monotonic() + 60
     while library.queries.counts(library.place(run).path)["episodes"] != episodes:
         assert time.monotonic() < give_up_at, "the index did not come up to date"
         time.sleep(0.02)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import quote
 
 import pytest
+from browser_for_tests import WAIT_MS, chromium, go
 from envs_for_tests import Counting
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 from viewer_for_tests import run as run_in_thread
 from viewer_for_tests import viewer_in_thread
 
-from agentgym_rl.environment.envs.webarena.browser import find_chromium
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.types import EnvSession, Message, StopReason, Task, Trajectory
@@ -46,7 +45,6 @@ SVG = f"""<svg xmlns="http://www.w3.org/2000/svg" width="60" height="60" onload=
 HTML = f"""<p>page</p><script>{MARK}</script><img src=x onerror="{MARK}"><form action="/x"></form>
 <iframe srcdoc="<script>{MARK}</script>"></iframe><meta http-equiv="refresh" content="0;url=javascript:{MARK}">"""
 EXECUTED = "window.pwned ?? null"
-expect.set_options(timeout=30_000)
 
 
 class Hostile(Counting):
@@ -123,17 +121,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        is_root = hasattr(os, "geteuid") and os.geteuid() == 0
-        made = playwright.chromium.launch(executable_path=find_chromium(), chromium_sandbox=not is_root)
+    with chromium() as made:
         yield made
-        made.close()
 
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context()
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(WAIT_MS)
     made = context.new_page()
     asked: list[str] = []
     made.on("dialog", lambda dialog: asked.append(dialog.message))
@@ -165,10 +160,8 @@ def addresses(library: Library) -> list[str]:
 
 def visit_all(page: Page, base: str, pages: list[str]) -> None:
     for address in pages:
-        page.goto(f"{base}#/{address}")
-        expect(page.locator("main:not(.loading) .page")).to_be_visible(timeout=30_000)
-        for details in page.locator("details").all():
-            details.evaluate("e => e.open = true")
+        go(page, f"{base}#/{address}")
+        page.evaluate("document.querySelectorAll('details').forEach((some) => (some.open = true))")
         page.wait_for_timeout(60)  # for what would run late
         assert page.evaluate(EXECUTED) is None, address
         assert page.locator("main script, main [onerror], main [onload]").count() == 0, address
@@ -201,13 +194,13 @@ def test_nothing_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: 
         pages = addresses(library)
         visit_all(page, url, pages)
         # It is there, as text: the pages did show what was to be dangerous.
-        page.goto(f"{url}#/{next(a for a in pages if 'transcript' in a)}")
+        go(page, f"{url}#/{next(a for a in pages if 'transcript' in a)}")
         expect(page.locator(".block.observation pre").first).to_contain_text(PAYLOADS[0])
-        page.goto(f"{url}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.0'))}")
+        go(page, f"{url}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.0'))}")
         picture = page.locator(".picture img")
         expect(picture).to_be_visible()
         assert picture.evaluate("e => e.naturalWidth") == 60
-        page.goto(f"{url}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.1'))}")
+        go(page, f"{url}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.1'))}")
         frame = page.locator(".picture iframe")
         expect(frame).to_have_attribute("sandbox", "")
         expect(page.frame_locator(".picture iframe").locator("p")).to_have_text("page")
@@ -217,7 +210,7 @@ def test_nothing_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: 
         for name in ("\u202eevil", "\u2069\u202eevil", "\u2067evil", "\u2069\u2069\u2067\u202eevil\u2069"):
             places = page.evaluate(TURNED, name)
             assert places == sorted(places), name
-        page.goto(f"{url}#/play")
+        go(page, f"{url}#/play")
         expect(page.locator(".story .now")).to_contain_text(PAYLOADS[0])
         page.locator(".action-button").first.click()
         expect(page.locator(".past")).to_have_count(1)
@@ -238,9 +231,9 @@ def test_nothing_of_a_hostile_export_is_executed(page: Page, root: Path, tmp_pat
     base = (tmp_path / "out.html").as_uri()
     pages = addresses(library)
     visit_all(page, base, pages)
-    page.goto(f"{base}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.0'))}")
+    go(page, f"{base}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.0'))}")
     expect(page.locator(".picture img")).to_be_visible()
-    page.goto(f"{base}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.1'))}")
+    go(page, f"{base}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.1'))}")
     expect(page.locator(".picture iframe")).to_be_visible()
     expect(page.frame_locator(".picture iframe").locator("p")).to_have_text("page")
     page.wait_for_timeout(300)
@@ -252,5 +245,5 @@ def test_the_payloads_do_run_where_nothing_stops_them(browser: Browser) -> None:
     """Otherwise the tests above could not fail."""
     page = browser.new_page()
     page.set_content(f"<body>{PAYLOADS[0]}{PAYLOADS[2]}{HTML}</body>")
-    page.wait_for_function(EXECUTED, timeout=30_000)
+    page.wait_for_function(EXECUTED, timeout=WAIT_MS)
     page.close()

@@ -28,6 +28,9 @@ const nav = h("nav", { "aria-label": "Main" });
 const help = h("dialog", { class: "help", "aria-label": "Keyboard" });
 let page = null;
 let turn = 0;
+let opening = false;
+let following = false;
+let untold = null; // changes that the page has not been told of
 
 function frame() {
   const theme = h("button", { type: "button", class: "quiet icon", onclick: nextTheme }, "◐");
@@ -73,6 +76,8 @@ function drawNavigation(current) {
 
 async function open() {
   const mine = ++turn;
+  opening = true;
+  untold = null; // all of that is read anew
   const route = readRoute();
   drawNavigation(BELONGS[route.page] ?? route.page);
   main.classList.add("loading");
@@ -98,6 +103,24 @@ async function open() {
   document.title = `${page.title} · AgentGym-RL`;
   scrollTo(0, 0);
   page.focus?.focus({ preventScroll: true });
+  opening = false;
+  follow(); // it may have read what was there before a change that came meanwhile
+}
+
+/** Tells the page what has changed, one change after another: so an older answer never comes after a newer one. */
+async function follow() {
+  if (following) return;
+  following = true;
+  while (untold && !opening) {
+    const changes = untold;
+    untold = null;
+    try {
+      await page?.onChange?.(changes);
+    } catch {
+      // what could not be read now is read after the next change
+    }
+  }
+  following = false;
 }
 
 function showHelp() {
@@ -142,7 +165,8 @@ function onChange(changes) {
   else fill(notice);
   if (stale) changes.grown = true;
   stale = false;
-  Promise.resolve(page?.onChange?.(changes)).catch(() => {});
+  untold = untold ? { ...changes, runs: new Set([...untold.runs, ...changes.runs]), grown: untold.grown || changes.grown } : changes;
+  follow();
 }
 
 async function begin() {

@@ -33,11 +33,15 @@ const isPhone = () => matchMedia("(max-width: 720px)").matches;
 async function browser(route, current, { path, extra, renderRow, open, what, orders }) {
   const id = route.parts[0];
   const chosen = Object.fromEntries(route.query);
-  const filters = h("div", { class: "filters" });
+  const choices = h("div", { class: "part" });
+  const further = h("div", { class: "part" });
   const tools = h("div", { class: "list-tools" });
   const total = h("span", { class: "total", role: "status" });
   const item = h("input", { type: "number", min: 0, placeholder: "item", "aria-label": "item", class: "item", onchange: () => change("item", item.value) });
   item.value = chosen.item ?? "";
+  // The field stays where it is while what is beside it is drawn anew: somebody may be typing.
+  const filters = h("div", { class: "filters" }, choices, item, further);
+  let drawing = 0;
 
   const list = virtualList({
     label: what[1],
@@ -62,17 +66,22 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
   }
 
   async function drawFilters() {
+    const mine = ++drawing;
     const { order, mixed, ...rest } = chosen;
     const clearing = Object.keys(chosen).length ? h("button", { type: "button", class: "quiet", onclick: clear }, "Clear") : null;
     let facets;
     try {
       facets = await get("facets", { run: id, ...rest });
     } catch (error) {
-      return fill(filters, h("span", { class: "invalid" }, error.message), item, clearing);
+      if (mine !== drawing) return;
+      fill(choices, h("span", { class: "invalid" }, error.message));
+      fill(further, clearing);
+      return;
     }
+    if (mine !== drawing) return; // something else was chosen meanwhile
     const shown = Object.keys(NAMES).filter((name) => facets[name].length > 1 || chosen[name] !== undefined);
     fill(
-      filters,
+      choices,
       shown.map((name) => {
         const options = facets[name].map(([value, some]) => {
           const given = name === "success" ? String(Boolean(value)) : String(value);
@@ -86,10 +95,8 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
         if (chosen[name] !== undefined) node.classList.add("on");
         return node;
       }),
-      item,
-      extra?.(chosen, change),
-      clearing,
     );
+    fill(further, extra?.(chosen, change), clearing);
     fill(tools, total, orders ? select(ORDERS, order ?? "step", (value) => change("order", value), "order") : null);
   }
 

@@ -93,6 +93,12 @@ export function chart(options) {
   let data = { lines: [], marks: [], stages: [] };
   let view = null;
   const self = { node, update, point, dispose };
+  // One element for good: whoever points at it keeps pointing at it while it is drawn anew.
+  const drawing = s("svg", {
+    role: "img", "aria-label": options.label ?? "chart",
+    onpointermove: (event) => view && cursor.move(view.x.invert(event.clientX - drawing.getBoundingClientRect().left), self),
+    onpointerleave: () => cursor.move(null, self),
+  });
 
   const observer = new ResizeObserver(() => draw());
   observer.observe(node);
@@ -117,25 +123,20 @@ export function chart(options) {
     }
     const x = scale(extent(all.map(([px]) => px)), [MARGIN.left, width - MARGIN.right]);
     const y = scale(padded(all.map(([, py]) => py), options.range), [height - MARGIN.bottom, MARGIN.top]);
-    const drawing = s("svg", {
-      width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": options.label ?? "chart",
-    });
-    drawing.append(
+    const rule = s("line", { class: "rule", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
+    const dots = s("g", {});
+    for (const [name, value] of Object.entries({ width, height, viewBox: `0 0 ${width} ${height}` })) drawing.setAttribute(name, value);
+    fill(
+      drawing,
       s("g", { class: "stages" }, data.stages.map((stage, i) => shade(stage, i, x, width))),
       s("g", { class: "axis" }, yAxis(y, width), xAxis(x, width)),
       s("g", {}, data.lines.map((line) => drawLine(line, x, y))),
       s("g", {}, data.marks.map((mark) => drawMarks(mark, x, y))),
+      rule,
+      dots,
     );
-    const rule = s("line", { class: "rule", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
-    const dots = s("g", {});
-    drawing.append(rule, dots);
-    drawing.addEventListener("pointermove", (event) => {
-      const left = drawing.getBoundingClientRect().left;
-      cursor.move(x.invert(event.clientX - left), self);
-    });
-    drawing.addEventListener("pointerleave", () => cursor.move(null, self));
     view = { x, y, rule, dots, width };
-    fill(node, drawing, tip);
+    if (drawing.parentNode !== node) fill(node, drawing, tip);
   }
 
   function point(at, here) {

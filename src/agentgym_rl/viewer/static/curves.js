@@ -68,7 +68,7 @@ export function curvesPanel(state, onState) {
   async function show(next) {
     runs = next;
     await Promise.all(runs.filter((run) => !loaded.has(run.id)).map((run) => load(run.id)));
-    rebuild();
+    arrange();
   }
 
   async function load(id) {
@@ -79,23 +79,33 @@ export function curvesPanel(state, onState) {
     const ours = runs.filter((run) => ids.has(run.id));
     if (!ours.length) return;
     await Promise.all(ours.map((run) => load(run.id)));
-    const names = allNames();
-    if (names.every((name) => charts.has(name))) drawAll();
-    else rebuild();
+    arrange();
   }
 
   function allNames() {
     return [...new Set(runs.flatMap((run) => Object.keys(loaded.get(run.id)?.series ?? {})))].sort();
   }
 
-  function rebuild() {
-    for (const some of charts.values()) some.chart.dispose();
-    cursor.clear();
-    charts = new Map();
+  /** The charts there are, as long as they are those wanted: one that somebody points at stays. */
+  function arrange() {
+    const wanted = Object.values(specs()).flat().map((spec) => spec.metric);
+    if (wanted.length && String(wanted) === String([...charts.keys()])) drawAll();
+    else rebuild();
+  }
+
+  function specs() {
     const names = allNames();
     const main = MAIN.filter((spec) => names.includes(spec.metric) || (spec.heldOut && runs.some((run) => run.evaluations?.length)));
     const taken = new Set(MAIN.map((spec) => spec.metric));
     const rest = names.filter((name) => !taken.has(name) && !name.startsWith("horizon/")).map((name) => ({ title: name, metric: name, small: true }));
+    return { main, rest };
+  }
+
+  function rebuild() {
+    for (const some of charts.values()) some.chart.dispose();
+    cursor.clear();
+    charts = new Map();
+    const { main, rest } = specs();
     fill(grid, main.length ? main.map(card) : h("p", { class: "empty wide" }, runs.length ? "No step is finished yet." : "Choose runs above to see their curves."));
     fill(more, rest.map(card));
     details.hidden = !rest.length;

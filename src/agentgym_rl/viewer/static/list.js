@@ -16,6 +16,7 @@ export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, 
   let generation = 0;
   let waiting = new AbortController();
   let framed = 0;
+  const made = new WeakMap(); // row -> its element: one that is drawn again stays the one a pointer is pressed on
 
   function geometry() {
     const height = rowHeight();
@@ -70,12 +71,17 @@ export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, 
       const page = pages.get(Math.floor(i / PAGE));
       if (page === undefined) ask(Math.floor(i / PAGE));
       const row = page?.[i % PAGE];
-      const element = row ? renderRow(row, i) : h("div", { class: "row blank" });
+      const element = row ? elementOf(row, i) : h("div", { class: "row blank" });
       element.style.transform = `translateY(${origin + i * height}px)`;
       element.setAttribute("aria-selected", String(i === chosen));
       rows.push(element);
     }
-    inner.replaceChildren(...rows);
+    if (rows.length !== inner.childNodes.length || rows.some((row, i) => row !== inner.childNodes[i])) inner.replaceChildren(...rows);
+  }
+
+  function elementOf(row, i) {
+    if (!made.has(row)) made.set(row, renderRow(row, i));
+    return made.get(row);
   }
 
   /** Begin again from the top; with `stay` read what is in sight anew and stay there. */
