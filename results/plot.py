@@ -2,37 +2,52 @@
 
     python results/plot.py [--results results] [--out docs/images]
 
-What a study has not run yet is left out, and said.
+Only what has records is drawn; what has none yet is said, here and in tables.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from agentgym_rl.evaluation.statistics import sign_flip_test
+from records import (
+    Record,
+    curve,
+    evaluations_of,
+    item_rates,
+    last,
+    mean_curve,
+    missing,
+    over_curve,
+    read,
+    runs_of,
+    success_at,
+    turns_of,
+    whole_cell,
+)
+from studies import NO_EXAMPLES, SIZES
+from tables import agents_table, arms_table, gains, items_table, paired_table, spread_of
+
 from agentgym_rl.plots import FAINT, GRID, INK
 
-Record = dict[str, Any]
-COLOURS = {"staged": "#0f766e", "adaptive": "#2563eb", "fixed-long": "#c2410c", "fixed-short": "#a16207"}
+ARMS = {NO_EXAMPLES: "#e4e7eb", "base": "#cbd2d9", "SFT": "#a16207", "RL": "#2563eb", "SFT + RL": "#0f766e"}
+HORIZONS = {"staged": "#0f766e", "adaptive": "#2563eb", "fixed-long": "#c2410c", "fixed-short": "#a16207"}
 SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
+TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
 PANELS = (
     ("success", "held-out success under 16 turns"),
     ("turns/mean", "turns used in training"),
     ("truncated/rate", "share of episodes cut"),
     ("entropy/mean", "entropy of a token"),
+    ("actions/repeated_rate", "actions repeated"),
 )
-SMOOTHED = 5
-"""Steps over which the metrics of single steps are averaged."""
-
-
-def read(results: Path, study: str) -> list[Record]:
-    return [json.loads(path.read_text()) for path in sorted((results / study).glob("*.json"))]
+TRIES, TRY_TURNS = (1, 2, 4), 4
+"""pass@k: so many tries of so many turns."""
+ACROSS = 3
+"""Panels in a row of the README's picture."""
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:
@@ -49,189 +64,235 @@ def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[An
     return figure, [list(row) for row in grid]
 
 
-def curve(record: Record, name: str) -> tuple[list[float], list[float]]:
-    """(sampled tokens, values): held-out evaluations, or a metric of training averaged over a few steps."""
-    if name == "success":
-        return [e["sampled_tokens"] for e in record["evaluations"]], [e["success"] for e in record["evaluations"]]
-    tokens, values = record["curves"]["tokens/total"], record["curves"].get(name, [])
-    points = [(t, v) for t, v in zip(tokens, values, strict=False) if v is not None]
-    blocks = [points[i : i + SMOOTHED] for i in range(0, len(points), SMOOTHED)]
-    return [b[-1][0] for b in blocks], [statistics.fmean(v for _, v in b) for b in blocks]
+def title(axes: Any, text: str) -> None:
+    axes.set_title(text, fontsize=9, loc="left", color=INK)
 
 
-def at(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Linear between points, the nearest point beyond them."""
-    for (x0, y0), (x1, y1) in zip(zip(xs, ys, strict=True), zip(xs[1:], ys[1:], strict=True), strict=False):
-        if x0 <= x <= x1:
-            return y0 if x1 == x0 else y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return ys[0] if x < xs[0] else ys[-1]
+def in_percent(axes: Any, label: str = "") -> None:
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
+    axes.set_ylabel(label, fontsize=9, color=INK)
 
 
-def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[list[float], list[float]]:
-    """Over seeds, up to where the shortest of them ends."""
-    end = min(xs[-1] for xs, _ in curves)
-    places = [end * i / 60 for i in range(61)]
-    return places, [statistics.fmean(at(xs, ys, x) for xs, ys in curves) for x in places]
+def draw_bars(axes: Any, records: Sequence[Record], task: str) -> None:
+    """Claim A: success of each arm with its interval; of several seeds the bars stand side by side."""
+    place, names = 0.0, []
+    for arm, colour in ARMS.items():
+        bars = sorted((r for r in records if (r["task"], r["arm"]) == (task, arm)), key=lambda r: r["seed"])
+        for number, record in enumerate(bars):
+            rate = whole_cell(record)["success"]
+            x = place + 0.8 * (number + 0.5) / len(bars) - 0.4
+            axes.bar(x, rate["value"], 0.76 / len(bars), color=colour)
+            axes.plot([x, x], [rate["low"], rate["high"]], color=INK, linewidth=1.2)
+            axes.text(x, rate["high"], f"{100 * rate['value']:.0f}", ha="center", va="bottom", fontsize=8, color=INK)
+        if bars:
+            names.append((place, arm.replace(", ", ",\n")))
+            place += 1
+    axes.set_xticks([x for x, _ in names], [name for _, name in names])
+    axes.grid(axis="x", visible=False)
 
 
-def draw_horizons(records: list[Record], path: Path) -> None:
-    """A row per task: success, turns, truncation and entropy against sampled tokens, every seed and the mean."""
-    runs = [r for r in records if r["arm"] in COLOURS]
-    tasks = sorted({r["task"] for r in runs})
-    figure, grid = new_figure(len(tasks), len(PANELS), 14, 3.1 * len(tasks))
-    for row, task in zip(grid, tasks, strict=True):
-        for axes, (name, title) in zip(row, PANELS, strict=True):
-            for arm, colour in COLOURS.items():
-                curves = [curve(r, name) for r in runs if (r["task"], r["arm"]) == (task, arm)]
-                curves = [c for c in curves if c[0]]
-                for xs, ys in curves:
-                    axes.plot([x / 1e3 for x in xs], ys, color=colour, alpha=0.25, linewidth=0.8)
-                if curves:
-                    xs, ys = mean_curve(curves)
-                    axes.plot([x / 1e3 for x in xs], ys, color=colour, linewidth=2, label=arm)
-            axes.set_title(f"{task}: {title}", fontsize=9, loc="left", color=INK)
-            axes.set_ylim(bottom=0)
-        row[0].legend(fontsize=8, frameon=False, labelcolor=INK)
-    figure.supxlabel("tokens sampled, thousands", fontsize=9, color=INK)
-    figure.savefig(path)
+def draw_curves(axes: Any, runs: Sequence[Record], task: str, name: str) -> None:
+    """Every seed faintly and the mean of each arm, against tokens sampled."""
+    for arm, colour in HORIZONS.items():
+        curves = [curve(r, name) for r in runs if (r["task"], r["arm"]) == (task, arm)]
+        curves = [c for c in curves if c[0]]
+        for xs, ys in curves:
+            axes.plot([x / 1e3 for x in xs], ys, color=colour, alpha=0.25, linewidth=0.8)
+        if curves:
+            xs, ys = mean_curve(curves)
+            axes.plot([x / 1e3 for x in xs], ys, color=colour, linewidth=2, label=arm)
 
 
-def over_curve(record: Record) -> float:
-    """Mean success over the budget: how soon it was learned."""
-    xs, ys = curve(record, "success")
-    return statistics.fmean(at(xs, ys, xs[-1] * i / 50) for i in range(51))
+def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str, str]]) -> None:
+    """Claim C: success against turns by size; bars from the lowest to the highest seed."""
+    for size, colour in SIZE_COLOURS.items():
+        for arm, style in arms:
+            records = [r for r in evaluated if r["arm"] == f"{arm} {size}"]
+            if records:
+                turns = turns_of(records[0])
+                values = [[success_at(r, t) for r in records] for t in turns]
+                label = f"{size}, {'trained' if arm == 'staged' else arm}"
+                mean = [statistics.fmean(some) for some in values]
+                axes.plot(turns, mean, style, color=colour, marker="o", markersize=4, label=label)
+                for turn, some in zip(turns, values, strict=True):
+                    axes.plot([turn, turn], [min(some), max(some)], color=colour, linewidth=1, alpha=0.6)
+    _turns_axis(axes, "turns allowed")
 
 
-def fall(record: Record) -> float:
-    """From the best evaluation to the last."""
-    success = [e["success"] for e in record["evaluations"]]
-    return max(success) - success[-1]
+def draw_tries(axes: Any, evaluated: Sequence[Record]) -> None:
+    """k tries of a few turns each against one episode with as many turns in all."""
+    for size, colour in SIZE_COLOURS.items():
+        records = [r for r in evaluated if r["arm"] == f"staged {size}"]
+        if records:
+            spent = [k * TRY_TURNS for k in TRIES]
+            one = [statistics.fmean(success_at(r, turns) for r in records) for turns in spent]
+            best = [statistics.fmean(success_at(r, TRY_TURNS, k) for r in records) for k in TRIES]
+            axes.plot(spent, one, "-", color=colour, marker="o", markersize=4, label=f"{size}, one episode")
+            axes.plot(spent, best, ":", color=colour, marker="s", markersize=4, label=f"{size}, tries of {TRY_TURNS}")
+    _turns_axis(axes, "turns in all")
 
 
-def last(record: Record) -> float:
-    return float(record["evaluations"][-1]["success"])
+def _turns_axis(axes: Any, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
+    axes.set_xlabel(label, fontsize=9, color=INK)
 
 
-def spread_of(values: Sequence[float]) -> str:
-    return f"{statistics.fmean(values):.1%} ({min(values):.1%}–{max(values):.1%})"
+def legend(axes: Any, columns: int = 1) -> None:
+    """Under the axes, where no curve can be behind it."""
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "handlelength": 3}
+    axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=columns, **place)
 
 
-def arms_table(records: list[Record], arms: Sequence[str]) -> list[str]:
-    """A row per task and arm."""
-    lines = [
-        "| task | arm | seeds | success at the end (lowest–highest) | over the run | fall | steps | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for task in sorted({r["task"] for r in records}):
-        for arm in arms:
-            runs = [r for r in records if (r["task"], r["arm"]) == (task, arm)]
-            if runs:
-                steps, seconds = (statistics.fmean(r[n] for r in runs) for n in ("steps", "seconds"))
-                numbers = [spread_of([value(r) for r in runs]) for value in (last, over_curve)]
-                falls = statistics.fmean(fall(r) for r in runs)
-                numbers += [f"{falls:.1%}", f"{steps:.0f}", f"{seconds:.0f}"]
-                lines.append(f"| {task} | {arm} | {len(runs)} | {' | '.join(numbers)} |")
-    return lines
-
-
-def paired_table(
-    records: list[Record], pairs: Sequence[tuple[str, str]], value: Callable[[Record], float]
-) -> list[str]:
-    """Differences within (task, seed), a sign-flip test over them, and Holm's correction over the rows."""
-    rows: list[tuple[str, str, list[float], float]] = []
-    for first, second in pairs:
-        found = {(r["task"], r["seed"], r["arm"]): value(r) for r in records}
-        places = sorted({(task, seed) for task, seed, _ in found})
-        differences = [
-            found[*place, first] - found[*place, second]
-            for place in places
-            if (*place, first) in found and (*place, second) in found
-        ]
-        if differences:
-            rows.append((first, second, differences, sign_flip_test(differences)))
-    corrected = holm([p for *_, p in rows])
-    lines = ["| first | second | pairs | mean difference (lowest–highest) | p | p, Holm |", "|---|---|---|---|---|---|"]
-    for (first, second, differences, p), adjusted in zip(rows, corrected, strict=True):
-        mean, low, high = (100 * f(differences) for f in (statistics.fmean, min, max))
-        points = f"{mean:+.1f} ({low:+.1f} to {high:+.1f}) points"
-        lines.append(f"| {first} | {second} | {len(differences)} | {points} | {p:.3f} | {adjusted:.3f} |")
-    return lines
-
-
-def holm(values: Sequence[float]) -> list[float]:
-    """Step-down p-values: the smallest times their number, the next times one less, never falling."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    adjusted, highest = [0.0] * len(values), 0.0
-    for rank, place in enumerate(order):
-        highest = max(highest, min(1.0, values[place] * (len(values) - rank)))
-        adjusted[place] = highest
-    return adjusted
+def rl_over_base(records: list[Record], out: Path) -> list[str]:
+    evaluated = evaluations_of(records)
+    if not evaluated:
+        return ["No agent has been evaluated yet."]
+    tasks = sorted({r["task"] for r in evaluated})
+    figure, grid = new_figure(1, len(tasks), 5.2 * len(tasks), 3.4)
+    for axes, task in zip(grid[0], tasks, strict=True):
+        draw_bars(axes, evaluated, task)
+        in_percent(axes, "held-out success")
+        title(axes, f"{TITLES[task]}: SmolLM2-135M, success with 95% intervals")
+    figure.savefig(out / "evidence-base.png")
+    pairs = [("RL", "base"), ("SFT + RL", "SFT")]
+    return [*agents_table(evaluated, list(ARMS)), "", "On the same items:", "", *items_table(evaluated, pairs)]
 
 
 def horizons(records: list[Record], out: Path) -> list[str]:
-    draw_horizons(records, out / "evidence-horizons.png")
+    """A row per task: success, turns, truncation, entropy and repetition against sampled tokens."""
+    runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
+    if not runs:
+        return ["Only starting models are there yet."]
+    tasks = sorted({r["task"] for r in runs})
+    figure, grid = new_figure(len(tasks), len(PANELS), 3.4 * len(PANELS), 3.1 * len(tasks))
+    for row, task in zip(grid, tasks, strict=True):
+        for axes, (name, text) in zip(row, PANELS, strict=True):
+            draw_curves(axes, runs, task, name)
+            title(axes, f"{TITLES[task]}: {text}")
+            axes.set_ylim(bottom=0)
+        in_percent(row[0])
+        row[0].legend(fontsize=8, frameon=False, labelcolor=INK)
+    figure.supxlabel("tokens sampled, thousands", fontsize=9, color=INK)
+    figure.savefig(out / "evidence-horizons.png")
     staged = [(a, b) for a in ("staged", "adaptive") for b in ("fixed-short", "fixed-long")]
     return [
-        "## Claim B: horizons",
-        *("", *arms_table(records, list(COLOURS)), "", "Success at the end of the budget:"),
-        *("", *paired_table(records, staged, last), "", "Mean success over the run:"),
-        *("", *paired_table(records, staged, over_curve)),
+        *(*arms_table(runs, list(HORIZONS)), "", "Success at the end of the budget:"),
+        *("", *paired_table(runs, staged, last), "", "Mean success over the run:"),
+        *("", *paired_table(runs, staged, over_curve), "", "What the doctor said, runs in which it did:"),
+        *("", *findings_table(runs)),
     ]
 
 
-def by_turns(record: Record) -> tuple[list[int], list[float]]:
-    rows = sorted(record["results"], key=lambda row: row["max_turns"])
-    return [row["max_turns"] for row in rows], [row["scenarios"]["BabyAI"]["success"]["value"] for row in rows]
-
-
-def interaction(records: list[Record], out: Path) -> list[str]:
-    """Success against turns by size, before and after; and the two gains that are compared."""
-    evaluated = [r for r in records if "results" in r]
-    figure, grid = new_figure(1, 1, 7, 4.2)
-    (axes,) = grid[0]
-    for size, colour in SIZE_COLOURS.items():
-        for arm, style in (("base", "--"), ("staged", "-")):
-            curves = [by_turns(r) for r in evaluated if r["arm"] == f"{arm} {size}"]
-            if curves:
-                turns = curves[0][0]
-                mean = [statistics.fmean(ys[i] for _, ys in curves) for i in range(len(turns))]
-                axes.plot(turns, mean, style, color=colour, marker="o", markersize=4, label=f"{size}, {arm}")
-                for place, turn in enumerate(turns):
-                    values = [ys[place] for _, ys in curves]
-                    axes.plot([turn, turn], [min(values), max(values)], color=colour, linewidth=1, alpha=0.6)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([2, 4, 8, 16, 32], ["2", "4", "8", "16", "32"])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("turns allowed", fontsize=9, color=INK)
-    axes.set_ylabel("held-out success", fontsize=9, color=INK)
-    axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=3)
-    figure.savefig(out / "evidence-interaction.png")
-    lines = [
-        "## Claim C: turns and parameters",
-        "",
-        "| agent | 2 | 4 | 8 | 16 | 32 turns |",
-        "|---|---|---|---|---|---|",
-    ]
-    for arm in sorted({r["arm"] for r in evaluated}):
-        columns = zip(*(by_turns(r)[1] for r in evaluated if r["arm"] == arm), strict=True)
-        lines.append(f"| {arm} | {' | '.join(spread_of(values) for values in columns)} |")
+def findings_table(runs: Sequence[Record]) -> list[str]:
+    """How many runs of each arm had each of the doctor's findings."""
+    kinds = sorted({f["rule"] for r in runs for f in r["findings"]})
+    if not kinds:
+        return ["Nothing, in any run."]
+    lines = [f"| task | arm | runs | {' | '.join(kinds)} |", "|---|---|---|" + "---|" * len(kinds)]
+    for task in sorted({r["task"] for r in runs}):
+        for arm in HORIZONS:
+            some = [{f["rule"] for f in r["findings"]} for r in runs if (r["task"], r["arm"]) == (task, arm)]
+            if some:
+                counts = " | ".join(str(sum(kind in found for found in some)) for kind in kinds)
+                lines.append(f"| {task} | {arm} | {len(some)} | {counts} |")
     return lines
 
 
+def interaction(records: list[Record], out: Path) -> list[str]:
+    """Success against turns by size, before and after, pass@k beside it; and the two gains that are compared."""
+    evaluated = evaluations_of(records)
+    if not evaluated:
+        return ["No agent has been evaluated yet."]
+    trained = [r for r in evaluated if r["arm"].startswith("staged")]
+    figure, grid = new_figure(1, 2 if trained else 1, 11 if trained else 6, 4.6)
+    draw_turns(grid[0][0], evaluated, (("base", "--"), ("staged", "-")))
+    title(grid[0][0], "held-out success against turns, bars from lowest to highest seed")
+    if trained:
+        draw_tries(grid[0][1], trained)
+        title(grid[0][1], f"trained agents: one long episode or several tries of {TRY_TURNS} turns (pass@k)")
+    for axes in grid[0]:
+        in_percent(axes)
+        legend(axes, 3)
+    figure.savefig(out / "evidence-interaction.png")
+    turns = turns_of(evaluated[0])
+    lines = [f"| agent | {' | '.join(map(str, turns))} turns |", "|---|" + "---|" * len(turns)]
+    agents = [f"{arm} {size}" for size in SIZES for arm in ("base", "staged")]
+    by_agent = {agent: [r for r in evaluated if r["arm"] == agent] for agent in agents}
+    for agent, some in by_agent.items():
+        if some:
+            lines.append(f"| {agent} | {' | '.join(spread_of([success_at(r, t) for r in some]) for t in turns)} |")
+    lines += ["", f"pass@k, tries of {TRY_TURNS} turns:", "", f"| agent | {' | '.join(f'k = {k}' for k in TRIES)} |"]
+    lines.append("|---|" + "---|" * len(TRIES))
+    for agent, some in by_agent.items():
+        if some and all(item_rates(r, TRY_TURNS, TRIES[-1]) for r in some):
+            rates = (spread_of([success_at(r, TRY_TURNS, k) for r in some]) for k in TRIES)
+            lines.append(f"| {agent} | {' | '.join(rates)} |")
+    return [*lines, "", *gains(evaluated)]
+
+
 def ablations(records: list[Record], out: Path) -> list[str]:
-    runs = [r for r in records if r["arm"] != "base"]
-    arms = sorted({r["arm"] for r in runs})
-    pairs = [
-        (a, b) for a, b in combinations(["unchanged", *(a for a in arms if a != "unchanged")], 2) if a == "unchanged"
-    ]
-    return ["## Ablations", "", *arms_table(runs, arms), "", *paired_table(runs, pairs, last)]
+    runs = [r for r in runs_of(records) if r["arm"] != "base"]
+    if not runs:
+        return ["Only starting models are there yet."]
+    arms = sorted({r["arm"] for r in runs} - {"unchanged"})
+    pairs = [(arm, "unchanged") for arm in arms]
+    return [*arms_table(runs, ["unchanged", *arms]), "", *paired_table(runs, pairs, last)]
 
 
-STUDIES: dict[str, Callable[[list[Record], Path], list[str]]] = {
-    "staged-horizon": horizons,
-    "interaction": interaction,
-    "ablations": ablations,
+STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
+    "rl-over-base": ("Claim A: RL over its base model", rl_over_base),
+    "staged-horizon": ("Claim B: horizons", horizons),
+    "interaction": ("Claim C: turns and parameters", interaction),
+    "ablations": ("Ablations", ablations),
 }
+
+
+def overview(found: dict[str, list[Record]], path: Path) -> str:
+    """The picture of the README: a panel per claim and task that has records. Says what it left out."""
+    panels: list[Callable[[Any], None]] = []
+    absent = []
+    evaluated = evaluations_of(found["rl-over-base"])
+    for task in sorted({r["task"] for r in evaluated}):
+
+        def bars(axes: Any, task: str = task) -> None:
+            draw_bars(axes, [r for r in evaluated if r["arm"] != NO_EXAMPLES], task)
+            title(axes, f"{TITLES[task]}: SmolLM2-135M before and after")
+
+        panels.append(bars)
+    runs = [r for r in runs_of(found["staged-horizon"]) if r["arm"] in HORIZONS]
+    for task in sorted({r["task"] for r in runs}):
+
+        def curves(axes: Any, task: str = task) -> None:
+            draw_curves(axes, runs, task, "success")
+            title(axes, f"{TITLES[task]}: horizons, 1M, by tokens (thousands)")
+            legend(axes, 2)
+
+        panels.append(curves)
+    agents = [r for r in evaluations_of(found["interaction"]) if r["arm"].startswith("staged")]
+    if agents:
+
+        def turns(axes: Any) -> None:
+            draw_turns(axes, agents, (("staged", "-"),))
+            title(axes, "BabyAI: turns and parameters")
+            legend(axes, 3)
+
+        panels.append(turns)
+    absent = [name for name, some in (("A", evaluated), ("B", runs), ("C", agents)) if not some]
+    if panels:
+        columns = min(ACROSS, len(panels))
+        rows = -(-len(panels) // columns)
+        figure, grid = new_figure(rows, columns, 3.9 * columns, 3.4 * rows)
+        places = [axes for row in grid for axes in row]
+        for axes, draw in zip(places, panels, strict=False):
+            draw(axes)
+            in_percent(axes)
+        for axes in places[len(panels) :]:
+            figure.delaxes(axes)
+        figure.savefig(path)
+    left_out = f"without claim {', '.join(absent)}, of which there is nothing to show yet" if absent else "whole"
+    return f"{path.name}: {left_out}" if panels else f"{path.name}: not drawn, there are no results yet"
 
 
 def main() -> None:
@@ -241,13 +302,18 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     text: list[str] = []
-    for name, draw in STUDIES.items():
-        if records := read(options.results, name):
-            text += [*draw(records, options.out), ""]
+    found = {name: read(options.results, name) for name in STUDIES}
+    for name, (heading, draw) in STUDIES.items():
+        if found[name]:
+            text += [f"## {heading}", "", *draw(found[name], options.out), ""]
+            if absent := missing(name, found[name]):
+                text += [f"Not complete: {absent}.", ""]
         else:
             print(f"{name}: no results yet")
-    (options.results / "tables.md").write_text("\n".join(text))
-    print("\n".join(text))
+    print(overview(found, options.out / "evidence.png"))
+    if text:
+        (options.results / "tables.md").write_text("\n".join(text))
+        print("\n".join(text))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,8 @@ HELD_OUT = {
 }
 """What claim A is evaluated on: 300 episodes of as many items, 388 of 97."""
 NO_EXAMPLES = "base, no examples"
+PLAIN = ("--style", "act", "--temperature", "0.7", "--max-new-tokens", "32", "--max-context", "4096")
+"""A model that no run has settings for: as the others, but with the environment's own instruction and nothing else."""
 
 STAGED = tuple(w.format(**TASKS["babyai"]) for w in HORIZONS["staged"])
 MANY_ROOMS = tuple(
@@ -114,19 +116,19 @@ def rl_over_base(seeds: list[int] | None) -> list[Job]:
             imitated = run("SFT", "sft", PRETRAINED)
             runs = [imitated, run("RL", "rl", PRETRAINED), run("SFT + RL", "rl", imitated.name), base_run]
             jobs += runs
-            agents = [(job.arm, job, ()) for job in runs] + [(NO_EXAMPLES, base_run, ("--chat-template", "chatml"))]
-            for arm, job, words in agents:
-                name = job.name if arm == job.arm else f"{job.name}-plain"
-                options = ("--env", task, *items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128")
+            options = ("--env", task, *items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128")
+            agents = [(job.arm, job.name, options) for job in runs]
+            agents.append((NO_EXAMPLES, PRETRAINED, (*options, *PLAIN)))
+            for arm, agent, words in agents:
                 jobs.append(
                     Job(
-                        name=f"eval-{name}",
+                        name=f"eval-{agent}" if agent != PRETRAINED else f"eval-smollm2-plain-{task}-{seed}",
                         arm=arm,
                         task=task,
                         seed=seed,
                         kind="eval",
-                        words=("--agent", f"{{{job.name}}}", *words, *options),
-                        needs=(job.name,),
+                        words=("--agent", f"{{{agent}}}", *words),
+                        needs=() if agent == PRETRAINED else (agent,),
                     )
                 )
     return jobs
@@ -182,7 +184,7 @@ def ablations(seeds: list[int] | None) -> list[Job]:
     for seed in seeds if seeds is not None else range(3):
         jobs.append(base("babyai", "1M", seed))
         for arm, words in changes.items():
-            name = arm.replace(",", "").replace(" ", "-")
+            name = arm.replace(",", "").replace(" ", "-") if words else "staged"  # claim B's: it is not run again
             jobs.append(trained("babyai", arm, "1M", seed, (*STAGED, *words), name))
     return jobs
 

@@ -1,6 +1,6 @@
 """Runs the experiments of docs/evidence.md, whole or in pieces; the same command goes on where it was stopped.
 
-    python results/study.py staged-horizon --seeds 0 1 2 --jobs 8 --limit-s 540
+    python results/study.py staged-horizon interaction --seeds 0 1 2 --jobs 8 --limit-s 540
 
 Each run and each evaluation is a command of its own (`agentgym-rl train`, `agentgym-rl eval`) in a folder under --work.
 What is finished leaves a small JSON under results/<study>/. When the time is up the others write a checkpoint and stop.
@@ -82,12 +82,15 @@ class Study:
         """Words of the form {name} stand for what another job left behind: to evaluate its run, to train its model."""
         folder = str(self.folder(job.name))
         if job.kind == "eval":
-            filled = [re.sub(r"{(.+?)}", lambda found: str(self.folder(found[1])), word) for word in job.words]
+            filled = [re.sub(r"{(.+?)}", lambda found: self._agent(found[1]), word) for word in job.words]
             return [*AGENTGYM, "eval", *filled, "--out", folder, "--name", job.name, "--device", self.device]
         filled = [re.sub(r"{(.+?)}", lambda found: str(self._last_model(found[1])), word) for word in job.words]
         fixed = [f"run_dir={folder}", f"name={job.name}", f"seed={job.seed}", f"model.device={self.device}"]
         resume = ["--resume"] if (self.folder(job.name) / "config.toml").is_file() else []
         return [*AGENTGYM, "train", str(ROOT / "recipes" / job.recipe), *filled, *fixed, *resume]
+
+    def _agent(self, name: str) -> str:
+        return self.pretrained if name == PRETRAINED else str(self.folder(name))
 
     def _last_model(self, name: str) -> str | Path:
         if name == PRETRAINED:
@@ -161,9 +164,10 @@ def _without_places(config: dict[str, Any], job: Job) -> dict[str, Any]:
 
 
 def _short(config: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation's config with the number of items in place of their list."""
+    """An evaluation's config with the number of items in place of their list, and without the place of a model."""
     tasks = [task | {"items": len(task["items"])} for task in config["tasks"]]
-    return config | {"tasks": tasks}
+    agent = {name: value for name, value in config["agent"].items() if name != "path"}
+    return config | {"tasks": tasks, "agent": agent}
 
 
 def outcomes(folder: Path) -> dict[str, dict[str, str]]:
@@ -207,20 +211,24 @@ def hardware(device: str) -> str:
     return f"{torch.cuda.get_device_name()}, {cpu}" if device.startswith("cuda") else cpu
 
 
-def run(study: Study, jobs: int, limit_s: float) -> int:
-    """Keep `jobs` commands running until all are done or the time is up; the number of jobs that failed."""
+def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
+    """Keep `jobs` commands running until all are done or the time is up; the number of jobs that failed.
+
+    Earlier studies come first. A job that is in several is run once, and each of them keeps a record.
+    """
     ends_at = time.monotonic() + limit_s
-    running: dict[str, tuple[Job, subprocess.Popen[bytes], float]] = {}
+    running: dict[str, tuple[Study, Job, subprocess.Popen[bytes], float]] = {}
     failed: list[str] = []
     try:
         while True:
-            while len(running) < jobs and (job := study.ready(list(running), failed)):
-                running[job.name] = (job, start(study, job), time.monotonic())
+            while len(running) < jobs and (found := _next(studies, list(running), failed)):
+                study, job = found
+                running[job.name] = (study, job, start(study, job), time.monotonic())
                 say(f"{job.name}: started")
             if not running or time.monotonic() > ends_at:
                 break
             time.sleep(0.2)
-            for name, (job, process, since) in list(running.items()):
+            for name, (study, job, process, since) in list(running.items()):
                 if process.poll() is None:
                     continue
                 del running[name]
@@ -233,10 +241,22 @@ def run(study: Study, jobs: int, limit_s: float) -> int:
                     how = f"failed with {process.returncode}" if process.returncode else "stopped by somebody else"
                     say(f"{name}: {how} after {took}, see {study.work / name}.log")
     finally:
-        stop([process for _, process, _ in running.values()])
-    left = [job.name for job in study.jobs if not study.is_done(job.name)]
-    say(f"{len(study.jobs) - len(left)} of {len(study.jobs)} done" + (f", left: {', '.join(left)}" if left else ""))
+        stop([process for _, _, process, _ in running.values()])
+    for study in studies:
+        left = [job.name for job in study.jobs if not study.is_done(job.name)]
+        done = f"{study.name}: {len(study.jobs) - len(left)} of {len(study.jobs)} done"
+        say(done + (f", left: {', '.join(left)}" if left else ""))
     return len(failed)
+
+
+def _next(studies: Sequence[Study], running: Sequence[str], failed: Sequence[str]) -> tuple[Study, Job] | None:
+    """The first job that may begin, and its study. One that another study has run is only written down."""
+    for study in studies:
+        while job := study.ready(running, failed):
+            if not study.has_ended(job) or job.kind == "eval":
+                return study, job
+            study.keep(job)
+    return None
 
 
 def start(study: Study, job: Job) -> subprocess.Popen[bytes]:
@@ -266,7 +286,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("study", choices=sorted(STUDIES))
+    parser.add_argument("studies", nargs="+", choices=sorted(STUDIES), metavar="study", help=", ".join(STUDIES))
     parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the protocol")
     parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="jobs with one of these in their names")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="commands at once")
@@ -277,16 +297,17 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=Path(__file__).parent)
     parser.add_argument("--list", action="store_true", help="print the commands and end")
     options = parser.parse_args()
-    jobs = STUDIES[options.study](options.seeds)
+    found = {name: STUDIES[name](options.seeds) for name in dict.fromkeys(options.studies)}
     if options.only:
-        jobs = with_needs(jobs, options.only)
+        found = {name: with_needs(jobs, options.only) for name, jobs in found.items()}
     if options.list:
-        for job in jobs:
+        for job in {job.name: job for jobs in found.values() for job in jobs}.values():
             print(f"{job.name}: agentgym-rl {job.kind} {job.recipe} {' '.join(job.words)}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is stopped, too
-    study = Study(options.study, jobs, options.work.absolute(), options.results, options.device, options.model)
-    raise SystemExit(1 if run(study, options.jobs, options.limit_s) else 0)
+    work, device = options.work.absolute(), options.device
+    studies = [Study(name, jobs, work, options.results, device, options.model) for name, jobs in found.items()]
+    raise SystemExit(1 if run(studies, options.jobs, options.limit_s) else 0)
 
 
 if __name__ == "__main__":

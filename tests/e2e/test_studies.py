@@ -13,8 +13,10 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
 import plot  # noqa: E402
+import records  # noqa: E402
 import studies  # noqa: E402
 import study  # noqa: E402
+import tables  # noqa: E402
 
 from agentgym_rl.config import load_config  # noqa: E402
 
@@ -33,8 +35,8 @@ JOBS = [
 
 
 def test_a_study_stopped_goes_on_and_leaves_small_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def again() -> study.Study:
-        return study.Study("test", JOBS, tmp_path / "work", tmp_path / "results", "cpu")
+    def again() -> list[study.Study]:
+        return [study.Study("test", JOBS, tmp_path / "work", tmp_path / "results", "cpu")]
 
     assert study.run(again(), jobs=2, limit_s=0.0) == 0
     assert "0 of 2 done, left: turns, tiny" in capsys.readouterr().out
@@ -55,15 +57,20 @@ def test_a_study_stopped_goes_on_and_leaves_small_records(tmp_path: Path, capsys
     assert won == [row["scenarios"]["keydoor"]["success"]["value"] for row in evaluated["results"]]
     assert str(tmp_path) not in json.dumps([trained, evaluated]), "where it ran says nothing to a reader"
     assert not list((tmp_path / "work").rglob("learned_*.jsonl"))
-    assert study.run(again(), jobs=2, limit_s=300.0) == 0
+    other = study.Study("other", JOBS[1:], tmp_path / "work", tmp_path / "results", "cpu")
+    assert study.run([*again(), other], jobs=2, limit_s=300.0) == 0
     assert "started" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "results/other/tiny.json").read_text()) == trained | {"study": "other"}
 
 
 def test_a_job_that_fails_is_said_and_what_needs_it_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = [JOBS[0], studies.Job(name="tiny", arm="", task="", seed=0, recipe="keydoor/tiny.toml", words=("x.y=1",))]
-    assert study.run(study.Study("test", broken, tmp_path / "work", tmp_path, "cpu"), jobs=1, limit_s=300.0) == 1
+    assert study.run([study.Study("test", broken, tmp_path / "work", tmp_path, "cpu")], jobs=1, limit_s=300.0) == 1
     assert "tiny: failed with 2" in capsys.readouterr().out
     assert "unknown key" in (tmp_path / "work" / "tiny.log").read_text()
+
+
+words_of: dict[str, tuple[str, ...]] = {}
 
 
 @pytest.mark.parametrize("name", sorted(studies.STUDIES))
@@ -73,6 +80,7 @@ def test_the_studies_fit_together(name: str) -> None:
     assert len(set(names)) == len(names)
     for job in jobs:
         assert set(job.needs) <= set(names)
+        assert words_of.setdefault(job.name, job.words) == job.words, "one name, one command, in all studies"
         assert job.kind == "eval" or (ROOT / "recipes" / job.recipe).is_file()
         assert job.kind == "train" or "--turns" in job.words, "a record is read by the turns allowed"
     assert len({job.seed for job in jobs}) == 2
@@ -93,6 +101,7 @@ def test_the_arms_of_claim_a_share_one_prompt_and_start_where_they_say(tmp_path:
     for task in studies.HELD_OUT:
         sft, rl = (load_config(ROOT / f"recipes/evidence/smollm2-{task}-{kind}.toml", []) for kind in ("sft", "rl"))
         assert (sft.model, sft.agent.instruction) == (rl.model, rl.agent.instruction)
+        assert {c.agent.temperature for c in (sft, rl)} == {c.eval.temperature for c in (sft, rl)} == {0.7}
         assert sft.model.chat_template is not None
         assert (ROOT / sft.model.chat_template).is_file()
         made = study.Study("rl-over-base", list(jobs.values()), tmp_path, tmp_path / "results", "cpu", "a/folder")
@@ -100,8 +109,8 @@ def test_the_arms_of_claim_a_share_one_prompt_and_start_where_they_say(tmp_path:
         assert "model.path=a/folder" in made.command(jobs[f"smollm2-rl-{task}-0"])
         start = f"model.path={tmp_path}/smollm2-sft-{task}-0/checkpoints/step_000007/model"
         assert start in made.command(jobs[f"smollm2-sft-rl-{task}-0"])
-        plain = made.command(jobs[f"eval-smollm2-base-{task}-0-plain"])
-        assert plain[plain.index("--chat-template") + 1] == "chatml"
+        plain = made.command(jobs[f"eval-smollm2-plain-{task}-0"])
+        assert plain[plain.index("--agent") + 1] == "a/folder"
     chosen = study.with_needs(list(jobs.values()), ["eval-smollm2-sft-rl-babyai"])
     assert [job.arm for job in chosen] == ["SFT", "SFT + RL", "SFT + RL"], "what it needs needs something, too"
 
@@ -109,17 +118,73 @@ def test_the_arms_of_claim_a_share_one_prompt_and_start_where_they_say(tmp_path:
 def record(arm: str, seed: int, success: float, task: str = "babyai") -> dict[str, Any]:
     evaluations = [{"sampled_tokens": 1000 * i, "success": success * i / 2} for i in range(3)]
     curves = {"tokens/total": [1000.0, 2000.0], "turns/mean": [3.0, 5.0]}
-    given = {"arm": arm, "seed": seed, "task": task, "evaluations": evaluations, "curves": curves}
-    return {**given, "steps": 2, "seconds": 1.0}
+    given = {"arm": arm, "seed": seed, "task": task, "evaluations": evaluations, "curves": curves, "job": "j"}
+    return {**given, "steps": 2, "seconds": 1.0, "findings": [{"rule": "collapse"}] if seed == 1 else []}
+
+
+def evaluated(arm: str, outcomes: dict[str, list[str]], task: str = "babyai", seed: int = 0) -> dict[str, Any]:
+    """`outcomes` by turns, a text of zeros and ones an item."""
+    rates = [sum(map(int, text)) / len(text) for text in list(outcomes.values())[-1]]
+    success = {"value": sum(rates) / len(rates), "low": 0.1, "high": 0.9}
+    cell = {"items": len(rates), "episodes": len(rates), "success": success, "turns": 3.0}
+    by_turns = {turns: {f"{task}/{i}": text for i, text in enumerate(texts)} for turns, texts in outcomes.items()}
+    given = {"arm": arm, "task": task, "seed": seed, "job": "j", "outcomes": by_turns}
+    return {**given, "results": [{"max_turns": int(t), "scenarios": {"X": cell}} for t in outcomes]}
 
 
 def test_arms_are_compared_within_a_task_and_seed(tmp_path: Path) -> None:
-    assert plot.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    records = [record("staged", s, 0.5 + 0.01 * s) for s in range(6)] + [record("fixed-long", s, 0.4) for s in range(5)]
-    records.append(record("fixed-long", 0, 0.1, "textcraft"))  # nothing to compare it with
-    (row,) = plot.paired_table(records, [("staged", "fixed-long")], plot.last)[2:]
+    assert tables.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    runs = [record("staged", s, 0.5 + 0.01 * s) for s in range(6)] + [record("fixed-long", s, 0.4) for s in range(5)]
+    runs.append(record("fixed-long", 0, 0.1, "textcraft"))  # nothing to compare it with
+    (row,) = tables.paired_table(runs, [("staged", "fixed-long")], records.last)[2:]
     assert row == "| staged | fixed-long | 5 | +12.0 (+10.0 to +14.0) points | 0.062 | 0.062 |"
-    assert plot.over_curve(records[0]) == pytest.approx(0.25)
-    text = "\n".join(plot.horizons(records, tmp_path))
+    assert records.over_curve(runs[0]) == pytest.approx(0.25)
+    text = "\n".join(plot.horizons(runs, tmp_path))
     assert "| babyai | staged | 6 | 52.5% (50.0%–55.0%) |" in text
+    assert "| babyai | fixed-long | 5 | 1 |" in text, "the doctor spoke up in one of five"
     assert (tmp_path / "evidence-horizons.png").stat().st_size > 10_000
+
+
+def test_agents_are_compared_on_the_items_they_share(tmp_path: Path) -> None:
+    base, learned = ["0"] * 8 + ["1", "1"], ["1"] * 8 + ["1", "0"]
+    agents = [evaluated("base", {"16": base}), evaluated("RL", {"16": learned})]
+    agents += [evaluated("SFT", {"16": ["10", "00"]}, "textcraft"), evaluated("SFT + RL", {"16": ["11"]}, "textcraft")]
+    text = "\n".join(plot.rl_over_base(agents, tmp_path))
+    assert "| 10 | +70.0 (+30.0 to +100.0) points | 8, 1 (McNemar) | 0.039 | 0.078 |" in text
+    assert "| SFT + RL | SFT | 0 | 1 | +50.0 (+50.0 to +50.0) points | 1, 0 (sign flips) | 1 | 1 |" in text
+    assert (tmp_path / "evidence-base.png").stat().st_size > 10_000
+
+
+def test_turns_are_weighed_against_parameters_and_tries(tmp_path: Path) -> None:
+    small = {"4": ["1000", "0000"], "8": ["1100", "0000"], "16": ["1110", "1000"], "32": ["1111", "1100"]}
+    large = {"4": ["1100", "0000"], "8": ["1110", "0000"], "16": ["1111", "1000"], "32": ["1111", "1100"]}
+    agents = [evaluated("staged 1M", small), evaluated("staged 25M", large)]
+    text = "\n".join(plot.interaction(agents, tmp_path))
+    assert "| 0 | +62.5 | +12.5 | +50.0 |" in text
+    assert "| staged 1M | 12.5% (12.5%–12.5%) | 25.0% (25.0%–25.0%) | 50.0% (50.0%–50.0%) |" in text, "pass@k"
+    assert "cannot be compared yet" in "\n".join(plot.interaction(agents[:1], tmp_path))
+    assert (tmp_path / "evidence-interaction.png").stat().st_size > 10_000
+
+
+def test_what_is_not_there_yet_is_said_and_not_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["plot.py", "--results", str(tmp_path), "--out", str(tmp_path / "images")])
+    plot.main()
+    assert "evidence.png: not drawn" in capsys.readouterr().out
+    jobs = {"staged-horizon": studies.staged_horizon(None)[:2], "interaction": studies.interaction(None)[:1]}
+    for name, some in jobs.items():
+        (tmp_path / name).mkdir()
+        for job in some:
+            text = json.dumps(record(job.arm, job.seed, 0.5) | {"job": job.name})
+            (tmp_path / name / f"{job.name}.json").write_text(text)
+    plot.main()
+    said = capsys.readouterr().out
+    assert "rl-over-base: no results yet" in said
+    assert "evidence.png: without claim A, C" in said
+    assert "Not complete: 2 of 60 jobs have a record." in said
+    assert "No agent has been evaluated yet." in (tmp_path / "tables.md").read_text()
+    drawn = sorted(path.name for path in (tmp_path / "images").iterdir())
+    assert drawn == ["evidence-horizons.png", "evidence.png"]
+    almost = [{"job": job.name} for job in studies.rl_over_base(None) if job.name != "eval-smollm2-rl-babyai-0"]
+    assert records.missing("rl-over-base", almost) == "no record of evaluations of babyai, RL (seeds 0)"
