@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from servers_for_tests import server_in_thread, wait_until
 
 from agentgym_rl.environment.envs.webarena import WebArena
+from agentgym_rl.environment.envs.webarena import browser as browser_module
 from agentgym_rl.environment.envs.webarena import env as env_module
 from agentgym_rl.environment.envs.webarena.browser import shared_chromium
 from agentgym_rl.environment.envs.webarena.sites.server import site_server
@@ -48,6 +50,15 @@ def solve(env: WebArena, item: int) -> tuple[Step, int]:
             return step, turn
         assert step.info["valid"], (item, step.observation)
     raise AssertionError(f"item {item} was not done in 15 turns")
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that has much else to do, too; the tests of a deadline set one of their own."""
+    monkeypatch.setattr(env_module, "PAGE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(env_module, "CALL_TIMEOUT_S", 120.0)
+    for module in (env_module, browser_module):
+        monkeypatch.setattr(module, "LAUNCH_TIMEOUT_S", 100.0)
 
 
 @pytest.fixture
@@ -97,7 +108,7 @@ def test_the_oracle_solves_the_tasks_four_at_once() -> None:
     with ThreadPoolExecutor(4) as pool:
         failed = [item for lane in pool.map(play, range(4)) for item in lane]
     assert failed == []
-    assert num_contexts() == 0
+    wait_until(lambda: num_contexts() == 0)
     assert len(site_server().episodes) == 0
 
 
@@ -146,8 +157,8 @@ async def test_a_rollout_over_http() -> None:
         assert (await session.render())[:4] == b"\x89PNG"
         await session.close()
         await pool.close()
-        assert server.sessions.num_open == 0
-    assert num_contexts() == 0
+        wait_until(lambda: server.sessions.num_open == 0)
+    wait_until(lambda: num_contexts() == 0)
 
 
 # --- what is seen ----------------------------------------------------------------------------------------------------
@@ -324,17 +335,17 @@ def test_a_crashed_browser_is_an_error_and_then_replaced(env: WebArena) -> None:
     env.close()
     assert solve(env, 0)[0].info["success"]
     env.close()
-    assert num_contexts() == 0
+    wait_until(lambda: num_contexts() == 0)
 
 
 def test_a_closed_episode_leaves_nothing(env: WebArena) -> None:
     for _ in range(3):
         env.reset(0)
-    assert num_contexts() == 1
+    wait_until(lambda: num_contexts() == 1)
     assert len(site_server().episodes) == 1
     env.close()
     env.close()
-    assert num_contexts() == 0
+    wait_until(lambda: num_contexts() == 0)
     assert len(site_server().episodes) == 0
 
 
@@ -350,18 +361,22 @@ PAGES = {
 
 
 visited: list[str] = []
+leaving = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         visited.append(self.path)
-        time.sleep({"/slow": 12.0, "/unhurried": 1.5}.get(self.path, 0.0))
+        if self.path == "/slow":
+            leaving.wait(120)
+        time.sleep(0.5 if self.path == "/unhurried" else 0.0)
         content = PAGES.get(self.path, "<title>None</title>").encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        with contextlib.suppress(ConnectionError):  # who asked for the slow page has left
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
     def log_message(self, *arguments: Any) -> None:
         """Quiet."""
@@ -370,6 +385,7 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A site of our own as SHOPPING, and a list in the published format with tasks on it."""
+    leaving.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -391,7 +407,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             "required_contents": {"exact_match": "red"},
         }],
         [],
-        [{"url": "__SHOPPING__/unhurried", "locator": "", "required_contents": {"must_include": ["None"]}}] * 4,
+        [{"url": "__SHOPPING__/unhurried", "locator": "", "required_contents": {"must_include": ["None"]}}] * 16,
         [
             {"url": "__SHOPPING__/two", "locator": "", "required_contents": {"must_include": ["none such"]}},
             {"url": "__SHOPPING__/later", "locator": "", "required_contents": {"must_include": ["None"]}},
@@ -415,6 +431,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("WEBARENA_TASKS", str(tmp_path / "tasks.json"))
     monkeypatch.setenv("SHOPPING", url)
     yield url
+    leaving.set()
     server.shutdown()
     server.server_close()
 
@@ -431,10 +448,11 @@ def test_every_page_to_check_has_a_deadline_of_its_own(
     env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     env.reset(1006)
-    monkeypatch.setattr(env_module, "CALL_TIMEOUT_S", 4.0)
-    started = time.monotonic()
-    assert env.step("stop [done]").info["success"]
-    assert time.monotonic() - started > 4.0  # all of them together took longer than one may
+    with monkeypatch.context() as patch:
+        patch.setattr(env_module, "CALL_TIMEOUT_S", 7.0)  # 16 pages of half a second take longer together
+        started = time.monotonic()
+        assert env.step("stop [done]").info["success"]
+        assert time.monotonic() - started > 7.0
     env.reset(1007)
     visited.clear()
     assert not env.step("stop [done]").info["success"]
@@ -448,11 +466,10 @@ def test_a_task_that_needs_a_judge_does_not_start_without(
     monkeypatch.delenv("WEBARENA_JUDGE_URL", raising=False)
     with pytest.raises(ConfigError, match="WEBARENA_JUDGE_URL"):
         env.reset(1005)
-    assert num_contexts() == 0
+    wait_until(lambda: num_contexts() == 0)
 
 
-def test_windows_dialogs_other_sites_and_slow_pages(env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(env_module, "PAGE_TIMEOUT_S", 4.0)
+def test_windows_dialogs_other_sites_and_slow_pages(env: WebArena, site: str) -> None:
     page = env.reset(1000)
     with pytest.raises(EnvError, match="without solutions"):
         env.oracle()
@@ -463,10 +480,9 @@ def test_windows_dialogs_other_sites_and_slow_pages(env: WebArena, site: str, mo
     page = valid(env, f"click {id_of(page, 'Away')}")
     assert "outside the sites of this task; you were taken back" in page
     assert f"URL: {site}/" in page
-    started = time.monotonic()
+    env._require_open()._load_timeout_s = 3.0  # for the page that does not come, not for those before
     page = valid(env, f"click {id_of(page, 'Slow')}")
-    assert "still loading after 4 s and was stopped" in page
-    assert time.monotonic() - started < 9
+    assert "still loading after 3 s and was stopped" in page
     assert "could not be opened" in refused(env, f"goto [{site}/slow]")
     env.close()
     wait_until(lambda: num_contexts() == 0)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from playwright.async_api import BrowserContext, CDPSession, Dialog, Error, Page, Request
+from playwright.async_api import BrowserContext, CDPSession, Dialog, Error, Frame, Page, Request
 
 from agentgym_rl.environment.envs.webarena.actions import Action, Refused, quote
 from agentgym_rl.environment.envs.webarena.addresses import address
@@ -18,7 +18,9 @@ from agentgym_rl.errors import EnvError
 VIEWPORT = (1280, 720)
 MAX_TABS = 8
 QUIET_S = 0.03
-"""How long after an action a navigation may still be about to begin."""
+"""How long after an action a navigation may still be about to begin that the page has not asked for yet."""
+BEGIN_S = 5.0
+"""How long one may be about to begin that it has asked for: the browser may have much else to do."""
 
 _LATER = "new Promise(done => setTimeout(() => setTimeout(done, 0), 0))"
 """Two turns of the page's own loop: a click's handlers and a form's submission have happened by then."""
@@ -46,22 +48,41 @@ _EDITABLE = """function() {
 class _Tab:
     """A page and what is known about its loading."""
 
-    def __init__(self, page: Page, cdp: CDPSession) -> None:
+    def __init__(self, page: Page, cdp: CDPSession, frame_id: str) -> None:
         self.page = page
         self.cdp = cdp
+        self._frame_id = frame_id
         self.title = ""
         """As it was when the tab was last looked at."""
         self.numbering = Numbering()
         self.navigating = 0
+        self._due_until = 0.0
         self.crashed = False
+        cdp.on("Page.frameRequestedNavigation", self._on_wish)
+        page.on("framenavigated", self._on_navigated)
         page.on("request", self._on_request)
         page.on("requestfailed", self._on_request_end)
         page.on("requestfinished", self._on_request_end)
         page.on("crash", self._on_crash)
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether another page is on its way or has been asked for."""
+        return self.navigating > 0 or asyncio.get_running_loop().time() < self._due_until
+
+    def _on_wish(self, wish: dict[str, Any]) -> None:
+        # The page's own process says this before it answers anything that is asked of it after the click.
+        if wish["frameId"] == self._frame_id and wish["disposition"] == "currentTab":
+            self._due_until = asyncio.get_running_loop().time() + BEGIN_S
+
+    def _on_navigated(self, frame: Frame) -> None:
+        if frame == self.page.main_frame:
+            self._due_until = 0.0
+
     def _on_request(self, request: Request) -> None:
         if request.is_navigation_request() and request.frame == self.page.main_frame:
             self.navigating += 1
+            self._due_until = 0.0
 
     def _on_request_end(self, request: Request) -> None:
         if request.is_navigation_request() and request.frame == self.page.main_frame:
@@ -181,7 +202,8 @@ class Tabs:
         page.on("dialog", self._on_dialog)
         cdp.on("Page.windowOpen", self._on_window_open)
         await cdp.send("Page.enable")
-        self._tabs.append(_Tab(page, cdp))
+        frames = await cdp.send("Page.getFrameTree")
+        self._tabs.append(_Tab(page, cdp, frames["frameTree"]["frame"]["id"]))
         self._current = len(self._tabs) - 1
 
     def _on_window_open(self, _: Any) -> None:
@@ -218,10 +240,10 @@ class Tabs:
                         await self._adopt(self._arrived.pop(0))
                     if self._tab.crashed or self._tab.page.is_closed():
                         break
-                    if self._tab.navigating or self._windows_due:
+                    if self._tab.is_leaving or self._windows_due:
                         continue
                     await self._tab.page.wait_for_load_state("load", timeout=self._load_timeout_s * 1000)
-                    if not self._tab.navigating:
+                    if not self._tab.is_leaving:
                         break
         except (TimeoutError, Error) as error:
             if self._tab.crashed or not self.context.browser or not self.context.browser.is_connected():
@@ -241,6 +263,8 @@ class Tabs:
         except Error as error:
             if self.context.browser is None or not self.context.browser.is_connected():
                 raise
+            with contextlib.suppress(Error):  # one that may still come would hold up whatever is asked next
+                await self._tab.cdp.send("Page.stopLoading")
             reason = str(error).splitlines()[0].removeprefix("Page.goto: ")
             raise Refused(f"{quote(url)} could not be opened: {reason}.") from error
 
