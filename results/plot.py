@@ -278,7 +278,12 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
             title(axes, "BabyAI: turns and parameters")
             legend(axes, 3)
 
-        panels.append(turns)
+        def tries(axes: Any) -> None:
+            draw_tries(axes, agents)
+            title(axes, f"BabyAI: one long episode, or tries of {TRY_TURNS} turns")
+            legend(axes, 3)
+
+        panels += [turns, tries]
     absent = [name for name, some in (("A", evaluated), ("B", runs), ("C", agents)) if not some]
     if panels:
         columns = min(ACROSS, len(panels))

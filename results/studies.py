@@ -25,12 +25,13 @@ class Job:
 
 
 HORIZONS: dict[str, tuple[str, ...]] = {
-    "fixed-short": ("horizon.kind=fixed", "horizon.turns=[{short}]"),
-    "fixed-long": ("horizon.kind=fixed", "horizon.turns=[{long}]"),
-    "staged": ("horizon.kind=stepwise", "horizon.turns=[{short}, {middle}, {long}]"),
-    "adaptive": ("horizon.kind=adaptive", "horizon.turns=[{short}, {middle}, {long}]"),
+    "fixed-short": ("horizon.kind=fixed", "horizon.turns=[{short}]", "eval.every=40"),
+    "fixed-long": ("horizon.kind=fixed", "horizon.turns=[{long}]", "eval.every=12"),
+    "staged": ("horizon.kind=stepwise", "horizon.turns=[{short}, {middle}, {long}]", "eval.every=16"),
+    "adaptive": ("horizon.kind=adaptive", "horizon.turns=[{short}, {middle}, {long}]", "eval.every=16"),
 }
-"""The arms of claim B; the numbers are the task's."""
+"""The arms of claim B; the numbers are the task's. A step of few turns samples fewer tokens, so the same budget has more
+steps: evaluations are spaced for about eight in every arm."""
 
 TASKS = {"babyai": {"short": 4, "middle": 8, "long": 16}, "textcraft": {"short": 4, "middle": 8, "long": 16}}
 """Horizons, by environment."""
@@ -65,6 +66,8 @@ SIZES = {
     "25M": {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 8, "num_heads": 8},
 }
 """Shapes of the models from nothing, by their number of parameters without embeddings."""
+RATES = {"1M": (3e-3, 3e-4), "5M": (2e-3, 2e-4), "25M": (1e-3, 1e-4)}
+"""Learning rates of imitation and of RL: wider models bear smaller ones."""
 
 
 def base(task: str, size: str, seed: int) -> Job:
@@ -76,7 +79,7 @@ def base(task: str, size: str, seed: int) -> Job:
         task=task,
         seed=seed,
         recipe=f"evidence/{task}-base.toml",
-        words=shape,
+        words=(*shape, f"sft.optimizer.lr={RATES[size][0]}"),
     )
 
 
@@ -88,7 +91,7 @@ def trained(task: str, arm: str, size: str, seed: int, words: tuple[str, ...], n
         task=task,
         seed=seed,
         recipe=f"evidence/{task}-rl.toml",
-        words=(f"model.path={{{start}}}", *words),
+        words=(f"model.path={{{start}}}", f"rl.optimizer.lr={RATES[size][1]}", *words),
         needs=(start,),
     )
 
@@ -137,8 +140,8 @@ def rl_over_base(seeds: list[int] | None) -> list[Job]:
 def staged_horizon(seeds: list[int] | None) -> list[Job]:
     """Claim B: four horizons from the same starting model, to the same number of sampled tokens."""
     jobs: list[Job] = []
-    for seed in seeds if seeds is not None else range(6):
-        for task, numbers in TASKS.items():
+    for task, numbers in TASKS.items():
+        for seed in seeds if seeds is not None else range(6):
             jobs.append(base(task, "1M", seed))
             for arm, words in HORIZONS.items():
                 jobs.append(trained(task, arm, "1M", seed, tuple(w.format(**numbers) for w in words)))

@@ -221,7 +221,9 @@ def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
     failed: list[str] = []
     try:
         while True:
-            while len(running) < jobs and (found := _next(studies, list(running), failed)):
+            while len(running) < jobs and time.monotonic() <= ends_at:
+                if (found := _next(studies, list(running), failed)) is None:
+                    break
                 study, job = found
                 running[job.name] = (study, job, start(study, job), time.monotonic())
                 say(f"{job.name}: started")
