@@ -30,7 +30,7 @@ HORIZONS: dict[str, tuple[str, ...]] = {
     "staged": ("horizon.kind=stepwise", "horizon.turns=[{short}, {middle}, {long}]", "eval.every=16"),
     "adaptive": ("horizon.kind=adaptive", "horizon.turns=[{short}, {middle}, {long}]", "eval.every=16"),
 }
-"""The arms of claim B; the numbers are the task's. A step of few turns samples fewer tokens, so the same budget has more
+"""The arms of claim B; the numbers are the task's. A step of few turns samples fewer tokens, so a budget has more
 steps: evaluations are spaced for about eight in every arm."""
 
 TASKS = {"babyai": {"short": 4, "middle": 8, "long": 16}, "textcraft": {"short": 4, "middle": 8, "long": 16}}
