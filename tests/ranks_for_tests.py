@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import socket
 import time
 import traceback
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes_for_tests import CONTEXT
 from training_for_tests import counting_conversations, lively_groups, tiny_model
 
 from agentgym_rl.agent.renderer import Renderer
@@ -36,8 +36,6 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ON_FOUR = ("grpo", "ppo", "fewer samples than ranks")
 """Four processes on two cores take their time."""
-CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["ranks_for_tests"])
 
 
 def rl(name: str) -> RLSettings:

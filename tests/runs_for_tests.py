@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from processes_for_tests import CONTEXT
 from safetensors.torch import load_file
 
 from agentgym_rl.config import Config
@@ -75,12 +75,6 @@ keep = 2
 CLOCK = ("time", "tokens/sampled_per_s")
 """Metrics, and beginnings of metrics' names, that wall time goes into."""
 
-# A server process that has imported everything once and from which each run is forked: importing takes longest.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["agentgym_rl.train", "agentgym_rl.environment.envs.babyai", "matplotlib.figure", "matplotlib.backends.backend_agg"]
-)
-
 
 def counting_config(**changes: Any) -> Config:
     """A run of two steps in the counting game of envs_for_tests, a second or so. Keys are dotted with `__`."""
@@ -126,7 +120,7 @@ class Process:
 
     def __init__(self, arguments: list[str], output: Path) -> None:
         self.output = output
-        self._process = _CONTEXT.Process(target=_command_line, args=(arguments, str(output)))
+        self._process = CONTEXT.Process(target=_command_line, args=(arguments, str(output)))
         self._process.start()
 
     def wait(self, timeout_s: float = 120.0) -> int | None:

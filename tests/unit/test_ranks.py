@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes_for_tests import CONTEXT, exit_code_if_preloaded
 from ranks_for_tests import CASES, ON_FOUR, alone, everything, learner, on_ranks, steps, weights
 
 from agentgym_rl.scale.shards import like_learner, load_shards
@@ -92,6 +93,14 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
         resume(ALONE, tmp_path, source) if readers == 1 else on_ranks(readers, partial(resume, source=source), tmp_path)
     )
     assert_same(found, expected["ppo, another step"])
+
+
+def test_processes_are_forked_with_everything_imported() -> None:
+    """Otherwise each of them takes seconds to start, in this file and in every other."""
+    process = CONTEXT.Process(target=exit_code_if_preloaded)
+    process.start()
+    process.join(300)
+    assert process.exitcode == 0
 
 
 def test_shares_are_balanced_and_each_sample_is_in_exactly_one() -> None:
