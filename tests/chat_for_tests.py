@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import re
 import socket
 import threading
@@ -28,7 +29,10 @@ class ChatServer:
         self.faults: list[str] = []
         self.always: str | None = None
         """A fault of every request."""
-        self.delay_s = 0.0
+        self.together = 0
+        """Nobody is answered before so many have been there at once."""
+        self.hold_after: int | None = None
+        """Whoever comes after so many requests waits until this is None."""
         self.num_requests = 0
         self.most_at_once = 0
         self._now = 0
@@ -41,8 +45,12 @@ class ChatServer:
         self._now += 1
         self.most_at_once = max(self.most_at_once, self._now)
         try:
+            mine = self.num_requests
+            # Set from the thread of the test, so no event of this loop.
+            while self.most_at_once < self.together or mine > (self.hold_after or math.inf):  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
             fault = self.always or (self.faults.pop(0) if self.faults else "")
-            await asyncio.sleep(60 if fault == "hang" else self.delay_s)
+            await asyncio.sleep(60 if fault == "hang" else 0)
             return _misbehave(fault) or self._reply(body, fault)
         finally:
             self._now -= 1
@@ -89,12 +97,12 @@ def chat_server() -> Iterator[ChatServer]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        give_up_at = time.monotonic() + 10
+        give_up_at = time.monotonic() + 60
         while not server.started:
             assert time.monotonic() < give_up_at
             time.sleep(0.01)
         yield chat
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()

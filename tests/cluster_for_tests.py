@@ -107,11 +107,11 @@ def workers(role: str) -> list[int]:
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             with contextlib.suppress(OSError):
-                stat = (folder / "stat").read_text()
+                stat = (folder / "stat").read_text(errors="replace")
                 if stat.rpartition(")")[2].split()[0] == "Z":
                     continue
                 parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
-                titles[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
+                titles[int(folder.name)] = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
 
     def ours(pid: int) -> bool:
         while pid > 1:
@@ -174,7 +174,8 @@ def steps_of(folder: Path) -> list[int]:
 
 def events_of(folder: Path) -> list[str]:
     path = folder / "events.jsonl"
-    return [json.loads(line)["kind"] for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line)["kind"] for line in lines if line.endswith("}\n")]  # the last may be half written
 
 
 def duplicates(folder: Path) -> int:
@@ -195,7 +196,7 @@ def tokens(folder: Path) -> dict[str, list[Any]]:
     return found
 
 
-def leaked(timeout_s: float = 20.0) -> int:
+def leaked(timeout_s: float = 60.0) -> int:
     """Worker processes that outlive their run."""
     give_up_at = time.monotonic() + timeout_s
     while True:

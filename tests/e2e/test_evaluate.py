@@ -42,7 +42,8 @@ def chat_module() -> Iterator[ChatServer]:
 
 @pytest.fixture
 def chat(chat_module: ChatServer) -> ChatServer:
-    chat_module.faults, chat_module.always, chat_module.delay_s = [], None, 0.0
+    chat_module.faults, chat_module.always = [], None
+    chat_module.together, chat_module.hold_after = 0, None
     chat_module.num_requests = chat_module.most_at_once = 0
     return chat_module
 
@@ -53,7 +54,7 @@ def chat_agent(chat: ChatServer, **changes: Any) -> AgentOptions:
         base_url=chat.url,
         key_variable=None,
         style="act",
-        request_timeout_s=5.0,
+        request_timeout_s=60.0,
         prices=Prices(2.0, 10.0, 0.5),
     )
     return replace(options, **changes)
@@ -168,7 +169,7 @@ def test_other_weights_under_the_same_name_are_another_agent(model: Path, tmp_pa
 
 
 async def test_an_api_agent_is_counted_and_priced(chat: ChatServer, tmp_path: Path) -> None:
-    chat.delay_s = 0.01
+    chat.together = 3
     cell = await run(tmp_path, chat_agent(chat), concurrency=3)
     assert (cell["episodes"], cell["errors"], cell["unreported"]) == (6, 0, 0)
     assert cell["success"]["value"] > 0.5
@@ -371,13 +372,14 @@ async def test_the_suite_says_what_it_was_played_on(tmp_path: Path, monkeypatch:
 
 async def test_killed_and_run_again(tmp_path: Path, chat: ChatServer) -> None:
     """SIGKILL in the middle, then the same command: what was finished is kept, nothing is played twice."""
-    chat.delay_s = 0.02
+    chat.hold_after = 21  # enough for six episodes of three turns, two at once, and too few for all 24
     out = tmp_path / "out"
     command = ["eval", "--agent", "openai:tiny", "--base-url", chat.url, "--key-variable", "", "--style", "act"]
     command += ["--env", "babyai", "--subset", "GoToRedBallNoDists", "--limit", "24", "--turns", "3", "--out", str(out)]
     lines = out / "trajectories" / "babyai.jsonl"
     process = Process([*command, "--concurrency", "2"], tmp_path / "first")
     process.kill_when(lambda: lines.exists() and lines.read_bytes().count(b"\n") >= 6)
+    chat.hold_after = None
     whole = lines.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
     with lines.open("ab") as file:

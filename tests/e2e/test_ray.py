@@ -20,7 +20,8 @@ from runs_for_tests import comparable_metrics, final_weights
 from agentgym_rl.training.checkpoint import list_checkpoints
 
 pytest.importorskip("ray")
-LONG = "rl.steps=40"
+pytestmark = pytest.mark.timeout(900)
+LONG = "rl.steps=400"
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def stopped(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         run.until(lambda: (folder / "trajectories" / "eval_000000.jsonl").exists())
         os.kill(workers("engine")[0], signal.SIGKILL)
-        run.until(lambda: "engine_lost" in events_of(folder) and steps_of(folder)[-1] >= 4)
+        run.until(lambda: "engine_lost" in events_of(folder) and steps_of(folder)[-1:] >= [4])
         assert run.stop() == 0, run.output.read_text()
     finally:
         run.end()
