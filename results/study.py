@@ -109,6 +109,17 @@ class Study:
         waiting = (j for j in self.jobs if name in j.needs and not (self.results / f"{j.name}.json").is_file())
         return self.folder(name).is_dir() or next(waiting, None) is None
 
+    def require_starts(self) -> None:
+        """Jobs that are compared start from the same weights: what some have started from is not trained anew."""
+        for job in self.jobs:
+            recorded = {j.name: (self.results / f"{j.name}.json").is_file() for j in self.jobs if job.name in j.needs}
+            begun, waiting = ([n for n, there in recorded.items() if there is wanted] for wanted in (True, False))
+            if begun and waiting and not self.folder(job.name).is_dir():
+                raise SystemExit(
+                    f"{waiting[0]} needs the run {job.name}, which is not in {self.work}, and {begun[0]} has started "
+                    f"from it: bring its folder back, or remove the records of all that started from it"
+                )
+
     def record(self, job: Job) -> dict[str, Any]:
         """What is kept of a finished job."""
         kept = {
@@ -216,6 +227,8 @@ def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
 
     Earlier studies come first. A job that is in several is run once, and each of them keeps a record.
     """
+    for study in studies:
+        study.require_starts()
     ends_at = time.monotonic() + limit_s
     running: dict[str, tuple[Study, Job, subprocess.Popen[bytes], float]] = {}
     failed: list[str] = []
@@ -236,7 +249,9 @@ def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
                 del running[name]
                 took = f"{time.monotonic() - since:.0f} s"
                 if process.returncode == 0 and study.has_ended(job):
-                    study.keep(job)
+                    for other in studies:
+                        for same in (one for one in other.jobs if one.name == name):
+                            other.keep(same)
                     say(f"{name}: done in {took}")
                 else:
                     failed.append(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,16 @@ def test_a_study_stopped_goes_on_and_leaves_small_records(tmp_path: Path, capsys
     assert study.run([*again(), other], jobs=2, limit_s=300.0) == 0
     assert "started" not in capsys.readouterr().out
     assert json.loads((tmp_path / "results/other/tiny.json").read_text()) == trained | {"study": "other"}
+
+
+def test_a_start_that_was_lost_is_not_made_anew(tmp_path: Path) -> None:
+    jobs = [JOBS[1], JOBS[0], replace(JOBS[0], name="later")]
+    made = study.Study("test", jobs, tmp_path / "work", tmp_path, "cpu")
+    (tmp_path / "test/turns.json").write_text("{}")
+    with pytest.raises(SystemExit, match="later needs the run tiny, .* and turns has started from it"):
+        study.run([made], jobs=1, limit_s=0.0)
+    (tmp_path / "work/tiny").mkdir()
+    assert study.run([made], jobs=1, limit_s=0.0) == 0
 
 
 def test_a_job_that_fails_is_said_and_what_needs_it_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
