@@ -68,7 +68,7 @@ def test_a_start_that_was_lost_is_not_made_anew(tmp_path: Path) -> None:
     jobs = [JOBS[1], JOBS[0], replace(JOBS[0], name="later")]
     made = study.Study("test", jobs, tmp_path / "work", tmp_path, "cpu")
     (tmp_path / "test/turns.json").write_text("{}")
-    with pytest.raises(SystemExit, match="later needs the run tiny, .* and turns has started from it"):
+    with pytest.raises(SystemExit, match=r"later needs the run tiny, .* and turns has started from it"):
         study.run([made], jobs=1, limit_s=0.0)
     (tmp_path / "work/tiny").mkdir()
     assert study.run([made], jobs=1, limit_s=0.0) == 0
