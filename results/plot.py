@@ -128,8 +128,8 @@ def draw_tries(axes: Any, evaluated: Sequence[Record]) -> None:
             spent = [k * TRY_TURNS for k in TRIES]
             one = [statistics.fmean(success_at(r, turns) for r in records) for turns in spent]
             best = [statistics.fmean(success_at(r, TRY_TURNS, k) for r in records) for k in TRIES]
-            axes.plot(spent, one, "-", color=colour, marker="o", markersize=4, label=f"{size}, one episode")
-            axes.plot(spent, best, ":", color=colour, marker="s", markersize=4, label=f"{size}, tries of {TRY_TURNS}")
+            axes.plot(spent, one, "-", color=colour, marker="o", markersize=4, label=f"{size}, one")
+            axes.plot(spent, best, ":", color=colour, marker="s", markersize=4, label=f"{size}, tries")
     _turns_axis(axes, "turns in all")
 
 
@@ -141,7 +141,7 @@ def _turns_axis(axes: Any, label: str) -> None:
 
 def legend(axes: Any, columns: int = 1) -> None:
     """Under the axes, where no curve can be behind it."""
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "handlelength": 3}
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "handlelength": 2.4, "columnspacing": 1}
     axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=columns, **place)
 
 
@@ -281,7 +281,7 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
         def tries(axes: Any) -> None:
             draw_tries(axes, agents)
             title(axes, f"BabyAI: one long episode, or tries of {TRY_TURNS} turns")
-            legend(axes, 3)
+            legend(axes, 2)
 
         panels += [turns, tries]
     absent = [name for name, some in (("A", evaluated), ("B", runs), ("C", agents)) if not some]
