@@ -141,8 +141,9 @@ def _turns_axis(axes: Any, label: str) -> None:
 
 def legend(axes: Any, columns: int = 1) -> None:
     """Under the axes, where no curve can be behind it."""
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "handlelength": 2.4, "columnspacing": 1}
-    axes.legend(fontsize=8, frameon=False, labelcolor=INK, ncols=columns, **place)
+    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+    look: dict[str, Any] = {"frameon": False, "labelcolor": INK, "handlelength": 2.4, "columnspacing": 1}
+    axes.legend(fontsize=8, ncols=columns, **place, **look)
 
 
 def rl_over_base(records: list[Record], out: Path) -> list[str]:
