@@ -18,6 +18,7 @@ import os
 import re
 import statistics
 import tomllib
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -108,22 +109,22 @@ def recipe_of(arm: str, start: Path | None, easy: bool, steps: int, episodes: in
     return raw
 
 
-def overrides_of(arm: str, episodes: int) -> list[str]:
-    """The arm's settings, with as many groups as make up `episodes` a step."""
+def overrides_of(arm: str, episodes: int, changes: Sequence[str] = ()) -> list[str]:
+    """The arm's settings and what is changed in them, with as many groups as make up `episodes` a step."""
     if arm in OFFLINE:
-        return []
-    chosen = ARMS[arm]
+        return list(changes)
+    chosen = [*ARMS[arm], *changes]
     size = next((int(o.partition("=")[2]) for o in chosen if o.startswith("rl.group_size=")), 8)
     return [*chosen, f"rl.group_size={size}", f"rl.groups_per_step={episodes // size}"]
 
 
-Job = tuple[str, int, Path, bool, int, int]
-"""(arm, seed, folder, easy, steps, episodes a step)."""
+Job = tuple[str, int, Path, bool, int, int, Sequence[str]]
+"""(arm, seed, folder, easy, steps, episodes a step, changes of the arm's settings)."""
 
 
 def play(job: Job) -> dict[str, Any]:
     """One run, or what is left of it, in a process of its own."""
-    arm, seed, folder, easy, steps, episodes = job
+    arm, seed, folder, easy, steps, episodes, changes = job
     os.environ["OMP_NUM_THREADS"] = "1"
     from agentgym_rl.config import load_config
     from agentgym_rl.console import Console
@@ -135,7 +136,7 @@ def play(job: Job) -> dict[str, Any]:
     recipe = folder / f"{root.name}.toml"
     base = None if arm == START else start / "checkpoints/step_000000/model"
     recipe.write_text(tomli_w.dumps(recipe_of(arm, base, easy, steps, episodes)))
-    chosen = [] if arm == START else overrides_of(arm, episodes)
+    chosen = [] if arm == START else overrides_of(arm, episodes, changes)
     config = load_config(recipe, [*chosen, f"seed={seed}", "threads=1", "model.device=cpu", f"name={root.name}"])
     if not (root / "summary.json").is_file():
         with (folder / f"{root.name}.log").open("a") as log:
@@ -152,7 +153,7 @@ def play_all(seeds: list[int], jobs: list[Job], processes: int) -> list[dict[str
     done: list[dict[str, Any]] = []
     with Progress(console=TERMINAL) as bar, ProcessPoolExecutor(processes, mp_context=context) as pool:
         task = bar.add_task("starting models", total=len(seeds))
-        for _ in pool.map(play, [(START, seed, folder, easy, 0, 0) for seed in seeds]):
+        for _ in pool.map(play, [(START, seed, folder, easy, 0, 0, ()) for seed in seeds]):
             bar.advance(task)
         task = bar.add_task("runs", total=len(jobs))
         for result in pool.map(play, jobs):
@@ -213,7 +214,7 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=256, help="a step; offline methods get as many in all")
     parser.add_argument("--easy", action="store_true", help="only layouts of three turns, four to solve them in")
     options = parser.parse_args()
-    rest = (options.folder, options.easy, options.steps, options.episodes)
+    rest = (options.folder, options.easy, options.steps, options.episodes, ())
     jobs = [(arm, seed, *rest) for seed in options.seeds for arm in options.arms]
     results = play_all(options.seeds, jobs, options.jobs)
     (options.folder / "results.json").write_text(json.dumps(results, indent=1))
