@@ -215,7 +215,7 @@ def main() -> None:
     parser.add_argument("--easy", action="store_true", help="only layouts of three turns, four to solve them in")
     options = parser.parse_args()
     rest = (options.folder, options.easy, options.steps, options.episodes, ())
-    jobs = [(arm, seed, *rest) for seed in options.seeds for arm in options.arms]
+    jobs: list[Job] = [(arm, seed, *rest) for seed in options.seeds for arm in options.arms]
     results = play_all(options.seeds, jobs, options.jobs)
     (options.folder / "results.json").write_text(json.dumps(results, indent=1))
     text = table(results)
