@@ -123,12 +123,12 @@ class Process:
         self._process = CONTEXT.Process(target=_command_line, args=(arguments, str(output)))
         self._process.start()
 
-    def wait(self, timeout_s: float = 120.0) -> int | None:
+    def wait(self, timeout_s: float = 280.0) -> int | None:
         """Its exit code; negative is the signal that killed it."""
         self._process.join(timeout_s)
         return self._process.exitcode
 
-    def kill_when(self, moment: Callable[[], bool], timeout_s: float = 120.0) -> None:
+    def kill_when(self, moment: Callable[[], bool], timeout_s: float = 280.0) -> None:
         """SIGKILL as soon as `moment` has come."""
         give_up_at = time.monotonic() + timeout_s
         while not moment():

@@ -21,7 +21,7 @@ ARMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "GRPO": (40, GROUPED),
     "RLOO": (50, GROUPED),
     "REINFORCE++": (30, ("rl.minibatches=4", "rl.optimizer.lr=2e-3")),
-    "GiGPO": (40, GROUPED),
+    "GiGPO": (50, GROUPED),
 }
 """Steps of 128 episodes each, and what is changed for a test's sake: more updates and tasks a step need fewer steps.
 That AgentEvol and DPO learn the same from the same start is tested with their recipes."""
