@@ -183,7 +183,7 @@ async def test_an_api_agent_is_counted_and_priced(chat: ChatServer, tmp_path: Pa
 async def test_an_api_that_stumbles(chat: ChatServer, tmp_path: Path) -> None:
     """Every fault is got over by another try, and costs nothing but time; an answer without usage is told."""
     chat.faults = ["429", "500", "malformed", "hang", "no usage"]
-    cell = await run(tmp_path, chat_agent(chat, request_timeout_s=1), limit=3)
+    cell = await run(tmp_path, chat_agent(chat, request_timeout_s=3), limit=3)
     assert (cell["episodes"], cell["errors"], cell["unreported"]) == (3, 0, 1)
     assert cell["prompt_tokens"] is None  # not known for all
     assert "≥" in (tmp_path / "out" / "report.md").read_text()

@@ -195,9 +195,9 @@ def test_dependence_needs_an_input_answered_twice() -> None:
 
 def test_dependence_is_cheap() -> None:
     words = " ".join(f"w{i}" for i in range(1000))
-    started = time.perf_counter()
+    started = time.process_time()
     answered(lambda item, turn, rng: f"{words} {item}", tasks=32, group_size=8, turns=4)
-    assert time.perf_counter() - started < 4.0
+    assert time.process_time() - started < 4.0
 
 
 def test_an_environment_of_several_is_named_even_when_it_is_played_alone() -> None:

@@ -187,11 +187,11 @@ async def test_malformed_answers_are_tried_again(api: Api, answer: Any) -> None:
 
 async def test_a_server_that_is_silent_or_absent(api: Api) -> None:
     client = ChatClient(api.url, "tiny", api_key_variable=None, timeout_s=0.2, retries=0)
-    api.next = [1.0]
+    api.next = [4.0]
     started = time.monotonic()
     with pytest.raises(EngineError, match=r"no answer within 0.2 s"):
         await client.complete(ASK, SAMPLING)
-    assert time.monotonic() - started < 0.9
+    assert time.monotonic() - started < 3.9
     await client.close()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

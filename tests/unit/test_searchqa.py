@@ -361,12 +361,12 @@ def test_a_query_without_a_known_word_finds_nothing() -> None:
 
 @pytest.mark.parametrize("piece", ["<search>", "</search><search>", "<think>", "<answer></think>", "<"])
 def test_many_tags_take_no_time(piece: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(Refused):
         read_reply(piece * (50_000 // len(piece)))
     with pytest.raises(Refused, match="at most 50000 are read"):
         read_reply(piece * 1_000_000)
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 @settings(max_examples=200, deadline=None)

