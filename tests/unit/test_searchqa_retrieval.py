@@ -261,7 +261,7 @@ class _Service(BaseHTTPRequestHandler):
             case "short":
                 rows = []
             case "slow":
-                time.sleep(1.0)
+                time.sleep(3.0)
             case "broken":
                 self.send_error(500, "the index is gone")
                 return
@@ -273,7 +273,7 @@ class _Service(BaseHTTPRequestHandler):
             self.send_header("content-length", "1000")
             self.end_headers()
             with contextlib.suppress(OSError):
-                for _ in range(30):
+                for _ in range(100):
                     self.wfile.write(b" ")
                     time.sleep(0.05)
             self.close_connection = True
