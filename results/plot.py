@@ -253,7 +253,6 @@ STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
 def overview(found: dict[str, list[Record]], path: Path) -> str:
     """The picture of the README: a panel per claim and task that has records. Says what it left out."""
     panels: list[Callable[[Any], None]] = []
-    absent = []
     evaluated = evaluations_of(found["rl-over-base"])
     for task in sorted({r["task"] for r in evaluated}):
 

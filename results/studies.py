@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -21,7 +22,11 @@ class Job:
     """Below recipes/, for `train`."""
     words: tuple[str, ...] = ()
     """Settings of `train`, options of `eval`."""
-    needs: tuple[str, ...] = field(default=())
+
+    @property
+    def needs(self) -> list[str]:
+        """Jobs that have to be done before."""
+        return [name for word in self.words for name in re.findall("{(.+?)}", word) if name != PRETRAINED]
 
 
 HORIZONS: dict[str, tuple[str, ...]] = {
@@ -38,14 +43,16 @@ TASKS = {"babyai": {"short": 4, "middle": 8, "long": 16}, "textcraft": {"short":
 
 PRETRAINED = "pretrained"
 """Stands for a model that no job makes."""
-SIX_SUBSETS = tuple(
-    word
-    for subset in ("GoTo", "Pickup", "ActionObjDoor", "FindObjS7", "OneRoomS20", "SynthLoc")
-    for word in ("--subset", subset)
-)
+
+
+def subsets(*names: str) -> tuple[str, ...]:
+    return tuple(word for name in names for word in ("--subset", name))
+
+
+SIX_SUBSETS = subsets("GoTo", "Pickup", "ActionObjDoor", "FindObjS7", "OneRoomS20", "SynthLoc")
 HELD_OUT = {
     "babyai": (*SIX_SUBSETS, "--limit", "50"),
-    "textcraft": ("--subset", "depth1", "--subset", "depth2", "--subset", "depth3", "--samples", "4"),
+    "textcraft": (*subsets("depth1", "depth2", "depth3"), "--samples", "4"),
 }
 """What claim A is evaluated on: 300 episodes of as many items, 388 of 97."""
 NO_EXAMPLES = "base, no examples"
@@ -53,11 +60,7 @@ PLAIN = ("--style", "act", "--temperature", "0.7", "--max-new-tokens", "32", "--
 """A model that no run has settings for: as the others, but with the environment's own instruction and nothing else."""
 
 STAGED = tuple(w.format(**TASKS["babyai"]) for w in HORIZONS["staged"])
-MANY_ROOMS = tuple(
-    word
-    for subset in ("GoToObjMazeS7", "FindObjS7", "Open", "PickupLevel17", "UnlockLocalDist", "OneRoomS20")
-    for word in ("--subset", subset)
-)
+MANY_ROOMS = subsets("GoToObjMazeS7", "FindObjS7", "Open", "PickupLevel17", "UnlockLocalDist", "OneRoomS20")
 TURNS = ("--turns", "2,4,8,16,32", "--samples", "4", "--limit", "50", "--concurrency", "128")
 
 SIZES = {
@@ -92,8 +95,21 @@ def trained(task: str, arm: str, size: str, seed: int, words: tuple[str, ...], n
         seed=seed,
         recipe=f"evidence/{task}-rl.toml",
         words=(f"model.path={{{start}}}", f"rl.optimizer.lr={RATES[size][1]}", *words),
-        needs=(start,),
     )
+
+
+def evaluated(name: str, agent: str, arm: str, task: str, seed: int, words: tuple[str, ...]) -> Job:
+    """`agent` is a job, or the pretrained model."""
+    options = ("--agent", f"{{{agent}}}", "--env", task, *words)
+    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", words=options)
+
+
+def smollm2(task: str, arm: str, kind: str, start: str, seed: int, *words: str) -> Job:
+    """A run of claim A by recipes/evidence/smollm2-<task>-<kind>.toml."""
+    short = arm.lower().replace(" ", "").replace("+", "-")
+    recipe = f"evidence/smollm2-{task}-{kind}.toml"
+    settings = (f"model.path={{{start}}}", *words)
+    return Job(name=f"smollm2-{short}-{task}-{seed}", arm=arm, task=task, seed=seed, recipe=recipe, words=settings)
 
 
 def rl_over_base(seeds: list[int] | None) -> list[Job]:
@@ -101,39 +117,19 @@ def rl_over_base(seeds: list[int] | None) -> list[Job]:
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
         for task, items in HELD_OUT.items():
-
-            def run(arm: str, kind: str, start: str, *words: str, task: str = task, seed: int = seed) -> Job:
-                name = arm.lower().replace(" ", "").replace("+", "-")
-                return Job(
-                    name=f"smollm2-{name}-{task}-{seed}",
-                    arm=arm,
-                    task=task,
-                    seed=seed,
-                    recipe=f"evidence/smollm2-{task}-{kind}.toml",
-                    words=(f"model.path={{{start}}}", *words),
-                    needs=() if start == PRETRAINED else (start,),
-                )
-
-            # Nothing is learned in this one: it holds the model in the prompt that it is evaluated in.
-            base_run = run("base", "rl", PRETRAINED, "rl.steps=0", "eval.episodes=6")
-            imitated = run("SFT", "sft", PRETRAINED)
-            runs = [imitated, run("RL", "rl", PRETRAINED), run("SFT + RL", "rl", imitated.name), base_run]
+            imitated = smollm2(task, "SFT", "sft", PRETRAINED, seed)
+            runs = [
+                imitated,
+                smollm2(task, "RL", "rl", PRETRAINED, seed),
+                smollm2(task, "SFT + RL", "rl", imitated.name, seed),
+                # Nothing is learned in this one: it holds the model in the prompt that it is evaluated in.
+                smollm2(task, "base", "rl", PRETRAINED, seed, "rl.steps=0", "eval.episodes=6"),
+            ]
+            words = (*items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128")
             jobs += runs
-            options = ("--env", task, *items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128")
-            agents = [(job.arm, job.name, options) for job in runs]
-            agents.append((NO_EXAMPLES, PRETRAINED, (*options, *PLAIN)))
-            for arm, agent, words in agents:
-                jobs.append(
-                    Job(
-                        name=f"eval-{agent}" if agent != PRETRAINED else f"eval-smollm2-plain-{task}-{seed}",
-                        arm=arm,
-                        task=task,
-                        seed=seed,
-                        kind="eval",
-                        words=("--agent", f"{{{agent}}}", *words),
-                        needs=() if agent == PRETRAINED else (agent,),
-                    )
-                )
+            jobs += [evaluated(f"eval-{job.name}", job.name, job.arm, task, seed, words) for job in runs]
+            plain = f"eval-smollm2-plain-{task}-{seed}"
+            jobs.append(evaluated(plain, PRETRAINED, NO_EXAMPLES, task, seed, (*words, *PLAIN)))
     return jobs
 
 
@@ -156,17 +152,8 @@ def interaction(seeds: list[int] | None) -> list[Job]:
             start, agent = base("babyai", size, seed), trained("babyai", "staged", size, seed, STAGED)
             jobs += [start, agent]
             for run in (start, agent):
-                jobs.append(
-                    Job(
-                        name=f"turns-{run.name}",
-                        arm=f"{run.arm} {size}",
-                        task="babyai",
-                        seed=seed,
-                        kind="eval",
-                        words=("--agent", f"{{{run.name}}}", "--env", "babyai", *MANY_ROOMS, *TURNS),
-                        needs=(run.name,),
-                    )
-                )
+                words = (*MANY_ROOMS, *TURNS)
+                jobs.append(evaluated(f"turns-{run.name}", run.name, f"{run.arm} {size}", "babyai", seed, words))
     return jobs
 
 

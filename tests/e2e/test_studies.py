@@ -29,7 +29,6 @@ JOBS = [
         seed=5,
         kind="eval",
         words=("--agent", "{tiny}", "--env", "keydoor", "--turns", "1,6", "--limit", "4"),
-        needs=("tiny",),
     ),
     studies.Job(name="tiny", arm="staged", task="keydoor", seed=5, recipe="keydoor/tiny.toml", words=("threads=1",)),
 ]
