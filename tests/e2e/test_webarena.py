@@ -481,8 +481,10 @@ def test_windows_dialogs_other_sites_and_slow_pages(env: WebArena, site: str) ->
     assert "outside the sites of this task; you were taken back" in page
     assert f"URL: {site}/" in page
     env._require_open()._load_timeout_s = 3.0  # for the page that does not come, not for those before
+    started = time.monotonic()
     page = valid(env, f"click {id_of(page, 'Slow')}")
     assert "still loading after 3 s and was stopped" in page
     assert "could not be opened" in refused(env, f"goto [{site}/slow]")
+    assert time.monotonic() - started < 60  # the page itself would have come after 120 s
     env.close()
     wait_until(lambda: num_contexts() == 0)
