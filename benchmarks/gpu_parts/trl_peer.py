@@ -20,6 +20,7 @@ from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+import pyarrow
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -165,7 +166,8 @@ def main() -> None:
             model=model,
             reward_funcs=[reward],
             args=arguments,
-            train_dataset=Dataset.from_list(rows),
+            # A fingerprint of its own: to compute one, datasets pickles modules, which not every installation survives.
+            train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="textcraft"),
             processing_class=tokenizer,
             rollout_func=play,
             callbacks=[clock],

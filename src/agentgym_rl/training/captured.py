@@ -11,13 +11,14 @@ Shapes: T tokens of a micro-batch, P of its padded size, H hidden size.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentgym_rl.training.microbatch import MicroBatch
 
@@ -66,8 +67,10 @@ class CapturedPasses:
     """Replays passes of a decoder's layers. Lives on the decoder, whose parameters must stay where they are; when one
     has moved, everything is captured anew."""
 
-    def __init__(self, parameters: Iterable[Tensor], layers: Layers) -> None:
-        self._parameters = [p for p in parameters if p.requires_grad]
+    def __init__(self, modules: list[nn.Module], layers: Layers) -> None:
+        """`layers` computes with the parameters of `modules`."""
+        self._modules = nn.ModuleList(modules)
+        self._parameters = [p for p in self._modules.parameters() if p.requires_grad]
         self._layers = layers
         self._seen: Counter[Size] = Counter()
         self._graphs: dict[Size, _Pass] = {}
@@ -92,18 +95,33 @@ class CapturedPasses:
         if size not in self._graphs:
             if self._seen[size] < 2 or len(self._graphs) == MOST_SIZES:
                 return None
-            self._graphs[size] = _Pass(size, hidden_TH, self._parameters, self._layers, self._place)
+            self._graphs[size] = _Pass(size, hidden_TH, self._modules, self._layers, self._place)
         self.replays += 1
         found: Tensor = _Replay.apply(self._graphs[size], micro, lengths, hidden_TH, *self._parameters)
         return found
 
 
+@contextmanager
+def own_leaves(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Within it, the module computes with parameters that share the memory of its own (their order is kept) and that
+    autograd has never seen: a node that an earlier pass left on another stream would break a capture."""
+    leaves = {p: nn.Parameter(p.detach()) for p in module.parameters() if p.requires_grad}
+    places = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p in leaves]
+    for owner, name, parameter in places:
+        owner._parameters[name] = leaves[parameter]
+    try:
+        yield list(leaves.values())
+    finally:
+        for owner, name, parameter in places:
+            owner._parameters[name] = parameter
+
+
 class _Pass:
     """Forward and backward of one size. Without CUDA both are computed each time, which is what tests compare."""
 
-    def __init__(self, size: Size, like_TH: Tensor, parameters: list[Tensor], layers: Layers, place: Any) -> None:
+    def __init__(self, size: Size, like_TH: Tensor, modules: nn.Module, layers: Layers, place: Any) -> None:
         device = like_TH.device
-        self._size, self._parameters, self._layers = size, parameters, layers
+        self._size, self._modules, self._layers = size, modules, layers
         self.hidden_PH = torch.zeros(size.tokens, like_TH.shape[1], dtype=like_TH.dtype, device=device)
         self.hidden_PH.requires_grad_()
         self.by_out_PH = torch.zeros(self.hidden_PH.shape, dtype=like_TH.dtype, device=device)
@@ -114,6 +132,7 @@ class _Pass:
         self._frame = MicroBatch([], [size.longest], [], self._positions_P, self._positions_P, bounds, *[nothing] * 10)
         self.turn = 0
         """Counts forward passes: a backward pass belongs to the last one."""
+        self._leaves: list[Tensor]
         self._out: Tensor
         self._gradients: tuple[Tensor, ...]
         self._replay: tuple[Any, Any] | None = self._capture(*place) if like_TH.is_cuda else None
@@ -136,7 +155,7 @@ class _Pass:
         self.turn += 1
         if self._replay is None:
             with torch.enable_grad():
-                self._out = self._layers(self.hidden_PH, self._positions_P, self._frame)
+                self._compute()
         else:
             self._replay[0].replay()
         return self._out.detach()
@@ -149,27 +168,28 @@ class _Pass:
             self._replay[1].replay()
         return self._gradients
 
+    def _compute(self) -> None:
+        with own_leaves(self._modules) as self._leaves:
+            self._out = self._layers(self.hidden_PH, self._positions_P, self._frame)
+
     def _differentiate(self) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(self._out, [self.hidden_PH, *self._parameters], self.by_out_PH)
+        return torch.autograd.grad(self._out, [self.hidden_PH, *self._leaves], self.by_out_PH)
 
     def _capture(self, pool: Any, stream: Any) -> tuple[Any, Any]:
         device = self.hidden_PH.device
         stream.wait_stream(torch.cuda.current_stream(device))
         graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 
-        def forward() -> None:
-            self._out = self._layers(self.hidden_PH, self._positions_P, self._frame)
-
         def backward() -> None:
             self._gradients = self._differentiate()
 
         with torch.enable_grad(), torch.cuda.stream(stream):
-            forward()  # compiles what is not compiled yet
+            self._compute()  # compiles what is not compiled yet
             backward()
             del self._out, self._gradients
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what that run took is of no use to the graphs' pool
-            for graph, run in zip(graphs, (forward, backward), strict=True):
+            for graph, run in zip(graphs, (self._compute, backward), strict=True):
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 try:
                     run()

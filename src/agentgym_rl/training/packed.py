@@ -66,8 +66,8 @@ def capture_passes(decoder: Any) -> None:
     weight = decoder.norm.weight
     if weight.is_cuda and _fused(decoder, weight) is None:
         return
-    parameters = [*decoder.layers.parameters(), *decoder.norm.parameters()]
-    decoder.captured_passes = CapturedPasses(parameters, partial(through_layers, decoder))
+    modules = [*decoder.layers, decoder.norm]
+    decoder.captured_passes = CapturedPasses(modules, partial(through_layers, decoder))
 
 
 def through_layers(decoder: Any, hidden_TH: Tensor, positions_T: Tensor, micro: MicroBatch) -> Tensor:
