@@ -60,6 +60,16 @@ class Counting:
         type(self).num_alive -= 1
 
 
+class Thinking(Counting):
+    """Says why its oracle does what it does; where the goal is 3 it is at a loss for words."""
+
+    name: ClassVar[str] = "thinking"
+    num_alive: ClassVar[int] = 0
+
+    def thought(self) -> str:
+        return f"{self.count} is less than {self.target}." if self.target != 3 else None  # type: ignore[return-value]
+
+
 class SlowCounting(Counting):
     """The same in a thread, slow enough for two requests to overlap."""
 

@@ -52,6 +52,15 @@ def ok(body: bytes) -> bytes:
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
 
 
+async def test_a_server_without_thoughts_answers_with_the_action():
+    async with RawServer(ok(b'"up"')) as server, EnvClient(server.url) as client:
+        assert await client.advice(1) == ("", "up")
+        assert server.num_requests == 1
+        server.answer = ok(b'{"thought": null, "action": "up"}')
+        with pytest.raises(EnvError, match="must answer with a thought and an action"):
+            await client.advice(1)
+
+
 async def test_a_server_that_never_answers():
     async with RawServer(None) as server, EnvClient(server.url, timeout_s=0.5) as client:
         begun = time.monotonic()

@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from envs_for_tests import GARBAGE, Bare, Counting, Garbage, Hanging, Raising, RaisingInThread, SlowCounting
+from envs_for_tests import GARBAGE, Bare, Counting, Garbage, Hanging, Raising, RaisingInThread, SlowCounting, Thinking
 from servers_for_tests import server_in_thread, server_process, wait_until
 
 from agentgym_rl.environment.pool import LocalPool, RemotePool
@@ -15,7 +15,7 @@ from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 from agentgym_rl.types import EnvPool, Step
 
-ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThread, Hanging, Garbage, Bare)}
+ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThread, Hanging, Garbage, Bare, Thinking)}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,19 @@ async def test_an_episode(pool):
         Step("You are at 2.", 0.5, True, {"valid": True, "success": True, "state_key": "2"}),
     ]
     assert pool.num_open == 0
+
+
+async def test_the_thought_that_leads_to_the_oracles_action(pool):
+    session = await pool.open("thinking")
+    await session.reset(0)
+    await session.step("up")
+    assert await session.advice() == ("1 is less than 2.", await session.oracle())
+    await session.reset(1)
+    with pytest.raises(EnvError, match=r"thought\(\) must return a string, got None"):
+        await session.advice()
+    without = await pool.open("counting")
+    await without.reset(0)
+    assert await without.advice() == ("", "up")
 
 
 async def test_a_session_is_played_again_after_reset(pool):
@@ -118,6 +131,8 @@ async def test_wrong_use_is_a_clear_error(pool):
     await bare.reset(0)
     with pytest.raises(NotSupported, match=r"bare has no oracle\(\)"):
         await bare.oracle()
+    with pytest.raises(NotSupported, match=r"bare has no oracle\(\)"):
+        await bare.advice()
 
 
 @pytest.mark.parametrize("env", ["raising", "raising_in_thread"])

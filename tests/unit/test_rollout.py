@@ -51,6 +51,9 @@ class Corridor:
     async def oracle(self) -> str:
         return "go"
 
+    async def advice(self) -> tuple[str, str]:
+        return "", await self.oracle()
+
     async def render(self) -> str:
         return f"<p>{self.room}</p>"
 

@@ -46,6 +46,24 @@ async def test_the_oracle_writes_in_every_style(name: str) -> None:
     assert await env.render() == "<p>3</p>"
 
 
+class Thoughtful(Corridor):
+    async def advice(self) -> tuple[str, str]:
+        return f"Room {self.room} {{action}} is not the last.", "go"
+
+
+async def test_the_oracle_says_why_where_the_style_has_room_for_it() -> None:
+    for name, inner, written in (
+        ("act", Thoughtful(), "go"),
+        ("react", Thoughtful(), "Thought: Room 0 {action} is not the last.\nAction: go"),
+        ("reflect", Thoughtful(), "Thought: Room 0 {action} is not the last.\nAction: go"),
+        ("plan", Corridor(), "Thought: This is the next step.\nAction: go"),
+    ):
+        env = STYLES[name].wrap(inner, turns_per_attempt=5)
+        await env.reset(0)
+        assert await env.oracle() == written
+        assert await env.advice() == ("", written)
+
+
 async def test_random_play_writes_in_the_style() -> None:
     inner = Parsed("react")
     env = STYLES["react"].wrap(inner)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought
 from agentgym_rl.environment.envs.textcraft import TextCraft, items
 from agentgym_rl.environment.envs.textcraft.planner import best_plan, fill, next_action
 from agentgym_rl.environment.envs.textcraft.recipes import (
@@ -462,6 +463,57 @@ def test_the_oracle_is_a_function_of_the_state() -> None:
         env.step(action)
 
 
+def parts_of(text: str) -> dict[str, int]:
+    parts = [] if text == "nothing" else [part.split(" ", 1) for part in text.split(", ")]
+    return {name: int(count) for count, name in parts}
+
+
+RECIPE = re.compile(r"(.+?) using (.+?)(?: makes (\d+), for (\d+) craft (?:once|(\d+) times))?")
+
+
+def check_thought(env: TextCraft, listed: dict[tuple[str, str], int]) -> None:
+    """Every claim of a thought against the game: doing what it says, in a copy, wins with nothing to spare."""
+    first, *recipes, last = env.thought().removesuffix(".").split(". ")
+    assert parts_of(first.removeprefix("Have ")) == env._held
+    missing = parts_of(last.removeprefix("Missing "))
+    copy = TextCraft()
+    copy.reset(env._item)
+    copy._held = dict(env._held)
+    for name, count in missing.items():
+        assert copy.step(f"get {count} {name}").observation == f"Got {count} {name}"
+    made: dict[str, tuple[int, int]] = {}
+    for recipe in reversed(recipes):
+        match = RECIPE.fullmatch(recipe)
+        assert match is not None
+        name, needs, makes, wanted, times = match.groups()
+        assert makes in (None, str(listed[name, needs]))
+        for _ in range(int(times or 1)):
+            step = copy.step(f"craft 1 {name} using {needs}")
+            assert step.info["valid"], (recipe, step)
+        made[name] = (int(wanted or 1), listed[name, needs] * int(times or 1))
+    assert step.done
+    assert not missing.keys() & copy._held.keys()
+    goal = items.goals()[env._item]
+    assert made.pop(goal)[0] == 1
+    for name, (lacking, count) in made.items():
+        assert count - copy._held.get(name, 0) == lacking, name
+    expected = next((f"get {count} {name}" for name, count in missing.items()), f" {next(iter(made), goal)} using ")
+    assert expected in env.oracle()
+
+
+def test_thoughts_are_true_and_lead_to_the_oracles_action() -> None:
+    env = TextCraft()
+    for item in TextCraft.splits["train"]:
+        env.reset(item)
+        listed = {}
+        for recipe in items.problem(item).commands:
+            needs = ", ".join(f"{count} {name}" for name, count in recipe.needs)
+            listed[recipe.output, needs] = recipe.count
+        while env._playing:
+            check_thought(env, listed)
+            env.step(env.oracle())
+
+
 def test_actions_are_all_valid_and_lead_to_the_goal() -> None:
     rng = random.Random(2)
     env = TextCraft()
@@ -505,7 +557,7 @@ def test_state_keys_name_states() -> None:
 
 def test_it_offers_all_optional_methods() -> None:
     env = TextCraft()
-    for capability in (HasActions, HasOracle, HasStateKey, HasRender):
+    for capability in (HasActions, HasOracle, HasThought, HasStateKey, HasRender):
         assert isinstance(env, capability)
 
 

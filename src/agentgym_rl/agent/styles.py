@@ -21,9 +21,12 @@ class Style:
     action_format: str = "plain"
     """How replies become actions: the name of a format that the pool is opened with."""
     written: str = "{action}"
-    """How a policy that knows only the action (oracle, random play) writes a reply in that format."""
+    """How a policy that knows an action and perhaps a thought (oracle, random play) writes a reply in that format."""
     attempts: int = 1
     """Tries at an item; from the second on, a written reflection comes first."""
+
+    def write(self, action: str, thought: str = "") -> str:
+        return self.written.format(action=action, thought=thought or _NO_THOUGHT)
 
     def wrap(self, env: EnvSession, turns_per_attempt: int | None = None) -> EnvSession:
         """`env` as it is played in this style."""
@@ -35,7 +38,8 @@ class Style:
         return ReflectSession(styled, self.attempts, turns_per_attempt)
 
 
-_REACT = "Thought: This is the next step.\nAction: {action}"
+_REACT = "Thought: {thought}\nAction: {action}"
+_NO_THOUGHT = "This is the next step."
 
 STYLES: dict[str, Style] = {
     "act": Style(),
@@ -77,10 +81,14 @@ class StyledSession:
         return await self._env.step(text)
 
     async def actions(self) -> list[str]:
-        return [self._style.written.replace("{action}", action) for action in await self._env.actions()]
+        return [self._style.write(action) for action in await self._env.actions()]
 
     async def oracle(self) -> str:
-        return self._style.written.replace("{action}", await self._env.oracle())
+        thought, action = await self._env.advice()
+        return self._style.write(action, thought)
+
+    async def advice(self) -> tuple[str, str]:
+        return "", await self.oracle()
 
     async def render(self) -> str | bytes:
         return await self._env.render()
@@ -152,6 +160,9 @@ class ReflectSession:
 
     async def oracle(self) -> str:
         return _PLAIN_REFLECTION if self._reflecting else await self._env.oracle()
+
+    async def advice(self) -> tuple[str, str]:
+        return "", await self.oracle()
 
     async def render(self) -> str | bytes:
         return await self._env.render()

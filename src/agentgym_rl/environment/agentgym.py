@@ -216,6 +216,9 @@ class AgentGymClient(EnvClient):
     async def oracle(self, session_id: int) -> str:
         raise wire.NotSupported(f"{self.url}: AgentGym servers have no oracle")
 
+    async def advice(self, session_id: int) -> tuple[str, str]:
+        return "", await self.oracle(session_id)
+
     async def state_key(self, session_id: int) -> str:
         raise wire.NotSupported(f"{self.url}: AgentGym servers have no state keys")
 

@@ -54,6 +54,13 @@ class HasOracle(Protocol):
 
 
 @runtime_checkable
+class HasThought(Protocol):
+    def thought(self) -> str:
+        """What leads to the action that oracle() gives now, from what the player has seen."""
+        ...
+
+
+@runtime_checkable
 class HasStateKey(Protocol):
     def state_key(self) -> str:
         """Equal keys mean the same state (of the same item)."""

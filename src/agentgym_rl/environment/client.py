@@ -95,6 +95,17 @@ class EnvClient:
     async def oracle(self, session_id: int) -> str:
         return str(await self._json("GET", f"/oracle?id={session_id}"))
 
+    async def advice(self, session_id: int) -> tuple[str, str]:
+        """(thought, action) of the oracle; a server that knows no thoughts answers with the action alone."""
+        path = f"/oracle?id={session_id}&thought=true"
+        answer = await self._json("GET", path)
+        if isinstance(answer, str):
+            return "", answer
+        match answer:
+            case {"thought": str(thought), "action": str(action)}:
+                return thought, action
+        raise EnvError(f"{self.url}{path} must answer with a thought and an action, got {answer!r:.80}")
+
     async def state_key(self, session_id: int) -> str:
         return str(await self._json("GET", f"/state_key?id={session_id}"))
 

@@ -75,6 +75,9 @@ class _PooledSession:
     async def oracle(self) -> str:
         return await self._open_inner().oracle()
 
+    async def advice(self) -> tuple[str, str]:
+        return await self._open_inner().advice()
+
     async def render(self) -> str | bytes:
         return await self._open_inner().render()
 
@@ -191,6 +194,9 @@ class RemoteSession:
 
     async def oracle(self) -> str:
         return await self._client.oracle(self.id)
+
+    async def advice(self) -> tuple[str, str]:
+        return await self._client.advice(self.id)
 
     async def render(self) -> str | bytes:
         return await self._client.render(self.id)

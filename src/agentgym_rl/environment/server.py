@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentgym_rl import __version__
 from agentgym_rl.environment import catalog, wire
-from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, TextEnv
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
@@ -36,7 +36,13 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[bytes], Awaitable[bytes]]
 """Body in, body out."""
 
-CAPABILITIES = {"actions": HasActions, "oracle": HasOracle, "state_key": HasStateKey, "render": HasRender}
+CAPABILITIES = {
+    "actions": HasActions,
+    "oracle": HasOracle,
+    "thought": HasThought,
+    "state_key": HasStateKey,
+    "render": HasRender,
+}
 MAX_ITEMS_PER_ANSWER = 100_000
 MAX_SESSIONS = 4096
 SHUTDOWN_GRACE_S = 10.0
@@ -314,8 +320,11 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
         return json_response(await ask(id, LocalSession.actions))
 
     @router.get("/oracle")
-    async def oracle(id: int) -> Response:  # noqa: A002
-        return json_response(await ask(id, LocalSession.oracle))
+    async def oracle(id: int, thought: bool = False) -> Response:  # noqa: A002
+        if not thought:
+            return json_response(await ask(id, LocalSession.oracle))
+        words, action = await ask(id, LocalSession.advice)
+        return json_response({"thought": words, "action": action})
 
     @router.get("/state_key")
     async def state_key(id: int) -> Response:  # noqa: A002

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, TextEnv
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
 from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported, checked_step
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 from agentgym_rl.types import Step
@@ -155,13 +155,13 @@ class LocalSession:
         return answer
 
     async def oracle(self) -> str:
-        answer = await self._ask("oracle", HasOracle, lambda env: env.oracle())
-        if not isinstance(answer, str):
-            raise EnvError(f"{self.name}.oracle() must return a string, got {answer!r:.80}")
-        return answer
+        return await self._ask("oracle", HasOracle, self._action)
+
+    async def advice(self) -> tuple[str, str]:
+        return await self._ask("oracle", HasOracle, lambda env: (self._thought(env), self._action(env)))
 
     async def state_key(self) -> str:
-        return await self._ask("state_key", HasStateKey, lambda env: self._checked_key(env.state_key()), ended=True)
+        return await self._ask("state_key", HasStateKey, self._key, ended=True)
 
     async def render(self) -> str | bytes:
         answer = await self._ask("render", HasRender, lambda env: env.render(), ended=True)
@@ -200,13 +200,22 @@ class LocalSession:
     def _with_state(self, step: Step) -> Step:
         if self._states is not None and "state_key" not in step.info:
             # A new dict: the environment may hand out the same one every time.
-            step.info = {**step.info, "state_key": self._checked_key(self._states.state_key())}
+            step.info = {**step.info, "state_key": self._key(self._states)}
         return step
 
-    def _checked_key(self, key: Any) -> str:
-        if not isinstance(key, str):
-            raise EnvError(f"{self.name}.state_key() must return a string, got {key!r:.80}")
-        return key
+    def _key(self, env: HasStateKey) -> str:
+        return self._text("state_key", env.state_key())
+
+    def _action(self, env: HasOracle) -> str:
+        return self._text("oracle", env.oracle())
+
+    def _thought(self, env: HasOracle) -> str:
+        return self._text("thought", env.thought()) if isinstance(env, HasThought) else ""
+
+    def _text(self, what: str, answer: Any) -> str:
+        if not isinstance(answer, str):
+            raise EnvError(f"{self.name}.{what}() must return a string, got {answer!r:.80}")
+        return answer
 
     async def _ask(self, what: str, capability: type, question: Callable[[Any], Value], ended: bool = False) -> Value:
         """Answer of an optional method; `ended`: also after the episode is over."""

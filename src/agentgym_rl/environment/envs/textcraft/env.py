@@ -10,6 +10,7 @@ from agentgym_rl.environment.envs.textcraft import items
 from agentgym_rl.environment.envs.textcraft.picture import draw
 from agentgym_rl.environment.envs.textcraft.planner import best_plan, fill, next_action, take
 from agentgym_rl.environment.envs.textcraft.recipes import Recipe, craft_command, load_book
+from agentgym_rl.environment.envs.textcraft.thoughts import think
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -102,6 +103,10 @@ class TextCraft:
     def oracle(self) -> str:
         self._require_playing()
         return next_action(self._book, self._problem.goal, self._held, self._problem.favourites)
+
+    def thought(self) -> str:
+        self._require_playing()
+        return think(best_plan(self._book, self._problem.goal, self._held, self._problem.favourites), self._held)
 
     def state_key(self) -> str:
         """`12|1 oak log,4 stick`: the item and what is held, sorted."""

@@ -17,6 +17,8 @@ class Plan:
     """Gathered item -> how many are missing."""
     crafts: dict[str, tuple[Recipe, int]] = field(default_factory=dict)
     """Item -> (recipe, how often), deepest first."""
+    lacking: dict[str, int] = field(default_factory=dict)
+    """Item of `crafts` -> how many are missing."""
     set_aside: dict[str, dict[str, int]] = field(default_factory=dict)
     """Generic ingredient -> held items that are to stand for it."""
     members: dict[str, str] = field(default_factory=dict)
@@ -78,6 +80,7 @@ class _Planning:
         recipe = recipes[self.choose(name, len(recipes))]
         times = -(-missing // recipe.count)
         self.plan.crafts[name] = (recipe, times)
+        self.plan.lacking[name] = missing
         for ingredient, count in recipe.needs:
             self.need(ingredient, count * times)
 
