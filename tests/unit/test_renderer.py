@@ -86,6 +86,15 @@ def test_opening_shares_the_prompt_out_exactly(style: str, system: str, observat
     assert alone.token_ids == renderer.prompt(chat(observation))
 
 
+def test_what_is_remembered_cannot_be_changed_from_outside() -> None:
+    renderer, opening = renderer_of("chatml"), chat("go north", system="walk")
+    first, follow_up = renderer.prompt(opening), renderer.follow_up("a wall")
+    renderer.prompt(opening).append(7)
+    renderer.follow_up("a wall").clear()
+    renderer.opening(opening)[1].token_ids.clear()
+    assert (renderer.prompt(opening), renderer.follow_up("a wall")) == (first, follow_up)
+
+
 @pytest.mark.parametrize("style", STYLES)
 def test_demonstration_masks_replies_and_their_end_of_turn_only(style: str) -> None:
     renderer = renderer_of(style)

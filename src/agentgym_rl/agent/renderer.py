@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from agentgym_rl.agent.templates import TEMPLATES, resolve_template
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.types import Message, Sample
+from agentgym_rl.types import Message, Role, Sample
 
 # Stands where a reply would be; what the template writes after it is what follows a reply.
 _MARK = "marked0reply"
@@ -35,6 +36,10 @@ _PROBES: tuple[tuple[str, ...], ...] = (
 """Observation, reply, observation, ...: shapes of conversation in which templates are known to rewrite history."""
 
 
+_REMEMBERED = 2048
+"""Openings and observations whose ids are kept: the episodes of a group start alike and meet the same states again."""
+
+
 class Renderer:
     """Chat template and tokenizer together. `chat_template`: a built-in's name, a path, Jinja text, or None for the
     tokenizer's own; `template_kwargs` are passed to the template."""
@@ -42,6 +47,8 @@ class Renderer:
     def __init__(self, tokenizer: Any, chat_template: str | None = None, **template_kwargs: Any) -> None:
         self.tokenizer = tokenizer
         self._template_kwargs = template_kwargs
+        self._conversation_ids = lru_cache(_REMEMBERED)(self._conversation_ids_of)
+        self._follow_up_ids = lru_cache(_REMEMBERED)(self._follow_up_ids_of)
         try:
             self._template = tokenizer.get_chat_template(resolve_template(chat_template))
         except ValueError:
@@ -60,7 +67,7 @@ class Renderer:
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation that a reply comes next in, generation prompt included."""
-        return self.encode(self._render(messages, generation_prompt=True))
+        return list(self._conversation_ids(tuple((m.role, m.content) for m in messages), True))
 
     def opening(self, messages: list[Message]) -> list[Message]:
         """The first messages of an episode with the ids of `prompt` shared out among them, adding up exactly."""
@@ -73,7 +80,7 @@ class Renderer:
 
     def follow_up(self, observation: str) -> list[int]:
         """Ids between a reply's end-of-turn token and the next reply: the observation and a generation prompt."""
-        return self._after_reply([Message("user", observation)], generation_prompt=True)
+        return list(self._follow_up_ids(observation))
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` exactly, nothing added."""
@@ -133,15 +140,18 @@ class Renderer:
         """A page that contains `<|im_end|>` must not be able to end the turn: split control tokens found in content."""
         return self._control.sub(lambda match: f"{match[0][0]} {match[0][1:]}", content)
 
-    def _after_reply(self, messages: list[Message], generation_prompt: bool) -> list[int]:
-        text = self._render([*_START, Message("assistant", _MARK), *messages], generation_prompt)
+    def _conversation_ids_of(self, said: tuple[tuple[Role, str], ...], generation_prompt: bool) -> list[int]:
+        return self.encode(self._render([Message(role, content) for role, content in said], generation_prompt))
+
+    def _follow_up_ids_of(self, observation: str) -> list[int]:
+        text = self._render([*_START, Message("assistant", _MARK), Message("user", observation)], True)
         rest = text[text.index(_MARK) + len(_MARK) :]
         # Encoded behind the end-of-turn token, as in the conversation: some tokenizers begin a text with a space.
         return self.encode(rest)[1:]
 
     def _system_length(self, system: Message, ids: list[int]) -> int:
         try:
-            alone = self.encode(self._render([system], generation_prompt=False))
+            alone = self._conversation_ids(((system.role, system.content),), False)
         except TemplateError:
             return 0
         length = 0
