@@ -135,6 +135,15 @@ def test_items_are_the_same_in_every_process_and_nothing_else_is_printed() -> No
     assert len(outputs.pop().split()) == 1
 
 
+def test_an_item_is_the_same_again_whatever_was_done_in_it(env: BabyAI) -> None:
+    """A level is generated once and thawed for every episode."""
+    for item in range(40):
+        first = play_at_random(env, item, 6)
+        beside = BabyAI()
+        assert play_at_random(beside, item, 6) == first
+        assert play_at_random(env, item, 6) == first
+
+
 def test_sight_agrees_with_minigrid(env: BabyAI) -> None:
     compared = 0
     for number in range(len(LEVELS)):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+from functools import lru_cache
 from typing import Any
 
 from agentgym_rl.environment.envs.babyai.oracle import Draft, NoWayError
@@ -97,8 +99,21 @@ def minigrid_levels() -> Any:
     return babyai
 
 
-def build_level(module: Any, item: int) -> Any:
-    """A freshly generated minigrid level for `item`."""
+def fresh_level(item: int) -> Any:
+    """The minigrid level of `item`, nothing done in it yet."""
+    level = pickle.loads(_frozen(item))
+    _spare_second_door(level.instrs)
+    return level
+
+
+@lru_cache(maxsize=512)
+def _frozen(item: int) -> bytes:
+    """About 10 kB. The episodes of a group all ask for the same level, and thawing one is several times faster than
+    generating it."""
+    return pickle.dumps(_generate(minigrid_levels(), item), pickle.HIGHEST_PROTOCOL)
+
+
+def _generate(module: Any, item: int) -> Any:
     number, seed = level_and_seed(item)
     _, class_name, arguments = LEVELS[number - 1]
     level = getattr(module, class_name)(**arguments)
@@ -108,7 +123,6 @@ def build_level(module: Any, item: int) -> Any:
     # Three levels may generate a layout that cannot be won; the next one of the same random stream is taken instead.
     while class_name in _FALLIBLE and not _FALLIBLE[class_name](level):
         level.reset()
-    _spare_second_door(level.instrs)
     return level
 
 
