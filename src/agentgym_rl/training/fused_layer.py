@@ -1,8 +1,9 @@
 """One decoder layer as one operation with its own backward pass, for plain modules in half precision on CUDA.
 
-It keeps the hidden states that go into its two halves, the rotated queries and keys with the values, what attention
-made of them, and gate and up. Norms and the product of gate and up are computed again for the gradient, which is cheap
-beside a matrix product. Matrices with the same input are laid side by side, so that one product serves them.
+It keeps the hidden states that go in, the rotated queries and keys with the values, what attention made of them, and
+gate and up. Norms, the product of gate and up, and the hidden states between the layer's halves (its smallest matrix
+product) are computed again for the gradient. Matrices with the same input are laid side by side, so that one product
+serves them.
 
 Shapes: T tokens, H hidden size, N query heads, K key/value heads, D head width, I intermediate size.
 """
@@ -99,15 +100,17 @@ class _Layer(torch.autograd.Function):
         gate_up = x @ side_by_side((gate_w, up_w)).t()
         out = torch.addmm(middle, kernels.gate(gate_up), down_w.t())
         ctx.shape, ctx.angles = shape, (cos, sin)
-        ctx.save_for_backward(hidden, raw, query, key, value, *attended, middle, gate_up, scales_1, scales_2, *weights)
+        ctx.save_for_backward(hidden, raw, query, key, value, *attended, gate_up, scales_1, scales_2, *weights)
         return out
 
     @staticmethod
     def backward(ctx: Any, by_out: Tensor) -> tuple[Any, ...]:
         shape = ctx.shape
         saved = ctx.saved_tensors  # once: under activation checkpointing a second look is refused
-        hidden, raw, query, key, value, *attended, middle, gate_up, scales_1, scales_2 = saved[:13]
-        norm_1, query_w, key_w, value_w, *biases, query_norm, key_norm, out_w, norm_2, gate_w, up_w, down_w = saved[13:]
+        hidden, raw, query, key, value, *attended, gate_up, scales_1, scales_2 = saved[:12]
+        norm_1, query_w, key_w, value_w, *biases, query_norm, key_norm, out_w, norm_2, gate_w, up_w, down_w = saved[12:]
+        mixed = attended[0].view(len(hidden), -1)
+        middle = torch.addmm(hidden, mixed, out_w.t())
         by_out = by_out.contiguous()
         by_gate_up, gated = kernels.gate_backward(gate_up, by_out @ down_w)
         by_down = by_out.t() @ gated
@@ -117,7 +120,6 @@ class _Layer(torch.autograd.Function):
         del gated, by_gate_up
         by_middle, by_norm_2 = kernels.norm_backward(by_x, middle, norm_2, scales_2, by_out)
 
-        mixed = attended[0].view(len(hidden), -1)
         by_out_w = by_middle.t() @ mixed
         by_mixed = (by_middle @ out_w).view_as(attended[0])
         by_heads = flash_backward(by_mixed, query, key, value, tuple(attended), shape.micro, shape.scale)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_NUMBERS = {"cuda": 1 << 26, "cpu": 1 << 24}
-"""Logits held at once, in fp32: 256 and 64 MB."""
+CHUNK_NUMBERS = {"cuda": 40 << 20, "cpu": 1 << 24}
+"""Logits held at once, in fp32: 160 and 64 MB."""
 CHUNK_ROWS = 128
 """A chunk is a multiple of this: matrix units work on so many rows at a time."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
