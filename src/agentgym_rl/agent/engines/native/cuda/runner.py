@@ -14,7 +14,7 @@ import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention import copy_slots, queries_per_block
-from agentgym_rl.agent.engines.native.cuda.model import CapturedModel
+from agentgym_rl.agent.engines.native.cuda.model import NARROW, CapturedModel
 from agentgym_rl.agent.engines.native.cuda.packing import BLOCK_FIELDS, TOKEN_FIELDS, as_packed, pack
 from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState
 from agentgym_rl.agent.engines.native.cuda.weights import addresses, why_not_captured
@@ -28,7 +28,9 @@ STEPS_MOST = 32
 PREFILL_TOKENS = 16384
 """Tokens of one prefill pass."""
 CAPTURED_PREFILLS = (64, 128, 256, 512, 1024, 2048)
-"""Passes of up to so many tokens are replayed: launching their kernels one by one takes longer than they do."""
+NARROW_PREFILLS = (*CAPTURED_PREFILLS, 3072, 4096, 6144, 8192)
+"""Passes of up to so many tokens are replayed: launching their kernels one by one takes longer than they do. In narrow
+models that is so of longer ones too."""
 WHOLE_CACHE_SHARE = 0.15
 """The cache is reserved to its full length at once where that takes no more than this share of the device's memory;
 otherwise it grows, and steps are captured anew each time."""
@@ -81,6 +83,7 @@ class CapturedRunner:
         self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
         self._addresses: tuple[int, ...] = ()
         self._captured: CapturedModel
+        self._prefill_sizes = NARROW_PREFILLS if config.hidden_size <= NARROW else CAPTURED_PREFILLS
         self._most = bucket_for(max_slots)
         self._inputs = torch.zeros((STOPS + MOST_STOPS, self._most), dtype=torch.int64, device=self._device)
         self._host_inputs = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._on_cuda)
@@ -209,7 +212,7 @@ class CapturedRunner:
 
     def _prefill_pass(self, tokens: torch.Tensor, blocks: torch.Tensor) -> None:
         num_tokens, num_blocks = tokens.shape[1], blocks.shape[1]
-        size = next((size for size in CAPTURED_PREFILLS if size >= num_tokens), None)
+        size = next((size for size in self._prefill_sizes if size >= num_tokens), None)
         blocks_most = 0 if size is None else size // self._block_tokens + min(size, 256)
         if size is None or num_blocks > blocks_most or not self._on_cuda:
             self._captured.prefill(as_packed(tokens, blocks))
