@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +31,9 @@ SECTIONS: dict[Method, tuple[str, ...]] = {
     "agentevol": ("agentevol", "sft", "data"),
 }
 """Sections that only some methods read; a recipe with one that its method does not read is refused."""
+ENGINE_SLACK = 1.25
+"""Room of an engine beyond its even share: hosts round up each for itself, and one that is down leaves its share to the
+others."""
 
 
 class _Section(BaseModel):
@@ -297,6 +301,11 @@ class Config(_Section):
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self
+
+    def sessions_per_engine(self) -> int:
+        """Episodes that each engine makes room for, of those played at once; what finds no room waits."""
+        engines = self.scale.engines if self.scale is not None else self.engine.replicas
+        return min(self.agent.concurrency, math.ceil(self.agent.concurrency / engines * ENGINE_SLACK))
 
     def resolved(self) -> dict[str, Any]:
         """Everything the run depends on, as it is saved; sections of other methods are left out."""

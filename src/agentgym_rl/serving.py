@@ -43,7 +43,7 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
             VllmEngine(
                 folder,
                 dtype=config.model.dtype if settings.dtype == "auto" else settings.dtype,
-                max_sessions=agent.concurrency,
+                max_sessions=config.sessions_per_engine(),
                 max_context=max_context,
                 memory_share=settings.memory_share,
                 kv_cache_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30),

@@ -124,11 +124,10 @@ class OneProcess:
 
 
 def make_engine(config: Config, model: Any, renderer: Renderer) -> NativeEngine:
-    agent = config.agent
     return NativeEngine(
         model,
         decode=renderer.decode,
-        max_sessions=agent.concurrency,
+        max_sessions=config.sessions_per_engine(),
         max_context=wiring.longest_context(config),
     )
 

@@ -146,3 +146,15 @@ async def test_an_engine_that_cannot_be_made_says_why_in_one_line() -> None:
     ) as refused:
         await started(plan(learners=1, engines=1), partial(VllmEngine, "anywhere"))
     assert "\n" not in str(refused.value)
+
+
+def test_hosts_with_few_episodes_each_leave_no_engine_idle() -> None:
+    from agentgym_rl.scale.ray_app import RemoteEngine
+
+    counts = [0] * 4
+    for first in (0, 2):  # of two hosts
+        host = RemoteEngine([None] * 4, None, 1.0, first)
+        for session in ("a", "b"):
+            host._home[session] = host._least_busy()
+            counts[host._home[session]] += 1
+    assert counts == [1, 1, 1, 1]

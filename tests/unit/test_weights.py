@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 import torch
-from training_for_tests import tiny_model
+from runs_for_tests import counting_config
+from training_for_tests import counting_player, tiny_model
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.cluster import make_seat
 from agentgym_rl.errors import EngineError
+from agentgym_rl.fits import demand_of
 from agentgym_rl.scale.weights import InPlace, buckets, load_buckets
+from agentgym_rl.training.checkpoint import export
 from agentgym_rl.types import Sampling
 
 
@@ -86,3 +91,16 @@ async def test_an_engine_that_rests_holds_no_keys_and_values_and_goes_on_as_befo
     assert (again.token_ids, again.logprobs) == (before.result().token_ids, before.result().logprobs)
     assert cache.keys.numel() > 6 * model.config.num_hidden_layers
     await seat.engine.close()
+
+
+@pytest.mark.parametrize(("engines", "room"), [(1, 16), (2, 10), (3, 7), (16, 2)])
+def test_an_engine_makes_room_for_its_share_and_the_doctor_counts_the_same(
+    tmp_path: Path, engines: int, room: int
+) -> None:
+    model, tokenizer = counting_player()
+    export(model, tokenizer, tmp_path)
+    changes = {"model": {"path": str(tmp_path)}, "scale": {"engines": engines}, "warm_start": None}
+    config = counting_config(**changes)
+    assert config.agent.concurrency == 16
+    assert make_seat(config, tmp_path).engine._sessions._free == list(range(room))
+    assert demand_of(config).sessions == room

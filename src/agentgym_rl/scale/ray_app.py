@@ -177,8 +177,10 @@ class RemoteEngine:
     When that dies its trajectories move to others and their calls are sent again.
     """
 
-    def __init__(self, replicas: list[Any], board: Any, timeout_s: float) -> None:
+    def __init__(self, replicas: list[Any], board: Any, timeout_s: float, first: int = 0) -> None:
         self._replicas, self._board, self._timeout_s = replicas, board, timeout_s
+        self._first = first
+        """Where this host begins among equally busy ones: if all began with the same, that had most."""
         self._home: dict[str, int] = {}
         self._down: dict[int, asyncio.Task[None]] = {}
         """Replicas that died, and who waits for each to be back."""
@@ -217,7 +219,7 @@ class RemoteEngine:
         for index in self._home.values():
             counts[index] += 1
         up = [i for i in range(len(counts)) if i not in self._down] or list(range(len(counts)))
-        return min(up, key=lambda i: (counts[i], i))
+        return min(up, key=lambda i: (counts[i], (i - self._first) % len(counts)))
 
     async def _lost(self, index: int, error: RayActorError, give_up_at: float) -> None:
         if index not in self._down:
@@ -261,9 +263,11 @@ async def made(name: str, call: Any) -> Any:
 class EnvHost:
     """Plays groups. `make(engine)` gives an object with `play(job)`, `num_open` and `close()`."""
 
-    def __init__(self, make: Callable[[Any], Any], engines: list[str], board: str, timeout_s: float) -> None:
+    def __init__(
+        self, make: Callable[[Any], Any], engines: list[str], board: str, timeout_s: float, first: int
+    ) -> None:
         replicas = [ray.get_actor(name, NAMESPACE) for name in engines]
-        self._player = make(RemoteEngine(replicas, ray.get_actor(board, NAMESPACE), timeout_s))
+        self._player = make(RemoteEngine(replicas, ray.get_actor(board, NAMESPACE), timeout_s, first))
 
     async def play(self, job: Any) -> Group:
         return await self._player.play(job)
@@ -331,7 +335,7 @@ class RayApp:
         self.hosts = [
             ray.remote(EnvHost)
             .options(**bundles["env_host"][i], **again, max_concurrency=10_000)
-            .remote(make_player, engines, names["board"], plan.worker_timeout_s)
+            .remote(make_player, engines, names["board"], plan.worker_timeout_s, i * plan.engines // plan.env_hosts)
             for i in range(plan.env_hosts)
         ]
         self._busy = [0] * plan.env_hosts
