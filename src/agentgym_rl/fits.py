@@ -30,7 +30,7 @@ def demand_of(config: Config) -> Demand:
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
         micro_batch_tokens=optimizer.micro_batch_tokens,
         checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),
-        sessions=-(-agent.concurrency // (scale.engines if scale else 1)),
+        sessions=config.sessions_per_engine(),
         context=max([agent.max_context, *(env.max_context or 0 for env in config.environments)]),
     )
 
