@@ -2,11 +2,12 @@
 
     python benchmarks/vllm_weights.py [--model qwen2.5-1.5b | smollm2-135m | tiny] [--rounds 3] [--episodes 64]
 
-Random weights of the model's shape. Each update changes them, and the engine must then agree with the learner, which is
-part of the time. A step is a rollout (two turns of every episode: prompts of 256 tokens, replies of 64) and a plain
+Random weights of the model's shape. Each update changes them so much that log-probabilities move further than engine
+and learner may differ; the engine must then have the learner's bits and agree with it, which is part of the time, and
+it must have moved. A step is a rollout (two turns of every episode: prompts of 256 tokens, replies of 64) and a plain
 forward and backward pass over what was played; updates are given as shares of it. On CUDA vLLM also sleeps: its memory
-before, while and after, and the same replies afterwards. Adapters need an engine with room for them, so they come last,
-on one that is started eagerly. On a CPU everything runs in float32 and nothing sleeps.
+before, while and after, and how far log-probabilities are from what they were. Adapters need an engine with room for
+them, so they come last, on one that is started eagerly. On a CPU everything runs in float32 and nothing sleeps.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.engines.vllm import VllmEngine, probe_model
+from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.agent.engines.vllm.checks import require_vllm
+from agentgym_rl.errors import EngineError
+from agentgym_rl.scale.ranks import whole_state
 from agentgym_rl.scale.weights import InPlace, buckets
 from agentgym_rl.serving import VllmSeat
 from agentgym_rl.types import Sampling
@@ -56,9 +59,37 @@ def make_model(name: str) -> Any:
 
 
 @torch.no_grad()
-def change(model: Any) -> None:
+def change(model: Any, factor: float) -> None:
     for parameter in model.parameters():
-        parameter.mul_(1.01)
+        parameter.mul_(factor)
+
+
+class Moves:
+    """Whether updates reach the engine: scores before and after each must be further apart than agreement allows."""
+
+    def __init__(self, engine: VllmEngine, probe: Probe) -> None:
+        self._engine, self._probe = engine, probe
+        self._last: list[float] = []
+        self.least = float("inf")
+
+    async def begin(self) -> None:
+        self._last = await self._engine.score(self._probe.token_ids)
+
+    async def require(self, way: str) -> None:
+        before = self._last
+        await self.begin()
+        moved = apart(before, self._last)
+        self.least = min(self.least, moved)
+        if moved <= self._probe.tolerance:
+            raise EngineError(
+                f"an update by {way} should move log-probabilities by more than {self._probe.tolerance:g} a token, "
+                f"they moved by {moved:.3g}: it was not made, or changes too little to be seen"
+            )
+
+
+def apart(first: list[float], second: list[float]) -> float:
+    """Mean absolute difference of log-probabilities."""
+    return statistics.fmean(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
 async def timed(work: Awaitable[None]) -> float:
@@ -126,7 +157,8 @@ async def updates(model: Any, engine: VllmEngine, root: Path, options: argparse.
 
     async def in_buckets() -> None:
         """As on a cluster, but for the network: the learner's rank cuts, the engine's seat puts together."""
-        await seat.load(list(buckets(model.state_dict().items(), BUCKET_BYTES)), engine.version + 1)
+        made = list(buckets(whole_state(model), BUCKET_BYTES))
+        await seat.load(made, engine.version + 1, probe_model(model))
 
     async def play() -> None:
         await rollout(engine, options.episodes, Sampling(NEW_TOKENS, seed=0))
@@ -138,33 +170,36 @@ async def updates(model: Any, engine: VllmEngine, root: Path, options: argparse.
     await passes()
     ways: dict[str, Work] = {"files": by_folder, "memory": in_memory, "buckets": in_buckets}
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "rollout", "learn")}
+    moves, factor = Moves(engine, probe_model(model)), 1.5
+    await moves.begin()
     for _ in range(options.rounds):
         for name, work in ways.items():
-            change(model)
+            change(model, factor)
+            factor = 1 / factor  # there and back again, lest the model grow without bound
             seconds[name].append(await timed(work()))
+            await moves.require(name)
         seconds["rollout"].append(await timed(play()))
         seconds["learn"].append(await timed(passes()))
     found = {name: statistics.median(values) for name, values in seconds.items()}
     new_tokens = options.episodes * TURNS * NEW_TOKENS
-    return {"seconds": found, "new_tokens_per_s": new_tokens / found["rollout"]}
+    return {"seconds": found, "new_tokens_per_s": new_tokens / found["rollout"], "moved_least": moves.least}
 
 
-async def sleeping(engine: VllmEngine) -> Report:
-    """Seconds to give memory back and to take it again, and whether replies are as before."""
+async def sleeping(engine: VllmEngine, token_ids: list[int]) -> Report:
+    """Seconds to give memory back and to take it again, and how far log-probabilities are from what they were. Replies
+    would not do: random weights make tokens nearly alike, and in bf16 a tie may fall either way."""
 
     def used() -> float:
         free, total = torch.cuda.mem_get_info()
         return (total - free) / 2**30
 
-    greedy = Sampling(16, temperature=0)
-    before, awake = await rollout(engine, 4, greedy), used()
+    before, awake = await engine.score(token_ids), used()
     sleep_s = await timed(engine.sleep())
     asleep = used()
     wake_s = await timed(engine.wake())
-    after = await rollout(engine, 4, greedy)
-    same = [a[1].token_ids for a in before] == [b[1].token_ids for b in after]
+    off = apart(before, await engine.score(token_ids))
     gib = {"awake": awake, "asleep": asleep, "awake again": used()}
-    return {"sleep_s": sleep_s, "wake_s": wake_s, "device_gib": gib, "same_replies": same}
+    return {"sleep_s": sleep_s, "wake_s": wake_s, "device_gib": gib, "logprobs_apart": off}
 
 
 async def native(model: Any, options: argparse.Namespace) -> Report:
@@ -172,7 +207,7 @@ async def native(model: Any, options: argparse.Namespace) -> Report:
     seat = InPlace(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
     seconds = []
     for version in range(1, options.rounds + 1):
-        made = list(buckets(model.state_dict().items(), BUCKET_BYTES))
+        made = list(buckets(whole_state(model), BUCKET_BYTES))
         seconds.append(await timed(seat.load(made, version)))
     played = await rollout(seat.engine, min(8, options.episodes), Sampling(NEW_TOKENS, seed=0))
     await seat.engine.close()
@@ -189,11 +224,13 @@ async def adapters(model: Any, root: Path, arguments: dict[str, Any], rounds: in
     try:
         start_s = await timed(engine.start())
         add_adapter(model, LoraSettings(rank=16), 0)
+        moves = Moves(engine, probe_model(model))
+        await moves.begin()
         for version in range(1, rounds + 1):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if "lora_B" in name:
-                        parameter.normal_(std=0.02)
+                        parameter.normal_(std=0.2)
             folder = root / f"adapter_{version}"
 
             async def update(folder: Path = folder, version: int = version) -> None:
@@ -201,10 +238,12 @@ async def adapters(model: Any, root: Path, arguments: dict[str, Any], rounds: in
                 await engine.update_weights(folder, version, probe=probe_model(model))
 
             seconds.append(await timed(update()))
+            await moves.require("adapters")
         played = await rollout(engine, 4, Sampling(NEW_TOKENS, seed=0))
     finally:
         await engine.close()
-    return {"start_s": start_s, "update_s": statistics.median(seconds), "mismatch": mismatch(model, played)}
+    found = {"start_s": start_s, "update_s": statistics.median(seconds), "moved_least": moves.least}
+    return found | {"mismatch": mismatch(model, played)}
 
 
 def say(found: Report) -> None:
@@ -259,7 +298,7 @@ async def main(options: argparse.Namespace) -> None:
             played = await rollout(engine, min(8, options.episodes), Sampling(NEW_TOKENS, seed=0))
             keep("mismatch", mismatch(model, played))
             if engine.can_sleep:
-                keep("sleep", await sleeping(engine))
+                keep("sleep", await sleeping(engine, probe_model(model).token_ids))
         finally:
             await engine.close()
         if options.vllm_only:

@@ -92,7 +92,7 @@ class Rank:
         if self._engine.kind == "native":
             return None
         dtype = self._dtype if self._engine.dtype == "auto" else getattr(torch, self._engine.dtype)
-        return probe_model(self._model, dtype)
+        return probe_model(self._model, dtype, sent_dtype=self._dtype)
 
     def save(self, folder: str) -> None:
         """This rank's part of the learner's state, and from the first rank the model."""

@@ -20,8 +20,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
 from agentgym_rl.agent.engines.vllm.handover import pack, unpack
+from agentgym_rl.agent.engines.vllm.probe import checksum, held
 from agentgym_rl.config import Config
 from agentgym_rl.errors import EngineError
+from agentgym_rl.training.optimizer import make_optimizer
+from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sampling
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -44,6 +47,8 @@ class Server:
         self.model = make_model()
         self.calls: list[str] = []
         self.salts: set[str] = set()
+        self.ignores = False
+        """New weights are acknowledged and not taken."""
         self.faults = 0
         """So many requests are answered with 503."""
         self.app = FastAPI()
@@ -77,8 +82,11 @@ class Server:
         self.calls.append(path)
         if path == "collective_rpc":
             body = await request.json()
+            if body["method"] == "agentgym_held":
+                return {"results": [held(self.model, *body["args"])]}
             assert body["method"] == "agentgym_load_folder"
-            self.model = LlamaForCausalLM.from_pretrained(body["args"][0]).eval()
+            if not self.ignores:
+                self.model = LlamaForCausalLM.from_pretrained(body["args"][0]).eval()
         return {"success": True}
 
     @torch.no_grad()
@@ -120,7 +128,7 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
         other.save_pretrained(tmp_path / "other")
         salts = set(server.salts)
         await client.update_weights(tmp_path / "other", 4, probe=probe_model(other))
-        assert server.calls == ["pause", "collective_rpc", "reset_prefix_cache", "resume"]
+        assert server.calls == ["pause", "collective_rpc", "reset_prefix_cache", "resume", "collective_rpc"]
         assert (await client.generate(PROMPT, Sampling(2), "s")).version == 4
         assert len(server.salts - salts) == 1
         with pytest.raises(EngineError, match="does not hold these weights"):
@@ -128,6 +136,48 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
         with pytest.raises(EngineError, match="failed to take weights 5"):
             await client.generate(PROMPT, Sampling(2), "s")
         await client.close()
+
+
+async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path: Path) -> None:
+    """A few steps of AdamW at 1e-6 in bf16: the probe's tokens are scored alike, within what is allowed."""
+    learner = make_model().bfloat16()
+    with running() as server:
+        server.model = make_model().bfloat16()
+        client = VllmServer(server.url)
+        await client.start()
+        learner.save_pretrained(tmp_path / "one")
+        await client.update_weights(tmp_path / "one", 1, probe=probe_model(learner))
+        optimizer = make_optimizer(list(learner.parameters()), OptimizerSettings(lr=1e-6, warmup_steps=0))
+        for _ in range(20):  # few numbers cross to the next that bf16 has
+            learner(torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        learner.save_pretrained(tmp_path / "two")
+        probe = probe_model(learner)
+        probe.check(await client.score(probe.token_ids), 2)  # log-probabilities do not tell
+        server.ignores = True
+        with pytest.raises(EngineError, match=r"engine's .* is bfloat16 \w+, the learner's is bfloat16 \w+"):
+            await client.update_weights(tmp_path / "two", 2, probe=probe)
+        await client.close()
+
+
+def test_checksums_are_of_bits_and_places_and_leave_padding_out() -> None:
+    tensor = torch.randn(6, 4, dtype=torch.bfloat16)
+    other = tensor.clone()
+    other[3, 2] = torch.nextafter(other[3, 2], torch.tensor(9.0, dtype=torch.bfloat16))
+    swapped = tensor[[1, 0, 2, 3, 4, 5]]
+    assert len({checksum(t) for t in (tensor, other, swapped, tensor.float())}) == 4
+    model = make_model()
+    probe = probe_model(model, torch.bfloat16)
+    engine = make_model().bfloat16()
+    engine.resize_token_embeddings(64)
+    found = held(engine, probe.shapes)
+    assert found.keys() == probe.checksums.keys()
+    probe.check_held([found, found], 1)
+    with pytest.raises(EngineError, match=r"engine\.dtype"):
+        probe.check_held([held(model, probe.shapes)], 1)
+    with pytest.raises(EngineError, match="nobody can tell"):
+        probe.check_held([held(torch.nn.Linear(2, 2), probe.shapes)], 1)
 
 
 async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path: Path) -> None:

@@ -144,8 +144,10 @@ async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabular
     ids = prompt(50, vocabulary)
     await engine.update_weights(models["C"].state_dict(), engine.version + 1, probe=probe_model(models["C"]))
     assert gap(models["C"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
-    seat = VllmSeat(engine)
-    await seat.load(list(buckets(models["B"].state_dict().items(), 20_000)), engine.version + 1)
+    seat, probe = VllmSeat(engine), probe_model(models["B"])
+    await seat.load(list(buckets(models["B"].state_dict().items(), 20_000)), engine.version + 1, probe)
+    (found,) = await engine._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
+    assert found["model.embed_tokens.weight"] == probe.checksums["model.embed_tokens.weight"]
     assert gap(models["B"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
 
 

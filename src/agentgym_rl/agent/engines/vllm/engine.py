@@ -152,6 +152,9 @@ class VllmEngine:
                 self.version = version
                 await self._llm.resume_generation()
                 if probe is not None:
+                    if probe.checksums:
+                        found = await self._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
+                        probe.check_held(found, version)
                     probe.check(await self._score(probe.token_ids), version)
             except BaseException as error:
                 self._why_closed = f"Its update to weights {version} failed: {_words(error)}"

@@ -1,13 +1,16 @@
-"""Does the engine hold the learner's weights? Both score the same tokens after every update.
+"""Does the engine hold the learner's weights? After every update both sides add up the bits of some tensors, which must
+be the same, and score the same tokens.
 
-An update that leaves part of a model behind raises nothing: a head that is tied to the embedding but kept in a packed
-copy goes on with its old values. Log-probabilities are then off by one or more: a probe sees that, training does not.
+An update that was not made, or that leaves part of a model behind, raises nothing. In bf16 one step of learning is lost
+in what two forward passes differ by anyway, so log-probabilities alone cannot tell; the bits can. They in turn are not
+what is multiplied with where an engine packs copies: a head tied to the embedding may go on with its old values. Then
+log-probabilities are off by one or more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +20,11 @@ from agentgym_rl.errors import EngineError
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Of the mean absolute difference, by the wider rounding of the two: two bf16 forwards differ by a few hundredths."""
 PROBE_TOKENS = 48
+WATCHED = ("embed_tokens.weight", "lm_head.weight", "o_proj.weight", "down_proj.weight", "norm.weight")
+"""Ends of names that vLLM's models and the learner's share; others are joined there. Of each the first, a middle and
+the last are compared."""
+CHUNK = 1 << 24
+"""Numbers that are added up at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,24 @@ class Probe:
     logprobs: list[float]
     """Of every token but the first, under the learner's weights at temperature 1."""
     tolerance: float = TOLERANCE[torch.float32]
+    checksums: dict[str, str] = field(default_factory=dict)
+    """Of some tensors, in the engine's type; none of adapters, which engines fold in as they load them."""
+    shapes: dict[str, list[int]] = field(default_factory=dict)
+
+    def check_held(self, workers: Sequence[Mapping[str, str]], version: int) -> None:
+        """What each of an engine's workers found by `held` must be the learner's, bit for bit."""
+        for found in workers:
+            if not found:
+                raise EngineError(
+                    f"the engine has none of {', '.join(self.checksums)} as the learner does, so that nobody can tell "
+                    f"whether it took weights {version}: use a model of the Llama or Qwen families"
+                )
+            for name, mine in found.items():
+                if mine != self.checksums[name]:
+                    raise EngineError(
+                        f"after the update to weights {version} the engine's {name} is {mine}, the learner's is "
+                        f"{self.checksums[name]}: it does not hold these weights, or not in this type (engine.dtype)"
+                    )
 
     def check(self, found: Sequence[float], version: int) -> float:
         """The mean absolute difference; EngineError where it is too large."""
@@ -42,9 +68,19 @@ class Probe:
 
 
 @torch.no_grad()
-def probe_model(model: Any, engine_dtype: torch.dtype | None = None, token_ids: Sequence[int] | None = None) -> Probe:
-    """Tokens spread over the vocabulary, as `model` scores them."""
+def probe_model(
+    model: Any,
+    engine_dtype: torch.dtype | None = None,
+    token_ids: Sequence[int] | None = None,
+    sent_dtype: torch.dtype | None = None,
+) -> Probe:
+    """Tokens spread over the vocabulary, as `model` scores them, and checksums of some of its tensors: those of an
+    engine in `engine_dtype` that was sent `sent_dtype`, each of them the model's where it is not given."""
     weight = model.get_input_embeddings().weight
+    checksums, shapes = {}, {}
+    for name, tensor in _watched(model):
+        sent = tensor.to(sent_dtype or tensor.dtype)
+        checksums[name], shapes[name] = checksum(sent.to(engine_dtype or sent.dtype)), list(sent.shape)
     if token_ids is None:
         vocabulary = min(weight.shape[0], model.config.vocab_size)
         token_ids = [(7 + 7919 * n) % vocabulary for n in range(PROBE_TOKENS)]
@@ -57,4 +93,42 @@ def probe_model(model: Any, engine_dtype: torch.dtype | None = None, token_ids: 
         model.train(training)
     logprobs = torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
     tolerance = max(TOLERANCE.get(dtype, 0.1) for dtype in (weight.dtype, engine_dtype or weight.dtype))
-    return Probe(list(token_ids), logprobs.tolist(), tolerance)
+    return Probe(list(token_ids), logprobs.tolist(), tolerance, checksums, shapes)
+
+
+@torch.no_grad()
+def held(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Checksums of the parameters that an engine's model has under these names, less the rows it is padded with. What
+    it splits between devices or keeps packed is left out."""
+    own = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()}
+    found = {}
+    for name, (rows, *rest) in shapes.items():
+        mine = own.get(name)
+        if mine is not None and list(mine.shape[1:]) == rest and mine.dim() and mine.shape[0] >= rows:
+            found[name] = checksum(mine.detach()[:rows])
+    return found
+
+
+@torch.no_grad()
+def checksum(tensor: torch.Tensor) -> str:
+    """Type and a sum of all bits, each number's weighted by its place: another if any single number is another, and the
+    same on every device."""
+    bits = tensor.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for first in range(0, len(bits), CHUNK):
+        part = bits[first : first + CHUNK].to(torch.int64)
+        places = torch.arange(first, first + len(part), device=bits.device)
+        total += part.mul_(places.mul_(2).add_(1)).sum()  # around the end of 64 bits, in any order
+    return f"{str(tensor.dtype).removeprefix('torch.')} {int(total) % (1 << 64):016x}"
+
+
+def _watched(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, whole tensor); where a model is spread over ranks every one of them must read all."""
+    parameters = dict(model.named_parameters())
+    if any("lora_" in name for name in parameters):
+        return
+    for end in WATCHED:
+        names = [name for name in parameters if name.endswith(end)]
+        for name in dict.fromkeys(names[i] for i in (0, len(names) // 2, -1) if names):
+            tensor = parameters[name].detach()
+            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

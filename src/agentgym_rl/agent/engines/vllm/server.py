@@ -129,6 +129,9 @@ class VllmServer:
                     await self._load_weights(folder)
                 self.version = version
                 if probe is not None:
+                    if probe.checksums:
+                        asked = {"method": "agentgym_held", "args": [probe.shapes]}
+                        probe.check_held((await self._develop("/collective_rpc", json=asked))["results"], version)
                     probe.check(await self._score(probe.token_ids), version)
             except BaseException:
                 self._closed = f"{self.url} failed to take weights {version}: what it holds is not known."

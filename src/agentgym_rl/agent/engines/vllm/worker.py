@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from agentgym_rl.agent.engines.vllm.handover import unpack
+from agentgym_rl.agent.engines.vllm.probe import held
 
 EXTENSION = "agentgym_rl.agent.engines.vllm.worker.WorkerExtension"
 
@@ -27,6 +28,10 @@ class WorkerExtension:
         """Weights in memory that the learner lends for the length of this call."""
         self.reload_weights(weights_iterator=unpack(message))
         return self._agentgym_pack_heads()
+
+    def agentgym_held(self, shapes: dict[str, list[int]]) -> dict[str, str]:
+        """Checksums of the model's tensors, for the learner to compare with its own."""
+        return held(self.model_runner.get_model(), shapes)
 
     def _agentgym_pack_heads(self) -> int:
         """A head tied to the embedding is not in the weights, so the reload passes it over; on the CPU its products use
