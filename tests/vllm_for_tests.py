@@ -90,11 +90,19 @@ def descendants(pid: int) -> list[int]:
 
 def vllm_processes(pid: int) -> list[int]:
     """Those of vLLM below this one; it names them."""
-    found = []
-    for child in descendants(pid):
-        try:
-            if b"VLLM" in Path(f"/proc/{child}/cmdline").read_bytes():
-                found.append(child)
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
+    return [child for child in descendants(pid) if "VLLM" in title(child)]
+
+
+def title(pid: int) -> str:
+    """What a process calls itself; nothing if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

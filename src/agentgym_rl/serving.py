@@ -113,6 +113,10 @@ class VllmSeat:
     def version(self) -> int:
         return self.engine.version
 
+    @property
+    def died(self) -> bool:
+        return self.engine.died
+
     async def rest(self) -> None:
         if self.engine.can_sleep:  # a CPU's memory is no device's
             await self.engine.sleep()

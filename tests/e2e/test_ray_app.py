@@ -47,6 +47,8 @@ class Seat:
     def version(self) -> int:
         return self.engine.version
 
+    died = False
+
     async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
         ((name, tensor),) = arrived[0].tensors()
         self.notes.append(f"{name} {tensor.tolist()} of version {version} with {probe}")

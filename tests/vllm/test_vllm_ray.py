@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
-from cluster_for_tests import PATIENT
+from cluster_for_tests import PATIENT, events_of, steps_of
 from runs_for_tests import counting_config, quiet
-from vllm_for_tests import vllm_processes
+from vllm_for_tests import title, vllm_processes
 
 from agentgym_rl.runlog import read_metrics, read_trajectories
 from agentgym_rl.train import train
@@ -17,8 +20,18 @@ from agentgym_rl.types import StopReason
 pytest.importorskip("ray")
 
 
+def kill_the_scheduler(folder: Path) -> None:
+    """After the first step: VLLM::EngineCore, around which the engine's actor lives on."""
+    give_up_at = time.monotonic() + 1500
+    while not steps_of(folder):
+        assert time.monotonic() < give_up_at, "there was no first step"
+        time.sleep(0.05)
+    (victim,) = [pid for pid in vllm_processes(os.getpid()) if "EngineCore" in title(pid)]
+    os.kill(victim, signal.SIGKILL)
+
+
 @pytest.mark.timeout(1800)
-async def test_two_steps_of_reinforcement_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_goes_on_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PATIENT.items():
         monkeypatch.setenv(name, value)
     config = counting_config(
@@ -28,13 +41,18 @@ async def test_two_steps_of_reinforcement_learning(tmp_path: Path, monkeypatch: 
         scale={"layout": "colocated", "object_store_mb": 100, "worker_timeout_s": 1500},
         rl__entropy_coef=0.01,
         rl__zero_variance="keep",
+        rl__steps=3,
     )
-    await train(config, tmp_path / "run", console=quiet())
-    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2]
+    folder = tmp_path / "run"
+    killed = asyncio.create_task(asyncio.to_thread(kill_the_scheduler, folder))
+    await train(config, folder, console=quiet())
+    await killed
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert events_of(folder) == ["engine_lost", "engine_started"]
     assert all(row["mismatch/abs"] < 1e-4 for row in rows)
-    for step in (1, 2):
-        played = list(read_trajectories(tmp_path / "run" / "trajectories" / f"step_{step:06d}.jsonl"))
+    for step in (1, 2, 3):
+        played = list(read_trajectories(folder / "trajectories" / f"step_{step:06d}.jsonl"))
         assert all(t.stop is not StopReason.ERROR for t in played)
         assert {m.version for t in played for m in t.messages if m.role == "assistant"} == {step - 1}
     assert vllm_processes(os.getpid()) == []

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 from vllm_for_tests import gap, greedy, prompt, scored
 
 from agentgym_rl.agent.engines.vllm import VllmServer, probe_model
-from agentgym_rl.agent.engines.vllm.worker import EXTENSION
+from agentgym_rl.agent.engines.vllm.checks import EXTENSION
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool

@@ -20,7 +20,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,10 @@ class EngineReplica:
         if not self._fresh.is_set():
             await self._fetch()
         await self._fresh.wait()
-        if self._resting:  # a step that learned nothing brings no weights
-            await self._wake()
-        return await self._seat.engine.generate(prompt_ids, sampling, session)
+        async with self._or_again():
+            if self._resting:  # a step that learned nothing brings no weights
+                await self._wake()
+            return await self._seat.engine.generate(prompt_ids, sampling, session)
 
     async def release(self, session: str) -> None:
         await self._seat.engine.release(session)
@@ -136,7 +137,7 @@ class EngineReplica:
     async def load(self, version: int, refs: list[Any], probe: Any) -> int:
         """Take a version, unless it has it; returns the version it has."""
         self._loading = self._loading or asyncio.Lock()
-        async with self._loading:
+        async with self._loading, self._or_again():
             if version > self._seat.version:
                 arrived = [await ref for ref in refs]
                 await self._seat.load(arrived, version, probe)
@@ -149,8 +150,10 @@ class EngineReplica:
 
     async def rest(self) -> None:
         """Leave the device to the learner it is shared with, until weights or a request come."""
-        await self._seat.rest()
-        self._resting = True
+        self._loading = self._loading or asyncio.Lock()
+        async with self._loading, self._or_again():
+            await self._seat.rest()
+            self._resting = True
 
     async def _wake(self) -> None:
         self._loading = self._loading or asyncio.Lock()
@@ -158,6 +161,19 @@ class EngineReplica:
             if self._resting:
                 await self._seat.wake()
                 self._resting = False
+
+    @contextlib.asynccontextmanager
+    async def _or_again(self) -> AsyncIterator[None]:
+        """An engine around processes of its own (vLLM's) may outlive them. Then this process ends too, so that Ray
+        starts another, and whoever waits for an answer finds a dead engine like any other."""
+        try:
+            yield
+        except Exception:
+            if self._seat.died:
+                message = "lost the processes it samples with and is started again"
+                await self._board.report.remote(f"engine {self._index}", "engine_lost", message)
+                os._exit(1)
+            raise
 
     async def _fetch(self) -> None:
         version, refs, probe = await self._board.weights.remote()

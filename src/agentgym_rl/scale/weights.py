@@ -53,6 +53,11 @@ class Receiver(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def died(self) -> bool:
+        """Whether processes of its own are gone: it can do nothing any more and has to be made again."""
+        ...
+
     async def load(self, arrived: Sequence[Bucket], version: int, probe: Any = None) -> None:
         """Use these weights from now on; nothing is sampled while they are half there. A `probe` is what the learner
         says of some tokens, for engines that are to be checked."""
@@ -116,6 +121,10 @@ class InPlace:
     @property
     def version(self) -> int:
         return self.engine.version
+
+    @property
+    def died(self) -> bool:
+        return False
 
     async def load(self, arrived: Sequence[Bucket], version: int, probe: Any = None) -> None:
         # No await between the first copy and the new version: no token is sampled from a mixture.

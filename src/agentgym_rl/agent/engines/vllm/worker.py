@@ -1,16 +1,18 @@
 """What runs inside vLLM's worker process: loads weights, and finishes where vLLM's own reload stops short.
 
 vLLM mixes this class into its worker (`worker_extension_cls`); the methods are called through `collective_rpc`.
+Nobody else imports this module: its import is the first that a worker does of ours, before it loads anything.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from agentgym_rl.agent.engines.vllm.guard import end_with_owner
 from agentgym_rl.agent.engines.vllm.handover import unpack
 from agentgym_rl.agent.engines.vllm.probe import held
 
-EXTENSION = "agentgym_rl.agent.engines.vllm.worker.WorkerExtension"
+end_with_owner()
 
 
 class WorkerExtension:
