@@ -118,7 +118,8 @@ class VllmSeat:
         return self.engine.died
 
     async def rest(self) -> None:
-        if self.engine.can_sleep:  # a CPU's memory is no device's
+        # A CPU's memory is no device's, and one that was just made again has nothing yet.
+        if self.engine.can_sleep and self.engine.started:
             await self.engine.sleep()
 
     async def wake(self) -> None:

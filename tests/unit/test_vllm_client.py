@@ -252,3 +252,13 @@ def test_a_saved_config_can_be_read_again() -> None:
     for engine in ({}, {"kind": "vllm", "memory_share": 0.5}):
         config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
         assert Config.model_validate(config.resolved()) == config
+
+
+@pytest.mark.parametrize(("rank", "room"), [(1, 8), (4, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
+def test_adapters_find_room_in_the_ranks_that_vllm_knows(rank: int, room: int) -> None:
+    assert checks.lora_room(rank) == room
+
+
+def test_adapters_that_are_too_large_for_vllm_are_refused() -> None:
+    with pytest.raises(EngineError, match=r"up to rank 512, got 513: set a smaller model\.lora\.rank"):
+        checks.lora_room(513)

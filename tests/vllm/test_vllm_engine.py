@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(180
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def started(folders: dict[str, Path]) -> AsyncIterator[VllmEngine]:
-    engine = VllmEngine(folders["A"], lora_rank=8, **SMALL)
+    engine = VllmEngine(folders["A"], lora_rank=4, **SMALL)
     await engine.start()
     yield engine
     await engine.close()

