@@ -159,6 +159,8 @@ def doctor(
     device_gib: Annotated[
         float | None, typer.Option(min=0.1, help="Of a recipe: memory of a device; by default this machine's")
     ] = None,
+    host_gib: Annotated[float | None, typer.Option(min=0.1, help="Of a recipe: memory of a node's host")] = None,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Of a recipe with scale.address")] = 8,
 ) -> None:
     """Diagnose a run: its signals, what went wrong since when, and what to try. Exit code 1 if a rule fired.
 
@@ -168,7 +170,7 @@ def doctor(
         from agentgym_rl.config import load_config
         from agentgym_rl.fits import diagnose_recipe
 
-        lines, fits = diagnose_recipe(load_config(run, overrides or []), device_gib)
+        lines, fits = diagnose_recipe(load_config(run, overrides or []), device_gib, host_gib, gpus_per_node)
         print(json.dumps({"fits": fits, "lines": lines}, indent=2) if as_json else "\n".join(lines))
         raise typer.Exit(0 if fits else 1)
     from agentgym_rl.console import Console

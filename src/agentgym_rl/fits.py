@@ -9,19 +9,24 @@ from typing import Any
 
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, table
+from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, on_each_host, table
+from agentgym_rl.training.settings import OptimizerSettings
+
+GPUS_PER_NODE = 8
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def demand_of(config: Config) -> Demand:
+def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     """What the recipe asks of memory."""
     shape = shape_of(config.model)
-    scale, agent, rl = config.scale, config.agent, config.rl
+    scale, agent, rl, engine, warm = config.scale, config.agent, config.rl, config.engine, config.warm_start
     optimizer = rl.optimizer if config.method == "rl" else (config.sft or config.dpo or rl).optimizer
     lora = config.model.lora
     return Demand(
         shape=shape,
-        dtype_bytes={"float32": 4, "bfloat16": 2}[config.model.dtype],
+        dtype_bytes=BYTES[config.model.dtype],
         learners=scale.learners if scale else 1,
+        engines=scale.engines if scale else 1,
         distributed=scale is not None,
         colocated=scale is None or scale.layout == "colocated",
         reference=config.method == "rl" and rl.kl_coef > 0,
@@ -32,7 +37,19 @@ def demand_of(config: Config) -> Demand:
         checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),
         sessions=config.sessions_per_engine(),
         context=max([agent.max_context, *(env.max_context or 0 for env in config.environments)]),
+        engine="elsewhere" if engine.urls else engine.kind,
+        engine_bytes=BYTES[config.model.dtype if engine.dtype == "auto" else engine.dtype],
+        memory_share=engine.memory_share,
+        cache_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * GIB),
+        replicas=engine.replicas,
+        warm_start=None if warm is None else _passes(warm.sft.optimizer),
+        driver_loads=config.model.scratch is not None or warm is not None or lora is not None,
+        gpu=gpu,
     )
+
+
+def _passes(settings: OptimizerSettings) -> tuple[int, bool]:
+    return settings.micro_batch_tokens, settings.checkpoint_activations
 
 
 def shape_of(model: ModelConfig) -> Shape:
@@ -56,19 +73,30 @@ def shape_of(model: ModelConfig) -> Shape:
         raise ConfigError(f"model.path = {model.path!r}: its config.json does not say {error}") from error
 
 
-def diagnose_recipe(config: Config, device_gib: float | None) -> tuple[list[str], bool]:
-    """(lines to print, whether it fits). Without `device_gib` the memory of this machine's device is taken."""
-    device_bytes = int(device_gib * GIB) if device_gib is not None else _device_bytes(config.model.device)
-    demand = demand_of(config)
-    lines, fits = table(on_each_device(demand), device_bytes)
+def diagnose_recipe(
+    config: Config, device_gib: float | None, host_gib: float | None = None, gpus_per_node: int = GPUS_PER_NODE
+) -> tuple[list[str], bool]:
+    """(lines to print, whether it fits). Without sizes those of this machine are taken; with a device's alone that is
+    another machine's, and what hosts need is said without a verdict."""
+    gpu = config.model.device != "cpu" and (device_gib is not None or _cuda_bytes() is not None)
+    device_bytes = int(device_gib * GIB) if device_gib is not None else _cuda_bytes() if gpu else _host_bytes()
+    assert device_bytes is not None
+    host_bytes = int(host_gib * GIB) if host_gib is not None else None if device_gib is not None else _host_bytes()
+    demand = demand_of(config, gpu=gpu)
+    # Without an address everybody is on one machine.
+    per_node = gpus_per_node if config.scale is not None and config.scale.address else demand.learners + demand.engines
+    lines, fits = table(on_each_device(demand, device_bytes), device_bytes)
+    on_hosts, hosts_fit = table(on_each_host(demand, per_node, host_bytes or 0), host_bytes)
     head = f"{config.name}: {demand.shape.count / 1e9:.3g}B parameters, {config.model.dtype}"
     if demand.distributed:
         head += f", sharded over {demand.learners} learners" if demand.trained is None else ", whole on every learner"
-    return [head, *lines], fits
+    return [head, *lines, *on_hosts], fits and hosts_fit
 
 
 def too_large(config: Config) -> str | None:
     """Said before a run starts that will probably run out of memory; estimates do not forbid it."""
+    if config.scale is not None and config.scale.address and config.model.device != "cpu" and _cuda_bytes() is None:
+        return None  # the devices are elsewhere
     try:
         lines, fits = diagnose_recipe(config, None)
     except ConfigError:
@@ -99,10 +127,11 @@ def _adapter_parameters(shape: Shape, rank: int) -> int:
     return shape.layers * rank * sum(a + b for a, b in pairs)
 
 
-def _device_bytes(device: str) -> int:
-    if device != "cpu":
-        import torch
+def _cuda_bytes() -> int | None:
+    import torch
 
-        if torch.cuda.is_available():
-            return torch.cuda.get_device_properties(0).total_memory
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+def _host_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

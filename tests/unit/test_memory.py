@@ -12,9 +12,12 @@ import pytest
 from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config, load_config
-from agentgym_rl.fits import too_large
+from agentgym_rl.fits import diagnose_recipe, too_large
 from agentgym_rl.scale.memory import (
+    CONTEXT,
     GIB,
+    HEAD_CHUNK,
+    PASSING,
     SHAPES,
     Demand,
     Shape,
@@ -22,9 +25,12 @@ from agentgym_rl.scale.memory import (
     engine_memory,
     learner_memory,
     on_each_device,
+    on_each_host,
     table,
+    warm_start_memory,
 )
 from agentgym_rl.scale.plan import Plan
+from agentgym_rl.training.head import CHUNK_NUMBERS
 
 
 def test_parameters_are_counted_as_the_model_counts_them() -> None:
@@ -50,8 +56,8 @@ def test_sharding_divides_what_is_kept_and_nothing_else() -> None:
     eight = replace(alone, learners=8)
     for part in ("weights", "gradients", "optimizer"):
         assert learner_memory(eight).parts[part] == pytest.approx(learner_memory(alone).parts[part] / 8, rel=1e-6)
-    assert learner_memory(eight).parts["gathered"] == learner_memory(alone).parts["gathered"]
-    assert learner_memory(eight).parts["activations"] == learner_memory(alone).parts["activations"]
+    for part in ("gathered", "whole gradients", "summed gradients", "activations"):
+        assert learner_memory(eight).parts[part] == learner_memory(alone).parts[part] > 0
 
 
 def test_a_learner_alone_keeps_ten_or_sixteen_bytes_a_parameter_and_gradients() -> None:
@@ -72,21 +78,71 @@ def test_the_cache_is_keys_and_values_of_every_layer() -> None:
 def test_what_fits() -> None:
     small = Demand(SHAPES["1.5B"], 2, micro_batch_tokens=8192, sessions=128, context=4096)
     large = Demand(SHAPES["32B"], 2, learners=8, distributed=True, colocated=False)
-    assert table(on_each_device(small), 80 * GIB)[1]
-    lines, fits = table(on_each_device(large), 80 * GIB)
+    assert table(on_each_device(small, 80 * GIB), 80 * GIB)[1]
+    lines, fits = table(on_each_device(large, 80 * GIB), 80 * GIB)
     assert not fits
     assert any("does not fit" in line for line in lines)
     assert activation_bytes(replace(large, checkpoint_activations=True)) < activation_bytes(large) / 5
 
 
 def test_a_pair_on_one_device_takes_turns() -> None:
-    pair = Demand(SHAPES["7B"], 2, learners=8, distributed=True, sessions=64, micro_batch_tokens=8192)
+    pair = Demand(SHAPES["7B"], 2, learners=8, distributed=True, sessions=64, micro_batch_tokens=8192, reference=True)
     found = on_each_device(pair)
     learner, engine = learner_memory(pair), engine_memory(pair)
-    assert found["device, learning"].total == learner.total + engine.parts["weights"]
-    passing = learner.parts["activations"] + learner.parts["gathered"]
+    assert found["device, learning"].total == learner.total + engine.total - engine.parts["KV cache"]
+    passing = sum(learner.parts[name] for name in PASSING)
     assert found["device, playing"].total == learner.total - passing + engine.total
     assert max(m.total for m in found.values()) < learner.total + engine.total
+    assert found["device, loading"].parts["reference, whole"] == 8 * learner.parts["reference"]
+    asleep = on_each_device(replace(pair, engine="vllm", memory_share=0.5), 80 * GIB)
+    assert asleep["device, learning"].total == learner.total + CONTEXT, "vLLM gives everything back"
+    assert asleep["device, playing"].total == learner.total - passing + 40 * GIB
+
+
+def test_vllm_takes_its_share_of_the_whole_device() -> None:
+    beside = Demand(SHAPES["1.5B"], 2, engine="vllm", memory_share=0.9, checkpoint_activations=True)
+    assert learner_memory(beside).total < 30 * GIB
+    assert not table(on_each_device(beside, 80 * GIB), 80 * GIB)[1]
+    assert table(on_each_device(replace(beside, memory_share=0.5), 80 * GIB), 80 * GIB)[1]
+    assert not table(on_each_device(replace(beside, memory_share=0.4, replicas=2), 80 * GIB), 80 * GIB)[1]
+    assert table(on_each_device(replace(beside, engine="elsewhere"), 80 * GIB), 80 * GIB)[1]
+    lines, fits = table(on_each_device(replace(beside, memory_share=0.04), 80 * GIB), 80 * GIB)
+    assert not fits
+    assert any("memory_share = 0.04 is 3.2 GiB, and vLLM needs 4.1 GiB" in line for line in lines)
+    alone = Demand(SHAPES["7B"], 2, learners=8, distributed=True, colocated=False, engine="vllm", memory_share=0.95)
+    assert table({"engine": engine_memory(alone, 80 * GIB)}, 80 * GIB)[1], "a budget that is kept needs no reserve"
+
+
+def test_a_warm_start_is_one_learner_with_the_model_whole() -> None:
+    eight = Demand(
+        SHAPES["7B"], 2, learners=8, distributed=True, colocated=False, checkpoint_activations=True, sessions=64
+    )
+    assert table(on_each_device(eight, 80 * GIB), 80 * GIB)[1]
+    warm = on_each_device(replace(eight, warm_start=(4096, True)), 80 * GIB)
+    assert warm["driver, warm start"].total > 12 * SHAPES["7B"].count
+    assert not table(warm, 80 * GIB)[1]
+    assert "device, warm start" in on_each_device(Demand(SHAPES["1.5B"], 2, warm_start=(4096, True)))
+
+
+def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_twice_for_every_vllm() -> None:
+    apart = Demand(SHAPES["32B"], 2, learners=32, engines=8, distributed=True, colocated=False, reference=True)
+    count = SHAPES["32B"].count
+    found = on_each_host(apart, 8)
+    assert found["host of learners, loading"].total == (4 + 2) * count * 8
+    assert found["host of learners, running"].total == 3 * 2 * count
+    assert found["host of engines, running"].total == 2 * 2 * count
+    vllm = on_each_host(replace(apart, engine="vllm"), 8)
+    assert vllm["host of engines, running"].total == 2 * 2 * count + 8 * 2 * 2 * count
+    pairs = replace(apart, learners=8, colocated=True)
+    assert on_each_host(pairs, 4)["host, loading"].total == 4 * (4 + 2 + 2) * count
+    assert not table(found, 1000 * GIB)[1]
+    assert table(found, None)[1], "not known to be too large"
+    machine = on_each_host(replace(pairs, gpu=False), 8)["host, running"]
+    assert machine.parts["8 ranks"] == 8 * learner_memory(replace(pairs, gpu=False)).total
+
+
+def test_the_sizes_are_those_of_the_code() -> None:
+    assert 4 * CHUNK_NUMBERS["cuda"] == HEAD_CHUNK
 
 
 def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:
@@ -96,11 +152,64 @@ def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:
     Config.model_validate(recipe | {"scale": {"layout": "colocated"}})
 
 
-def test_the_command_says_so_with_its_exit_code(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
+def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    flat = " ".join(guide.split())
+    model = write_shape(tmp_path / "model")
+    common = {"name": "7B", "model": {"path": str(model), "dtype": "bfloat16"}, "environments": [{"name": "keydoor"}]}
+    config = Config.model_validate(
+        common
+        | {"agent": {"concurrency": 768, "max_context": 8192}, "rl": {"optimizer": {"checkpoint_activations": True}}}
+        | {"scale": {"address": "auto", "learners": 8, "engines": 8}}
+    )
+    lines, fits = diagnose_recipe(config, 80, 1000)
+    assert fits
+    assert "\n".join(f"    {line}" for line in lines) in guide
+    one = Demand(SHAPES["1.5B"], 2, reference=True, checkpoint_activations=True, context=4096)
+    many = replace(one, distributed=True, colocated=False)
+    seven = replace(many, shape=SHAPES["7B"], learners=8, sessions=120, context=8192)
+    large = replace(many, shape=SHAPES["32B"], learners=32, sessions=16, context=16384)
+    assert row("1.5B", "1, in one process", one, "shared + {cache:.0f} (256 episodes of 4k)") in guide
+    assert row("7B", "8", seven, "{weights:.1f} + {cache:.1f} (120 of 8k)") in guide
+    assert row("32B", "32", large, "{weights:.0f} + {cache:.0f} (16 of 16k): not in 80 GiB") in guide
+    pair = on_each_device(replace(seven, colocated=True, sessions=32))
+    learning, playing = (pair[f"device, {what}"].total / GIB for what in ("learning", "playing"))
+    both = (learner_memory(seven).total + engine_memory(replace(seven, sessions=32)).total) / GIB
+    said = f"takes {learning:.1f} GiB while it learns and {playing:.1f} GiB while it plays 32 episodes of 8k"
+    assert f"{said}, where without turns it would take {both:.1f} GiB" in flat
+    ranks = [learner_memory(replace(large, learners=n)).total / GIB for n in (16, 8)]
+    assert f"({ranks[0]:.0f} GiB each; {ranks[1]:.0f} GiB with 8)" in flat
+    warm = warm_start_memory(replace(seven, warm_start=(16384, True))).total / GIB
+    assert f"{warm:.0f} GiB at 7B with micro-batches of 16k" in flat
+    host = on_each_host(large, 8)["host of learners, loading"].total / GIB
+    assert f"{host:,.0f} GiB for a node of 8 ranks at 32B" in flat
+    passing = sum(learner_memory(seven).parts[name] for name in OF_A_PASS) / GIB
+    assert f"at 7B these three come to {passing:.1f} GiB" in flat
+
+
+OF_A_PASS = ("gathered", "whole gradients", "summed gradients")
+
+
+def row(name: str, learners: str, d: Demand, engine: str) -> str:
+    parts, of_engine = learner_memory(d).parts, engine_memory(d).parts
+    kept = sum(parts[part] for part in ("weights", "gradients", "optimizer"))
+    passing = sum(parts.get(part, 0) for part in OF_A_PASS)
+    numbers = [kept, passing, parts["reference"], parts["activations"], learner_memory(d).total]
+    said = engine.format(weights=of_engine["weights"] / GIB, cache=of_engine["KV cache"] / GIB)
+    cells = [name, learners, *(f"{n / GIB:.1f}" if n else "–" for n in numbers), said]
+    return f"| {' | '.join(cells)} |"
+
+
+def write_shape(folder: Path) -> Path:
+    """A folder with the config.json of a 7B model and nothing else."""
+    folder.mkdir()
     raw = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
-    (model / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": 4, "vocab_size": 152064}))
+    (folder / "config.json").write_text(json.dumps(raw | {"num_key_value_heads": 4, "vocab_size": 152064}))
+    return folder
+
+
+def test_the_command_says_so_with_its_exit_code(tmp_path: Path) -> None:
+    model = write_shape(tmp_path / "model")
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'[model]\npath = "{model}"\ndtype = "bfloat16"\n[[environments]]\nname = "keydoor"\n')
     command = [sys.executable, "-c", "from agentgym_rl.cli import main; main()", "doctor", str(recipe)]

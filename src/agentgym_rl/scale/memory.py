@@ -1,30 +1,40 @@
-"""Whether a run fits: bytes of weights, gradients, moments, activations and cache on each device. No third packages.
+"""Whether a run fits: bytes on each device and on each node's host, by what they are for. No third packages.
 
 Formulas, with P parameters, D learner ranks, b bytes of a weight as passes use it (4 or 2), T tokens of a micro-batch,
-H hidden size, I intermediate size, L layers, V vocabulary, N and K query and key/value heads of width w:
+H hidden size, I intermediate size, L layers, l parameters of one layer, E those of embedding and head, N and K query
+and key/value heads of width w:
 
     learner, alone in float32      4P weights + 4P gradients + 8P moments
     learner, alone in bfloat16     2P weights + 2P gradients (4P over several passes) + 6P moments and lower halves
-    learner, sharded over D ranks  (4P + 4P + 8P) / D, and two layers and the embeddings whole, as a pass needs them
+    learner, sharded over D ranks  (4P + 4P + 8P) / D; and while a pass goes
+                                   b (2l + E) gathered weights: a layer, the next one, and what belongs to no layer
+                                   b (l + E) gradients before they are spread: the root's wait for the end of the pass
+                                   4 max(l, E) bytes of float32 that are being summed over ranks, one group at a time
     activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers
-    head                           a chunk of logits in float32, 256 MB at most, and its gradient
-    engine                         bP weights + 2 L K w b bytes of cache for each token it can hold
-    reference                      bP / D;    critic: another learner, without the head
+    head                           a chunk of logits in float32, 160 MB at most, and its gradient
+    engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold
+    engine, vLLM                   its memory_share of the whole device, which must hold bP weights and one episode
+    reference                      bP / D, and whole before it is spread;    critic: another learner, without the head
+    warm start                     a learner alone, in the driver
+    host                           `on_each_host`
 
 They are estimates: allocators and libraries take a share of their own, for which `RESERVE` is set aside.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 GIB = 1 << 30
 RESERVE = 0.08
 """Share of a device that frameworks and fragmentation take."""
 CONTEXT = 1 * GIB
-"""A process's own on a GPU."""
-HEAD_CHUNK = 1 << 28
+"""Of a process on a GPU: the driver's own, and buffers of libraries."""
+HEAD_CHUNK = 4 * (40 << 20)
 """Bytes of logits held at once."""
+PASSING = ("gradients", "gathered", "whole gradients", "summed gradients", "activations")
+"""What a learner holds only while it works."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,7 @@ class Demand:
     dtype_bytes: int
     """Of a weight as passes use it: 4 for float32, 2 for bfloat16."""
     learners: int = 1
+    engines: int = 1
     distributed: bool = False
     """Engines are processes of their own; else they share the learner's weights."""
     colocated: bool = True
@@ -94,6 +105,22 @@ class Demand:
     """Episodes that one engine holds at once."""
     context: int = 8192
     """Tokens of each at most."""
+    engine: Literal["native", "vllm", "elsewhere"] = "native"
+    """elsewhere: servers with memory of their own."""
+    engine_bytes: int = 2
+    """Of a weight in vLLM."""
+    memory_share: float = 0.4
+    """vLLM's, of a device."""
+    cache_bytes: int | None = None
+    """vLLM's cache, where it is set."""
+    replicas: int = 1
+    """vLLMs on the device of one process."""
+    warm_start: tuple[int, bool] | None = None
+    """(micro_batch_tokens, checkpoint_activations) of the imitation before RL."""
+    driver_loads: bool = False
+    """The driver of a cluster holds the model before learners do: a warm start, a model from nothing, LoRA."""
+    gpu: bool = True
+    """The device is one; else its memory is the host's."""
 
 
 @dataclass(slots=True)
@@ -101,13 +128,18 @@ class Memory:
     """Bytes on one device, by what they are for."""
 
     parts: dict[str, int] = field(default_factory=dict)
+    problem: str = ""
+    """Why it cannot work, whatever room there is."""
+    budget: int = 0
+    """Of the bytes, those that somebody keeps to by himself: no reserve is needed for them."""
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
 
     def fits(self, device_bytes: int) -> bool:
-        return self.total <= device_bytes * (1.0 - RESERVE)
+        rest = (device_bytes - self.budget) * (1.0 - RESERVE)
+        return not self.problem and self.total - self.budget <= rest
 
 
 def learner_memory(d: Demand) -> Memory:
@@ -121,7 +153,10 @@ def learner_memory(d: Demand) -> Memory:
         parts["weights"] = 4 * shape.count // d.learners
         parts["gradients"], parts["optimizer"] = 4 * shape.count // d.learners, 8 * shape.count // d.learners
         # Gathered as a pass goes: two layers (the next is fetched while one works), and what belongs to no layer.
-        parts["gathered"] = b * (2 * shape.layer_parameters + shape.embedding_parameters)
+        layer, root = shape.layer_parameters, shape.embedding_parameters
+        parts["gathered"] = b * (2 * layer + root)
+        parts["whole gradients"] = b * (layer + root)
+        parts["summed gradients"] = 4 * max(layer, root)
     else:
         parts["weights"] = b * shape.count
         parts["gradients"] = 4 * shape.count
@@ -132,7 +167,16 @@ def learner_memory(d: Demand) -> Memory:
         trained = d.trained if d.trained is not None else shape.count - shape.embedding_parameters // 2
         parts["critic"] = 16 * trained // (d.learners if d.distributed and d.trained is None else 1)
     parts["activations"] = activation_bytes(d) + 2 * HEAD_CHUNK
+    parts["process"] = CONTEXT if d.gpu else 0
     return Memory(parts)
+
+
+def warm_start_memory(d: Demand) -> Memory:
+    """Imitation is done by one process, with the model whole."""
+    assert d.warm_start is not None
+    tokens, checkpoint = d.warm_start
+    alone = replace(d, distributed=False, learners=1, reference=False, critic=False)
+    return learner_memory(replace(alone, micro_batch_tokens=tokens, checkpoint_activations=checkpoint))
 
 
 def activation_bytes(d: Demand) -> int:
@@ -145,40 +189,111 @@ def activation_bytes(d: Demand) -> int:
     return layer * shape.layers
 
 
-def engine_memory(d: Demand) -> Memory:
+def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
     """On one engine's device; without weights where it shares the learner's."""
     shape, b = d.shape, d.dtype_bytes
-    per_token = 2 * shape.layers * shape.kv_heads * shape.width * b
+    per_token = 2 * shape.layers * shape.kv_heads * shape.width
+    if d.engine == "elsewhere":
+        return Memory()
+    if d.engine == "vllm":
+        weights = d.engine_bytes * shape.count
+        least = weights + per_token * d.engine_bytes * d.context + (CONTEXT if d.gpu else 0)
+        share = int(d.memory_share * device_bytes)
+        problem = ""
+        if share < least and d.cache_bytes is None:
+            problem = (
+                f"engine.memory_share = {d.memory_share:g} is {share / GIB:.1f} GiB, and vLLM needs {least / GIB:.1f} "
+                f"GiB for weights and one episode of {d.context} tokens"
+            )
+        # With a cache of a given size it still refuses to start where less than its share is free.
+        taken = max(share, weights + (d.cache_bytes or 0) + (CONTEXT if d.gpu else 0))
+        taken *= 1 if d.distributed else d.replicas
+        return Memory({"vLLM's share": taken}, problem, taken)
     own = d.distributed or d.overlap
-    return Memory({"weights": b * shape.count if own else 0, "KV cache": per_token * d.sessions * d.context})
+    parts = {"weights": b * shape.count if own else 0, "KV cache": per_token * b * d.sessions * d.context}
+    return Memory(parts | {"process": CONTEXT if d.gpu and d.distributed else 0})
 
 
-def on_each_device(d: Demand) -> dict[str, Memory]:
+def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
     """What each kind of device must hold: {"learner": ..., "engine": ...}, or both on "device", where those of one pair
-    take turns: the engine's cache is given back while the learner works, which has no activations while it does not."""
-    learner, engine = learner_memory(d), engine_memory(d)
-    if d.distributed and not d.colocated:
-        return {"learner": learner, "engine": engine}
-    parts = {f"learner {name}": size for name, size in learner.parts.items()}
-    both = parts | {f"engine {name}": size for name, size in engine.parts.items()}
+    take turns: an engine gives its cache back while the learner works (vLLM everything), which has neither gradients
+    nor activations while it does not. Before that come a warm start and the loading of the reference."""
+    learner, engine = learner_memory(d), engine_memory(d, device_bytes)
+    found: dict[str, Memory] = {}
+    if d.warm_start is not None:
+        found["driver, warm start" if d.distributed else "device, warm start"] = warm_start_memory(d)
+    elif d.distributed and d.driver_loads:
+        found["driver, loading"] = Memory({"weights": d.dtype_bytes * d.shape.count, "process": CONTEXT * d.gpu})
+    learners = {f"learner {name}": size for name, size in learner.parts.items()}
+    engines = {f"engine {name}": size for name, size in engine.parts.items()}
     if not d.distributed:
-        return {"device": Memory(both)}
-    passing = ("learner activations", "learner gathered")
+        return found | {"device": Memory(learners | engines, engine.problem, engine.budget)}
+    whole = {"reference, whole": d.dtype_bytes * d.shape.count} if d.reference and d.trained is None else {}
+    if not d.colocated:
+        if whole:
+            found["learner, loading"] = Memory(whole | {"process": CONTEXT * d.gpu})
+        return found | {"learner": learner} | ({"engine": engine} if engine.parts else {})
+    if whole:
+        beside = {"engine weights": engine.parts.get("weights", 0)}
+        found["device, loading"] = Memory(whole | beside | {"processes": 2 * CONTEXT * d.gpu})
+    asleep = {name: size for name, size in engines.items() if name in ("engine weights", "engine process")}
+    if d.engine == "vllm":
+        asleep = {"engine process": CONTEXT * d.gpu}
+    kept = {name: size for name, size in learners.items() if name.removeprefix("learner ") not in PASSING}
+    found["device, learning"] = Memory(learners | asleep)
+    found["device, playing"] = Memory(kept | engines, engine.problem, engine.budget)
+    return found
+
+
+def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:
+    """What nodes of so many processes of a kind need of their own memory, beside environments.
+
+    Every rank loads the whole model in float32 (LoRA: as passes use it), and the reference or a copy for the critic
+    beside it, before its part goes to the device. Weights on their way to engines are in the object store in two
+    versions, old and new; the first rank's copy of a checkpoint is a third. A vLLM copies what it takes twice: out of
+    the store, and into memory that it shares with its worker. The native engine loads its first weights here and takes
+    later ones from the store.
+    """
+    shape, b = d.shape, d.dtype_bytes
+    if not d.distributed:
+        return {"host, loading": Memory({"weights": b * shape.count})} if d.gpu else {}
+    ranks, engines = min(d.learners, per_node), min(d.engines, per_node)
+    each = 4 * shape.count if d.trained is None else b * shape.count
+    copied = b * shape.count if d.reference else 0
+    if d.critic:
+        copied = max(copied, 4 * (shape.count - shape.embedding_parameters // 2))
+    load = {f"weights of {ranks} ranks": each * ranks}
+    if d.trained is None:
+        load["reference or critic"] = copied * ranks
+    store = {"object store": 2 * b * shape.count}
+    learning = store | {"checkpoint": b * shape.count}
+    playing = {f"copies of {engines} vLLMs": 2 * d.engine_bytes * shape.count * engines} if d.engine == "vllm" else {}
+    start = {f"weights of {engines} engines": b * shape.count * engines} if d.engine == "native" else {}
+    if not d.gpu:
+        learner, engine = learner_memory(d), engine_memory(d, host_bytes)
+        own = {f"{ranks} ranks": ranks * learner.total, f"{engines} engines": engines * engine.total}
+        return {"host, loading": Memory(load | start), "host, running": Memory(own | learning | playing)}
+    if d.colocated:
+        return {"host, loading": Memory(load | start), "host, running": Memory(learning | playing)}
     return {
-        "device, learning": Memory({name: size for name, size in both.items() if name != "engine KV cache"}),
-        "device, playing": Memory({name: size for name, size in both.items() if name not in passing}),
+        "host of learners, loading": Memory(load),
+        "host of learners, running": Memory(learning),
+        "host of engines, loading": Memory(start),
+        "host of engines, running": Memory(store | playing),
     }
 
 
-def table(found: dict[str, Memory], device_bytes: int) -> tuple[list[str], bool]:
-    """(lines to print, whether all of it fits)."""
-    lines = []
+def table(found: dict[str, Memory], room: int | None) -> tuple[list[str], bool]:
+    """(lines to print, whether all of it fits). Nothing is known to be too large where `room` is not known."""
+    lines, all_fit = [], True
     for kind, memory in found.items():
-        fits = memory.fits(device_bytes)
-        lines.append(f"{kind}: {memory.total / GIB:.1f} GiB of {device_bytes / GIB:.0f} GiB, {_verdict(fits)}")
-        lines += [f"    {name:24} {size / GIB:8.2f} GiB" for name, size in memory.parts.items() if size]
-    return lines, all(memory.fits(device_bytes) for memory in found.values())
-
-
-def _verdict(fits: bool) -> str:
-    return f"fits (less {RESERVE:.0%} in reserve)" if fits else f"does not fit (less {RESERVE:.0%} in reserve)"
+        if not memory.total and not memory.problem:
+            continue
+        line = f"{kind}: {memory.total / GIB:.1f} GiB"
+        if room is not None:
+            fits = memory.fits(room)
+            all_fit = all_fit and fits
+            line += f" of {room / GIB:.0f} GiB, {'fits' if fits else 'does not fit'} (less {RESERVE:.0%} in reserve)"
+        lines.append(f"{line}: {memory.problem}" if memory.problem else line)
+        lines += [f"    {name:26} {size / GIB:8.2f} GiB" for name, size in memory.parts.items() if size]
+    return lines, all_fit
