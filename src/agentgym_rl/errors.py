@@ -6,6 +6,7 @@
     │   ├── EnvTimeout     it did not answer before its deadline
     │   └── EnvUnavailable its server cannot be reached or has no room
     ├── EngineError        an engine failed to sample
+    ├── DiskFull           there is no room for what the run cannot go on without: free some space and resume it
     └── WorkerLost         a process of the run died that it cannot go on without: resume it
 
 Messages say what was needed, what came, and what to do.
@@ -34,6 +35,10 @@ class EnvUnavailable(EnvError):
 
 class EngineError(AgentGymError):
     """An engine failed to sample."""
+
+
+class DiskFull(AgentGymError):
+    """There is no room on the disk for what a run cannot go on without."""
 
 
 class WorkerLost(AgentGymError):

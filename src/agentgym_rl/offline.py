@@ -18,11 +18,12 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import Demonstration, load_demonstrations
+from agentgym_rl.endings import last_checkpoint, try_checkpoint
 from agentgym_rl.exploration import Explorer
 from agentgym_rl.heldout import evaluate
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.rounds import Round, read_round, round_path, write_round
-from agentgym_rl.runlog import RunLog, read_metrics
+from agentgym_rl.runlog import RunLog
 from agentgym_rl.starting import from_nothing, starting_point
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, save_checkpoint
 from agentgym_rl.training.dpo import DPO
@@ -130,7 +131,7 @@ class OfflineRun:
         shutil.rmtree(self.log.root / "rounds", ignore_errors=True)
         self.console.stage("Held-out evaluation", "before training")
         await self.evaluate()
-        self.save()
+        self.save()  # without room for one checkpoint there is no use in going on
 
     async def finish(self) -> dict[str, Any]:
         """The rounds that are left and the summary."""
@@ -198,8 +199,10 @@ class OfflineRun:
             assert self.round is not None
             self.history.append(_described(self.round, self.step, self.evaluations[-1]))
             self.rounds_done, self.round, self.trainer = self.round.number, None, None
-        if last or self.step % self.config.checkpoint.every == 0:
-            self.save()
+        if self.rounds_done == self.explorer.num_rounds:
+            await last_checkpoint(self.save, self.step, self.log, self.console, lambda: False)
+        elif last or self.step % self.config.checkpoint.every == 0:
+            try_checkpoint(self.save, self.step, self.log, self.console)
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""
@@ -240,7 +243,7 @@ class OfflineRun:
         return self.seconds_before + time.monotonic() - self.started
 
     def _summarise(self) -> dict[str, Any]:
-        metrics = read_metrics(self.log.metrics_path)
+        metrics = self.log.metrics()
         before, after = self.evaluations[0], self.evaluations[-1]
         summary = {
             "name": self.config.name,
@@ -256,7 +259,8 @@ class OfflineRun:
             "seconds": round(self._seconds(), 1),
         }
         self.log.write_summary(summary)
-        learning_curve(metrics, self.evaluations, [], self.log.curve_path, self.config.name)
+        with self.log.if_there_is_room(self.log.curve_path.name):
+            learning_curve(metrics, self.evaluations, [], self.log.curve_path, self.config.name)
         self.console.table_before_after(before, after)
         self.console.files(
             {

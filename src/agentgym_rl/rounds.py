@@ -15,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from agentgym_rl.runlog import write_atomically
+from agentgym_rl.disk import write_atomically
 from agentgym_rl.training.dpo import Preference
 from agentgym_rl.types import Sample
 

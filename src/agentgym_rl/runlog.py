@@ -15,11 +15,13 @@
     <root>/tensorboard/                     only with trackers=("tensorboard",)
 
 A step's lines are appended with one write each, so a killed process leaves at most one torn line, the last; readers
-skip it and a resumed run removes it. docs/runs.md defines every file and metric.
+skip it and a resumed run removes it. What a full disk does not take waits in memory (disk.py), and the run goes on.
+docs/runs.md defines every file and metric.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import numbers
@@ -28,7 +30,7 @@ import socket
 import sys
 import time
 import tomllib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Literal
@@ -36,6 +38,7 @@ from typing import Any, BinaryIO, Literal
 import orjson
 import tomli_w
 
+from agentgym_rl import disk
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Sample, Trajectory
 
@@ -52,7 +55,15 @@ _RESERVED = frozenset({"step", "time", "nonfinite"})
 class RunLog:
     """Writes one run directory. Use as a context manager: the ending is recorded in status.json."""
 
-    def __init__(self, root: Path, *, resumed: bool, lock: BinaryIO | None, tensorboard: TensorBoard | None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        resumed: bool,
+        lock: BinaryIO | None,
+        tensorboard: TensorBoard | None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self.root = root
         self.resumed = resumed
         """True when the directory already held a run."""
@@ -66,7 +77,10 @@ class RunLog:
         self.curve_path = root / "curve.png"
         self._lock = lock
         self._tensorboard = tensorboard
+        self._say = say
+        self._writer = disk.PatientWriter(self._disk_is_full)
         self._begun: set[Path] = set()
+        self._status_is_written = False
         self._status: dict[str, Any] = {
             "state": "running",
             "pid": os.getpid(),
@@ -83,11 +97,13 @@ class RunLog:
         resume: bool = False,
         may_change: Collection[str] = (),
         trackers: Collection[str] = (),
+        say: Callable[[str], None] = lambda text: None,
     ) -> RunLog:
         """Make `root` with its config.toml, or with `resume` go on with the run it holds.
 
         A resumed run must have the saved config; keys in `may_change` (dotted; a table covers its keys) may differ.
-        `resume` on a directory without a run starts one, so that the same command is right after any kill.
+        `resume` on a directory without a run starts one, so that the same command is right after any kill. `say` is
+        told at once of what may not get as far as events.jsonl: that the disk is full.
         """
         _require_trackers(trackers)
         root = Path(root)
@@ -105,10 +121,10 @@ class RunLog:
         lock = _lock(root)
         for leftover in root.glob(".*.tmp"):
             leftover.unlink()
-        write_atomically(config_path, tomli_w.dumps(resolved).encode())
+        disk.write_atomically(config_path, tomli_w.dumps(resolved).encode())
         tensorboard = TensorBoard(root / "tensorboard") if "tensorboard" in trackers else None
-        log = cls(root, resumed=exists, lock=lock, tensorboard=tensorboard)
-        for path in (log.metrics_path, log.doctor_path):
+        log = cls(root, resumed=exists, lock=lock, tensorboard=tensorboard, say=say)
+        for path in (log.metrics_path, log.doctor_path, log.events_path):
             if path.is_file():
                 _rewrite_metrics(path, read_metrics(path))
         log.set_status("running")
@@ -121,19 +137,59 @@ class RunLog:
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
         if nonfinite:
             row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
-        _append(self.metrics_path, orjson.dumps(row) + b"\n")
+        self._writer.append(self.metrics_path, orjson.dumps(row) + b"\n")
         if self._tensorboard:
-            self._tensorboard.scalars(step, {n: float(v) for n, v in values.items() if not isinstance(v, str)})
+            tensorboard, self._tensorboard = self._tensorboard, None  # one that failed is of no further use
+            with self.if_there_is_room("TensorBoard's points of the rest of the run"):
+                tensorboard.scalars(step, {n: float(v) for n, v in values.items() if not isinstance(v, str)})
+                self._tensorboard = tensorboard
         self.set_status("running", step=step)
+        self._look_for_room()
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Every line of metrics.jsonl, those that wait for room on the disk too."""
+        written = read_metrics(self.metrics_path) if self.metrics_path.is_file() else []
+        return written + [orjson.loads(line) for line in self._writer.waiting(self.metrics_path)]
 
     def log_finding(self, finding: Mapping[str, Any]) -> None:
         """Append one line to doctor.jsonl: `step`, `rule`, `severity`, `message`, `since`."""
-        _append(self.doctor_path, orjson.dumps(dict(finding)) + b"\n")
+        self._writer.append(self.doctor_path, orjson.dumps(dict(finding)) + b"\n")
 
     def log_event(self, kind: str, message: str, **detail: Any) -> None:
         """Append one line to events.jsonl: `time`, `kind`, `message` and more. A resumed run goes on with the file."""
         row = {"time": round(time.time(), 3), "kind": kind, "message": message, **detail}
-        _append(self.events_path, orjson.dumps(row) + b"\n")
+        self._writer.append(self.events_path, orjson.dumps(row) + b"\n")
+
+    @contextlib.contextmanager
+    def if_there_is_room(self, what: str) -> Iterator[None]:
+        """Around what others write: without room on the disk it is left out, and the run goes on."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in disk.FULL:
+                raise
+            message = f"{what}: not written, no room on the disk ({disk.room(self.root)})"
+            self.log_event("not_written", message, step=self._status.get("step", 0))
+            self._say(message)
+
+    def _disk_is_full(self, said: str) -> None:
+        message = (
+            f"no room on the disk of {self.root} ({said}; {disk.room(self.root)}): what the run writes waits in memory "
+            f"until there is, of episodes the last {disk.KEPT_BYTES >> 20} MiB: free some space"
+        )
+        self.log_event("disk_full", message, step=self._status.get("step", 0))
+        self._say(message)
+
+    def _look_for_room(self) -> None:
+        """After a step: on a disk that was full, what waits is written if it can be."""
+        if self._writer.full and self._writer.has_room() and self._status_is_written:
+            lost = self._writer.given_up
+            self._writer.full = False
+            message = f"there is room on the disk again ({disk.room(self.root)}): what waited is written" + (
+                f", but for {lost} lines of trajectories" if lost else ""
+            )
+            self.log_event("disk_room", message, step=self._status.get("step", 0), lines_not_written=lost)
+            self._say(message)
 
     def write_trajectory(self, step: int, trajectory: Trajectory, kind: Kind = "train") -> None:
         """Append one episode to the file of its step and kind.
@@ -145,8 +201,9 @@ class RunLog:
         line = f'{{"step": {step}, "kind": "{kind}", {trajectory.to_json()[1:]}\n'
         if path not in self._begun:
             path.unlink(missing_ok=True)
+            self._writer.forget(path)
             self._begun.add(path)
-        _append(path, line.encode())
+        self._writer.append(path, line.encode(), spare=True)
 
     def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
         """One line per trained trajectory, in one write; A = its sampled tokens, numbers to 5 significant digits."""
@@ -160,7 +217,8 @@ class RunLog:
             for sample in samples
         )
         path = self.trajectories_dir / f"learned_{step:06d}.jsonl"
-        write_atomically(path, b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows))
+        data = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)
+        self._writer.replace(path, data, spare=True)
 
     def trajectories_path(self, step: int, kind: Kind = "train") -> Path:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"
@@ -171,6 +229,7 @@ class RunLog:
         for path in self.trajectories_dir.glob("*_*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step and path not in keep:
                 path.unlink()
+                self._writer.forget(path)
                 self._begun.discard(path)
         for path in (self.metrics_path, self.doctor_path):
             if path.is_file():
@@ -186,16 +245,37 @@ class RunLog:
         given = {"state": state, "step": step, "steps": steps, "error": error}
         self._status |= {name: value for name, value in given.items() if value is not None}
         self._status["updated"] = round(time.time(), 3)
-        write_atomically(self.status_path, orjson.dumps(self._status, option=orjson.OPT_INDENT_2) + b"\n")
+        data = orjson.dumps(self._status, option=orjson.OPT_INDENT_2) + b"\n"
+        try:
+            disk.write_atomically(self.status_path, data)
+        except OSError as error:
+            if error.errno not in disk.FULL:
+                raise
+            self._status_is_written = False
+            with contextlib.suppress(OSError):  # how a run stands must be right on a full disk too
+                disk.write_in_place(self.status_path, data)
+            self._writer.no_room(error.strerror or str(error))
+        else:
+            self._status_is_written = True
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        write_atomically(self.summary_path, orjson.dumps(dict(summary), option=orjson.OPT_INDENT_2) + b"\n")
+        self._writer.replace(self.summary_path, orjson.dumps(dict(summary), option=orjson.OPT_INDENT_2) + b"\n")
 
     def close(self) -> None:
         """Close the tracker and let another process write here."""
         if self._tensorboard:
-            self._tensorboard.close()
+            with self.if_there_is_room("TensorBoard's last points"):
+                self._tensorboard.close()
             self._tensorboard = None
+        if not self._writer.has_room():
+            lost = self._writer.unwritten()
+            names = sorted(path.name for path in lost if path.parent == self.root)
+            episodes = len(lost) - len(names)
+            names += [f"{episodes} files of trajectories"] if episodes else []
+            self._say(
+                f"no room on the disk until the end ({disk.room(self.root)}): lost are the last lines of "
+                + ", ".join(names)
+            )
         if self._lock:
             self._lock.close()
             self._lock = None
@@ -279,26 +359,6 @@ def horizon_stages(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
     return stages
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, so that a reader or a kill sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _append(path: Path, line: bytes) -> None:
-    # Unbuffered: the line reaches the system in one write, and is there even if the process is killed next.
-    with path.open("ab", buffering=0) as file:
-        file.write(line)
-
-
 def _whole_lines(path: Path) -> Iterator[bytes]:
     """Lines that are JSON objects; a torn last line is left out, a broken one elsewhere is an error."""
     torn: int | None = None
@@ -314,7 +374,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _rewrite_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    write_atomically(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    disk.write_atomically(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
 
 
 def _plain_metric(name: str, value: object) -> float | int | str:

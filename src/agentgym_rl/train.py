@@ -21,12 +21,13 @@ from agentgym_rl import serving, wiring
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import require_files
+from agentgym_rl.endings import last_checkpoint, room_or_error, try_checkpoint
 from agentgym_rl.heldout import evaluate
 from agentgym_rl.offline import train_offline
 from agentgym_rl.plots import learning_curve
-from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics
+from agentgym_rl.runlog import RunLog, horizon_stages
 from agentgym_rl.starting import starting_point
-from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, no_room
+from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
@@ -77,13 +78,18 @@ async def train(
         wiring.require_model(config.model)
         require_files(config)
         items = await wiring.all_items(playing, config.environments)
-        with RunLog.create(
-            folder,
-            config.resolved(),
-            resume=resume,
-            may_change=MAY_CHANGE_ON_RESUME,
-            trackers=config.trackers,
-        ) as log:
+        with (
+            room_or_error(folder),
+            RunLog.create(
+                folder,
+                config.resolved(),
+                resume=resume,
+                may_change=MAY_CHANGE_ON_RESUME,
+                trackers=config.trackers,
+                say=console.warn,
+            ) as log,
+            room_or_error(folder),  # so that status.json has that line too
+        ):
             if config.method != "rl":
                 return await train_offline(config, playing, items, log, console, started)
             log.set_status("running", steps=config.rl.steps)
@@ -174,7 +180,7 @@ class Run:
         if saved is None:
             self.console.stage("Held-out evaluation", "before RL")
             await self.evaluate()
-            self.save(last=True)
+            self.save()  # without room for one checkpoint there is no use in going on
         else:
             self.log.truncate_after(saved["step"])
             await self._restore(saved)
@@ -224,8 +230,11 @@ class Run:
 
     def _stop(self) -> None:
         """Write down where the run stands and leave."""
-        self.save(last=True)
-        message = f"stopped by SIGTERM after step {self.state.step}: go on with --resume"
+        step = self.state.step
+        if try_checkpoint(self.save, step, self.log, self.console):
+            message = f"stopped by SIGTERM after step {step}: go on with --resume"
+        else:
+            message = f"stopped by SIGTERM after step {step} without a checkpoint of it: --resume goes on from the last"
         self._event("stopped", message)
         raise Stopped(message)
 
@@ -257,8 +266,10 @@ class Run:
             await self.evaluate()
         for event in await self.workers.events():
             self._event(**event)
-        if last or step % self.config.checkpoint.every == 0:
-            self.save(last=last)
+        if last:
+            await last_checkpoint(self.save, step, self.log, self.console, lambda: self.stopping)
+        elif step % self.config.checkpoint.every == 0:
+            try_checkpoint(self.save, step, self.log, self.console)
         self.between = self._standing()
         if self.stopping:
             self._stop()
@@ -271,41 +282,29 @@ class Run:
         self.evaluations.append(result | {"sampled_tokens": self.state.sampled})
         self.console.evaluation(step, result["success"], result["episodes"])
 
-    def save(self, *, last: bool) -> None:
-        """A checkpoint. On a full disk the ones before it stay, and the run goes on unless this is its `last`."""
+    def save(self) -> None:
+        """A checkpoint."""
         state = {
             "rl": self.between or self.state.state(),
             "evaluations": self.evaluations,
             "seconds": self._seconds(),
             "version": self.workers.version,
         }
-        folder = self.log.checkpoints_dir
-        try:
-            self.workers.save(folder, self.state.step, state, self.config.checkpoint.keep)
-        except Exception as error:
-            said = no_room(error)
-            if last or said is None:
-                raise
-            kept = list_checkpoints(folder)
-            self._event(
-                "checkpoint_failed",
-                f"no room for the checkpoint of step {self.state.step} ({said}): "
-                f"{kept[-1].name if kept else 'none'} stays the last, free some space",
-            )
+        self.workers.save(self.log.checkpoints_dir, self.state.step, state, self.config.checkpoint.keep)
 
     async def _restore(self, saved: dict[str, Any]) -> None:
         await self.workers.restore(list_checkpoints(self.log.checkpoints_dir)[-1], saved)
         self.state.restore(saved["rl"], saved["step"])
         self.evaluations = saved["evaluations"]
         self.seconds_before = saved["seconds"]
-        self.doctor = Doctor(read_metrics(self.log.metrics_path) if self.state.step else ())
+        self.doctor = Doctor(self.log.metrics())
         await self.workers.publish(saved["version"])
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
 
     def _summarise(self) -> dict[str, Any]:
-        metrics = read_metrics(self.log.metrics_path) if self.state.step else []  # rl.steps = 0: only a warm start
+        metrics = self.log.metrics()
         stages = horizon_stages(metrics)
         before, after = self.evaluations[0], self.evaluations[-1]
         summary = {
@@ -321,7 +320,8 @@ class Run:
             "seconds": round(self._seconds(), 1),
         }
         self.log.write_summary(summary)
-        learning_curve(metrics, self.evaluations, stages, self.log.curve_path, self.config.name)
+        with self.log.if_there_is_room(self.log.curve_path.name):
+            learning_curve(metrics, self.evaluations, stages, self.log.curve_path, self.config.name)
         model_dir = list_checkpoints(self.log.checkpoints_dir)[-1] / "model"
         self.console.table_before_after(before, after)
         self.console.horizon_stages(stages)

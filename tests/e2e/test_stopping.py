@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import resource
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from cluster_for_tests import Command, events_of, steps_of, tokens
 
 from agentgym_rl.training.checkpoint import list_checkpoints
@@ -57,3 +60,63 @@ def test_no_room_for_a_checkpoint_keeps_the_old_one_and_the_run_goes_on(tmp_path
         run.end()
     assert steps_of(run.folder) == list(range(1, steps_of(run.folder)[-1] + 1))
     assert not list((run.folder / "checkpoints").glob(".*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own for a run directory."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a small disk takes root (tests/unit/test_disk.py needs none): {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    path = folder / "checkpoints" / "somebody_elses"
+    with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    return path
+
+
+def test_a_full_disk_does_not_end_a_run_and_is_made_up_for(small_disk: Path) -> None:
+    run = Command(small_disk, "rl.steps=3000", "agent.max_context=400")
+    try:
+        run.until_step(1)
+        theirs = fill(small_disk)
+        run.until(lambda: "waits in memory" in run.output.read_text())
+        step = json.loads((small_disk / "status.json").read_text())["step"]
+        run.until(lambda: json.loads((small_disk / "status.json").read_text() or "{}").get("step", 0) > step + 3)
+        theirs.unlink()
+        run.until(lambda: "disk_room" in events_of(small_disk))
+        fill(small_disk)
+        run.until(lambda: run.output.read_text().count("waits in memory") > 1)
+        assert run.stop() == 0
+    finally:
+        run.end()
+    assert "Traceback" not in run.output.read_text()
+    assert json.loads((small_disk / "status.json").read_text())["state"] == "stopped"
+    (small_disk / "checkpoints" / "somebody_elses").unlink()
+    last = list_checkpoints(small_disk / "checkpoints")[-1]
+    steps = int(last.name[-6:]) + 2
+    again = Command(small_disk, f"rl.steps={steps}", "agent.max_context=400", "--resume")
+    assert again.wait() == 0, again.output.read_text()
+    assert steps_of(small_disk) == list(range(1, steps + 1))
+    assert json.loads((small_disk / "status.json").read_text())["state"] == "finished"
+
+
+def test_no_room_for_the_first_checkpoint_is_one_line(small_disk: Path) -> None:
+    run = Command(small_disk)
+    run.until(lambda: (small_disk / "status.json").exists())
+    fill(small_disk)
+    assert run.wait() == 1
+    assert "Traceback" not in run.output.read_text()
+    assert run.output.read_text().splitlines()[-1].startswith("agentgym-rl: no room on the disk of")
+    assert json.loads((small_disk / "status.json").read_text())["state"] == "failed"

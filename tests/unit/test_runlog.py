@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy
 import pytest
 
+from agentgym_rl.disk import write_atomically
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics, read_trajectories, write_atomically
+from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics, read_trajectories
 from agentgym_rl.types import Message, StopReason, Task, Trajectory
 
 CONFIG = {"seed": 7, "train": {"steps": 100, "learning_rate": 1e-6, "clip": None}, "horizon": {"turns": [2, 3, 4]}}
