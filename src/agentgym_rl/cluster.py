@@ -6,11 +6,12 @@ The functions here run inside the actors of scale/ray_app.py, which knows nothin
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoTokenizer
@@ -66,14 +67,17 @@ class Rank:
         ranks = ProcessRanks(device, shard=not lora, dtype=dtype)
         self._learner = make_learner(config, model, reference_dir, ranks)
         self._model, self._rank, self._dtype, self._engine = model, rank, dtype, config.engine
+        self._shares = config.scale is not None and config.scale.layout == "colocated"
 
     def assess(self, samples: list[Sample]) -> Found:
         self._learner.assess(samples)
+        self._leave_the_device()
         return [_found(sample) for sample in samples]
 
     def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Found]:
         count = len(batch.samples)
         metrics = self._learner.learn(batch, seed)
+        self._leave_the_device()
         return metrics, self._learner.kl_coef, [_found(sample) for sample in batch.samples[:count]]
 
     def kl_coef(self) -> float:
@@ -86,13 +90,16 @@ class Rank:
         """In the type that engines have; every rank must read all of it."""
         for name, tensor in whole_state(self._model):
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        self._leave_the_device()
 
     def probe(self) -> Probe | None:
         """For vLLM, which may leave part of the weights behind without a word; takes every rank."""
         if self._engine.kind == "native":
             return None
         dtype = self._dtype if self._engine.dtype == "auto" else getattr(torch, self._engine.dtype)
-        return probe_model(self._model, dtype, sent_dtype=self._dtype)
+        probe = probe_model(self._model, dtype, sent_dtype=self._dtype)
+        self._leave_the_device()
+        return probe
 
     def save(self, folder: str) -> None:
         """This rank's part of the learner's state, and from the first rank the model."""
@@ -115,6 +122,11 @@ class Rank:
         shards = Path(folder) / SHARDS
         learner.restore(load_shards(shards, like) if shards.is_dir() else spread(state or {}, like))
         return learner.kl_coef
+
+    def _leave_the_device(self) -> None:
+        """To the engine it is shared with: torch keeps what was freed for itself until it is told."""
+        if self._shares:
+            give_memory_back()
 
 
 class Player:
@@ -204,6 +216,7 @@ class Cluster:
                 "[scale] needs the package ray, which is not installed: pip install 'agentgym-rl[scale]'"
             ) from error
         plan = plan_of(config)
+        give_memory_back()  # of a warm start in this process; the device is one of the cluster's
         console.stage(
             "Cluster", f"{plan.learners} learners, {plan.engines} engines, {plan.env_hosts} environment hosts"
         )
@@ -217,6 +230,7 @@ class Cluster:
             )
             if folder.is_dir() and not folder_is_shared(folder):
                 raise ConfigError(f"every node of the cluster must see {folder}: use a file system that all share")
+            console.note(f"on {'GPUs' if app.plan.device == 'cuda' else 'CPUs'}, {config.model.dtype}")
             made = cls(config, app, folder)
             await app.publish(0)
         except BaseException:
@@ -261,13 +275,15 @@ def plan_of(config: Config) -> Plan:
     scale = config.scale
     assert scale is not None
     groups = [env.group_size or config.rl.group_size for env in config.environments]
-    device, _ = wiring.choose_device(config.model)
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    if scale.address is None or config.model.device != "auto":  # else the driver may have no GPU where nodes do
+        device = "cuda" if wiring.choose_device(config.model)[0].startswith("cuda") else "cpu"
     return Plan(
         learners=scale.learners,
         engines=scale.engines,
         env_hosts=scale.env_hosts,
         layout=scale.layout,
-        device="cuda" if device.startswith("cuda") else "cpu",
+        device=device,
         learner_cpus=scale.learner_cpus,
         engine_cpus=scale.engine_cpus,
         env_host_cpus=scale.env_host_cpus,
@@ -277,6 +293,13 @@ def plan_of(config: Config) -> Plan:
         bucket_mb=scale.bucket_mb,
         worker_timeout_s=scale.worker_timeout_s,
     )
+
+
+def give_memory_back() -> None:
+    """Of the device: what nothing in this process uses, for others that work on it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _absolute(folder: Path) -> Path:

@@ -14,7 +14,7 @@ from cluster_for_tests import PATIENT
 
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine
-from agentgym_rl.errors import ConfigError, WorkerLost
+from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.types import Sampling
 
@@ -36,7 +36,7 @@ class Rank:
 
 
 class Seat:
-    """Notes what it is told."""
+    """Notes what it is told, and is hollow from the second version on until it is made again."""
 
     def __init__(self) -> None:
         self.engine: Any = ScriptedEngine([[7, 8]] * 9)
@@ -50,6 +50,9 @@ class Seat:
     died = False
 
     async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
+        if version == 2 and not ray.get_runtime_context().was_current_actor_reconstructed:
+            self.died = True
+            raise EngineError("its own processes are gone")
         ((name, tensor),) = arrived[0].tensors()
         self.notes.append(f"{name} {tensor.tolist()} of version {version} with {probe}")
         self.engine.version = version
@@ -114,7 +117,7 @@ async def notes(app: Any) -> list[list[str]]:
     return list(await asyncio.gather(*calls))
 
 
-async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back() -> None:
+async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_also_from_the_dead() -> None:
     app = await started(plan())
     try:
         places = [await bundle(actor) for actor in (*app.learners, *app.engines)]
@@ -129,6 +132,13 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back() 
         await app.engines[0].generate.remote([1], Sampling(4), "a")
         first, second = (f"weight [1.0, 2.0] of version {version} with a probe" for version in (0, 1))
         assert await notes(app) == [[first, "rest", "wake", "rest", second], [first, "rest", "rest", second]]
+        # Engines that outlive the processes they sample with are started again, and take what they missed.
+        await app.publish(2)
+        await asyncio.gather(*app._behind.values())
+        assert (await app.engines[0].generate.remote([1], Sampling(4), "a")).version == 2
+        assert await notes(app) == [["weight [1.0, 2.0] of version 2 with a probe"]] * 2
+        kinds = sorted(event["kind"] for event in await app.events())
+        assert kinds == ["engine_lost", "engine_lost", "engine_started", "engine_started"]
     finally:
         await app.close()
 

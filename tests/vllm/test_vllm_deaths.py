@@ -1,15 +1,22 @@
-"""A process killed outright: vLLM's own end with it."""
+"""A process killed outright: vLLM's own end with it, and nobody waits for vLLM's when they die."""
 
 from __future__ import annotations
 
+import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from vllm_for_tests import alive, vllm_processes
+from vllm_for_tests import SMALL, alive, title, vllm_processes
+
+from agentgym_rl.agent.engines.vllm import VllmEngine
+from agentgym_rl.errors import EngineError
+from agentgym_rl.serving import VllmSeat
+from agentgym_rl.types import Sampling
 
 
 @pytest.mark.timeout(900)
@@ -31,3 +38,32 @@ def test_vllm_ends_with_the_process_that_started_it(folders: dict[str, Path]) ->
     while left := [pid for pid in processes if alive(pid)]:
         assert time.monotonic() < give_up_at, f"still there: {left}"
         time.sleep(0.2)
+
+
+@pytest.mark.timeout(900)
+async def test_who_waits_for_vllm_is_told_of_its_death(folders: dict[str, Path]) -> None:
+    engine = VllmEngine(folders["A"], **SMALL)
+    seat = VllmSeat(engine)
+    await engine.start()
+    try:
+        reply = asyncio.create_task(engine.generate([5, 6, 7], Sampling(400), "a"))
+        await asyncio.sleep(0.1)
+        update = asyncio.create_task(engine.update_weights(folders["B"], 1))  # waits for the reply
+        await asyncio.sleep(0.1)
+        assert not any((reply.done(), update.done(), seat.died))
+        (scheduler,) = [pid for pid in vllm_processes(os.getpid()) if "EngineCore" in title(pid)]
+        os.kill(scheduler, signal.SIGKILL)
+        told = await asyncio.wait_for(asyncio.gather(reply, update, return_exceptions=True), 120)
+        assert [type(error) for error in told] == [EngineError, EngineError], told
+        assert seat.died
+    finally:
+        await engine.close()
+    assert vllm_processes(os.getpid()) == []
+
+
+async def test_an_engine_that_is_yet_to_be_started_has_nothing_to_rest_from(folders: dict[str, Path]) -> None:
+    """As one that was made again just before a learner on the same device wants to work."""
+    engine = VllmEngine(folders["A"], options={"enable_sleep_mode": True}, **SMALL)
+    assert engine.can_sleep
+    await VllmSeat(engine).rest()
+    assert not engine.started
