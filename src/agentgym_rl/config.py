@@ -190,7 +190,7 @@ class ScaleConfig(_Section):
     layout: Literal["colocated", "disaggregated"] = "disaggregated"
     """colocated: the n-th learner and the n-th engine share a device. disaggregated: each has its own."""
     address: str | None = None
-    """Of a Ray cluster, such as auto or ray://head:10001; None starts one on this machine for the run."""
+    """Of a Ray cluster that this machine belongs to, auto or head:6379; None starts Ray on this machine for the run."""
     learner_cpus: float = Field(1.0, gt=0)
     engine_cpus: float = Field(1.0, gt=0)
     env_host_cpus: float = Field(1.0, gt=0)
@@ -207,6 +207,11 @@ class ScaleConfig(_Section):
             raise ValueError(
                 f"layout = 'colocated' pairs learners with engines and needs as many of each, "
                 f"got {self.learners} and {self.engines}"
+            )
+        if self.address is not None and self.address.startswith("ray://"):
+            raise ValueError(
+                f"address = {self.address!r}: the run's own process must be on a node of the cluster, Ray's client "
+                "will not do; start the command there with address = 'auto'"
             )
         return self
 

@@ -101,7 +101,7 @@ def choose_device(model: ModelConfig) -> tuple[str, torch.dtype]:
     """(device, dtype): CUDA where there is one, else the CPU, unless the config says otherwise."""
     device = model.device if model.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"model.device = {device!r} needs a CUDA device, none is here: use device = 'cpu'")
+        raise ConfigError(f"model.device = {device!r} needs a CUDA device, none is here: use 'cpu', or 'auto'")
     return device, getattr(torch, model.dtype)
 
 

@@ -12,6 +12,7 @@ import pytest
 from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config, load_config
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.fits import diagnose_recipe, too_large
 from agentgym_rl.scale.memory import (
     CONTEXT,
@@ -243,3 +244,23 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
     assert pairs.lacking({"GPU": 2, "CPU": 99}) is None
     assert "need 2 GPUs, a learner and an engine on each; there are 1" in (pairs.lacking({"GPU": 1, "CPU": 99}) or "")
     assert "need 5 GPUs; there are 0" in (apart.lacking({"CPU": 99}) or "")
+    undecided = replace(pairs, device="auto", address="auto")
+    assert undecided.decided({"GPU": 16.0, "CPU": 99.0}) == replace(pairs, address="auto"), "whatever the driver has"
+    assert undecided.decided({"CPU": 99.0}).device == "cpu"
+    assert pairs.decided({"CPU": 99.0}) is pairs
+
+
+def test_a_cluster_that_is_not_there_is_said_in_one_line() -> None:
+    from agentgym_rl.cluster import plan_of
+    from agentgym_rl.scale.ray_app import RayApp
+
+    recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}
+    with pytest.raises(ValueError, match="must be on a node of the cluster"):
+        Config.model_validate(recipe | {"scale": {"address": "ray://head:10001"}})
+    plan = plan_of(Config.model_validate(recipe | {"scale": {"address": "127.0.0.1:1"}}))
+    assert plan.device == "auto", "it is the nodes' that counts"
+    with pytest.raises(
+        ConfigError, match=r"scale\.address = '127\.0\.0\.1:1': no Ray cluster answers there"
+    ) as refused:
+        RayApp(plan)._connect()
+    assert "\n" not in str(refused.value)

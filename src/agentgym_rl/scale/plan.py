@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Needs = dict[str, float]
@@ -19,7 +19,8 @@ class Plan:
     engines: int
     env_hosts: int
     layout: Literal["colocated", "disaggregated"]
-    device: Literal["cpu", "cuda"]
+    device: Literal["cpu", "cuda", "auto"]
+    """auto: to be decided by what the cluster has, which need not be what the driver's machine has."""
     learner_cpus: float
     engine_cpus: float
     env_host_cpus: float
@@ -29,6 +30,12 @@ class Plan:
     object_store_mb: int | None
     bucket_mb: int
     worker_timeout_s: float
+
+    def decided(self, there: Mapping[str, float]) -> Plan:
+        """The plan for a cluster with these resources."""
+        if self.device != "auto":
+            return self
+        return replace(self, device="cuda" if there.get("GPU") else "cpu")
 
     def placement(self) -> list[tuple[dict[str, list[Needs]], str]]:
         """Placement groups: ({role: needs of each}, strategy). Roles of one group share its n-th bundle."""

@@ -39,6 +39,8 @@ NAMESPACE = "agentgym-rl"
 """Actors find each other by name: a handle among what an actor is made with may be gone when it is made again."""
 RETRY_S = 0.25
 """Between looks at a worker that is being started again."""
+REACH_S = 30.0
+"""Granted to a cluster's head to take a connection."""
 POLITE_S = 10.0
 """Granted to a worker to close what it holds."""
 
@@ -324,8 +326,8 @@ class RayApp:
         make_engine: Callable[[], Receiver],
         make_player: Callable[[Any], Any],
     ) -> None:
-        plan = self.plan
         self._connect()
+        plan = self.plan = self.plan.decided(ray.cluster_resources())
         bundles = await asyncio.to_thread(self._reserve)
         no_restart = {"max_restarts": 0}
         again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
@@ -377,10 +379,19 @@ class RayApp:
             }
         else:
             options["address"] = plan.address
+            require_cluster(plan.address)
         # Ray starts workers at a low priority, where anything else on the machine would starve them.
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "60")  # 5 are few on a machine that is busy
-        ray.init(**options)
+        try:
+            ray.init(**options)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            if plan.address is None:
+                raise
+            raise ConfigError(
+                f"scale.address = {plan.address!r}: {str(error).splitlines()[0]} (`ray start` on this machine joins it "
+                "to a cluster, no address starts Ray for the run)"
+            ) from error
         self._started_ray = True
 
     def _reserve(self) -> dict[str, list[dict[str, Any]]]:
@@ -559,6 +570,17 @@ class RayApp:
             remove_placement_group(group)
         if self._started_ray:
             await asyncio.to_thread(ray.shutdown)
+
+
+def require_cluster(address: str) -> None:
+    """Ray itself would look for a cluster that is not there for a minute, without a word."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return  # auto, or a name that Ray knows what to do with
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"scale.address = {address!r}: no Ray cluster answers there ({error})") from error
 
 
 def folder_is_shared(folder: Path) -> bool:
