@@ -186,6 +186,15 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     assert f"{host:,.0f} GiB for a node of 8 ranks at 32B" in flat
     passing = sum(learner_memory(seven).parts[name] for name in OF_A_PASS) / GIB
     assert f"at 7B these three come to {passing:.1f} GiB" in flat
+    thousand = replace(large, learners=360, engines=640, micro_batch_tokens=32768)
+    assert f"a device holds {learner_memory(thousand).total / GIB:.0f} GiB" in flat
+    assert f"16 episodes at once fit ({engine_memory(thousand).total / GIB:.0f} GiB" in flat
+    assert table({"engine": engine_memory(thousand)}, 141 * GIB)[1]
+    hosts = {kind: f"{memory.total / GIB:,.0f} GiB" for kind, memory in on_each_host(thousand, 8).items()}
+    assert f"{hosts['host of learners, loading']} of memory for a node of 8 ranks" in flat
+    assert f"{hosts['host of learners, running']} afterwards. Engine nodes" in flat
+    assert f"need {hosts['host of engines, loading']} while they load" in flat
+    assert f"and {hosts['host of engines, running']} afterwards." in flat
 
 
 OF_A_PASS = ("gathered", "whole gradients", "summed gradients")
