@@ -23,8 +23,8 @@ PROBE_TOKENS = 48
 WATCHED = ("embed_tokens.weight", "lm_head.weight", "o_proj.weight", "down_proj.weight", "norm.weight")
 """Ends of names that vLLM's models and the learner's share; others are joined there. Of each the first, a middle and
 the last are compared."""
-CHUNK = 1 << 24
-"""Numbers that are added up at once."""
+CHUNK = 1 << 22
+"""Numbers that are added up at once: a hundred megabytes beside a device that is full."""
 
 
 @dataclass(frozen=True, slots=True)
