@@ -100,8 +100,8 @@ def add_node(cluster: Any) -> Any:
     return cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
 
 
-def workers(role: str) -> list[int]:
-    """Processes of a role among the descendants of this process, oldest first."""
+def descendants(ancestor: int) -> dict[int, str]:
+    """Processes that a process started, or those did, and so on: their command lines."""
     parents: dict[int, int] = {}
     titles: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
@@ -115,14 +115,18 @@ def workers(role: str) -> list[int]:
 
     def ours(pid: int) -> bool:
         while pid > 1:
-            if pid == os.getpid():
-                return True
             pid = parents.get(pid, 0)
+            if pid == ancestor:
+                return True
         return False
 
-    return sorted(
-        pid for pid, title in titles.items() if title.startswith("ray::") and ROLES[role] in title and ours(pid)
-    )
+    return {pid: title for pid, title in titles.items() if ours(pid)}
+
+
+def workers(role: str) -> list[int]:
+    """Processes of a role among the descendants of this process, oldest first."""
+    found = descendants(os.getpid())
+    return sorted(pid for pid, title in found.items() if title.startswith("ray::") and ROLES[role] in title)
 
 
 class Command:
@@ -180,11 +184,16 @@ def events_of(folder: Path) -> list[str]:
 
 def duplicates(folder: Path) -> int:
     """Trajectories that are twice among what a step played or learned from."""
-    count = 0
+    return sum(duplicates_by_step(folder).values())
+
+
+def duplicates_by_step(folder: Path) -> dict[int, int]:
+    counts: dict[int, int] = {}
     for path in (folder / "trajectories").glob("*.jsonl"):
         ids = [json.loads(line)["id"] for line in path.read_text().splitlines()]
-        count += len(ids) - len(set(ids))
-    return count
+        step = int(path.stem.rpartition("_")[2])
+        counts[step] = counts.get(step, 0) + len(ids) - len(set(ids))
+    return counts
 
 
 def tokens(folder: Path) -> dict[str, list[Any]]:

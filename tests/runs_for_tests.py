@@ -130,13 +130,22 @@ class Process:
 
     def kill_when(self, moment: Callable[[], bool], timeout_s: float = 280.0) -> None:
         """SIGKILL as soon as `moment` has come."""
+        self._until(moment, timeout_s)
+        self._process.kill()
+        assert self.wait() == -9
+
+    def stop_when(self, moment: Callable[[], bool], timeout_s: float = 280.0) -> None:
+        """SIGTERM as soon as `moment` has come."""
+        self._until(moment, timeout_s)
+        self._process.terminate()
+        assert self.wait() == 0, self.output.read_text()
+
+    def _until(self, moment: Callable[[], bool], timeout_s: float) -> None:
         give_up_at = time.monotonic() + timeout_s
         while not moment():
             assert self._process.is_alive(), f"it ended before the moment came:\n{self.output.read_text()}"
             assert time.monotonic() < give_up_at, "the moment never came"
             time.sleep(0.0005)
-        self._process.kill()
-        assert self.wait() == -9
 
 
 def train_process(folder: Path, *arguments: str) -> Process:

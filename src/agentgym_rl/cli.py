@@ -36,8 +36,8 @@ def train(
     config = load_config(recipe, overrides or [])
     folder = config.folder(resume=resume)
     from agentgym_rl.console import Console
+    from agentgym_rl.endings import Stopped
     from agentgym_rl.fits import too_large
-    from agentgym_rl.train import Stopped
     from agentgym_rl.train import train as run
 
     warning = too_large(config)

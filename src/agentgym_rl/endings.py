@@ -1,12 +1,14 @@
-"""How a run gets by without room on the disk for its checkpoints."""
+"""How a run ends other than by being done: it is asked to stop, or there is no room on the disk."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NoReturn
 
 from agentgym_rl.console import Console
 from agentgym_rl.disk import room
@@ -18,6 +20,83 @@ LOOK_S = 5.0
 """Between looks whether there is room for a run's last checkpoint."""
 PATIENCE_S = 3600.0
 """How long a run whose work is done waits for that."""
+
+
+class Stopped(BaseException):
+    """The run was asked to stop (SIGTERM), has written down where it stands, and can be resumed."""
+
+
+class Stop:
+    """SIGTERM as a run hears of it. The task that listens is cancelled where it waits, if it `may_leave` then; else it
+    looks at `asked` when it is done with what it does."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.may_leave: Callable[[], bool] = lambda: True
+        self._left = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+
+        def leave() -> None:
+            if not self._left and self.may_leave():
+                self._left = True
+                task.cancel()
+
+        def heard(number: int, frame: Any) -> None:
+            self.asked = True
+            loop.call_soon_threadsafe(leave)
+
+        try:
+            # Not the loop's own handler: that one is deaf while a model is loaded or an update made.
+            before = signal.signal(signal.SIGTERM, heard)
+        except ValueError:  # not the main thread
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+    @contextmanager
+    def ending_with(self, end: Callable[[], NoReturn]) -> Iterator[None]:
+        """Where a task that left comes out; `end` writes down where the run stands and raises Stopped."""
+        try:
+            yield
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._left or task is None:
+                raise
+            task.uncancel()
+            end()
+
+
+def stopped(log: RunLog, console: Console, step: int, message: str) -> NoReturn:
+    log.log_event("stopped", message, step=step)
+    console.warn(message)
+    raise Stopped(message)
+
+
+def stop_with_checkpoint(write: Callable[[], None], step: int, log: RunLog, console: Console) -> NoReturn:
+    if try_checkpoint(write, step, log, console):
+        stopped(log, console, step, f"stopped by SIGTERM after step {step}: go on with --resume")
+    message = f"stopped by SIGTERM after step {step} without a checkpoint of it: --resume goes on from the last"
+    stopped(log, console, step, message)
+
+
+def stop_before_there_is_a_run() -> NoReturn:
+    raise Stopped("stopped by SIGTERM before there was a run directory")
+
+
+def stop_before_training(log: RunLog, console: Console) -> NoReturn:
+    """There is nothing new to keep: a warm start that was broken off is made again."""
+    kept = list_checkpoints(log.checkpoints_dir) if log.resumed else []
+    if kept:
+        step = int(kept[-1].name.rpartition("_")[2])
+        stopped(log, console, step, f"stopped by SIGTERM before it went on after step {step}: go on with --resume")
+    stopped(log, console, 0, "stopped by SIGTERM before its first checkpoint: --resume starts from the beginning")
 
 
 @contextmanager

@@ -7,10 +7,11 @@ again with `resume`, a run goes on from its last checkpoint, and does not play a
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from agentgym_rl import wiring
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -18,7 +19,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import Demonstration, load_demonstrations
-from agentgym_rl.endings import last_checkpoint, try_checkpoint
+from agentgym_rl.endings import Stop, last_checkpoint, stop_with_checkpoint, try_checkpoint
 from agentgym_rl.exploration import Explorer
 from agentgym_rl.heldout import evaluate
 from agentgym_rl.plots import learning_curve
@@ -47,7 +48,7 @@ class Trainer(Protocol):
 
 
 async def train_offline(
-    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console, started: float
+    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console, started: float, stop: Stop
 ) -> dict[str, Any]:
     """The whole recipe in the run directory of `log`; returns its summary."""
     checkpoints = list_checkpoints(log.checkpoints_dir) if log.resumed else []
@@ -65,11 +66,13 @@ async def train_offline(
         model, tokenizer = await starting_point(config, pool, items, log, console)
     if saved is None and config.method == "agentevol":
         export(model, tokenizer, log.root / "base")
-    run = OfflineRun(config, pool, items, log, console, model, tokenizer, started, loaded)
+    run = OfflineRun(config, pool, items, log, console, model, tokenizer, started, loaded, stop)
     try:
-        await run.begin(saved)
-        return await run.finish()
+        with stop.ending_with(run.stop_here):
+            await run.begin(saved)
+            return await run.finish()
     finally:
+        stop.may_leave = lambda: False
         await run.engine.close()
 
 
@@ -87,6 +90,7 @@ class OfflineRun:
     started: float
     """When this process began, on the monotonic clock."""
     loaded: list[Demonstration] | None
+    stop: Stop
     step: int = 0
     """Finished updates."""
     round: Round | None = None
@@ -126,10 +130,13 @@ class OfflineRun:
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
         if saved is not None:
-            await self._restore(saved)
+            self._restore(saved)
+        else:
+            shutil.rmtree(self.log.root / "rounds", ignore_errors=True)
+        if not self._evaluation_is_due() or any(one["step"] == self.step for one in self.evaluations):
             return
-        shutil.rmtree(self.log.root / "rounds", ignore_errors=True)
-        self.console.stage("Held-out evaluation", "before training")
+        # At the start; or a run that was stopped while it evaluated makes up for it.
+        self.console.stage("Held-out evaluation", f"after step {self.step}" if self.step else "before training")
         await self.evaluate()
         self.save()  # without room for one checkpoint there is no use in going on
 
@@ -188,21 +195,35 @@ class OfflineRun:
                 self.log.log(self.step, metrics)
                 if trainer.updates % shown == 0 or trainer.updates == trainer.total:
                     self.console.step(self.step, metrics)
-                await self._after_step(last=trainer.updates == trainer.total)
+                if trainer.updates < trainer.total:
+                    await self._after_step()
+                await asyncio.sleep(0)  # where the run may be stopped
+        await self._end_round(made)
 
-    async def _after_step(self, *, last: bool) -> None:
-        """Checkpoints and evaluations; `last` of the round."""
-        every = self.config.eval.every
-        if last or (every and self.step % every == 0):
+    async def _after_step(self) -> None:
+        """Within a round."""
+        if self._evaluation_is_due():
             await self.evaluate()
-        if last:
-            assert self.round is not None
-            self.history.append(_described(self.round, self.step, self.evaluations[-1]))
-            self.rounds_done, self.round, self.trainer = self.round.number, None, None
-        if self.rounds_done == self.explorer.num_rounds:
-            await last_checkpoint(self.save, self.step, self.log, self.console, lambda: False)
-        elif last or self.step % self.config.checkpoint.every == 0:
+        if self.step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, self.step, self.log, self.console)
+
+    def _evaluation_is_due(self) -> bool:
+        every = self.config.eval.every
+        return self.step == 0 or bool(every and self.step % every == 0)
+
+    async def _end_round(self, made: Round) -> None:
+        if self.evaluations[-1]["step"] != self.step:  # a run that was stopped just here has evaluated already
+            await self.evaluate()
+        self.history.append(_described(made, self.step, self.evaluations[-1]))
+        self.rounds_done, self.round, self.trainer = made.number, None, None
+        if self.rounds_done == self.explorer.num_rounds:
+            await last_checkpoint(self.save, self.step, self.log, self.console, lambda: self.stop.asked)
+        else:
+            try_checkpoint(self.save, self.step, self.log, self.console)
+
+    def stop_here(self) -> NoReturn:
+        """With a checkpoint: after the last update, without the episodes that were being played."""
+        stop_with_checkpoint(self.save, self.step, self.log, self.console)
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""
@@ -228,7 +249,7 @@ class OfflineRun:
         folder = self.log.checkpoints_dir
         save_checkpoint(folder, self.step, self.model, self.tokenizer, state, self.config.checkpoint.keep)
 
-    async def _restore(self, saved: dict[str, Any]) -> None:
+    def _restore(self, saved: dict[str, Any]) -> None:
         self.step, self.rounds_done = saved["step"], saved["rounds_done"]
         self.history, self.evaluations = saved["history"], saved["evaluations"]
         self.seconds_before = saved["seconds"]

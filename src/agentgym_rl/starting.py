@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from itertools import cycle, islice
 from typing import Any
@@ -16,7 +17,7 @@ from agentgym_rl.runlog import Kind, RunLog
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.scratch import build_model, build_tokenizer
-from agentgym_rl.training.sft import train_sft
+from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import EnvPool, Message, StopReason, Task, Trajectory
 
 
@@ -39,10 +40,12 @@ async def starting_point(
         model, tokenizer = from_nothing(config, (t.messages for t in demonstrations), console)
     renderer = Renderer(tokenizer, config.model.chat_template)
     samples = [renderer.demonstration(t.messages) for t in demonstrations if t.num_turns]
-    settings = warm.sft
-    updates = settings.epochs * -(-len(samples) // settings.batch_size)
-    with console.progress("imitation", updates) as advance:
-        train_sft(model, samples, settings, config.seed, lambda _, m: advance(1, f"loss {m['loss']:.3f}"))
+    trainer = SFT(model, samples, warm.sft, config.seed)
+    with console.progress("imitation", trainer.total) as advance:
+        while trainer.updates < trainer.total:
+            advance(1, f"loss {trainer.step()['loss']:.3f}")
+            await asyncio.sleep(0)  # where the run may be stopped
+    model.eval()
     return model, tokenizer
 
 

@@ -6,14 +6,10 @@ played again and comes out the same.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import signal
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -21,7 +17,15 @@ from agentgym_rl import serving, wiring
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import require_files
-from agentgym_rl.endings import last_checkpoint, room_or_error, try_checkpoint
+from agentgym_rl.endings import (
+    Stop,
+    last_checkpoint,
+    room_or_error,
+    stop_before_there_is_a_run,
+    stop_before_training,
+    stop_with_checkpoint,
+    try_checkpoint,
+)
 from agentgym_rl.heldout import evaluate
 from agentgym_rl.offline import train_offline
 from agentgym_rl.plots import learning_curve
@@ -51,10 +55,6 @@ MAY_CHANGE_ON_RESUME = (
 )
 
 
-class Stopped(BaseException):
-    """The run was asked to stop (SIGTERM), has written a checkpoint, and can be resumed."""
-
-
 async def train(
     config: Config,
     folder: Path,
@@ -68,8 +68,15 @@ async def train(
     A `pool` handed in is played instead of the recipe's own environments and is left open: their names, splits and
     subsets must be in it, and it reads actions in the format of the recipe's style.
     """
+    stop = Stop()
+    with stop.listening(), stop.ending_with(stop_before_there_is_a_run):
+        return await _train(config, folder, resume, console or Console(), pool, stop)
+
+
+async def _train(
+    config: Config, folder: Path, resume: bool, console: Console, pool: EnvPool | None, stop: Stop
+) -> dict[str, Any]:
     started = time.monotonic()
-    console = console or Console()
     if config.threads:
         torch.set_num_threads(config.threads)
     playing = pool or wiring.EnvironmentsPool(config.environments, config.agent)
@@ -89,16 +96,18 @@ async def train(
                 say=console.warn,
             ) as log,
             room_or_error(folder),  # so that status.json has that line too
+            stop.ending_with(lambda: stop_before_training(log, console)),
         ):
             if config.method != "rl":
-                return await train_offline(config, playing, items, log, console, started)
+                return await train_offline(config, playing, items, log, console, started, stop)
             log.set_status("running", steps=config.rl.steps)
-            run, saved = await _prepare(config, playing, items, log, console, started)
+            run, saved = await _prepare(config, playing, items, log, console, started, stop)
             try:
-                with run.stoppable():
+                with stop.ending_with(run.stop_here):
                     await run.begin(saved)
                     return await run.finish()
             finally:
+                stop.may_leave = lambda: False
                 await run.workers.close()
     finally:
         if pool is None:
@@ -106,7 +115,7 @@ async def train(
 
 
 async def _prepare(
-    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console, started: float
+    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console, started: float, stop: Stop
 ) -> tuple[Run, dict[str, Any] | None]:
     """A run with the model of its last checkpoint and what else that holds; or with a warmed-up model and None."""
     numbers = {env: [i for some in subsets.values() for i in some] for env, subsets in items.train.items()}
@@ -117,7 +126,7 @@ async def _prepare(
     if saved is not None:
         console.stage("Resuming", f"after step {saved['step']}")
     workers = await _workers(config, pool, items, log, console, checkpoints[-1] / "model" if checkpoints else None)
-    return Run(config, items, log, console, workers, RLState(tasks, horizons), started), saved
+    return Run(config, items, log, console, workers, RLState(tasks, horizons), started, stop), saved
 
 
 async def _workers(
@@ -166,6 +175,7 @@ class Run:
     state: RLState
     started: float
     """When this process began, on the monotonic clock."""
+    stop: Stop
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """What `heldout.evaluate` says, and "sampled_tokens" of training until then, in order."""
     seconds_before: float = 0.0
@@ -173,17 +183,19 @@ class Run:
     doctor: Doctor = field(default_factory=Doctor)
     between: dict[str, Any] | None = None
     """Where the run stood after the last finished step, while nothing of the next one was learned; else None."""
-    stopping: bool = False
 
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
-        if saved is None:
-            self.console.stage("Held-out evaluation", "before RL")
-            await self.evaluate()
-            self.save()  # without room for one checkpoint there is no use in going on
-        else:
+        self.stop.may_leave = lambda: self.between is not None
+        if saved is not None:
             self.log.truncate_after(saved["step"])
             await self._restore(saved)
+        step = self.state.step
+        if self._evaluation_is_due() and not any(one["step"] == step for one in self.evaluations):
+            # At the start; or a run that was stopped while it evaluated makes up for it.
+            self.console.stage("Held-out evaluation", f"after step {step}" if step else "before RL")
+            await self.evaluate()
+            self.save()  # without room for one checkpoint there is no use in going on
 
     async def finish(self) -> dict[str, Any]:
         """The steps that are left, the last evaluation and the summary."""
@@ -194,49 +206,17 @@ class Run:
         collect = workers.collector("train-", None, config.agent.temperature)
         limits = {env.name: wiring.limits_of(config.agent, 1, room, env) for env in config.environments}
         self.between = self._standing()
-        if self.stopping:
-            self._stop()
+        if self.stop.asked:
+            self.stop_here()
         with self.console.steps(total, start=self.state.step, token_budget=config.rl.token_budget):
             hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
             await train_rl(self.state, workers.learner, collect, workers.publish, limits, config.rl, hooks, config.seed)
         return self._summarise()
 
-    @contextlib.contextmanager
-    def stoppable(self) -> Iterator[None]:
-        """SIGTERM ends the run with a checkpoint: after the step that is being learned from, or at once, without the
-        episodes that are being played."""
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
-
-        def stop() -> None:
-            self.stopping = True
-            if self.between is not None:
-                task.cancel()
-
-        try:
-            loop.add_signal_handler(signal.SIGTERM, stop)
-        except (NotImplementedError, RuntimeError, ValueError):  # Windows, or not the main thread
-            yield
-            return
-        try:
-            yield
-        except asyncio.CancelledError:
-            if not self.stopping:
-                raise
-            task.uncancel()
-            self._stop()
-        finally:
-            loop.remove_signal_handler(signal.SIGTERM)
-
-    def _stop(self) -> None:
-        """Write down where the run stands and leave."""
-        step = self.state.step
-        if try_checkpoint(self.save, step, self.log, self.console):
-            message = f"stopped by SIGTERM after step {step}: go on with --resume"
-        else:
-            message = f"stopped by SIGTERM after step {step} without a checkpoint of it: --resume goes on from the last"
-        self._event("stopped", message)
-        raise Stopped(message)
+    def stop_here(self) -> NoReturn:
+        """With a checkpoint: after the step that was being learned from, or without the episodes that were being
+        played."""
+        stop_with_checkpoint(self.save, self.state.step, self.log, self.console)
 
     def _standing(self) -> dict[str, Any] | None:
         """Under overlap the next step is being learned from as soon as this one is over."""
@@ -261,25 +241,31 @@ class Run:
 
     async def _after_step(self, step: int) -> None:
         last = self.state.over(self.config.rl)
-        due = self.config.eval.every and step % self.config.eval.every == 0
-        if last or due:
+        if self._evaluation_is_due():
             await self.evaluate()
         for event in await self.workers.events():
             self._event(**event)
         if last:
-            await last_checkpoint(self.save, step, self.log, self.console, lambda: self.stopping)
+            await last_checkpoint(self.save, step, self.log, self.console, lambda: self.stop.asked)
         elif step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, step, self.log, self.console)
         self.between = self._standing()
-        if self.stopping:
-            self._stop()
+        if self.stop.asked:
+            self.stop_here()
+
+    def _evaluation_is_due(self) -> bool:
+        """After this step: after the last, and before the first."""
+        step, every = self.state.step, self.config.eval.every
+        return step == 0 or self.state.over(self.config.rl) or bool(every and step % every == 0)
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""
         step = self.state.step
+        self.between = self.state.state()
         collect = self.workers.collector(f"eval{step}-", 1, self.config.eval.temperature)
         result = await evaluate(self.config, self.items, self.log, collect, self.workers.room, step)
         self.evaluations.append(result | {"sampled_tokens": self.state.sampled})
+        self.between = None
         self.console.evaluation(step, result["success"], result["episodes"])
 
     def save(self) -> None:

@@ -90,6 +90,20 @@ def test_killed_and_resumed_is_as_if_left_alone(moment: str, left_alone: Callabl
     assert_equal(run, left_alone(method))
 
 
+@pytest.mark.parametrize("before_the_end", [3, 0])
+def test_stopped_and_resumed_is_as_if_left_alone(
+    before_the_end: int, left_alone: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Between two updates; and after the last, while held-out items are played."""
+    run, last = tmp_path / "run", lines(left_alone("sft"))
+    start("sft", run).stop_when(lambda: lines(run) >= last - before_the_end)
+    status = json.loads((run / "status.json").read_text())
+    assert status["state"] == "stopped"
+    assert list_checkpoints(run / "checkpoints")[-1].name == f"step_{status['step']:06d}"
+    finish("sft", run, "--resume")
+    assert_equal(run, left_alone("sft"))
+
+
 def test_the_runs_are_worth_comparing_with(left_alone: Callable[[str], Path]) -> None:
     """Otherwise equal could mean empty."""
     for method in SMALL:

@@ -6,11 +6,12 @@ import contextlib
 import json
 import resource
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_for_tests import Command, events_of, steps_of, tokens
+from cluster_for_tests import PATIENT, Command, descendants, events_of, steps_of, tokens, workers
 
 from agentgym_rl.training.checkpoint import list_checkpoints
 
@@ -31,6 +32,53 @@ def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: P
     assert whole.wait() == 0, whole.output.read_text()
     assert steps_of(cut.folder) == [1, 2, 3, 4]
     assert tokens(cut.folder) == tokens(whole.folder)
+
+
+def test_sigterm_before_rl_is_a_stop_too_and_resuming_makes_up_for_it(tmp_path: Path) -> None:
+    """In the warm start, of which nothing is kept, and in the first evaluation, before which it is."""
+    folder, few = tmp_path / "run", ("rl.steps=1", "warm_start.sft.epochs=60")
+    run = Command(folder, *few, "eval.episodes=5000")
+    run.until(lambda: (folder / "trajectories" / "warmstart_000000.jsonl").exists())
+    assert run.stop() == 0, run.output.read_text()
+    assert (
+        "stopped by SIGTERM before its first checkpoint: --resume starts from the beginning" in run.output.read_text()
+    )
+    assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
+    assert not list_checkpoints(folder / "checkpoints")
+    run = Command(folder, *few, "eval.episodes=5000", "--resume")
+    run.until(lambda: "before RL" in run.output.read_text())
+    assert run.stop() == 0, run.output.read_text()
+    assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
+    assert events_of(folder) == ["stopped", "stopped"]
+    assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step_000000"]
+    run = Command(folder, *few, "eval.episodes=6", "--resume")
+    assert run.wait() == 0, run.output.read_text()
+    assert "Traceback" not in run.output.read_text()
+    assert run.output.read_text().count("Warm start") == 2, "the second one is kept"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [(one["step"], one["episodes"]) for one in summary["evaluations"]] == [(0, 6), (1, 6)]
+
+
+def alive(pids: Iterable[int]) -> list[int]:
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+def test_sigterm_while_a_cluster_starts_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    for name, value in PATIENT.items():
+        monkeypatch.setenv(name, value)
+    scale = ("scale.learners=1", "scale.engines=1", "scale.env_hosts=1", "scale.object_store_mb=100")
+    run = Command(tmp_path / "run", *scale)
+    run.until(lambda: bool(workers("learner")))  # and not yet of the others, which take seconds to be made
+    started = descendants(run.process.pid)
+    assert run.stop() == 0, run.output.read_text()
+    assert "Traceback" not in run.output.read_text()
+    assert json.loads((run.folder / "status.json").read_text())["state"] == "stopped"
+    assert events_of(run.folder) == ["stopped"]
+    give_up_at = time.monotonic() + 60
+    while alive(started) and time.monotonic() < give_up_at:
+        time.sleep(0.1)
+    assert not alive(started)
 
 
 def largest_file(folder: Path) -> int:

@@ -32,6 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.ranks import join, leave
+from agentgym_rl.scale.watch import LOOK_S, Threads, sigterm_stays_ours
 from agentgym_rl.scale.weights import Receiver, buckets
 from agentgym_rl.types import Completion, Group, Sampling
 
@@ -319,6 +320,7 @@ class RayApp:
         self._behind: dict[int, asyncio.Task[None]] = {}
         """Engines that missed an update, likewise."""
         self._host_free = asyncio.Condition()
+        self._threads = Threads()
 
     async def start(
         self,
@@ -328,7 +330,7 @@ class RayApp:
     ) -> None:
         self._connect()
         plan = self.plan = self.plan.decided(ray.cluster_resources())
-        bundles = await asyncio.to_thread(self._reserve)
+        bundles = await self._threads.run(self._reserve)
         no_restart = {"max_restarts": 0}
         again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
         names = {role: f"{uuid.uuid4().hex[:8]}-{role}" for role in ("board", "engine")}
@@ -359,7 +361,7 @@ class RayApp:
         self._busy = [0] * plan.env_hosts
         address = await self.learners[0].address.remote()
         begun = [rank.begin.remote(address, plan.device, plan.worker_timeout_s) for rank in self.learners]
-        await asyncio.to_thread(self._finish, begun)
+        await self._threads.run(self._finish, begun)
         await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
         rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
         self.room = min(rooms)
@@ -384,7 +386,8 @@ class RayApp:
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "60")  # 5 are few on a machine that is busy
         try:
-            ray.init(**options)
+            with sigterm_stays_ours():
+                ray.init(**options)
         except (ConnectionError, ValueError, RuntimeError) as error:
             if plan.address is None:
                 raise
@@ -412,7 +415,7 @@ class RayApp:
             ]
             group = placement_group(together, strategy=strategy)
             self._groups.append(group)
-            if not group.wait(self.plan.worker_timeout_s):
+            if not self._threads.until(group.wait, self.plan.worker_timeout_s):
                 total = {kind: ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
                 free = {kind: ray.available_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
                 raise WorkerLost(
@@ -449,7 +452,8 @@ class RayApp:
     def _finish(self, refs: list[Any]) -> list[Any]:
         waiting = list(refs)
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1)
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_S)
+            self._threads.require_open()
             try:
                 ray.get(done)
             except (RayActorError, RayTaskError) as error:
@@ -478,7 +482,7 @@ class RayApp:
         """When this returns every engine samples with the learner's weights; one that is down asks for them later."""
         size = self.plan.bucket_mb << 20
         refs = [rank.put_weights.remote(size) for rank in self.learners]
-        ((whole, probe), *_) = await asyncio.to_thread(self._finish, refs)
+        ((whole, probe), *_) = await self._threads.run(self._finish, refs)
         await self.board.put_weights.remote(version, whole, probe)
         await asyncio.gather(*(self._load(i, version, whole, probe) for i in range(len(self.engines))))
         self.version = version
@@ -561,6 +565,7 @@ class RayApp:
             waiting.cancel()
         if not ray.is_initialized():
             return
+        await self._threads.close()
         polite = [actor.close.remote() for actor in (*self.hosts, *self.engines)]
         if polite:
             await asyncio.to_thread(ray.wait, polite, num_returns=len(polite), timeout=POLITE_S)

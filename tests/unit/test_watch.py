@@ -1,0 +1,73 @@
+"""What the driver of a cluster keeps in view."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from agentgym_rl.errors import WorkerLost
+from agentgym_rl.scale.watch import Nodes, Threads, sigterm_stays_ours
+
+
+def test_nobody_else_takes_sigterm_over() -> None:
+    def ours(number: int, frame: Any) -> None: ...
+
+    before = signal.signal(signal.SIGTERM, ours)
+    other = signal.getsignal(signal.SIGUSR1)
+    try:
+        with sigterm_stays_ours():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is ours
+        assert signal.getsignal(signal.SIGUSR1) is signal.SIG_IGN
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGUSR1, other)
+
+
+async def test_closing_ends_a_thread_whose_task_was_cancelled() -> None:
+    threads, begun, ended = Threads(), threading.Event(), threading.Event()
+
+    def wait_for_ever() -> None:
+        begun.set()
+        try:
+            threads.until(lambda seconds: False)
+        finally:
+            ended.set()
+
+    task = asyncio.create_task(threads.run(wait_for_ever))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not ended.is_set()
+    await threads.close()
+    assert ended.is_set()
+    with pytest.raises(WorkerLost, match="closed while it waited"):
+        threads.require_open()
+
+
+def test_waiting_ends_in_time_or_with_what_was_waited_for() -> None:
+    threads, asked = Threads(), []
+    assert not threads.until(lambda seconds: bool(asked.append(seconds)), 0.0)
+    assert asked == [0.0]
+    assert threads.until(lambda seconds: 0 < seconds <= 0.5, 100.0)
+
+
+def test_nodes_that_come_and_go_are_events() -> None:
+    def node(name: str, alive: bool = True) -> dict[str, Any]:
+        return {"NodeID": name * 8, "NodeManagerAddress": f"10.0.0.{name}", "Alive": alive}
+
+    nodes = Nodes()
+    assert nodes.changes([node("1"), node("2")]) == []
+    assert nodes.changes([node("1"), node("2")]) == []
+    changes = nodes.changes([node("1"), node("2", alive=False), node("3")])
+    assert [event["kind"] for event in changes] == ["node_lost", "node_added"]
+    assert "22222222 (10.0.0.2) is gone" in changes[0]["message"]
+    assert "33333333 (10.0.0.3) was added" in changes[1]["message"]
