@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
+from agentgym_rl.agent.engines.vllm.handover import HostMemory, HostWeights
 from agentgym_rl.config import Config
-from agentgym_rl.scale.weights import Bucket
+from agentgym_rl.scale.weights import Arrived
 from agentgym_rl.training.checkpoint import export
 
 
@@ -125,8 +127,14 @@ class VllmSeat:
     async def wake(self) -> None:
         await self.engine.wake()
 
-    async def load(self, arrived: Sequence[Bucket], version: int, probe: Probe | None = None) -> None:
+    async def load(self, arrived: Arrived, version: int, probe: Probe | None = None) -> None:
         await self.engine.start()
         await self.engine.wake()
-        state = {name: tensor for bucket in arrived for name, tensor in bucket.tensors()}
-        await self.engine.update_weights(state, version, probe=probe)
+        if isinstance(arrived[0], HostWeights):
+            await self.engine.update_weights(arrived[0], version, probe=probe)
+            return
+        with contextlib.closing(HostMemory()) as memory:  # vLLM's workers cannot read Ray's
+            for bucket in arrived:
+                for name, tensor in bucket.tensors():
+                    memory.add(name, tensor)
+            await self.engine.update_weights(memory.weights(), version, probe=probe)

@@ -161,7 +161,7 @@ async def test_an_engine_that_cannot_be_made_says_why_in_one_line() -> None:
 
 
 def test_hosts_with_few_episodes_each_leave_no_engine_idle() -> None:
-    from agentgym_rl.scale.ray_app import RemoteEngine
+    from agentgym_rl.scale.actors import RemoteEngine
 
     counts = [0] * 4
     for first in (0, 2):  # of two hosts

@@ -11,10 +11,11 @@ from runs_for_tests import counting_config
 from training_for_tests import counting_player, tiny_model
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.vllm.handover import HostMemory
 from agentgym_rl.cluster import make_seat
 from agentgym_rl.errors import EngineError
 from agentgym_rl.fits import demand_of
-from agentgym_rl.scale.weights import InPlace, buckets, load_buckets
+from agentgym_rl.scale.weights import InPlace, buckets, load_buckets, shared
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.types import Sampling
 
@@ -104,3 +105,30 @@ def test_an_engine_makes_room_for_its_share_and_the_doctor_counts_the_same(
     assert config.agent.concurrency == 16
     assert make_seat(config, tmp_path).engine._sessions._free == list(range(room))
     assert demand_of(config).sessions == room
+
+
+def test_weights_of_the_machine_are_read_as_long_as_somebody_holds_them() -> None:
+    named = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(7).to(torch.bfloat16),
+        "c": torch.empty(0, 2),
+        "d": torch.ones(()),
+    }
+    memory = HostMemory()
+    assert [name for name, _ in shared(named.items(), memory)] == list(named)
+    lent = memory.weights()
+    with lent.held() as held:
+        memory.close()
+        with pytest.raises(FileNotFoundError):
+            lent.held().__enter__()
+        another = HostMemory()  # open where the first one was
+        assert another.weights().path == lent.path
+        with pytest.raises(FileNotFoundError, match="something else by now"):
+            lent.held().__enter__()
+        own = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
+        load_buckets(own, [held])
+        read = dict(held.tensors())
+    another.close()
+    for name, tensor in named.items():
+        assert torch.equal(read[name], tensor)
+        assert torch.equal(own[name], tensor)

@@ -1,4 +1,4 @@
-"""Ray: where the processes of a run are started, found, and started again. The only file that imports ray.
+"""Ray: where the processes of a run are started, found, and started again. This file and actors.py import ray.
 
     driver          runs training.rl.train_rl with handles in place of learner and engine, and asks hosts for groups
     learners        one rank each; all of them do the same call at the same time
@@ -7,8 +7,7 @@
                     engine, always the same one for a trajectory as long as it lives
     board           which weights are current, and what has befallen engines
 
-What the processes do is handed in by cluster.py: a function that makes a rank's learner, an engine, a host's player.
-A prompt is the whole conversation, so a call that an engine's death cut off is sent to another engine as it was.
+What happens inside them is in actors.py.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,275 +29,17 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
+from agentgym_rl.scale.actors import NAMESPACE, EngineReplica, EnvHost, LearnerRank, answers, made
+from agentgym_rl.scale.board import Board, Published
 from agentgym_rl.scale.plan import Plan
-from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.watch import LOOK_S, Threads, sigterm_stays_ours
-from agentgym_rl.scale.weights import Receiver, buckets
-from agentgym_rl.types import Completion, Group, Sampling
+from agentgym_rl.scale.weights import Receiver
+from agentgym_rl.types import Group
 
-NAMESPACE = "agentgym-rl"
-"""Actors find each other by name: a handle among what an actor is made with may be gone when it is made again."""
-RETRY_S = 0.25
-"""Between looks at a worker that is being started again."""
 REACH_S = 30.0
 """Granted to a cluster's head to take a connection."""
 POLITE_S = 10.0
 """Granted to a worker to close what it holds."""
-
-
-class Board:
-    """Which weights are current, and what has befallen workers."""
-
-    def __init__(self) -> None:
-        self._version = -1
-        self._buckets: list[Any] = []
-        self._probe: Any = None
-        self._events: list[dict[str, Any]] = []
-        self._last: dict[str, str] = {}
-
-    def put_weights(self, version: int, refs: list[Any], probe: Any) -> None:
-        self._version, self._buckets, self._probe = version, refs, probe
-
-    def weights(self) -> tuple[int, list[Any], Any]:
-        """(version, references to its buckets, the learner's probe); version -1 means that there are none yet."""
-        return self._version, self._buckets, self._probe
-
-    def report(self, subject: str, kind: str, message: str) -> None:
-        """Several hosts notice one death: it is told once, until something else befalls the same worker."""
-        if self._last.get(subject) != kind:
-            self._last[subject] = kind
-            self._events.append({"kind": kind, "message": f"{subject} {message}"})
-
-    def drain(self) -> list[dict[str, Any]]:
-        events, self._events = self._events, []
-        return events
-
-
-class LearnerRank:
-    """One rank. `make(rank, size)` gives an object with the methods that `call` names."""
-
-    def __init__(self, make: Callable[[int, int], Any], rank: int, size: int) -> None:
-        self._make, self._rank, self._size = make, rank, size
-        self._work: Any = None
-
-    def address(self) -> str:
-        """Where the ranks can meet, for the first of them."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
-
-    def begin(self, address: str, device: str, timeout_s: float) -> None:
-        if device == "cuda":
-            device = "cuda:0"  # Ray shows this process its own device only
-        join(self._rank, self._size, address, device, timeout_s)
-        self._work = self._make(self._rank, self._size)
-
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self._work, method)(*arguments)
-
-    def put_weights(self, bucket_bytes: int) -> tuple[list[Any], Any]:
-        """(references to the buckets of the whole state, a probe) from rank 0; the others take part and have none."""
-        made = buckets(self._work.whole_state(), bucket_bytes, keep=self._rank == 0)
-        return [ray.put(bucket) for bucket in made], self._work.probe()
-
-    def close(self) -> None:
-        leave()
-
-    def pid(self) -> int:
-        return os.getpid()
-
-
-class EngineReplica:
-    """An engine. `make()` gives its Receiver (scale/weights.py), whose `engine` samples."""
-
-    def __init__(self, make: Callable[[], Receiver], board: str, index: int) -> None:
-        self._seat: Any = make()
-        self._board = ray.get_actor(board, NAMESPACE)
-        self._index = index
-        self._fresh = asyncio.Event()
-        self._loading: asyncio.Lock | None = None
-        self._resting = False
-        self._seat.engine.version = -1  # whatever it was made with, it has not been told to use it
-
-    async def begin(self) -> int:
-        """Fetch the current weights if there are any; returns how many tokens it can hold."""
-        await self._fetch()
-        return self._seat.engine.max_context
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        if not self._fresh.is_set():
-            await self._fetch()
-        await self._fresh.wait()
-        async with self._or_again():
-            if self._resting:  # a step that learned nothing brings no weights
-                await self._wake()
-            return await self._seat.engine.generate(prompt_ids, sampling, session)
-
-    async def release(self, session: str) -> None:
-        await self._seat.engine.release(session)
-
-    async def load(self, version: int, refs: list[Any], probe: Any) -> int:
-        """Take a version, unless it has it; returns the version it has."""
-        self._loading = self._loading or asyncio.Lock()
-        async with self._loading, self._or_again():
-            if version > self._seat.version:
-                arrived = [await ref for ref in refs]
-                await self._seat.load(arrived, version, probe)
-                self._resting = False
-                if not self._fresh.is_set() and ray.get_runtime_context().was_current_actor_reconstructed:
-                    message = f"was started again and has version {version} of the weights"
-                    self._board.report.remote(f"engine {self._index}", "engine_started", message)
-                self._fresh.set()
-        return self._seat.version
-
-    async def rest(self) -> None:
-        """Leave the device to the learner it is shared with, until weights or a request come."""
-        self._loading = self._loading or asyncio.Lock()
-        async with self._loading, self._or_again():
-            await self._seat.rest()
-            self._resting = True
-
-    async def _wake(self) -> None:
-        self._loading = self._loading or asyncio.Lock()
-        async with self._loading:
-            if self._resting:
-                await self._seat.wake()
-                self._resting = False
-
-    @contextlib.asynccontextmanager
-    async def _or_again(self) -> AsyncIterator[None]:
-        """An engine around processes of its own (vLLM's) may outlive them. Then this process ends too, so that Ray
-        starts another, and whoever waits for an answer finds a dead engine like any other."""
-        try:
-            yield
-        except Exception:
-            if self._seat.died:
-                message = "lost the processes it samples with and is started again"
-                await self._board.report.remote(f"engine {self._index}", "engine_lost", message)
-                os._exit(1)
-            raise
-
-    async def _fetch(self) -> None:
-        version, refs, probe = await self._board.weights.remote()
-        if version >= 0:
-            await self.load(version, refs, probe)
-
-    async def close(self) -> None:
-        await self._seat.engine.close()
-
-    async def pid(self) -> int:
-        return os.getpid()
-
-
-class RemoteEngine:
-    """Engines behind one: every trajectory stays with one of them, the one with fewest when it came.
-
-    When that dies its trajectories move to others and their calls are sent again.
-    """
-
-    def __init__(self, replicas: list[Any], board: Any, timeout_s: float, first: int = 0) -> None:
-        self._replicas, self._board, self._timeout_s = replicas, board, timeout_s
-        self._first = first
-        """Where this host begins among equally busy ones: if all began with the same, that had most."""
-        self._home: dict[str, int] = {}
-        self._down: dict[int, asyncio.Task[None]] = {}
-        """Replicas that died, and who waits for each to be back."""
-        self.version = 0
-
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        give_up_at = time.monotonic() + self._timeout_s
-        while True:
-            index = self._home.get(session)
-            if index is None:
-                index = self._home[session] = self._least_busy()
-            try:
-                completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session)
-            except RayActorError as error:
-                self._home.pop(session, None)
-                await self._lost(index, error, give_up_at)
-                continue
-            except RayTaskError as error:
-                raise EngineError(f"engine {index}: {error.cause}") from error
-            self.version = completion.version
-            return completion
-
-    async def release(self, session: str) -> None:
-        index = self._home.pop(session, None)
-        if index is not None and index not in self._down:
-            self._replicas[index].release.remote(session)  # nobody waits for it
-
-    async def update_weights(self, source: Any, version: int) -> None:
-        raise EngineError("a host's engines are given their weights by the learners, not by the host")
-
-    async def close(self) -> None:
-        self._home.clear()
-
-    def _least_busy(self) -> int:
-        counts = [0] * len(self._replicas)
-        for index in self._home.values():
-            counts[index] += 1
-        up = [i for i in range(len(counts)) if i not in self._down] or list(range(len(counts)))
-        return min(up, key=lambda i: (counts[i], (i - self._first) % len(counts)))
-
-    async def _lost(self, index: int, error: RayActorError, give_up_at: float) -> None:
-        if index not in self._down:
-            self._down[index] = asyncio.create_task(self._back(index))
-            message = "died; what it was sampling is sampled again by another, or by itself when it is back"
-            await self._board.report.remote(f"engine {index}", "engine_lost", message)
-        while len(self._down) == len(self._replicas) or time.monotonic() > give_up_at:
-            if time.monotonic() > give_up_at:
-                raise EngineError(f"no engine came back within {self._timeout_s:g} s: {error}") from error
-            await asyncio.sleep(RETRY_S)
-
-    async def _back(self, index: int) -> None:
-        await answers(self._replicas[index])
-        del self._down[index]
-
-
-async def answers(actor: Any) -> None:
-    """Returns when an actor that died is there again."""
-    while True:
-        try:
-            await actor.pid.remote()
-        except RayActorError:
-            await asyncio.sleep(RETRY_S)
-        else:
-            return
-
-
-async def made(name: str, call: Any) -> Any:
-    """What an actor's first call gives. One that cannot be made at all is not waited for: it says why in a line."""
-    try:
-        return await call.remote()
-    except RayActorError as error:
-        if not error.actor_init_failed:
-            raise
-        reason = str(error).strip().splitlines()[-1].partition(": ")[2]  # under Ray's words and a traceback
-        raise WorkerLost(f"{name} could not be made: {reason}") from None
-    except RayTaskError as error:
-        raise WorkerLost(f"{name} could not begin: {error.cause}") from error
-
-
-class EnvHost:
-    """Plays groups. `make(engine)` gives an object with `play(job)`, `num_open` and `close()`."""
-
-    def __init__(
-        self, make: Callable[[Any], Any], engines: list[str], board: str, timeout_s: float, first: int
-    ) -> None:
-        replicas = [ray.get_actor(name, NAMESPACE) for name in engines]
-        self._player = make(RemoteEngine(replicas, ray.get_actor(board, NAMESPACE), timeout_s, first))
-
-    async def play(self, job: Any) -> Group:
-        return await self._player.play(job)
-
-    async def num_open(self) -> int:
-        return self._player.num_open
-
-    async def close(self) -> None:
-        await self._player.close()
-
-    async def pid(self) -> int:
-        return os.getpid()
 
 
 class RayApp:
@@ -320,6 +61,8 @@ class RayApp:
         self._behind: dict[int, asyncio.Task[None]] = {}
         """Engines that missed an update, likewise."""
         self._host_free = asyncio.Condition()
+        self._one_node = False
+        """Whether engines and the first learner are on one."""
         self._threads = Threads()
 
     async def start(
@@ -365,6 +108,9 @@ class RayApp:
         await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
         rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
         self.room = min(rooms)
+        beside = await self.learners[0].node.remote()
+        nodes = await asyncio.gather(*(engine.node.remote() for engine in self.engines))
+        self._one_node = set(nodes) == {beside} and hasattr(os, "memfd_create")
 
     def _connect(self) -> None:
         plan = self.plan
@@ -476,31 +222,33 @@ class RayApp:
             return WorkerLost(f"learner rank {ranks} of {len(refs)} died: run the same command with --resume")
         return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
-    # Weights: learner -> board -> engines.
+    # Weights: learner -> engines, through memory of the node where all are on one, else through Ray's object store.
 
     async def publish(self, version: int) -> None:
         """When this returns every engine samples with the learner's weights; one that is down asks for them later."""
         size = self.plan.bucket_mb << 20
-        refs = [rank.put_weights.remote(size) for rank in self.learners]
-        ((whole, probe), *_) = await self._threads.run(self._finish, refs)
-        await self.board.put_weights.remote(version, whole, probe)
-        await asyncio.gather(*(self._load(i, version, whole, probe) for i in range(len(self.engines))))
+        refs = [rank.put_weights.remote(version, size, self._one_node) for rank in self.learners]
+        (published, *_) = await self._threads.run(self._finish, refs)
+        await self.board.publish.remote(published)
+        self.learners[0].keep_last_weights.remote()
+        await asyncio.gather(*(self._load(i, published) for i in range(len(self.engines))))
         self.version = version
 
-    async def _load(self, index: int, version: int, refs: list[Any], probe: Any) -> None:
+    async def _load(self, index: int, published: Published) -> None:
+        version = published.version
         try:
-            found = await self.engines[index].load.remote(version, refs, probe)
+            found = await self.engines[index].load.remote(published)
         except RayActorError:
             # Started again it asks the board; if it was only out of reach, it has to be told.
-            self._behind[index] = asyncio.create_task(self._load_later(index, version, refs, probe))
+            self._behind[index] = asyncio.create_task(self._load_later(index, published))
             return
         if found != version:
             raise EngineError(f"engine {index} should have taken version {version} of the weights, it has {found}")
 
-    async def _load_later(self, index: int, version: int, refs: list[Any], probe: Any) -> None:
+    async def _load_later(self, index: int, published: Published) -> None:
         await answers(self.engines[index])
-        if version == self.version:
-            await self._load(index, version, refs, probe)
+        if published.version == self.version:
+            await self._load(index, published)
 
     # Groups: driver -> host.
 

@@ -1,7 +1,8 @@
 """Weights from the learner to engines: a state dict cut into buckets, each one flat array of bytes.
 
-A bucket travels as one message (an object store, a broadcast, a file), whatever types its tensors have, and is copied
-into an engine's tensors in place. An engine takes all buckets of a version or none.
+A bucket travels as one message through an object store, whatever types its tensors have, and is copied into an engine's
+tensors in place. An engine takes all buckets of a version or none. Where all are on one machine the tensors are in
+memory that engines map instead (HostWeights), which is read the same way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from agentgym_rl.agent.engines.vllm.handover import HostMemory, HostWeights
 from agentgym_rl.errors import EngineError
 
 
@@ -38,10 +40,8 @@ class Bucket:
             yield name, torch.from_numpy(usable).view(kind).view(shape)
 
 
-class WeightSync(Protocol):
-    """How new weights reach engines. `publish` returns when every engine samples with them."""
-
-    async def publish(self, version: int) -> None: ...
+Arrived = Sequence[Bucket | HostWeights]
+"""All buckets of a version, or all of it in memory of the machine."""
 
 
 class Receiver(Protocol):
@@ -58,7 +58,7 @@ class Receiver(Protocol):
         """Whether processes of its own are gone: it can do nothing any more and has to be made again."""
         ...
 
-    async def load(self, arrived: Sequence[Bucket], version: int, probe: Any = None) -> None:
+    async def load(self, arrived: Arrived, version: int, probe: Any = None) -> None:
         """Use these weights from now on; nothing is sampled while they are half there. A `probe` is what the learner
         says of some tokens, for engines that are to be checked."""
         ...
@@ -90,8 +90,16 @@ def buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool =
         yield _bucket(held, size)
 
 
+def shared(named: Iterable[tuple[str, Tensor]], memory: HostMemory) -> Iterator[tuple[str, Tensor]]:
+    """The same tensors, copied into `memory` as they pass."""
+    for name, tensor in named:
+        copied = tensor.cpu()
+        memory.add(name, copied)
+        yield name, copied
+
+
 @torch.no_grad()
-def load_buckets(own: Mapping[str, Tensor], arrived: Iterable[Bucket]) -> None:
+def load_buckets(own: Mapping[str, Tensor], arrived: Iterable[Bucket | HostWeights]) -> None:
     """Copy buckets into tensors in place. Names and shapes are checked before anything is written; a name may be
     missing only where its tensor is tied to one that is there."""
     arrived = list(arrived)
@@ -126,7 +134,7 @@ class InPlace:
     def died(self) -> bool:
         return False
 
-    async def load(self, arrived: Sequence[Bucket], version: int, probe: Any = None) -> None:
+    async def load(self, arrived: Arrived, version: int, probe: Any = None) -> None:
         # No await between the first copy and the new version: no token is sampled from a mixture.
         load_buckets(self._model.state_dict(), arrived)
         await self.engine.update_weights(None, version)

@@ -14,13 +14,14 @@ import torch
 
 from agentgym_rl.agent.engines.vllm.checks import EXTENSION, lora_room, reply_room, require_vllm, signed_64
 from agentgym_rl.agent.engines.vllm.guard import owned
-from agentgym_rl.agent.engines.vllm.handover import pack
+from agentgym_rl.agent.engines.vllm.handover import HostWeights, pack
 from agentgym_rl.agent.engines.vllm.probe import Probe
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
-Source = str | Path | Mapping[str, Any]
-"""Weights: a Hugging Face folder, a peft adapter's folder, or a state dict of this process."""
+Source = str | Path | Mapping[str, Any] | HostWeights
+"""Weights: a Hugging Face folder, a peft adapter's folder, a state dict of this process, or tensors in memory that
+another process of this machine lends."""
 LOOK_S = 1.0
 """Between looks whether vLLM's processes live, where it would not say."""
 
@@ -221,7 +222,7 @@ class VllmEngine:
             probe.check(await self._score(probe.token_ids), version)
 
     async def _load(self, source: Source, version: int) -> None:
-        if isinstance(source, Mapping):
+        if isinstance(source, (Mapping, HostWeights)):
             await self._drop_adapter()
             message, lent = pack(source)
             await self._llm.collective_rpc("agentgym_load_shared", args=(message,))

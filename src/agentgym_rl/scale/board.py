@@ -1,0 +1,65 @@
+"""What the actors of a run tell each other by: the current weights, and what has befallen whom."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+from agentgym_rl.agent.engines.vllm.handover import HostWeights
+from agentgym_rl.scale.weights import Arrived
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A version of the weights and the way to it: one of two."""
+
+    version: int
+    node: str
+    """The learner's, as Ray names it."""
+    host: HostWeights | None
+    """Where every engine is on that node."""
+    refs: list[Any]
+    """Else: to buckets in Ray's object store."""
+    probe: Any
+    """What the learner says of some tokens."""
+
+    @contextlib.asynccontextmanager
+    async def arrived(self, node: str) -> AsyncIterator[Arrived | None]:
+        """What an engine on `node` reads; None if it is no longer there, since another version is."""
+        with contextlib.ExitStack() as opened:
+            if self.host is None:
+                yield [await ref for ref in self.refs]
+                return
+            try:
+                found: Arrived | None = [opened.enter_context(self.host.held())] if node == self.node else None
+            except FileNotFoundError:
+                found = None
+            yield found
+
+
+class Board:
+    """An actor that lives as long as the run."""
+
+    def __init__(self) -> None:
+        self._published: Published | None = None
+        self._events: list[dict[str, Any]] = []
+        self._last: dict[str, str] = {}
+
+    def publish(self, published: Published) -> None:
+        self._published = published
+
+    def published(self) -> Published | None:
+        """The current weights; None means that there are none yet."""
+        return self._published
+
+    def report(self, subject: str, kind: str, message: str) -> None:
+        """Several hosts notice one death: it is told once, until something else befalls the same worker."""
+        if self._last.get(subject) != kind:
+            self._last[subject] = kind
+            self._events.append({"kind": kind, "message": f"{subject} {message}"})
+
+    def drain(self) -> list[dict[str, Any]]:
+        events, self._events = self._events, []
+        return events
