@@ -39,7 +39,7 @@ import orjson
 import tomli_w
 
 from agentgym_rl import disk
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, WorkerLost
 from agentgym_rl.types import Sample, Trajectory
 
 if sys.platform != "win32":
@@ -289,6 +289,8 @@ class RunLog:
         if error is None:
             self.set_status("finished")
         elif isinstance(error, Exception):
+            event = "worker_lost" if isinstance(error, WorkerLost) else "failed"
+            self.log_event(event, str(error) or type(error).__name__, step=self._status.get("step", 0))
             self.set_status("failed", error=f"{type(error).__name__}: {error}")
         else:  # KeyboardInterrupt, SystemExit, CancelledError, Stopped: somebody asked for it.
             self.set_status("stopped", error=type(error).__name__)

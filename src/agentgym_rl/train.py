@@ -36,7 +36,7 @@ from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.tasks import TaskSource
-from agentgym_rl.types import EnvPool, Group
+from agentgym_rl.types import EnvPool, Group, StopReason
 from agentgym_rl.workers import OneProcess, Workers
 
 MAY_CHANGE_ON_RESUME = (
@@ -228,9 +228,13 @@ class Run:
 
     def _record(self, step: int, groups: list[Group]) -> None:
         self.between = None
-        for group in groups:
-            for trajectory in group.trajectories:
-                self.log.write_trajectory(step, trajectory)
+        played = [trajectory for group in groups for trajectory in group.trajectories]
+        for trajectory in played:
+            self.log.write_trajectory(step, trajectory)
+        failures = [trajectory.error for trajectory in played if trajectory.stop is StopReason.ERROR]
+        if failures:
+            message = f"{len(failures)} of {len(played)} attempts at episodes of step {step} failed and are left out"
+            self._event("episodes_failed", f"{message}; the first: {failures[0]}")
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         self.log.log(step, metrics)

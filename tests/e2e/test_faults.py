@@ -116,6 +116,9 @@ def test_failures_are_counted_and_dropped_from_the_batch(treacherous: Path) -> N
         assert (row["episodes/error"], row["episodes/usable"]) == (failed, len(episodes) - failed)
         assert failed > 0
         assert row["samples"] <= len(episodes) - failed
+        (event,) = [e for e in read_metrics(treacherous / "events.jsonl") if f"of step {row['step']} " in e["message"]]
+        assert event["kind"] == "episodes_failed"
+        assert event["message"].startswith(f"{failed} of {len(episodes)} attempts")
         good = [e for e in episodes if e["stop"] != "error"]
         assert row["reward/mean"] == pytest.approx(sum(sum(e["rewards"]) for e in good) / len(good))
 
@@ -140,6 +143,7 @@ async def test_all_episodes_failing_is_one_clear_error(tmp_path: Path) -> None:
     rows = rows_of(tmp_path / "run", "warmstart")
     assert {row["stop"] for row in rows} == {"error"}
     assert json.loads((tmp_path / "run" / "status.json").read_text())["state"] == "failed"
+    assert [event["kind"] for event in read_metrics(tmp_path / "run" / "events.jsonl")] == ["failed"]
 
 
 async def test_a_server_killed_in_the_middle_of_episodes(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import numpy
 import pytest
 
 from agentgym_rl.disk import write_atomically
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, WorkerLost
 from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics, read_trajectories
 from agentgym_rl.types import Message, StopReason, Task, Trajectory
 
@@ -245,6 +245,10 @@ def test_status_tells_how_the_run_ended(tmp_path: Path) -> None:
     assert status(tmp_path / "bad")["error"] == "RuntimeError: out of memory"
     with RunLog.create(tmp_path / "bad", CONFIG, resume=True):
         assert "error" not in status(tmp_path / "bad")
+    with pytest.raises(WorkerLost), RunLog.create(tmp_path / "bad", CONFIG, resume=True):
+        raise WorkerLost("learner rank 1 of 2 died")
+    events = [(event["kind"], event["message"]) for event in read_metrics(tmp_path / "bad" / "events.jsonl")]
+    assert events == [("failed", "out of memory"), ("worker_lost", "learner rank 1 of 2 died")]
     with pytest.raises(KeyboardInterrupt), RunLog.create(tmp_path / "stopped", CONFIG):
         raise KeyboardInterrupt
     assert status(tmp_path / "stopped")["state"] == "stopped"

@@ -32,7 +32,7 @@ from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.actors import NAMESPACE, EngineReplica, EnvHost, LearnerRank, answers, made
 from agentgym_rl.scale.board import Board, Published
 from agentgym_rl.scale.plan import Plan
-from agentgym_rl.scale.watch import LOOK_S, Threads, sigterm_stays_ours
+from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, sigterm_stays_ours
 from agentgym_rl.scale.weights import Receiver
 from agentgym_rl.types import Group
 
@@ -63,7 +63,7 @@ class RayApp:
         self._host_free = asyncio.Condition()
         self._one_node = False
         """Whether engines and the first learner are on one."""
-        self._threads = Threads()
+        self._threads, self._nodes = Threads(), Nodes()
 
     async def start(
         self,
@@ -108,6 +108,7 @@ class RayApp:
         await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
         rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
         self.room = min(rooms)
+        self._nodes.changes(ray.nodes())
         beside = await self.learners[0].node.remote()
         nodes = await asyncio.gather(*(engine.node.remote() for engine in self.engines))
         self._one_node = set(nodes) == {beside} and hasattr(os, "memfd_create")
@@ -304,8 +305,9 @@ class RayApp:
             self._host_free.notify_all()
 
     async def events(self) -> list[dict[str, Any]]:
+        nodes = self._nodes.changes(await asyncio.to_thread(ray.nodes))
         events, self._events = self._events, []
-        return events + await self.board.drain.remote()
+        return nodes + events + await self.board.drain.remote()
 
     async def close(self) -> None:
         """Close what actors hold, end them, give their places back."""
