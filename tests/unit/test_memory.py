@@ -125,7 +125,7 @@ def test_a_warm_start_is_one_learner_with_the_model_whole() -> None:
     assert "device, warm start" in on_each_device(Demand(SHAPES["1.5B"], 2, warm_start=(4096, True)))
 
 
-def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_twice_for_every_vllm() -> None:
+def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_for_every_vllm_elsewhere() -> None:
     apart = Demand(SHAPES["32B"], 2, learners=32, engines=8, distributed=True, colocated=False, reference=True)
     count = SHAPES["32B"].count
     found = on_each_host(apart, 8)
@@ -133,7 +133,9 @@ def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_twice_for_every_v
     assert found["host of learners, running"].total == 3 * 2 * count
     assert found["host of engines, running"].total == 2 * 2 * count
     vllm = on_each_host(replace(apart, engine="vllm"), 8)
-    assert vllm["host of engines, running"].total == 2 * 2 * count + 8 * 2 * 2 * count
+    assert vllm["host of engines, running"].total == 2 * 2 * count + 8 * 2 * count
+    machine = on_each_host(replace(apart, engine="vllm"), 40)
+    assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner lends"
     pairs = replace(apart, learners=8, colocated=True)
     assert on_each_host(pairs, 4)["host, loading"].total == 4 * (4 + 2 + 2) * count
     assert not table(found, 1000 * GIB)[1]

@@ -249,15 +249,15 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     """What nodes of so many processes of a kind need of their own memory, beside environments.
 
     Every rank loads the whole model in float32 (LoRA: as passes use it), and the reference or a copy for the critic
-    beside it, before its part goes to the device. Weights on their way to engines are in the object store in two
-    versions, old and new; the first rank's copy of a checkpoint is a third. A vLLM copies what it takes twice: out of
-    the store, and into memory that it shares with its worker. The native engine loads its first weights here and takes
-    later ones from the store.
+    beside it, before its part goes to the device. Weights on their way to engines are on each node in two versions, old
+    and new; the first rank's copy of a checkpoint is a third. On another node than the first rank's a vLLM copies what
+    it takes out of Ray's store, whose memory its worker cannot read. The native engine loads its first weights here.
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
         return {"host, loading": Memory({"weights": b * shape.count})} if d.gpu else {}
     ranks, engines = min(d.learners, per_node), min(d.engines, per_node)
+    one_node = per_node >= d.learners + d.engines
     each = 4 * shape.count if d.trained is None else b * shape.count
     copied = b * shape.count if d.reference else 0
     if d.critic:
@@ -265,15 +265,16 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     load = {f"weights of {ranks} ranks": each * ranks}
     if d.trained is None:
         load["reference or critic"] = copied * ranks
-    store = {"object store": 2 * b * shape.count}
+    store = {"weights on their way": 2 * b * shape.count}
     learning = store | {"checkpoint": b * shape.count}
-    playing = {f"copies of {engines} vLLMs": 2 * d.engine_bytes * shape.count * engines} if d.engine == "vllm" else {}
+    copies = b * shape.count * engines if d.engine == "vllm" and not one_node else 0
+    playing = {f"copies of {engines} vLLMs": copies}
     start = {f"weights of {engines} engines": b * shape.count * engines} if d.engine == "native" else {}
     if not d.gpu:
         learner, engine = learner_memory(d), engine_memory(d, host_bytes)
         own = {f"{ranks} ranks": ranks * learner.total, f"{engines} engines": engines * engine.total}
         return {"host, loading": Memory(load | start), "host, running": Memory(own | learning | playing)}
-    if d.colocated:
+    if d.colocated or one_node:
         return {"host, loading": Memory(load | start), "host, running": Memory(learning | playing)}
     return {
         "host of learners, loading": Memory(load),
