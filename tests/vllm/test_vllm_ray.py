@@ -1,4 +1,4 @@
-"""Engine actors on Ray that are vLLM: weights come through Ray's object store, replies through its calls."""
+"""Engine actors on Ray that are vLLM: weights come through memory of the machine, replies through Ray's calls."""
 
 from __future__ import annotations
 

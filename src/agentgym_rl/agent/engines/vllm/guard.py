@@ -30,7 +30,7 @@ def owned() -> Iterator[None]:
 
 def end_with_owner() -> None:
     """For a worker of vLLM, as early as possible. Does nothing in one that was not started under `owned`."""
-    if OWNER not in os.environ:
+    if OWNER not in os.environ or not Path("/proc/self/stat").exists():  # only Linux tells whose child one is
         return
     owner = int(os.environ[OWNER])
     below, parent = [os.getpid()], os.getppid()
