@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 import traceback
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,34 @@ def _rank(rank: int, size: int, address: str, function: Any, folder: Path, timeo
 
 
 def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 800.0) -> Any:
-    """What `function(ranks, folder)` returns on rank 0 of so many processes."""
+    """What `function(ranks, folder)` returns on rank 0 of so many processes.
+
+    Gloo's own thread was once seen to crash (a null pointer in libpython, torch 2.13): where a rank died of a signal
+    they are all started once more.
+    """
+    for attempt in ("first", "second"):
+        target = folder / attempt
+        target.mkdir()
+        processes = _started(size, function, target, timeout_s)
+        stuck = [process for process in processes if process.is_alive()]
+        for process in stuck:
+            process.kill()
+        errors = "\n".join(path.read_text() for path in sorted(target.glob("error*.txt")))
+        assert not stuck, f"{len(stuck)} of {size} ranks did not come to an end\n{errors}"
+        crashed = [process.exitcode for process in processes if (process.exitcode or 0) < 0]
+        if crashed and attempt == "first":
+            warnings.warn(f"{len(crashed)} of {size} ranks crashed, another try:\n{errors}", stacklevel=2)
+            continue
+        assert not crashed, f"{len(crashed)} of {size} ranks crashed twice\n{errors}"
+        assert not errors, errors
+        break
+    for path in target.iterdir():
+        path.rename(folder / path.name)
+    return torch.load(folder / "result.pt", weights_only=True)
+
+
+def _started(size: int, function: Any, folder: Path, timeout_s: float) -> list[Any]:
+    """The processes, ended or not."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
@@ -141,13 +169,7 @@ def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 800.0) -
     give_up_at = time.monotonic() + timeout_s
     for process in processes:
         process.join(max(0.0, give_up_at - time.monotonic()))
-    stuck = [process for process in processes if process.is_alive()]
-    for process in stuck:
-        process.kill()
-    errors = "\n".join(path.read_text() for path in sorted(folder.glob("error*.txt")))
-    assert not stuck, f"{len(stuck)} of {size} ranks did not come to an end\n{errors}"
-    assert not errors, errors
-    return torch.load(folder / "result.pt", weights_only=True)
+    return processes
 
 
 def alone(folder: Path) -> dict[str, Any]:
