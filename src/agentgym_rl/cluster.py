@@ -1,6 +1,6 @@
 """A run's workers on a Ray cluster: what each process is made of, and the handles that a run calls.
 
-The functions here run inside the actors of scale/actors.py, which knows nothing of recipes.
+The functions here run inside the actors of scale/ray_app.py, which knows nothing of recipes.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 
 from agentgym_rl.agent.engines.base import Engine
+from agentgym_rl.agent.engines.handover import HostMemory, HostWeights
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
-from agentgym_rl.agent.engines.vllm.handover import HostMemory, HostWeights
 from agentgym_rl.config import Config
 from agentgym_rl.scale.weights import Arrived
 from agentgym_rl.training.checkpoint import export

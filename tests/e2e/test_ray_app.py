@@ -16,6 +16,7 @@ from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.routing import Homes
 from agentgym_rl.types import Sampling
 
 ray = pytest.importorskip("ray")
@@ -161,12 +162,7 @@ async def test_an_engine_that_cannot_be_made_says_why_in_one_line() -> None:
 
 
 def test_hosts_with_few_episodes_each_leave_no_engine_idle() -> None:
-    from agentgym_rl.scale.actors import RemoteEngine
-
-    counts = [0] * 4
-    for first in (0, 2):  # of two hosts
-        host = RemoteEngine([None] * 4, None, 1.0, first)
-        for session in ("a", "b"):
-            host._home[session] = host._least_busy()
-            counts[host._home[session]] += 1
-    assert counts == [1, 1, 1, 1]
+    hosts = [Homes(4, first) for first in (0, 2)]
+    assert sorted(host.of(session, ()) for host in hosts for session in ("a", "b")) == [0, 1, 2, 3]
+    assert hosts[0].of("a", {0}) == 0  # whoever is there stays
+    assert hosts[0].of("c", {2}) == 3

@@ -59,7 +59,7 @@ STANDARD_LIBRARY_ONLY = frozenset(
 """Settings among them, so that a config can be checked without loading torch."""
 HOMES_OF = {
     "torch": ("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "fits", "train", "cli"),
-    "ray": ("scale/ray_app.py", "scale/actors.py"),
+    "ray": ("scale/ray_app.py",),
 }
 """Third-party packages that may be imported only in these modules or files, at any depth of the code."""
 

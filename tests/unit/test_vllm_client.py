@@ -17,9 +17,9 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
-from agentgym_rl.agent.engines.vllm.handover import pack, unpack
 from agentgym_rl.agent.engines.vllm.probe import checksum, held
 from agentgym_rl.config import Config
 from agentgym_rl.errors import EngineError

@@ -10,8 +10,8 @@ import torch
 from runs_for_tests import counting_config
 from training_for_tests import counting_player, tiny_model
 
+from agentgym_rl.agent.engines.handover import HostMemory
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.engines.vllm.handover import HostMemory
 from agentgym_rl.cluster import make_seat
 from agentgym_rl.errors import EngineError
 from agentgym_rl.fits import demand_of

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from agentgym_rl.agent.engines.vllm.handover import HostWeights
+from agentgym_rl.agent.engines.handover import HostWeights
 from agentgym_rl.scale.weights import Arrived
 
 

@@ -1,17 +1,21 @@
-"""What the driver of a cluster keeps in view: SIGTERM, threads that wait for workers, nodes that come and go."""
+"""What the driver of a cluster keeps in view: whether one is there, SIGTERM, threads that wait for workers, nodes that
+come and go."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
-from agentgym_rl.errors import WorkerLost
+from agentgym_rl.errors import ConfigError, WorkerLost
 
+REACH_S = 30.0
+"""Granted to a cluster's head to take a connection."""
 LOOK_S = 0.5
 """Between looks of a thread that waits whether the run is being closed."""
 
@@ -87,3 +91,14 @@ class Nodes:
         return [{"kind": "node_lost", "message": message} for message in lost] + [
             {"kind": "node_added", "message": message} for message in came
         ]
+
+
+def require_cluster(address: str) -> None:
+    """Ray itself would look for a cluster that is not there for a minute, without a word."""
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdigit()):
+        return  # auto, or a name that Ray knows what to do with
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"scale.address = {address!r}: no Ray cluster answers there ({error})") from error

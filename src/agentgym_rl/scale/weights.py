@@ -16,7 +16,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from agentgym_rl.agent.engines.vllm.handover import HostMemory, HostWeights
+from agentgym_rl.agent.engines.handover import HostMemory, HostWeights
 from agentgym_rl.errors import EngineError
 
 

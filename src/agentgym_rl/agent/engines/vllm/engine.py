@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from agentgym_rl.agent.engines.handover import HostWeights, pack
 from agentgym_rl.agent.engines.vllm.checks import EXTENSION, lora_room, reply_room, require_vllm, signed_64
 from agentgym_rl.agent.engines.vllm.guard import owned
-from agentgym_rl.agent.engines.vllm.handover import HostWeights, pack
 from agentgym_rl.agent.engines.vllm.probe import Probe
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentgym_rl.agent.engines.handover import unpack
 from agentgym_rl.agent.engines.vllm.guard import end_with_owner
-from agentgym_rl.agent.engines.vllm.handover import unpack
 from agentgym_rl.agent.engines.vllm.probe import held
 
 end_with_owner()
