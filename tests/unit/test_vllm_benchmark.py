@@ -1,0 +1,58 @@
+"""benchmarks/vllm_weights.py: an update that can be seen, and what it calls too far apart. The rest needs vLLM."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from agentgym_rl.agent.engines.native import NativeEngine
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_weights.py"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    spec = importlib.util.spec_from_file_location("vllm_weights_benchmark", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_an_update_changes_every_tensor_and_the_next_one_takes_it_back(benchmark: ModuleType) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = Qwen2Config(vocab_size=512, num_key_value_heads=1, tie_word_embeddings=True, **shape)
+    model = benchmark.without_zeros(Qwen2ForCausalLM(config)).to(torch.bfloat16)  # it has biases
+    before = copy.deepcopy(model.state_dict())
+    benchmark.change(model, back=False)
+    after = copy.deepcopy(model.state_dict())
+    assert not [name for name in before if torch.equal(before[name], after[name])]
+    benchmark.change(model, back=True)
+    for name, tensor in model.state_dict().items():
+        assert not torch.equal(tensor, after[name])
+        assert torch.allclose(tensor, before[name], rtol=0.02)
+
+
+async def test_differences_are_told_apart_and_only_the_engines_are_too_far(benchmark: ModuleType) -> None:
+    torch.manual_seed(0)
+    model = benchmark.make_model("tiny").eval()
+    engine = NativeEngine(model, max_sessions=2, max_context=benchmark.CONTEXT)
+    found = await benchmark.compare(model, engine, 2)
+    await engine.close()
+    assert list(found) == ["sampled - learner"] + [
+        f"turn {turn}, {which} - learner" for turn in (1, 2) for which in ("first token", "later tokens")
+    ]
+    assert benchmark.too_far({"now": found}, torch.float32) == []
+    found["turn 2, first token - learner"]["mean"] = float("nan")
+    found["learner - itself in float32"] = {"mean": 5.0, "max": 5.0}
+    (line,) = benchmark.too_far({"now": found}, torch.bfloat16)
+    assert line == "now: turn 2, first token - learner is nan on average, allowed 0.1"
