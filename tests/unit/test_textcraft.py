@@ -28,9 +28,11 @@ from agentgym_rl.environment.envs.textcraft.recipes import (
     rank_recipes,
     read_package,
 )
+from agentgym_rl.environment.envs.textcraft.renaming import new_names, rename
 from agentgym_rl.errors import ConfigError, EnvError
 
-ALL_ITEMS = [item for split in TextCraft.splits.values() for item in split]
+ALL_ITEMS = [item for split in items.SPLITS.values() for item in split]
+SOME_RENAMED = items.RENAMED[::97]
 
 
 def item_of(goal: str) -> int:
@@ -159,6 +161,7 @@ def test_splits_are_disjoint_and_have_the_published_sizes() -> None:
         "train": 374,
         "test": 100,
         "validation": 70,
+        "renamed": 32 * 374,
     }
     assert sorted(ALL_ITEMS) == list(range(544))
     assert len(set(items.goals())) == 544
@@ -170,9 +173,9 @@ def test_splits_are_disjoint_and_have_the_published_sizes() -> None:
     assert all(set(counts) == set(TextCraft.subsets) for counts in depths.values())
 
 
-@pytest.mark.parametrize("item", [-1, 544, 10**9])
+@pytest.mark.parametrize("item", [-1, 544 + 32 * 374, 10**9])
 def test_unknown_items_raise(item: int) -> None:
-    with pytest.raises(IndexError, match="0 to 543"):
+    with pytest.raises(IndexError, match="0 to 12511"):
         TextCraft().reset(item)
     with pytest.raises(IndexError):
         TextCraft.subsets_of(item)
@@ -201,8 +204,8 @@ import hashlib
 from agentgym_rl.environment.envs.textcraft import TextCraft
 env = TextCraft()
 digest = hashlib.sha256()
-for split in env.splits.values():
-    for item in split:
+for name, split in env.splits.items():
+    for item in split[::97] if name == "renamed" else split:
         digest.update(env.reset(item).encode())
         while True:
             digest.update(repr((env.actions(), env.state_key())).encode())
@@ -237,6 +240,36 @@ def test_item_numbers_are_pinned() -> None:
     """A change here renumbers the items: old results and demonstrations no longer fit."""
     pinned = ["magenta bed", "glass pane", "warped button", "iron trapdoor", "leather chestplate", "detector rail"]
     assert [items.goals()[item] for item in (0, 373, 374, 473, 474, 543)] == pinned
+
+
+def test_renamed_goals_are_those_of_train_in_other_words() -> None:
+    env, held_out = TextCraft(), set(items.goals()[374:])
+    same = same_goal = 0
+    for item in SOME_RENAMED:
+        before = env.reset(items.original(item))
+        solution = finish(env)
+        observation = env.reset(item)
+        goal = observation.partition("Goal: craft ")[2].rstrip(".")
+        same += observation == before
+        assert goal not in held_out
+        assert env.subsets_of(item) == env.subsets_of(items.original(item))
+        same_goal += goal == items.goals()[items.original(item)]
+        renamed = finish(env)
+        assert len(renamed) == len(solution)
+        assert f" {goal} using " in renamed[-1]
+    assert same < len(SOME_RENAMED) / 20  # only kinds and their members, which keep their names
+    assert same_goal < len(SOME_RENAMED) / 3
+
+
+def test_variations_exchange_names_and_keep_the_book() -> None:
+    kept = items.goals()[374:]
+    book, names = load_book(), new_names(load_book(), 5, kept)
+    assert sorted(names) == sorted(names.values())
+    assert not set(names) & {*kept, *GENERICS, *(member for members in GENERICS.values() for member in members)}
+    assert sum(old != new for old, new in names.items()) > 0.95 * len(names) > 300
+    assert names != new_names(book, 6, kept)
+    back = rename(rename(book, names), {new: old for old, new in names.items()})
+    assert back == book
 
 
 # --- the game --------------------------------------------------------------------------------------------------------

@@ -45,11 +45,12 @@ class _Refused(Exception):
 
 
 class TextCraft:
-    """544 goals over Minecraft's recipes, from one to four crafting levels deep. Implements TextEnv."""
+    """544 goals over Minecraft's recipes, from one to four crafting levels deep, and those of train under other names.
+    Implements TextEnv."""
 
     name: ClassVar[str] = "textcraft"
     instruction: ClassVar[str] = INSTRUCTION
-    splits: ClassVar[Mapping[str, range]] = items.SPLITS
+    splits: ClassVar[Mapping[str, range]] = {**items.SPLITS, "renamed": items.RENAMED}
     subsets: ClassVar[tuple[str, ...]] = tuple(f"depth{depth}" for depth in items.DEPTHS)
     cheap: ClassVar[bool] = True
 
@@ -62,10 +63,11 @@ class TextCraft:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (f"depth{load_book().depth[items.goals()[_known(item)]]}",)
+        return (f"depth{load_book().depth[items.goals()[items.original(_known(item))]]}",)
 
     def reset(self, item: int) -> str:
         self._problem = items.problem(_known(item))
+        self._book = self._problem.book
         self._item = item
         self._held = {}
         self._playing = True
@@ -202,8 +204,8 @@ class TextCraft:
 
 
 def _known(item: int) -> int:
-    if not any(item in split for split in items.SPLITS.values()):
-        raise IndexError(f"textcraft has items 0 to {sum(map(len, items.SPLITS.values())) - 1}, got {item}")
+    if not any(item in split for split in TextCraft.splits.values()):
+        raise IndexError(f"textcraft has items 0 to {items.RENAMED[-1]}, got {item}")
     return item
 
 

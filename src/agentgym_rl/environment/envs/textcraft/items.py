@@ -8,11 +8,14 @@ from functools import cache, lru_cache
 
 from agentgym_rl.environment.envs.textcraft.planner import Choices, best_plan
 from agentgym_rl.environment.envs.textcraft.recipes import Book, Recipe, load_book
+from agentgym_rl.environment.envs.textcraft.renaming import NUM_VARIATIONS, new_names, renamed_book
 from agentgym_rl.errors import ConfigError
 
 DEPTHS = (1, 2, 3, 4)
 SPLITS = {"train": range(374), "test": range(374, 474), "validation": range(474, 544)}
 """Sizes of the published train and test sets; validation is what those leave over."""
+RENAMED = range(544, 544 + NUM_VARIATIONS * len(SPLITS["train"]))
+"""The goals of train under other names, all of them in one variation after the other."""
 _GOALS_PER_DEPTH = {
     "test": {1: 31, 2: 41, 3: 25, 4: 3},
     "validation": {1: 14, 2: 40, 3: 14, 4: 2},
@@ -29,6 +32,7 @@ _NUM_MEMBERS_LISTED = 3
 class Problem:
     """One item, worked out."""
 
+    book: Book
     goal: str
     observation: str
     """The first one."""
@@ -61,10 +65,23 @@ def goals() -> tuple[str, ...]:
     return tuple(name for split in SPLITS for name in drawn[split])
 
 
+def original(item: int) -> int:
+    """The item whose goal this is, under whatever name."""
+    return (item - RENAMED.start) % len(SPLITS["train"]) if item in RENAMED else item
+
+
+def _told(item: int) -> tuple[Book, str]:
+    """The book of this item, and its goal's name in it."""
+    goal = goals()[original(item)]
+    if item not in RENAMED:
+        return load_book(), goal
+    variation, kept = (item - RENAMED.start) // len(SPLITS["train"]), goals()[len(SPLITS["train"]) :]
+    return renamed_book(variation, kept), new_names(load_book(), variation, kept).get(goal, goal)
+
+
 @lru_cache(maxsize=1024)
 def problem(item: int) -> Problem:
-    book = load_book()
-    goal = goals()[item]
+    book, goal = _told(item)
     rng = random.Random(f"textcraft item {item}")
     favourites = {name: rng.randrange(len(members)) for name, members in book.members.items() if book.depth[name]}
     useful = _useful_recipes(book, goal, favourites, rng)
@@ -76,7 +93,7 @@ def problem(item: int) -> Problem:
     commands = [*useful, *rng.sample(candidates, min(len(candidates), _NUM_DISTRACTORS))]
     rng.shuffle(commands)
     listing = "\n".join(recipe.command for recipe in commands)
-    return Problem(goal, f"Crafting commands:\n{listing}\n\nGoal: craft {goal}.", tuple(commands), favourites)
+    return Problem(book, goal, f"Crafting commands:\n{listing}\n\nGoal: craft {goal}.", tuple(commands), favourites)
 
 
 def _useful_recipes(book: Book, goal: str, favourites: Choices, rng: random.Random) -> list[Recipe]:
