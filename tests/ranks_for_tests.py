@@ -11,17 +11,25 @@ from typing import Any
 
 import torch
 from processes_for_tests import CONTEXT
-from training_for_tests import counting_conversations, lively_groups, tiny_model
+from training_for_tests import counting_conversations, lively_groups, tiny_model, trajectory
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.scale.ranks import ProcessRanks, join, leave, whole_state
 from agentgym_rl.scale.shards import save_shards
 from agentgym_rl.training.batch import estimate, gather, split_batch
+from agentgym_rl.training.dpo import DPO, prefer
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.rl_learner import RLLearner, by_turn
 from agentgym_rl.training.scratch import build_tokenizer
-from agentgym_rl.training.settings import CriticSettings, LoraSettings, OptimizerSettings, RLSettings, SFTSettings
+from agentgym_rl.training.settings import (
+    CriticSettings,
+    DPOSettings,
+    LoraSettings,
+    OptimizerSettings,
+    RLSettings,
+    SFTSettings,
+)
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Sample
 
@@ -93,13 +101,28 @@ def sft_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Ten
     settings = SFTSettings(epochs=1, batch_size=5, optimizer=OptimizerSettings(**SGD_LIKE))
     trainer = SFT(tiny_model(3, len(tokenizer)), samples, settings, 0, ranks)
     found = [trainer.step() for _ in range(trainer.total)]
-    return found, weights(trainer._imitator)
+    return found, weights(trainer)
+
+
+def dpo_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Two rounds on one model, with what it makes of the pairs before each; the last batch has less than a pair each."""
+    model = tiny_model(4)
+    settings = DPOSettings(batch_size=4, optimizer=OptimizerSettings(**SGD_LIKE), sample_groups=1)
+    found = []
+    for seed in range(2):
+        episodes = [trajectory(10 * seed + i) for i in range(10)]
+        halves = [Sample(t.token_ids, t.loss_mask, trajectory_id=t.id) for t in episodes]
+        pairs = prefer(model, list(zip(halves[::2], halves[1::2], strict=True)), 60, ranks)
+        known = {str(i): p.chosen_reference + 10 * p.rejected_reference for i, p in enumerate(pairs)}
+        trainer = DPO(model, pairs, settings, seed, ranks)
+        found += [known, *(trainer.step() for _ in range(trainer.total))]
+    return found, weights(trainer)
 
 
 def everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """All cases; ppo's learner is also written to `folder` in shards after its second step."""
     torch.set_num_threads(1)
-    found: dict[str, Any] = {"sft": sft_steps(ranks)}
+    found: dict[str, Any] = {"sft": sft_steps(ranks), "dpo": dpo_steps(ranks)}
     for name in ON_FOUR if ranks.size == 4 else CASES:
         if isinstance(ranks, ProcessRanks):
             ranks.shard = name not in ("whole copies", "lora")

@@ -20,7 +20,7 @@ from agentgym_rl.training.learner import Updater
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings, ScratchSettings, SFTSettings
-from agentgym_rl.training.sft import train_sft
+from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Group, Message, StopReason, Task, Trajectory
 
 VOCABULARY = 23
@@ -179,8 +179,10 @@ def _counting_player() -> tuple[Any, Any]:
     model = build_model(shape, tokenizer, 0)
     samples = [Renderer(tokenizer).demonstration(messages) for messages in conversations]
     settings = SFTSettings(epochs=5, batch_size=16, optimizer=OptimizerSettings(lr=1e-2))
-    train_sft(model, samples, settings, 0, lambda *_: None)
-    return model, tokenizer
+    trainer = SFT(model, samples, settings, 0)
+    while trainer.updates < trainer.total:
+        trainer.step()
+    return model.eval(), tokenizer
 
 
 def counting_player() -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
-from agentgym_rl.training.sft import train_sft
+from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Message, Sample
 
 STILL = SFTSettings(optimizer=OptimizerSettings(lr=0.0, max_grad_norm=0.0))
@@ -35,9 +35,8 @@ torch.set_num_threads(1)
 
 
 def losses(settings: SFTSettings, samples: list[Sample], seed: int = 0) -> list[float]:
-    found: list[float] = []
-    train_sft(tiny_model(), samples, settings, seed, lambda update, metrics: found.append(metrics["loss"]))
-    return found
+    trainer = SFT(tiny_model(), samples, settings, seed)
+    return [trainer.step()["loss"] for _ in range(trainer.total)]
 
 
 def mean_loss(samples: list[Sample]) -> float:
@@ -111,12 +110,6 @@ def test_micro_batches_change_nothing() -> None:
     assert losses(cut, SAMPLES) == pytest.approx(whole, abs=1e-6)
 
 
-def test_the_model_is_left_ready_to_play() -> None:
-    model = tiny_model()
-    train_sft(model, SAMPLES, STILL, 0, lambda *_: None)
-    assert not model.training
-
-
 def test_nothing_to_imitate_is_refused() -> None:
     with pytest.raises(ConfigError, match="no demonstration to imitate"):
-        train_sft(tiny_model(), [Sample([1, 2], [False, False])], STILL, 0, lambda *_: None)
+        SFT(tiny_model(), [Sample([1, 2], [False, False])], STILL, 0)

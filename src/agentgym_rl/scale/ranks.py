@@ -33,7 +33,7 @@ class ProcessRanks(Ranks):
         self._mesh: DeviceMesh = init_device_mesh(torch.device(device).type, (self.size,))
 
     def place(self, model: Any) -> None:
-        if self.shard:
+        if self.shard and not hasattr(model, "gathered"):
             shard_model(model, self._mesh, self._dtype)
 
     def mine(self, lengths: Sequence[int]) -> list[int]:

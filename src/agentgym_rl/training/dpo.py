@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.learner import Updater
+from agentgym_rl.training.learner import Updater, idle_passes
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
+from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import DPOSettings
 from agentgym_rl.types import Group, Sample, Task, Trajectory
 
@@ -33,6 +34,10 @@ class Preference:
     chosen_reference: float
     """Log-probability of the chosen episode's sampled tokens under the reference model, summed."""
     rejected_reference: float
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.chosen.token_ids) + len(self.rejected.token_ids)
 
 
 def build_pairs(groups: Iterable[Group], settings: DPOSettings, seed: int | str) -> list[tuple[Trajectory, Trajectory]]:
@@ -75,57 +80,62 @@ def pair_batches(
     """Micro-batches that hold both halves of a pair, because its loss needs both: sample 2i is the chosen half of the
     i-th pair of the list beside it, 2i + 1 the rejected one. At most `max_tokens` tokens each, or one pair."""
 
-    def tokens(pair: Preference) -> int:
-        return len(pair.chosen.token_ids) + len(pair.rejected.token_ids)
-
     chunks: list[list[Preference]] = []
     room = 0
-    for pair in sorted(pairs, key=tokens, reverse=True):
-        if chunks and tokens(pair) <= room:
+    for pair in sorted(pairs, key=lambda pair: pair.num_tokens, reverse=True):
+        if chunks and pair.num_tokens <= room:
             chunks[-1].append(pair)
         else:
             chunks.append([pair])
             room = max_tokens
-        room -= tokens(pair)
+        room -= pair.num_tokens
     made = []
     for chunk in chunks:
         halves = [sample for pair in chunk for sample in (pair.chosen, pair.rejected)]
-        (micro,) = micro_batches(halves, [1.0] * len(halves), sum(map(tokens, chunk)), device)
+        (micro,) = micro_batches(halves, [1.0] * len(halves), sum(pair.num_tokens for pair in chunk), device)
         made.append((micro, chunk))
     return made
 
 
 @torch.no_grad()
-def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int) -> list[float]:
-    """Log-probability of each sample's trained tokens, summed."""
+def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int, ranks: Ranks = ALONE) -> list[float]:
+    """Log-probability of each sample's trained tokens, summed. Every rank reads its share and knows all of them."""
+    check_plain_head(model)
+    ranks.place(model)
     model.eval()
-    found = [0.0] * len(samples)
-    for micro in micro_batches(samples, [1.0] * len(samples), max_tokens, model.device):
+    mine = ranks.mine([len(s.token_ids) for s in samples])
+    batches = micro_batches([samples[i] for i in mine], [1.0] * len(mine), max_tokens, model.device)
+    found: dict[str, float] = {}
+    for micro in batches:
         logprobs_A, _ = action_logprobs(model, micro, temperature=1.0)
         sums = torch.zeros(len(micro.indices), device=model.device).index_add_(0, micro.rows_A, logprobs_A)
-        for index, value in zip(micro.indices, sums.tolist(), strict=True):
-            found[index] = value
-    return found
+        found |= {str(mine[index]): value for index, value in zip(micro.indices, sums.tolist(), strict=True)}
+    for micro in idle_passes(len(batches), ranks, model.device):
+        action_logprobs(model, micro, temperature=1.0)
+    found = ranks.total(found)
+    return [found[str(i)] for i in range(len(samples))]
 
 
-def prefer(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+def prefer(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, ranks: Ranks = ALONE) -> list[Preference]:
     """Pairs with the log-probabilities of `model`, the reference: computed once, so it need not be kept."""
     halves = [sample for pair in pairs for sample in pair]
-    logprobs = sequence_logprobs(model, halves, max_tokens)
+    logprobs = sequence_logprobs(model, halves, max_tokens, ranks)
     return [Preference(*pair, logprobs[2 * i], logprobs[2 * i + 1]) for i, pair in enumerate(pairs)]
 
 
 class DPO(Updater):
     """`epochs` passes over the pairs in a seeded order. The number of updates made is all there is to resume."""
 
-    def __init__(self, model: Any, pairs: list[Preference], settings: DPOSettings, seed: int | str) -> None:
+    def __init__(
+        self, model: Any, pairs: list[Preference], settings: DPOSettings, seed: int | str, ranks: Ranks = ALONE
+    ) -> None:
         if not pairs:
             raise ConfigError("DPO needs at least one pair of episodes, got none")
         check_plain_head(model)
         self._pairs, self._dpo, self._seed = pairs, settings, seed
         self._updates_per_epoch = -(-len(pairs) // settings.batch_size)
         self.total = settings.epochs * self._updates_per_epoch
-        super().__init__(model, settings.optimizer, self.total)
+        super().__init__(model, settings.optimizer, self.total, ranks)
 
     def step(self) -> dict[str, float]:
         """The next update."""
@@ -137,8 +147,10 @@ class DPO(Updater):
         return self.prefer(batch) | {"epoch": epoch + 1.0, "pairs": float(len(batch))}
 
     def prefer(self, pairs: list[Preference]) -> dict[str, float]:
-        """One update on the mean loss of `pairs`."""
-        batches = pair_batches(pairs, self.settings.micro_batch_tokens, self.model.device)
+        """One update on the mean loss of `pairs`, of which every rank takes its share."""
+        mine = [pairs[i] for i in self.ranks.mine([pair.num_tokens for pair in pairs])]
+        batches = pair_batches(mine, self.settings.micro_batch_tokens, self.model.device)
+        batches += [(micro, []) for micro in idle_passes(len(batches), self.ranks, self.model.device)]
         beside = {id(micro): chunk for micro, chunk in batches}
         return self.update([micro for micro, _ in batches], lambda m: self._loss(m, beside[id(m)], len(pairs)))
 
@@ -146,10 +158,11 @@ class DPO(Updater):
         logprobs_A, entropy_A = action_logprobs(self.model, micro, temperature=1.0)
         device = logprobs_A.device
         half_A = torch.tensor(micro.indices, device=device)[micro.rows_A]
-        policy_P2 = logprobs_A.new_zeros(2 * len(pairs)).index_add(0, half_A, logprobs_A).view(-1, 2)
-        reference_P2 = torch.tensor([[p.chosen_reference, p.rejected_reference] for p in pairs], device=device)
+        policy_P2 = logprobs_A.new_zeros(2 * len(pairs)).index_add(0, half_A, logprobs_A).view(len(pairs), 2)
+        references = [(p.chosen_reference, p.rejected_reference) for p in pairs]
+        reference_P2 = torch.tensor(references, device=device).view(len(pairs), 2)
         if self._dpo.normalize_length:
-            lengths_P2 = torch.bincount(half_A, minlength=2 * len(pairs)).view(-1, 2)
+            lengths_P2 = torch.bincount(half_A, minlength=2 * len(pairs)).view(len(pairs), 2)
             policy_P2, reference_P2 = policy_P2 / lengths_P2, reference_P2 / lengths_P2
         loss_P, rewards_P2 = dpo_loss(policy_P2, reference_P2, self._dpo.beta, self._dpo.label_smoothing)
         chosen_P, rejected_P = rewards_P2[:, 0], rewards_P2[:, 1]

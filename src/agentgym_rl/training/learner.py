@@ -53,13 +53,10 @@ class Updater:
     def micro_batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
         """As many on every rank: where there are fewer, passes over nothing keep it in step. Those are of samples
         without any action that are added to `samples`."""
-        limit, device = self.settings.micro_batch_tokens, self.model.device
-        made = micro_batches(samples, weights, limit, device)
-        for _ in range(self.ranks.most(len(made)) - len(made)):
-            idle = Sample(token_ids=[0, 0], loss_mask=[False, False])
-            (micro,) = micro_batches([idle], [0.0], limit, device)
+        made = micro_batches(samples, weights, self.settings.micro_batch_tokens, self.model.device)
+        for micro in idle_passes(len(made), self.ranks, self.model.device):
             micro.indices = [len(samples)]
-            samples.append(idle)
+            samples.append(_idle())
             made.append(micro)
         return made
 
@@ -111,6 +108,16 @@ class Imitator(Updater):
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs_A, entropy_A = action_logprobs(self.model, micro, temperature=1.0)
         return -(micro.weights_A * logprobs_A).sum(), {"entropy/mean": (micro.weights_A * entropy_A).sum()}
+
+
+def idle_passes(count: int, ranks: Ranks, device: torch.device | str) -> list[MicroBatch]:
+    """Over nothing, for a rank with `count` micro-batches to be in step with the one that has most."""
+    return [micro_batches([_idle()], [0.0], 2, device)[0] for _ in range(ranks.most(count) - count)]
+
+
+def _idle() -> Sample:
+    """Without any action."""
+    return Sample(token_ids=[0, 0], loss_mask=[False, False])
 
 
 def freeze(model: Any) -> Any:

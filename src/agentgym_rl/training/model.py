@@ -78,6 +78,8 @@ def states_at_end(hidden_TH: Tensor, batch: MicroBatch) -> Tensor:
 @torch.no_grad()
 def check_plain_head(model: Any) -> None:
     """Refuse a model whose logits are more than its head applied to its decoder (soft-capping, scaling)."""
+    if hasattr(model, "gathered"):  # spread over ranks, and looked at before that
+        return
     ids = torch.tensor([[0, 1, 2, 3]], device=model.device)
     was_training = model.training
     model.eval()

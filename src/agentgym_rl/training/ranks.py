@@ -19,7 +19,7 @@ class Ranks:
     size = 1
 
     def place(self, model: Any) -> None:
-        """Prepare a model, in place, before an optimizer sees its parameters."""
+        """Prepare a model, in place, before an optimizer sees its parameters; one that is prepared stays as it is."""
 
     def mine(self, lengths: Sequence[int]) -> list[int]:
         """Which of samples of these lengths this rank takes."""

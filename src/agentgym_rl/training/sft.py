@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ from agentgym_rl.training.settings import SFTSettings
 from agentgym_rl.types import Sample
 
 
-class SFT:
+class SFT(Imitator):
     """`epochs` passes over the samples in a seeded order; the last batch of a pass may be smaller.
 
     What the n-th update learns from depends on n and the seed only, so the number of updates is all there is to resume.
@@ -28,41 +27,19 @@ class SFT:
             raise ConfigError("no demonstration to imitate: every one is empty or has no assistant turn")
         if settings.loss_on == "everything":
             samples = [replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in samples]
-        self._samples, self._settings, self._seed = samples, settings, seed
+        self._samples, self._sft, self._seed = samples, settings, seed
         self._updates_per_epoch = -(-len(samples) // settings.batch_size)
         self.total = settings.epochs * self._updates_per_epoch
         """Updates in all."""
-        self._imitator = Imitator(model, settings.optimizer, self.total, ranks)
-
-    @property
-    def updates(self) -> int:
-        """Updates made."""
-        return self._imitator.updates
+        super().__init__(model, settings.optimizer, self.total, ranks)
 
     def step(self) -> dict[str, float]:
         """The next update."""
         epoch, place = divmod(self.updates, self._updates_per_epoch)
         order = list(self._samples)
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        size = self._settings.batch_size
+        size = self._sft.batch_size
         batch = order[place * size : (place + 1) * size]
-        metrics = self._imitator.imitate(batch)
+        metrics = self.imitate(batch)
         tokens = float(sum(map(sum, (s.loss_mask for s in batch))))
         return metrics | {"epoch": epoch + 1.0, "samples": float(len(batch)), "tokens/trained": tokens}
-
-    def state(self) -> dict[str, Any]:
-        return self._imitator.state()
-
-    def restore(self, state: dict[str, Any]) -> None:
-        self._imitator.restore(state)
-
-
-def train_sft(
-    model: Any, samples: list[Sample], settings: SFTSettings, seed: int, log: Callable[[int, dict[str, float]], None]
-) -> None:
-    """All updates at once. `log` is told the 0-based number of each and its metrics."""
-    trainer = SFT(model, samples, settings, seed)
-    while trainer.updates < trainer.total:
-        update = trainer.updates
-        log(update, trainer.step())
-    model.eval()
