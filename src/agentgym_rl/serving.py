@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,6 +110,7 @@ class VllmSeat:
 
     def __init__(self, engine: VllmEngine) -> None:
         self.engine = engine
+        self._memory: HostMemory | None = None
 
     @property
     def version(self) -> int:
@@ -127,14 +128,13 @@ class VllmSeat:
     async def wake(self) -> None:
         await self.engine.wake()
 
-    async def load(self, arrived: Arrived, version: int, probe: Probe | None = None) -> None:
+    async def load(self, arrived: Arrived, version: int, probe: Probe | None = None) -> str:
         await self.engine.start()
         await self.engine.wake()
-        if isinstance(arrived[0], HostWeights):
-            await self.engine.update_weights(arrived[0], version, probe=probe)
-            return
-        with contextlib.closing(HostMemory()) as memory:  # vLLM's workers cannot read Ray's
-            for bucket in arrived:
-                for name, tensor in bucket.tensors():
-                    memory.add(name, tensor)
-            await self.engine.update_weights(memory.weights(), version, probe=probe)
+        weights = arrived[0]
+        if not isinstance(weights, HostWeights):
+            self._memory = self._memory or HostMemory()  # vLLM's workers cannot read Ray's
+            tensors = (pair for bucket in arrived for pair in bucket.tensors())
+            weights = await asyncio.to_thread(self._memory.fill, tensors)
+        await self.engine.update_weights(weights, version, probe=probe)
+        return self.engine.remark

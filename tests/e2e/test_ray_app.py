@@ -65,6 +65,16 @@ class Seat:
         self.notes.append("wake")
 
 
+class Hopeless(Seat):
+    """Dies of its second version, however often it is made again."""
+
+    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
+        if version == 1:
+            self.died = True
+            raise EngineError("its worker ran out of memory")
+        await super().load(arrived, version, probe)
+
+
 class Player:
     num_open = 0
 
@@ -140,6 +150,21 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
         assert await notes(app) == [["weight [1.0, 2.0] of version 2 with a probe"]] * 2
         kinds = sorted(event["kind"] for event in await app.events())
         assert kinds == ["engine_lost", "engine_lost", "engine_started", "engine_started"]
+    finally:
+        await app.close()
+
+
+async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -> None:
+    app = await started(plan(learners=1, engines=1), Hopeless)
+    try:
+        assert await app.publish(0) == "through 1.28e-07 GB of the node's memory, which all of them map"
+        await app.publish(1)  # it is down, and may come back
+        while not app._behind[0].done():
+            await asyncio.wait([app._behind[0]])
+        why = "engine 0: given up: 3 times in a row it did not live through taking weights, at last: its worker ran out"
+        for call in (app.play(None), app.publish(2)):
+            with pytest.raises(EngineError, match=why):
+                await call
     finally:
         await app.close()
 

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from reader_for_tests import reader
 from runs_for_tests import counting_config
 from training_for_tests import counting_player, tiny_model
 
-from agentgym_rl.agent.engines.handover import HostMemory
+from agentgym_rl.agent.engines import handover
+from agentgym_rl.agent.engines.handover import HostMemories, HostMemory
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.cluster import make_seat
 from agentgym_rl.errors import EngineError
 from agentgym_rl.fits import demand_of
-from agentgym_rl.scale.weights import InPlace, buckets, load_buckets, shared
+from agentgym_rl.scale.weights import InPlace, Staging, buckets, load_buckets
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.types import Sampling
 
@@ -107,28 +110,113 @@ def test_an_engine_makes_room_for_its_share_and_the_doctor_counts_the_same(
     assert demand_of(config).sessions == room
 
 
-def test_weights_of_the_machine_are_read_as_long_as_somebody_holds_them() -> None:
-    named = {
-        "a": torch.randn(3, 5),
-        "b": torch.randn(7).to(torch.bfloat16),
+def a_state(seed: float) -> dict[str, torch.Tensor]:
+    return {
+        "a": torch.full((3, 5), seed),
+        "b": torch.arange(7).to(torch.bfloat16) * seed,
         "c": torch.empty(0, 2),
-        "d": torch.ones(()),
+        "d": torch.tensor(seed),
+        "e": torch.full((2, 3), seed).t(),
     }
+
+
+def is_read(weights: Any, state: dict[str, torch.Tensor]) -> bool:
+    with weights.held() as held:
+        own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        load_buckets(own, [held])
+        read = dict(held.tensors())
+    return list(read) == list(state) and all(
+        torch.equal(read[name], tensor) and torch.equal(own[name], tensor) for name, tensor in state.items()
+    )
+
+
+def test_weights_of_the_machine_are_read_as_long_as_somebody_holds_them() -> None:
     memory = HostMemory()
-    assert [name for name, _ in shared(named.items(), memory)] == list(named)
-    lent = memory.weights()
+    lent = memory.fill(a_state(1.0).items())
     with lent.held() as held:
         memory.close()
         with pytest.raises(FileNotFoundError):
             lent.held().__enter__()
         another = HostMemory()  # open where the first one was
-        assert another.weights().path == lent.path
+        assert another.fill({}.items()).path == lent.path
         with pytest.raises(FileNotFoundError, match="something else by now"):
             lent.held().__enter__()
-        own = {name: torch.zeros_like(tensor) for name, tensor in named.items()}
-        load_buckets(own, [held])
-        read = dict(held.tensors())
+        assert is_read(held, a_state(1.0))
     another.close()
-    for name, tensor in named.items():
-        assert torch.equal(read[name], tensor)
-        assert torch.equal(own[name], tensor)
+
+
+def test_memory_is_written_in_place_and_read_through_one_mapping_version_after_version() -> None:
+    memory = HostMemory()
+    first = memory.fill(a_state(1.0).items())
+    assert is_read(first, a_state(1.0))
+    windows = dict(handover._windows)
+    second, third = (memory.fill(a_state(seed).items()) for seed in (2.0, 3.0))
+    assert (third.inode, third.size, third.generation) == (first.inode, first.size, first.generation + 2)
+    assert is_read(third, a_state(3.0))
+    assert handover._windows == windows, "mapped once"
+    for old in (first, second):
+        with pytest.raises(FileNotFoundError, match="other weights by now"):
+            old.held().__enter__()
+    other = a_state(4.0) | {"d": torch.ones(40), "f": torch.ones(3)}  # another layout from the fourth tensor on
+    assert is_read(memory.fill(other.items()), other)
+    assert is_read(memory.fill(a_state(5.0).items()), a_state(5.0))
+    memory.close()
+
+
+def test_what_somebody_reads_is_not_written_to_and_the_last_version_stays_while_the_next_is_written() -> None:
+    memories = HostMemories()
+    first, second = (memories.fill(a_state(seed).items()) for seed in (1.0, 2.0))
+    assert first.inode != second.inode
+    with first.held() as held:  # as an engine that takes long to start
+        third = memories.fill(a_state(3.0).items())
+        assert third.inode not in (first.inode, second.inode)
+        assert is_read(held, a_state(1.0))
+    assert is_read(second, a_state(2.0))
+
+    def seen_half_way():
+        for number, pair in enumerate(a_state(4.0).items()):
+            if number == 2:
+                assert is_read(third, a_state(3.0)), "the last one can be read"
+                with pytest.raises(FileNotFoundError, match="being written anew"):
+                    second.held().__enter__()
+            yield pair
+
+    fourth = memories.fill(seen_half_way())
+    assert fourth.inode == second.inode
+    assert is_read(fourth, a_state(4.0))
+    memories.close()
+
+
+def test_another_process_sees_what_was_written_since_it_mapped_the_memory() -> None:
+    memories = HostMemories()
+    with reader() as connection:
+        for seed in (1.0, 2.0, 3.0, 4.0):
+            state = a_state(seed)
+            connection.send(memories.fill(state.items()))
+            assert connection.poll(300)
+            found, mapped, remark = connection.recv()
+            assert {name: (str(t.dtype), t.float().tolist()) for name, t in state.items()} == {
+                name: (dtype, values.tolist()) for name, (dtype, values) in found.items()
+            }
+            assert (mapped, remark) == (min(seed, 2), "")
+    memories.close()
+
+
+def test_a_state_lent_to_vllm_has_tied_tensors_once() -> None:
+    weight = torch.randn(4, 3)
+    state = {"embed": weight, "head": weight, "view": weight.t(), "none": torch.empty(0), "nothing": torch.empty(0)}
+    message, lent = handover.pack(state)
+    found = dict(handover.unpack(message))
+    assert list(found) == ["embed", "view", "none", "nothing"]
+    assert all(torch.equal(found[name], state[name]) for name in found)
+    del lent
+
+
+def test_buckets_made_in_one_place_last_until_the_next_and_are_read_where_they_are() -> None:
+    staging = Staging()
+    made = buckets(a_state(1.0).items(), 64, staging=staging)
+    first = next(made)
+    place = first.data.ctypes.data
+    first.data.flags.writeable = False  # as in an object store
+    assert [t.data_ptr() for _, t in first.tensors()] == [place]
+    assert {bucket.data.ctypes.data for bucket in made if bucket.data.size} == {place}

@@ -10,6 +10,9 @@ from typing import Any
 from agentgym_rl.agent.engines.handover import HostWeights
 from agentgym_rl.scale.weights import Arrived
 
+MOST_LOADS = 3
+"""That an engine may begin in a row and not live through."""
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -24,6 +27,12 @@ class Published:
     """Else: to buckets in Ray's object store."""
     probe: Any
     """What the learner says of some tokens."""
+
+    @property
+    def way(self) -> str:
+        if self.host is None:
+            return f"in {len(self.refs)} buckets through Ray's object store"
+        return f"through {self.host.size / 1e9:.3g} GB of the node's memory, which all of them map"
 
     @contextlib.asynccontextmanager
     async def arrived(self, node: str) -> AsyncIterator[Arrived | None]:
@@ -46,13 +55,33 @@ class Board:
         self._published: Published | None = None
         self._events: list[dict[str, Any]] = []
         self._last: dict[str, str] = {}
+        self._begun: dict[str, int] = {}
+        self._why: dict[str, str] = {}
 
     def publish(self, published: Published) -> None:
         self._published = published
+        if published.host is not None and published.host.refused:
+            self.report("the first learner", "weights_slow", published.host.refused)
 
     def published(self) -> Published | None:
         """The current weights; None means that there are none yet."""
         return self._published
+
+    def loading(self, subject: str) -> str:
+        """An engine is about to take weights. Why it should rather not, if so: it has died of it again and again."""
+        count = self._begun.get(subject, 0)
+        if count >= MOST_LOADS:
+            why = self._why.get(subject, "its process ended without a word")
+            return f"given up: {count} times in a row it did not live through taking weights, at last: {why}"
+        self._begun[subject] = count + 1
+        return ""
+
+    def loaded(self, subject: str) -> None:
+        self._begun.pop(subject, None)
+        self._why.pop(subject, None)
+
+    def failed(self, subject: str, why: str) -> None:
+        self._why[subject] = why
 
     def report(self, subject: str, kind: str, message: str) -> None:
         """Several hosts notice one death: it is told once, until something else befalls the same worker."""

@@ -29,14 +29,14 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from agentgym_rl.agent.engines.handover import HostMemory
+from agentgym_rl.agent.engines.handover import HostMemories
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.board import Board, Published
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.routing import Homes
-from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, require_cluster, sigterm_stays_ours
-from agentgym_rl.scale.weights import Receiver, buckets, shared
+from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, require_cluster, require_none_failed, sigterm_stays_ours
+from agentgym_rl.scale.weights import Receiver, Staging, buckets
 from agentgym_rl.types import Completion, Group, Sampling
 
 NAMESPACE = "agentgym-rl"
@@ -53,7 +53,7 @@ class LearnerRank:
     def __init__(self, make: Callable[[int, int], Any], rank: int, size: int) -> None:
         self._make, self._rank, self._size = make, rank, size
         self._work: Any = None
-        self._lent: list[HostMemory] = []
+        self._memories, self._staging = HostMemories(), Staging()
 
     def address(self) -> str:
         """Where the ranks can meet, for the first of them."""
@@ -72,20 +72,11 @@ class LearnerRank:
 
     def put_weights(self, version: int, bucket_bytes: int, one_node: bool) -> Published | None:
         """The whole state from rank 0, for engines on its node or anywhere; the others take part in it."""
-        first = self._rank == 0
-        whole, memory = self._work.whole_state(), HostMemory() if first and one_node else None
-        made = buckets(whole if memory is None else shared(whole, memory), bucket_bytes, keep=first and not one_node)
+        first, whole = self._rank == 0, self._work.whole_state()
+        host = self._memories.fill(whole) if first and one_node else None
+        made = buckets(whole, bucket_bytes, keep=first, staging=self._staging)  # of what was not read yet
         refs, probe = [ray.put(bucket) for bucket in made], self._work.probe()
-        if memory is not None:
-            self._lent.append(memory)
-        host = None if memory is None else memory.weights()
         return Published(version, node_id(), host, refs, probe) if first else None
-
-    def keep_last_weights(self) -> None:
-        """Nobody is told of older ones any more."""
-        for memory in self._lent[:-1]:
-            memory.close()
-        del self._lent[:-1]
 
     def node(self) -> str:
         return node_id()
@@ -103,7 +94,7 @@ class EngineReplica:
     def __init__(self, make: Callable[[], Receiver], board: str, index: int) -> None:
         self._seat: Any = make()
         self._board = ray.get_actor(board, NAMESPACE)
-        self._index = index
+        self._name = f"engine {index}"
         self._fresh = asyncio.Event()
         self._loading: asyncio.Lock | None = None
         self._resting = False
@@ -135,11 +126,15 @@ class EngineReplica:
                 async with published.arrived(node_id()) as arrived:
                     if arrived is None:
                         return self._seat.version
-                    await self._seat.load(arrived, version, published.probe)
+                    if hopeless := await self._board.loading.remote(self._name):
+                        raise EngineError(hopeless)
+                    if slow := await self._seat.load(arrived, version, published.probe):
+                        self._board.report.remote(self._name, "weights_slow", slow)
+                self._board.loaded.remote(self._name)
                 self._resting = False
                 if not self._fresh.is_set() and ray.get_runtime_context().was_current_actor_reconstructed:
                     message = f"was started again and has version {version} of the weights"
-                    self._board.report.remote(f"engine {self._index}", "engine_started", message)
+                    self._board.report.remote(self._name, "engine_started", message)
                 self._fresh.set()
         return self._seat.version
 
@@ -163,10 +158,11 @@ class EngineReplica:
         starts another, and whoever waits for an answer finds a dead engine like any other."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             if self._seat.died:
-                message = "lost the processes it samples with and is started again"
-                await self._board.report.remote(f"engine {self._index}", "engine_lost", message)
+                message = f"lost the processes it samples with and is started again ({error})"
+                await self._board.report.remote(self._name, "engine_lost", message)
+                await self._board.failed.remote(self._name, str(error))
                 os._exit(1)
             raise
 
@@ -476,15 +472,17 @@ class RayApp:
 
     # Weights: learner -> engines, through memory of the node where all are on one, else through Ray's object store.
 
-    async def publish(self, version: int) -> None:
-        """When this returns every engine samples with the learner's weights; one that is down asks for them later."""
+    async def publish(self, version: int) -> str:
+        """When this returns every engine samples with the learner's weights; one that is down asks for them later.
+        Says how they went."""
+        require_none_failed(self._behind.values())
         size = self.plan.bucket_mb << 20
         refs = [rank.put_weights.remote(version, size, self._one_node) for rank in self.learners]
         (published, *_) = await self._threads.run(self._finish, refs)
         await self.board.publish.remote(published)
-        self.learners[0].keep_last_weights.remote()
         await asyncio.gather(*(self._load(i, published) for i in range(len(self.engines))))
         self.version = version
+        return published.way
 
     async def _load(self, index: int, published: Published) -> None:
         version = published.version
@@ -494,6 +492,8 @@ class RayApp:
             # Started again it asks the board; if it was only out of reach, it has to be told.
             self._behind[index] = asyncio.create_task(self._load_later(index, published))
             return
+        except RayTaskError as error:
+            raise EngineError(f"engine {index}: {error.cause}") from error
         if found != version:
             raise EngineError(f"engine {index} should have taken version {version} of the weights, it has {found}")
 
@@ -509,6 +509,7 @@ class RayApp:
         dead one had of it is nowhere, so nothing is twice in a batch."""
         give_up_at = time.monotonic() + self.plan.worker_timeout_s
         while True:
+            require_none_failed(self._behind.values())
             index = await self._take_host()
             try:
                 group = await self.hosts[index].play.remote(job)

@@ -74,6 +74,13 @@ class Threads:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
+def require_none_failed(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """What nobody waits for must not fail unseen."""
+    for task in tasks:
+        if task.done() and not task.cancelled():
+            task.result()
+
+
 class Nodes:
     """Those of the cluster, and which came and went."""
 

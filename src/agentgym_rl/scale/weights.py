@@ -8,6 +8,7 @@ memory that engines map instead (HostWeights), which is read the same way.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +17,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from agentgym_rl.agent.engines.handover import HostMemory, HostWeights
+from agentgym_rl.agent.engines.handover import HostWeights, copies_done, padded, refused
 from agentgym_rl.errors import EngineError
 
 
@@ -30,14 +31,13 @@ class Bucket:
     """Bytes, uint8."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """One after the other, to be copied from."""
+        """One after the other, to be read: they are that memory itself."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # memory shared with other processes may not be written to, and is not
+            whole = torch.from_numpy(self.data)
         for name, dtype, shape, start in self.entries:
             kind = getattr(torch, dtype)
-            count = math.prod(shape) * kind.itemsize
-            part = self.data[start : start + count]
-            # Memory shared with other processes may not be written to, and torch views only whole words.
-            usable = part if part.flags.writeable and part.ctypes.data % 8 == 0 else part.copy()
-            yield name, torch.from_numpy(usable).view(kind).view(shape)
+            yield name, whole[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
 Arrived = Sequence[Bucket | HostWeights]
@@ -58,9 +58,9 @@ class Receiver(Protocol):
         """Whether processes of its own are gone: it can do nothing any more and has to be made again."""
         ...
 
-    async def load(self, arrived: Arrived, version: int, probe: Any = None) -> None:
+    async def load(self, arrived: Arrived, version: int, probe: Any = None) -> str:
         """Use these weights from now on; nothing is sampled while they are half there. A `probe` is what the learner
-        says of some tokens, for engines that are to be checked."""
+        says of some tokens, for engines that are to be checked. Returns why it takes longer than it should, if so."""
         ...
 
     async def rest(self) -> None:
@@ -72,30 +72,36 @@ class Receiver(Protocol):
         ...
 
 
-def buckets(named: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool = True) -> Iterator[Bucket]:
+class Staging:
+    """Memory of the host that buckets are made in, one after the other; page-locked where CUDA is in use."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def room(self, size: int) -> Tensor:
+        if len(self._bytes) < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
+        return self._bytes[:size]
+
+
+def buckets(
+    named: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool = True, staging: Staging | None = None
+) -> Iterator[Bucket]:
     """Tensors in order, at most `max_bytes` in a bucket, or one tensor if it is larger. Without `keep` there are none,
-    but all tensors are asked for: gathering them takes every rank."""
+    but all tensors are asked for: gathering them takes every rank. With `staging` each lasts until the next."""
     held: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in named:
         if not keep:
             continue
-        length = tensor.numel() * tensor.element_size()
+        length = padded(tensor)
         if held and size + length > max_bytes:
-            yield _bucket(held, size)
+            yield _bucket(held, size, staging or Staging())
             held, size = [], 0
         held.append((name, tensor))
         size += length
     if held:
-        yield _bucket(held, size)
-
-
-def shared(named: Iterable[tuple[str, Tensor]], memory: HostMemory) -> Iterator[tuple[str, Tensor]]:
-    """The same tensors, copied into `memory` as they pass."""
-    for name, tensor in named:
-        copied = tensor.cpu()
-        memory.add(name, copied)
-        yield name, copied
+        yield _bucket(held, size, staging or Staging())
 
 
 @torch.no_grad()
@@ -117,7 +123,8 @@ def load_buckets(own: Mapping[str, Tensor], arrived: Iterable[Bucket | HostWeigh
         raise EngineError(f"the weights do not fit the engine's model: {'; '.join(problems[:3])}{more}")
     for bucket in arrived:
         for name, tensor in bucket.tensors():
-            own[name].copy_(tensor)
+            own[name].copy_(tensor, non_blocking=True)
+    copies_done()
 
 
 class InPlace:
@@ -134,10 +141,11 @@ class InPlace:
     def died(self) -> bool:
         return False
 
-    async def load(self, arrived: Arrived, version: int, probe: Any = None) -> None:
+    async def load(self, arrived: Arrived, version: int, probe: Any = None) -> str:
         # No await between the first copy and the new version: no token is sampled from a mixture.
         load_buckets(self._model.state_dict(), arrived)
         await self.engine.update_weights(None, version)
+        return refused()
 
     async def rest(self) -> None:
         await self.engine.rest()
@@ -146,12 +154,13 @@ class InPlace:
         """Nothing: keys and values are made room for as they come."""
 
 
-def _bucket(held: list[tuple[str, Tensor]], size: int) -> Bucket:
-    data = numpy.empty(size, dtype=numpy.uint8)
+def _bucket(held: list[tuple[str, Tensor]], size: int, staging: Staging) -> Bucket:
+    data = staging.room(size)
     entries, start = [], 0
     for name, tensor in held:
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy()
-        data[start : start + len(flat)] = flat
+        part = data[start : start + tensor.numel() * tensor.element_size()]
+        part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
         entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
-        start += len(flat)
-    return Bucket(entries, data)
+        start += padded(tensor)
+    copies_done()
+    return Bucket(entries, data.numpy())

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from agentgym_rl.agent.engines.handover import HostWeights, pack
+from agentgym_rl.agent.engines.handover import HostMemory, HostWeights, pack
 from agentgym_rl.agent.engines.vllm.checks import EXTENSION, lora_room, reply_room, require_vllm, signed_64
 from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.agent.engines.vllm.probe import Probe
@@ -83,6 +83,9 @@ class VllmEngine:
         self._lock = asyncio.Lock()
         self._asleep = False
         self._died = False
+        self._memory: HostMemory | None = None
+        self.remark = ""
+        """Why the last update took longer than it should."""
         self._why_closed = "The engine was not started: await engine.start() first."
         self.reset_stats()
 
@@ -224,8 +227,10 @@ class VllmEngine:
     async def _load(self, source: Source, version: int) -> None:
         if isinstance(source, (Mapping, HostWeights)):
             await self._drop_adapter()
-            message, lent = pack(source)
-            await self._llm.collective_rpc("agentgym_load_shared", args=(message,))
+            self._memory = self._memory or HostMemory()
+            message, lent = pack(source, self._memory)
+            remarks = await self._llm.collective_rpc("agentgym_load_shared", args=(message,))
+            self.remark = next(filter(None, remarks), "")
             del lent
         elif (Path(source) / "adapter_config.json").is_file():
             await self._add_adapter(Path(source), version)
@@ -298,6 +303,9 @@ class VllmEngine:
     async def _stop(self) -> None:
         llm, self._llm = self._llm, None
         self._open.set()  # whoever waits is told
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
         if llm is None:
             return
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from agentgym_rl.agent.engines.handover import unpack
+from agentgym_rl.agent.engines.handover import copies_done, refused, unpack
 from agentgym_rl.agent.engines.vllm.guard import end_with_owner
 from agentgym_rl.agent.engines.vllm.probe import held
 
@@ -26,10 +26,13 @@ class WorkerExtension:
         self.reload_weights(weights_path=folder)
         return self._agentgym_pack_heads()
 
-    def agentgym_load_shared(self, message: bytes) -> int:
-        """Weights in memory that the learner lends for the length of this call."""
+    def agentgym_load_shared(self, message: bytes) -> str:
+        """Weights in memory that the learner lends for the length of this call. Returns why it takes longer than it
+        should, if so."""
         self.reload_weights(weights_iterator=unpack(message))
-        return self._agentgym_pack_heads()
+        self._agentgym_pack_heads()
+        copies_done()
+        return refused()
 
     def agentgym_held(self, shapes: dict[str, list[int]]) -> dict[str, str]:
         """Checksums of the model's tensors, for the learner to compare with its own."""
