@@ -105,7 +105,7 @@ def sft_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Ten
 
 
 def dpo_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Two rounds on one model, with what it makes of the pairs before each; the last batch has less than a pair each."""
+    """Two rounds on one model, with what it makes of the pairs before each; in the last batch some ranks have none."""
     model = tiny_model(4)
     settings = DPOSettings(batch_size=4, optimizer=OptimizerSettings(**SGD_LIKE), sample_groups=1)
     found = []

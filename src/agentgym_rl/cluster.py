@@ -27,13 +27,16 @@ from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.ranks import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards, save_shards, spread
 from agentgym_rl.scale.weights import InPlace, Receiver
+from agentgym_rl.starting import Start, from_nothing, imitate, untrained
 from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
+from agentgym_rl.training.dpo import Preference, prefer
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.rl_learner import by_turn
+from agentgym_rl.training.settings import DPOSettings, SFTSettings
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
-from agentgym_rl.workers import make_engine, make_learner
+from agentgym_rl.workers import Heard, Trainer, make_engine, make_learner, make_trainer
 
 FOUND = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
 """What a learner fills in of a sample."""
@@ -55,19 +58,52 @@ class Job:
 
 
 class Rank:
-    """A learner's rank, inside its actor."""
+    """A learner's rank, inside its actor. Every method takes all ranks."""
 
-    def __init__(self, config: Config, folder: Path, reference_dir: Path, rank: int, size: int) -> None:
+    def __init__(self, config: Config, rank: int, size: int) -> None:
         torch.set_num_threads(config.threads or 1)
-        device, dtype = wiring.choose_device(config.model)
+        device, self._dtype = wiring.choose_device(config.model)
         lora = config.model.lora is not None
         # Sharded weights are loaded on the host, in float32: they are the optimizer's masters, passes run in `dtype`.
         changes = {} if lora else {"device": "cpu", "dtype": "float32"}
-        model, self._tokenizer = wiring.load_from(folder, config.model.model_copy(update=changes))
-        ranks = ProcessRanks(device, shard=not lora, dtype=dtype)
-        self._learner = make_learner(config, model, reference_dir, ranks)
-        self._model, self._rank, self._dtype, self._engine = model, rank, dtype, config.engine
+        self._loading = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+        self._config, self._rank = config, rank
+        self._ranks = ProcessRanks(device, shard=not lora, dtype=self._dtype)
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._learner: Any = None
+        """RL's, or a trainer."""
         self._shares = config.scale is not None and config.scale.layout == "colocated"
+
+    def untrained(self, folder: str) -> int:
+        """The recipe's model as it is before it learns anything, with the tokenizer of `folder`; counts parameters."""
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = untrained(self._loading, self._tokenizer)
+        return self._model.num_parameters()
+
+    def load(self, folder: str, reference_dir: str | None = None) -> None:
+        """The model in `folder`, instead of another; with a reference to learn by RL."""
+        self._learner = self._model = None
+        give_memory_back()
+        self._model, self._tokenizer = wiring.load_from(folder, self._loading.model)
+        if reference_dir is not None:
+            self._learner = make_learner(self._config, self._model, Path(reference_dir), self._ranks)
+
+    def teach(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
+        """Begin with updates on `data`; returns how many there are."""
+        self._learner = make_trainer(self._model, data, settings, seed, self._ranks)
+        return self._learner.total
+
+    def step(self) -> dict[str, float]:
+        return self._learner.step()
+
+    def forget_trainer(self) -> None:
+        self._learner = None
+        self._leave_the_device()
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        found = prefer(self._model, pairs, max_tokens, self._ranks)
+        return found if self._rank == 0 else []
 
     def assess(self, samples: list[Sample]) -> Found:
         self._learner.assess(samples)
@@ -80,9 +116,6 @@ class Rank:
         self._leave_the_device()
         return metrics, self._learner.kl_coef, [_found(sample) for sample in batch.samples[:count]]
 
-    def kl_coef(self) -> float:
-        return self._learner.kl_coef
-
     def num_parameters(self) -> int:
         return self._model.num_parameters()
 
@@ -94,9 +127,10 @@ class Rank:
 
     def probe(self) -> Probe | None:
         """For vLLM, which may leave part of the weights behind without a word; takes every rank."""
-        if self._engine.kind == "native":
+        engine = self._config.engine
+        if engine.kind == "native":
             return None
-        dtype = self._dtype if self._engine.dtype == "auto" else getattr(torch, self._engine.dtype)
+        dtype = self._dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
         probe = probe_model(self._model, dtype, sent_dtype=self._dtype)
         self._leave_the_device()
         return probe
@@ -104,15 +138,26 @@ class Rank:
     def save(self, folder: str) -> None:
         """This rank's part of the learner's state, and from the first rank the model."""
         # Gathered first: that takes every rank, and one that fails to write leaves the others waiting.
-        whole = {name: tensor.cpu() if self._rank == 0 else None for name, tensor in self.whole_state()}
-        save_shards(Path(folder) / SHARDS, self._learner.state())
-        if self._rank == 0:
-            self._model.save_pretrained(Path(folder) / "model", state_dict=whole)
-            self._tokenizer.save_pretrained(Path(folder) / "model")
+        whole = self._whole()
+        if self._learner is not None:
+            save_shards(Path(folder) / SHARDS, self._learner.state())
+        self._write_model(Path(folder) / "model", whole)
 
-    def restore(self, folder: str, state: dict[str, Any] | None) -> float:
-        """From shards, or from the `state` that a run of one process wrote."""
-        learner, critic = self._learner, self._learner.critic
+    def export(self, folder: str) -> None:
+        """The model alone."""
+        self._write_model(Path(folder), self._whole())
+
+    def _whole(self) -> dict[str, torch.Tensor | None]:
+        return {name: tensor.cpu() if self._rank == 0 else None for name, tensor in self.whole_state()}
+
+    def _write_model(self, folder: Path, whole: dict[str, torch.Tensor | None]) -> None:
+        if self._rank == 0:
+            self._model.save_pretrained(folder, state_dict=whole)
+            self._tokenizer.save_pretrained(folder)
+
+    def restore(self, folder: str, state: dict[str, Any] | None) -> tuple[int, float]:
+        """From shards, or from the `state` that a run of one process wrote; (updates made, weight of KL)."""
+        learner, critic = self._learner, getattr(self._learner, "critic", None)
         optimizers = {"optimizer": learner._parameters}
         parameters = {}
         if critic is not None:
@@ -121,7 +166,7 @@ class Rank:
         like = like_learner(optimizers, parameters)
         shards = Path(folder) / SHARDS
         learner.restore(load_shards(shards, like) if shards.is_dir() else spread(state or {}, like))
-        return learner.kl_coef
+        return learner.updates, getattr(learner, "kl_coef", 0.0)
 
     def _leave_the_device(self) -> None:
         """To the engine it is shared with: torch keeps what was freed for itself until it is told."""
@@ -151,8 +196,8 @@ class Player:
         await self._pool.close()
 
 
-def make_rank(config: Config, folder: Path, reference_dir: Path, rank: int, size: int) -> Rank:
-    return Rank(config, folder, reference_dir, rank, size)
+def make_rank(config: Config, rank: int, size: int) -> Rank:
+    return Rank(config, rank, size)
 
 
 def make_seat(config: Config, folder: Path) -> Receiver:
@@ -169,23 +214,41 @@ def make_player(config: Config, folder: Path, engine: Engine) -> Player:
     return Player(config, folder, engine)
 
 
+class TrainerHandle:
+    """Of updates on data that is there (workers.Trainer): every rank has all of it and takes its share of a batch."""
+
+    def __init__(self, app: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> None:
+        self._app = app
+        have_the_device(app)
+        self.total: int = app.on_all("teach", data, settings, seed)[0]
+        self.updates = 0
+
+    def step(self) -> dict[str, float]:
+        have_the_device(self._app)
+        metrics = self._app.on_all("step")[0]
+        self.updates += 1
+        return metrics
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.updates = updates
+
+
 class LearnerHandle:
     """What `train_rl` calls a learner: hands each rank its share and puts together what they find."""
 
     def __init__(self, app: Any, config: Config) -> None:
         self._app, self._rl, self._size = app, config.rl, app.plan.learners
         self.kl_coef = config.rl.kl_coef
-        self._shared_device = config.scale is not None and config.scale.layout == "colocated"
 
     def assess(self, samples: list[Sample]) -> None:
-        self._have_the_device()
+        have_the_device(self._app)
         shares = balanced([len(s.token_ids) for s in samples], self._size)
         found = self._app.on_ranks("assess", [([samples[i] for i in share],) for share in shares])
         for share, some in zip(shares, found, strict=True):
             _fill([samples[i] for i in share], some)
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
-        self._have_the_device()
+        have_the_device(self._app)
         shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
         results = self._app.on_ranks("learn", [(share, seed) for share in shares])
         for known, (_, _, found) in zip(indices, results, strict=True):
@@ -193,9 +256,8 @@ class LearnerHandle:
         metrics, self.kl_coef, _ = results[0]
         return metrics | by_turn(batch.samples)
 
-    def _have_the_device(self) -> None:
-        if self._shared_device:
-            self._app.rest_engines()
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.kl_coef = kl_coef
 
 
 class Cluster:
@@ -203,12 +265,22 @@ class Cluster:
 
     def __init__(self, config: Config, app: Any, folder: Path) -> None:
         self._config, self._app = config, app
-        self.learner = LearnerHandle(app, config)
+        self.learner: Any = LearnerHandle(app, config) if config.method == "rl" else None
+        self.renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
         self.room: int = app.room
-        self.num_parameters: int = app.on_ranks("num_parameters", [()] * app.plan.learners)[0]
+        self.num_parameters: int = app.on_all("num_parameters")[0]
 
     @classmethod
-    async def start(cls, config: Config, folder: Path, reference_dir: Path, console: Console) -> Cluster:
+    async def start(
+        cls,
+        config: Config,
+        folder: Path,
+        console: Console,
+        reference_dir: Path | None = None,
+        start: Start | None = None,
+    ) -> Cluster:
+        """With the model in `folder`, which ranks put there first where a `start` is given. RL is learned with the one
+        in `reference_dir` as its reference, or with that of `folder`."""
         try:
             from agentgym_rl.scale.ray_app import RayApp, folder_is_shared
         except ModuleNotFoundError as error:
@@ -216,21 +288,24 @@ class Cluster:
                 "[scale] needs the package ray, which is not installed: pip install 'agentgym-rl[scale]'"
             ) from error
         plan = plan_of(config)
-        give_memory_back()  # of a warm start in this process; the device is one of the cluster's
         console.stage(
             "Cluster", f"{plan.learners} learners, {plan.engines} engines, {plan.env_hosts} environment hosts"
         )
         app = RayApp(plan)
-        folder, reference_dir = _absolute(folder), _absolute(reference_dir)
+        if start is not None:
+            start.tokenizer.save_pretrained(folder)
+        folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
         try:
-            await app.start(
-                partial(make_rank, config, folder, reference_dir),
-                partial(make_seat, config, folder),
-                partial(make_player, config, folder),
-            )
+            await app.start_learners(partial(make_rank, config))
             if folder.is_dir() and not folder_is_shared(folder):
                 raise ConfigError(f"every node of the cluster must see {folder}: use a file system that all share")
             console.note(f"on {'GPUs' if app.plan.device == 'cuda' else 'CPUs'}, {config.model.dtype}")
+            if start is not None:
+                await _first_lessons(app, config, folder, start, console)
+            await asyncio.gather(
+                app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
+                app.start_players(partial(make_seat, config, folder), partial(make_player, config, folder)),
+            )
             made = cls(config, app, folder)
             await app.publish(0)
         except BaseException:
@@ -242,27 +317,51 @@ class Cluster:
     def version(self) -> int:
         return self._app.version
 
-    def collector(self, prefix: str, group_size: int | None, temperature: float) -> Collect:
+    def collector(self, prefix: str, group_size: int | None, temperature: float, heard: Heard | None = None) -> Collect:
         config = self._config
         sizes = {env.name: group_size or env.group_size or config.rl.group_size for env in config.environments}
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], temperature) for i, t in enumerate(tasks)]
-            return list(await asyncio.gather(*(self._app.play(job) for job in jobs)))
+            return list(await asyncio.gather(*(play(job) for job in jobs)))
+
+        async def play(job: Job) -> Group:
+            group = await self._app.play(job)
+            if heard is not None:
+                for trajectory in group.trajectories:
+                    heard(trajectory)
+            return group
 
         return collect
 
+    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+        self.learner = TrainerHandle(self._app, data, settings, seed)
+        return self.learner
+
+    def forget_trainer(self) -> None:
+        self.learner = None
+        self._app.on_all("forget_trainer")
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        have_the_device(self._app)
+        return self._app.on_all("prefer", pairs, max_tokens)[0]
+
+    def go_back(self, folder: Path) -> None:
+        self.learner = None
+        self._app.on_all("load", str(folder.absolute()))
+
     async def publish(self, version: int) -> None:
-        await self._app.publish(version)
+        if version != self.version:
+            await self._app.publish(version)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         with staged(root, step, keep) as folder:
-            self._app.on_ranks("save", [(str(folder.absolute()),)] * self._app.plan.learners)
+            self._app.on_all("save", str(folder.absolute()))
             save_state(folder, step, state | {"learner": None})
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
-        arguments = [(str(_absolute(folder)), saved["learner"])] * self._app.plan.learners
-        self.learner.kl_coef = (await asyncio.to_thread(self._app.on_ranks, "restore", arguments))[0]
+        found = await self._app.wait_for_all("restore", str(_absolute(folder)), saved["learner"])
+        self.learner.restored(*found[0])
 
     async def events(self) -> list[dict[str, Any]]:
         return await self._app.events()
@@ -271,10 +370,21 @@ class Cluster:
         await self._app.close()
 
 
+async def _first_lessons(app: Any, config: Config, folder: Path, start: Start, console: Console) -> None:
+    """Before there is anybody to play: the model that training starts from, into `folder`."""
+    (num_parameters, *_) = await app.wait_for_all("untrained", str(folder))
+    if config.model.scratch is not None:
+        console.note(from_nothing(num_parameters, start))
+    if config.warm_start is not None:
+        await imitate(TrainerHandle(app, start.lessons, config.warm_start.sft, config.seed), console)
+    await app.wait_for_all("export", str(folder))
+
+
 def plan_of(config: Config) -> Plan:
     scale = config.scale
     assert scale is not None
-    groups = [env.group_size or config.rl.group_size for env in config.environments]
+    own = 1 if config.method == "sft" else (config.dpo or config.agentevol or config.rl).group_size
+    groups = [env.group_size or own for env in config.environments]
     device: Literal["cpu", "cuda", "auto"] = "auto"
     if scale.address is None or config.model.device != "auto":  # else the driver may have no GPU where nodes do
         device = "cuda" if wiring.choose_device(config.model)[0].startswith("cuda") else "cpu"
@@ -293,6 +403,12 @@ def plan_of(config: Config) -> Plan:
         bucket_mb=scale.bucket_mb,
         worker_timeout_s=scale.worker_timeout_s,
     )
+
+
+def have_the_device(app: Any) -> None:
+    """Ranks, where they share one with engines."""
+    if app.plan.layout == "colocated":
+        app.rest_engines()
 
 
 def give_memory_back() -> None:

@@ -289,8 +289,6 @@ class Config(_Section):
                     f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
                     f"be at least 2, got {env.group_size}"
                 )
-        if self.scale is not None and self.method != "rl":
-            raise ValueError(f"[scale] is read by method = 'rl', this is {self.method!r}: remove it")
         if self.scale is not None and self.scale.layout == "colocated" and self.rl.overlap:
             raise ValueError(
                 "scale.layout = 'colocated' takes turns on a device, rl.overlap plays while the learner works: "

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 from agentgym_rl import wiring
-from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import Demonstration, load_demonstrations, load_trajectories, to_sample, to_samples
@@ -16,11 +13,12 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.rounds import Round, read_round
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.training.agentevol import keep
-from agentgym_rl.training.dpo import build_pairs, prefer
+from agentgym_rl.training.dpo import build_pairs
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import EnvPool, Group, Sample
+from agentgym_rl.workers import Workers
 
 
 @dataclass(slots=True)
@@ -32,9 +30,7 @@ class Explorer:
     items: wiring.Items
     log: RunLog
     console: Console
-    model: Any
-    engine: NativeEngine
-    renderer: Renderer
+    workers: Workers
     loaded: list[Demonstration] | None = None
     """`[data]`, where it had to be read before there was a model."""
 
@@ -63,7 +59,7 @@ class Explorer:
         groups = await self._play(made, settings.tasks, settings.group_size, settings.max_turns)
         kept = keep(groups, settings, f"{self.config.seed}/round{made.number}")
         earlier = read_round(self.log.root, made.number - 1).samples if made.number > 1 else {}
-        explored = [to_sample(t, self.renderer) for t in kept]
+        explored = [to_sample(t, self.workers.renderer) for t in kept]
         if settings.history == "all":
             explored = [*earlier.get("explored", []), *explored]
         made.samples = {"expert": earlier.get("expert", []), "explored": explored}
@@ -94,8 +90,9 @@ class Explorer:
         items = len({better.task for better, _ in pairs})
         made.metrics |= {"round/pairs": float(len(pairs)), "round/items": float(items)}
         self.console.note(f"{len(pairs)} pairs of {items} items; their reference log-probabilities are computed once")
-        halves = [(to_sample(a, self.renderer), to_sample(b, self.renderer)) for a, b in pairs]
-        made.pairs = prefer(self.model, halves, settings.optimizer.micro_batch_tokens)
+        renderer = self.workers.renderer
+        halves = [(to_sample(a, renderer), to_sample(b, renderer)) for a, b in pairs]
+        made.pairs = self.workers.prefer(halves, settings.optimizer.micro_batch_tokens)
         return made
 
     async def _expert(self) -> list[Sample]:
@@ -104,7 +101,7 @@ class Explorer:
         if found is None:
             found = await load_demonstrations(config, self.pool, self.items, self.log, self.console)
         self.loaded = None
-        samples = to_samples(found, self.renderer, wiring.longest_context(config), self.console)
+        samples = to_samples(found, self.workers.renderer, wiring.longest_context(config), self.console)
         if not samples:
             raise ConfigError("data: every conversation is longer than agent.max_context: raise it")
         return samples
@@ -118,17 +115,14 @@ class Explorer:
             {env.name: env.weight for env in config.environments},
         )
         chosen = source.take(made.number * tasks)[-tasks:]
-        policies = wiring.engine_policies(self.engine, self.renderer, config.agent, config.agent.temperature)
         prefix, seed = f"round{made.number}-", derive_seed(config.seed, "round", made.number)
         sizes = {env.name: env.group_size or group_size for env in config.environments}
         groups: list[Group] = []
         started = time.perf_counter()
         with self.console.progress("episodes", sum(sizes[task.env] for task in chosen)) as advance:
             for env in config.environments:
-                collect = wiring.make_collector(
-                    config, self.pool, policies, sizes[env.name], prefix, on_trajectory=lambda _: advance()
-                )
-                limits = wiring.limits_of(config.agent, max_turns, self.engine.max_context, env)
+                collect = self.workers.collector(prefix, sizes[env.name], config.agent.temperature, lambda _: advance())
+                limits = wiring.limits_of(config.agent, max_turns, self.workers.room, env)
                 tasks_of = [task for task in chosen if task.env == env.name]
                 groups += await collect(tasks_of, limits, derive_seed(seed, env.name))
         for group in groups:

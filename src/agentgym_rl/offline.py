@@ -11,11 +11,10 @@ import asyncio
 import shutil
 import time
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from pathlib import Path
+from typing import Any, NoReturn
 
 from agentgym_rl import wiring
-from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import Demonstration, load_demonstrations
@@ -25,26 +24,13 @@ from agentgym_rl.heldout import evaluate
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.rounds import Round, read_round, round_path, write_round
 from agentgym_rl.runlog import RunLog
-from agentgym_rl.starting import from_nothing, starting_point
-from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, save_checkpoint
-from agentgym_rl.training.dpo import DPO
-from agentgym_rl.training.sft import SFT
+from agentgym_rl.starting import prepare, starting_point
+from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state
 from agentgym_rl.types import EnvPool
+from agentgym_rl.workers import OneProcess, Trainer, Workers
 
 LINES_PER_ROUND = 100
 """A round of more updates shows every n-th on the console; metrics.jsonl has all."""
-
-
-class Trainer(Protocol):
-    """Updates on a round's data."""
-
-    total: int
-
-    @property
-    def updates(self) -> int: ...
-    def step(self) -> dict[str, float]: ...
-    def state(self) -> dict[str, Any]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
 
 
 async def train_offline(
@@ -56,24 +42,52 @@ async def train_offline(
     loaded: list[Demonstration] | None = None
     if checkpoints:
         saved = load_state(checkpoints[-1])
-        model, tokenizer = wiring.load_from(checkpoints[-1] / "model", config.model)
         console.stage("Resuming", f"after step {saved['step']}")
     elif config.model.scratch is not None and config.warm_start is None:
         console.stage("Data")
         loaded = await load_demonstrations(config, pool, items, log, console)
-        model, tokenizer = from_nothing(config, (one.messages for one in loaded), console)
-    else:
-        model, tokenizer = await starting_point(config, pool, items, log, console)
-    if saved is None and config.method == "agentevol":
-        export(model, tokenizer, log.root / "base")
-    run = OfflineRun(config, pool, items, log, console, model, tokenizer, started, loaded, stop)
+    workers = await _workers(
+        config, pool, items, log, console, checkpoints[-1] / "model" if checkpoints else None, loaded
+    )
+    run = OfflineRun(config, pool, items, log, console, workers, started, loaded, stop)
     try:
         with stop.ending_with(run.stop_here):
             await run.begin(saved)
             return await run.finish()
     finally:
         stop.may_leave = lambda: False
-        await run.engine.close()
+        await workers.close()
+
+
+async def _workers(
+    config: Config,
+    pool: EnvPool,
+    items: wiring.Items,
+    log: RunLog,
+    console: Console,
+    folder: Path | None,
+    loaded: list[Demonstration] | None,
+) -> Workers:
+    """With the model in `folder`, a checkpoint's, or with the one the recipe starts from, which AgentEvol keeps."""
+    base = log.root / "base"
+    words = [one.messages for one in loaded or ()]
+    if config.scale is not None:
+        from agentgym_rl.cluster import Cluster
+
+        as_it_is = config.warm_start is None and config.model.lora is None and config.method != "agentevol"
+        if folder is None and as_it_is and config.model.path is not None:
+            folder = Path(config.model.path)
+        if folder is not None:
+            return await Cluster.start(config, folder, console)
+        start = await prepare(config, pool, items, log, console, words)
+        return await Cluster.start(config, base, console, start=start)
+    if folder is not None:
+        model, tokenizer = wiring.load_from(folder, config.model)
+    else:
+        model, tokenizer = await starting_point(config, pool, items, log, console, words)
+        if config.method == "agentevol":
+            export(model, tokenizer, base)
+    return OneProcess(config, pool, model, tokenizer, None)
 
 
 @dataclass(slots=True)
@@ -85,8 +99,7 @@ class OfflineRun:
     items: wiring.Items
     log: RunLog
     console: Console
-    model: Any
-    tokenizer: Any
+    workers: Workers
     started: float
     """When this process began, on the monotonic clock."""
     loaded: list[Demonstration] | None
@@ -101,36 +114,16 @@ class OfflineRun:
     """One entry per finished round: what it had and how held-out items went after it."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     seconds_before: float = 0.0
-    renderer: Renderer = field(init=False)
-    engine: NativeEngine = field(init=False)
     explorer: Explorer = field(init=False)
 
     def __post_init__(self) -> None:
-        agent = self.config.agent
-        self.renderer = Renderer(self.tokenizer, self.config.model.chat_template)
-        self.engine = NativeEngine(
-            self.model,
-            decode=self.renderer.decode,
-            max_sessions=agent.concurrency,
-            max_context=wiring.longest_context(self.config),
-        )
-        self.explorer = Explorer(
-            self.config,
-            self.pool,
-            self.items,
-            self.log,
-            self.console,
-            self.model,
-            self.engine,
-            self.renderer,
-            self.loaded,
-        )
+        self.explorer = Explorer(self.config, self.pool, self.items, self.log, self.console, self.workers, self.loaded)
         self.loaded = None
 
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
         if saved is not None:
-            self._restore(saved)
+            await self._restore(saved)
         else:
             shutil.rmtree(self.log.root / "rounds", ignore_errors=True)
         if not self._evaluation_is_due() or any(one["step"] == self.step for one in self.evaluations):
@@ -151,12 +144,11 @@ class OfflineRun:
     async def _begin_round(self) -> None:
         self.round = self._kept_round()
         if self.round is None:
-            await self._publish()
+            await self.workers.publish(self.step)
             self.round = await self.explorer.make(self.rounds_done + 1, self.step + 1)
             write_round(self.log.root, self.round)
         if self.config.method == "agentevol":
-            base, _ = wiring.load_from(self.log.root / "base", self.config.model)
-            self.model.load_state_dict(base.state_dict())
+            self.workers.go_back(self.log.root / "base")
         self.trainer = self._make_trainer(self.round)
 
     def _kept_round(self) -> Round | None:
@@ -170,9 +162,9 @@ class OfflineRun:
     def _make_trainer(self, made: Round) -> Trainer:
         config, seed = self.config, f"{self.config.seed}/round{made.number}"
         if config.dpo is not None:
-            return DPO(self.model, made.pairs, config.dpo, seed)
+            return self.workers.trainer(made.pairs, config.dpo, seed)
         assert config.sft is not None
-        return SFT(self.model, [s for samples in made.samples.values() for s in samples], config.sft, seed)
+        return self.workers.trainer([s for samples in made.samples.values() for s in samples], config.sft, seed)
 
     async def _train_round(self) -> None:
         trainer, made, method = self.trainer, self.round, self.config.method
@@ -204,6 +196,7 @@ class OfflineRun:
         """Within a round."""
         if self._evaluation_is_due():
             await self.evaluate()
+        await self._note_events()
         if self.step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, self.step, self.log, self.console)
 
@@ -216,10 +209,17 @@ class OfflineRun:
             await self.evaluate()
         self.history.append(_described(made, self.step, self.evaluations[-1]))
         self.rounds_done, self.round, self.trainer = made.number, None, None
+        self.workers.forget_trainer()
+        await self._note_events()
         if self.rounds_done == self.explorer.num_rounds:
             await last_checkpoint(self.save, self.step, self.log, self.console, lambda: self.stop.asked)
         else:
             try_checkpoint(self.save, self.step, self.log, self.console)
+
+    async def _note_events(self) -> None:
+        for event in await self.workers.events():
+            self.log.log_event(**event, step=self.step)
+            self.console.warn(event["message"])
 
     def stop_here(self) -> NoReturn:
         """With a checkpoint: after the last update, without the episodes that were being played."""
@@ -227,38 +227,32 @@ class OfflineRun:
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""
-        await self._publish()
-        policies = wiring.engine_policies(self.engine, self.renderer, self.config.agent, self.config.eval.temperature)
-        collect = wiring.make_collector(self.config, self.pool, policies, 1, f"eval{self.step}-")
-        result = await evaluate(self.config, self.items, self.log, collect, self.engine.max_context, self.step)
+        await self.workers.publish(self.step)
+        collect = self.workers.collector(f"eval{self.step}-", 1, self.config.eval.temperature)
+        result = await evaluate(self.config, self.items, self.log, collect, self.workers.room, self.step)
         self.evaluations.append(result)
         self.console.evaluation(self.step, result["success"], result["episodes"])
 
-    async def _publish(self) -> None:
-        self.model.eval()
-        await self.engine.update_weights(None, self.step)
-
     def save(self) -> None:
         state = {
-            "trainer": self.trainer.state() if self.trainer is not None else None,
+            "in_round": self.trainer is not None,
             "rounds_done": self.rounds_done,
             "history": self.history,
             "evaluations": self.evaluations,
             "seconds": self._seconds(),
         }
-        folder = self.log.checkpoints_dir
-        save_checkpoint(folder, self.step, self.model, self.tokenizer, state, self.config.checkpoint.keep)
+        self.workers.save(self.log.checkpoints_dir, self.step, state, self.config.checkpoint.keep)
 
-    def _restore(self, saved: dict[str, Any]) -> None:
+    async def _restore(self, saved: dict[str, Any]) -> None:
         self.step, self.rounds_done = saved["step"], saved["rounds_done"]
         self.history, self.evaluations = saved["history"], saved["evaluations"]
         self.seconds_before = saved["seconds"]
         played = self.log.trajectories_path(self.step + 1)
         self.log.truncate_after(self.step, keep=[] if self._kept_round() is None else [played])
-        if saved["trainer"] is not None:
+        if saved["in_round"]:
             self.round = read_round(self.log.root, self.rounds_done + 1)
             self.trainer = self._make_trainer(self.round)
-            self.trainer.restore(saved["trainer"])
+            await self.workers.restore(list_checkpoints(self.log.checkpoints_dir)[-1], saved)
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started
@@ -276,7 +270,7 @@ class OfflineRun:
             "rounds": self.history,
             "stages": [],
             "steps": self.step,
-            "parameters": self.model.num_parameters(),
+            "parameters": self.workers.num_parameters,
             "seconds": round(self._seconds(), 1),
         }
         self.log.write_summary(summary)

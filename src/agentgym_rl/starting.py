@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
@@ -15,53 +16,98 @@ from agentgym_rl.errors import EnvError
 from agentgym_rl.heldout import spread
 from agentgym_rl.runlog import Kind, RunLog
 from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.model import load_tokenizer
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.sft import SFT
-from agentgym_rl.types import EnvPool, Message, StopReason, Task, Trajectory
+from agentgym_rl.types import EnvPool, Message, Sample, StopReason, Task, Trajectory
+from agentgym_rl.workers import Trainer
+
+
+@dataclass(slots=True)
+class Start:
+    """What there is before a model has learned anything."""
+
+    tokenizer: Any
+    lessons: list[Sample]
+    """What it imitates first; none without a warm start."""
 
 
 async def starting_point(
-    config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console
+    config: Config,
+    pool: EnvPool,
+    items: wiring.Items,
+    log: RunLog,
+    console: Console,
+    conversations: Iterable[list[Message]] = (),
 ) -> tuple[Any, Any]:
-    """(model, tokenizer) that training starts from."""
-    if config.model.path is not None:
-        model, tokenizer = wiring.load_from(config.model.path, config.model)
-        if config.model.lora is not None:
-            add_adapter(model, config.model.lora, config.seed)
-    warm = config.warm_start
-    if warm is None:
-        return model, tokenizer
-    console.stage("Warm start", f"{warm.episodes} episodes of {warm.policy} play")
-    demonstrations = await play_demonstrations(
-        config, pool, items, log, console, warm.policy, warm.episodes, warm.max_turns, "warmstart"
-    )
+    """(model, tokenizer) that training starts from, in this process; the rest is as for `prepare`."""
+    start = await prepare(config, pool, items, log, console, conversations)
+    model = untrained(config, start.tokenizer)
     if config.model.scratch is not None:
-        model, tokenizer = from_nothing(config, (t.messages for t in demonstrations), console)
+        console.note(from_nothing(model.num_parameters(), start))
+    if config.warm_start is not None:
+        await imitate(SFT(model, start.lessons, config.warm_start.sft, config.seed), console)
+    return model.eval(), start.tokenizer
+
+
+async def prepare(
+    config: Config,
+    pool: EnvPool,
+    items: wiring.Items,
+    log: RunLog,
+    console: Console,
+    conversations: Iterable[list[Message]] = (),
+) -> Start:
+    """The model's tokenizer, and the warm start's episodes as samples. Without one, `conversations` are where a
+    tokenizer from nothing has its words from."""
+    tokenizer = None if config.model.path is None else load_tokenizer(config.model.path)
+    warm, played = config.warm_start, []
+    if warm is not None:
+        console.stage("Warm start", f"{warm.episodes} episodes of {warm.policy} play")
+        played = await play_demonstrations(
+            config, pool, items, log, console, warm.policy, warm.episodes, warm.max_turns, "warmstart"
+        )
+        conversations = [trajectory.messages for trajectory in played]
+    if tokenizer is None:
+        tokenizer = words_of(conversations)
     renderer = Renderer(tokenizer, config.model.chat_template)
-    samples = [renderer.demonstration(t.messages) for t in demonstrations if t.num_turns]
-    trainer = SFT(model, samples, warm.sft, config.seed)
+    return Start(tokenizer, [renderer.demonstration(t.messages) for t in played if t.num_turns])
+
+
+async def imitate(trainer: Trainer, console: Console) -> None:
+    """All updates of the warm start, by this process or by a cluster's ranks."""
     with console.progress("imitation", trainer.total) as advance:
         while trainer.updates < trainer.total:
             advance(1, f"loss {trainer.step()['loss']:.3f}")
             await asyncio.sleep(0)  # where the run may be stopped
-    model.eval()
-    return model, tokenizer
 
 
-def from_nothing(config: Config, conversations: Iterable[list[Message]], console: Console) -> tuple[Any, Any]:
-    """(model, tokenizer): random weights, and a tokenizer that knows the words of `conversations`."""
+def untrained(config: Config, tokenizer: Any) -> Any:
+    """The model that the recipe names, with adapters that change nothing yet; or random weights for `tokenizer`."""
+    if config.model.path is not None:
+        model, _ = wiring.load_from(config.model.path, config.model)
+        if config.model.lora is not None:
+            add_adapter(model, config.model.lora, config.seed)
+        return model
     assert config.model.scratch is not None
-    messages = [message for conversation in conversations for message in conversation]
-    replies = [m.content for m in messages if m.role == "assistant"]
-    tokenizer = build_tokenizer([m.content for m in messages], replies)
     device, dtype = wiring.choose_device(config.model)
     model = build_model(config.model.scratch, tokenizer, config.seed).to(device)
     # Parameters alone: the frequencies of the rotary embedding stay in float32, as they are in a model that is loaded.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
-    console.note(f"a model of {model.num_parameters() / 1e6:.2f}M parameters and {len(tokenizer)} words, from nothing")
-    return model, tokenizer
+    return model
+
+
+def words_of(conversations: Iterable[list[Message]]) -> Any:
+    """A tokenizer that knows their words."""
+    messages = [message for conversation in conversations for message in conversation]
+    replies = [m.content for m in messages if m.role == "assistant"]
+    return build_tokenizer([m.content for m in messages], replies)
+
+
+def from_nothing(num_parameters: int, start: Start) -> str:
+    return f"a model of {num_parameters / 1e6:.2f}M parameters and {len(start.tokenizer)} words, from nothing"
 
 
 async def play_demonstrations(

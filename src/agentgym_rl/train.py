@@ -30,7 +30,7 @@ from agentgym_rl.heldout import evaluate
 from agentgym_rl.offline import train_offline
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import RunLog, horizon_stages
-from agentgym_rl.starting import starting_point
+from agentgym_rl.starting import prepare, starting_point
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
@@ -137,14 +137,14 @@ async def _workers(
     if config.scale is not None:
         from agentgym_rl.cluster import Cluster
 
-        if folder is None and config.model.path is not None and config.warm_start is None and not config.model.lora:
-            folder = reference_dir = Path(config.model.path)
-        elif folder is None:
-            folder = reference_dir
-            export(*await starting_point(config, pool, items, log, console), folder)
-        elif not reference_dir.is_dir() and config.model.path is not None:
-            reference_dir = Path(config.model.path)
-        return await Cluster.start(config, folder, reference_dir, console)
+        if folder is not None:
+            kept = reference_dir.is_dir() or config.model.path is None
+            reference_dir = reference_dir if kept else Path(str(config.model.path))
+            return await Cluster.start(config, folder, console, reference_dir)
+        if config.model.path is not None and config.warm_start is None and config.model.lora is None:
+            return await Cluster.start(config, Path(config.model.path), console)
+        start = await prepare(config, pool, items, log, console)
+        return await Cluster.start(config, reference_dir, console, start=start)
     if folder is None:
         model, tokenizer = await starting_point(config, pool, items, log, console)
         if config.rl.kl_coef:

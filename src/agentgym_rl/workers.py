@@ -6,6 +6,7 @@ A run knows neither: it plays through `collect`, learns through `learner`, and a
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,20 +18,43 @@ from agentgym_rl.config import Config
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
+from agentgym_rl.training.dpo import DPO, Preference, prefer
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.model import Lent
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
-from agentgym_rl.types import Collect, EnvPool
+from agentgym_rl.training.settings import DPOSettings, SFTSettings
+from agentgym_rl.training.sft import SFT
+from agentgym_rl.types import Collect, EnvPool, Sample, Trajectory
+
+Heard = Callable[[Trajectory], None]
+"""Told of every episode as it ends."""
+
+
+class Trainer(Protocol):
+    """Updates on data that is there."""
+
+    total: int
+    """Updates in all."""
+
+    @property
+    def updates(self) -> int:
+        """Updates made."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """The next update."""
+        ...
 
 
 class Workers(Protocol):
-    """What a run is done by."""
+    """What a run is done by. Either by `learner`, for RL, or by a `trainer` at a time."""
 
     room: int
     """Tokens of an episode that an engine can hold."""
     num_parameters: int
+    renderer: Renderer
 
     @property
     def learner(self) -> Learner: ...
@@ -40,8 +64,24 @@ class Workers(Protocol):
         """Of the weights that were published last."""
         ...
 
-    def collector(self, prefix: str, group_size: int | None, temperature: float) -> Collect:
+    def collector(self, prefix: str, group_size: int | None, temperature: float, heard: Heard | None = None) -> Collect:
         """Plays groups of `group_size`, or of the size each environment wants."""
+        ...
+
+    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+        """Goes on with the model as it is: SFT on samples, or DPO on preferences."""
+        ...
+
+    def forget_trainer(self) -> None:
+        """The data and the optimizer."""
+        ...
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        """Pairs with what the model as it is makes of them."""
+        ...
+
+    def go_back(self, folder: Path) -> None:
+        """The model is that of `folder` again, and the trainer forgotten."""
         ...
 
     async def publish(self, version: int) -> None:
@@ -53,7 +93,8 @@ class Workers(Protocol):
         ...
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
-        """The learner as a checkpoint has it; the model was loaded from there already."""
+        """The learner, or the trainer that was just made, as a checkpoint has it; the model was loaded from there
+        already."""
         ...
 
     async def events(self) -> list[dict[str, Any]]:
@@ -65,7 +106,8 @@ class Workers(Protocol):
 
 class OneProcess:
     """Learner, engine and environments in this process; a native engine shares the learner's parameters, a `vllm` that
-    was started for the same model is lent them, or given them through files in `handover`."""
+    was started for the same model is lent them, or given them through files in `handover`. Without a `reference_dir`
+    nothing is learned by RL."""
 
     def __init__(
         self,
@@ -73,18 +115,18 @@ class OneProcess:
         pool: EnvPool,
         model: Any,
         tokenizer: Any,
-        reference_dir: Path,
+        reference_dir: Path | None,
         vllm: serving.Vllm | None = None,
         handover: Path | None = None,
     ) -> None:
         self._config, self._pool, self._model, self._tokenizer = config, pool, model, tokenizer
-        self.learner = make_learner(config, model, reference_dir)
-        self._renderer = Renderer(tokenizer, config.model.chat_template)
+        self.learner: Any = None if reference_dir is None else make_learner(config, model, reference_dir)
+        self.renderer = Renderer(tokenizer, config.model.chat_template)
         self._vllm, self._handover = vllm, handover
         if vllm is None:
             # Under overlap the learner changes its weights while episodes are played: the engine has a copy of its own.
             played = freeze(copy.deepcopy(model)) if config.rl.overlap else model
-            self._engine: serving.RunEngine = make_engine(config, played, self._renderer)
+            self._engine: serving.RunEngine = make_engine(config, played, self.renderer)
         else:
             self._engine = vllm
         self.room = self._engine.max_context
@@ -94,9 +136,24 @@ class OneProcess:
     def version(self) -> int:
         return self._engine.version
 
-    def collector(self, prefix: str, group_size: int | None, temperature: float) -> Collect:
-        policies = wiring.engine_policies(self._engine, self._renderer, self._config.agent, temperature)
-        return wiring.collect_each(self._config, self._pool, policies, group_size, prefix)
+    def collector(self, prefix: str, group_size: int | None, temperature: float, heard: Heard | None = None) -> Collect:
+        policies = wiring.engine_policies(self._engine, self.renderer, self._config.agent, temperature)
+        return wiring.collect_each(self._config, self._pool, policies, group_size, prefix, on_trajectory=heard)
+
+    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+        self.learner = make_trainer(self._model, data, settings, seed)
+        return self.learner
+
+    def forget_trainer(self) -> None:
+        self.learner = None
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        return prefer(self._model, pairs, max_tokens)
+
+    def go_back(self, folder: Path) -> None:
+        self.forget_trainer()
+        before, _ = wiring.load_from(folder, self._config.model)
+        self._model.load_state_dict(before.state_dict())
 
     async def publish(self, version: int) -> None:
         if self._vllm is None:
@@ -106,7 +163,8 @@ class OneProcess:
             await serving.publish(self._vllm, self._config, self._model, self._tokenizer, version, self._handover)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
-        save_checkpoint(root, step, self._model, self._tokenizer, state | {"learner": self.learner.state()}, keep)
+        learner = None if self.learner is None else self.learner.state()
+        save_checkpoint(root, step, self._model, self._tokenizer, state | {"learner": learner}, keep)
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
         state = saved["learner"]
@@ -136,6 +194,15 @@ def make_learner(config: Config, model: Any, reference_dir: Path, ranks: Ranks =
     """The learner of one process, or of one rank of several."""
     reference = _reference(model, reference_dir, config, ranks)
     return RLLearner(model, config.rl, config.agent.temperature, reference, _critic(model, config), ranks)
+
+
+def make_trainer(
+    model: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str, ranks: Ranks = ALONE
+) -> SFT | DPO:
+    """Of one process, or of one rank of several."""
+    if isinstance(settings, SFTSettings):
+        return SFT(model, data, settings, seed, ranks)
+    return DPO(model, data, settings, seed, ranks)
 
 
 def _reference(model: Any, folder: Path, config: Config, ranks: Ranks) -> Lent | None:

@@ -109,7 +109,8 @@ async def started(of: Plan, make_engine: Any = Seat) -> Any:
 
     app = RayApp(of)
     try:
-        await app.start(Rank, make_engine, make_player)
+        await app.start_learners(Rank)
+        await app.start_players(make_engine, make_player)
     except BaseException:
         await app.close()
         raise

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import torch
 
 from agentgym_rl.config import Config
-from agentgym_rl.console import Console
-from agentgym_rl.starting import from_nothing
+from agentgym_rl.starting import untrained, words_of
 from agentgym_rl.types import Message
 
 
@@ -22,7 +19,7 @@ def test_a_model_from_nothing_in_bf16_keeps_its_rotary_frequencies() -> None:
             "warm_start": {"policy": "random"},
         }
         conversation = [Message("user", "the door is shut"), Message("assistant", "open the door")]
-        made[dtype], _ = from_nothing(Config.model_validate(raw), [conversation], Console(io.StringIO()))
+        made[dtype] = untrained(Config.model_validate(raw), words_of([conversation]))
     whole, half = made["float32"], made["bfloat16"]
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert torch.equal(half.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)

@@ -34,7 +34,7 @@ from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.board import Board, Published
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.ranks import join, leave
-from agentgym_rl.scale.routing import Homes
+from agentgym_rl.scale.routing import Homes, Turns
 from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, require_cluster, require_none_failed, sigterm_stays_ours
 from agentgym_rl.scale.weights import Receiver, Staging, buckets
 from agentgym_rl.types import Completion, Group, Sampling
@@ -290,7 +290,7 @@ class EnvHost:
 
 
 class RayApp:
-    """The actors of one run. Make it with `start`, end it with `close`."""
+    """The actors of one run: learners are started first, the others when there is a model. `close` ends them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -300,28 +300,35 @@ class RayApp:
         self.room = 0
         self.version = -1
         self._groups: list[Any] = []
+        self._bundles: dict[str, list[dict[str, Any]]] = {}
         self._started_ray = False
         self._events: list[dict[str, Any]] = []
-        self._busy: list[int] = []
+        self._turns = Turns(plan.env_hosts, plan.groups_per_host, plan.worker_timeout_s)
         self._down: dict[int, asyncio.Task[None]] = {}
         """Hosts that died, and who waits for each to be back."""
         self._behind: dict[int, asyncio.Task[None]] = {}
         """Engines that missed an update, likewise."""
-        self._host_free = asyncio.Condition()
         self._one_node = False
         """Whether engines and the first learner are on one."""
         self._threads, self._nodes = Threads(), Nodes()
 
-    async def start(
-        self,
-        make_learner: Callable[[int, int], Any],
-        make_engine: Callable[[], Receiver],
-        make_player: Callable[[Any], Any],
-    ) -> None:
+    async def start_learners(self, make_learner: Callable[[int, int], Any]) -> None:
+        """And reserve the places of all."""
         self._connect()
         plan = self.plan = self.plan.decided(ray.cluster_resources())
-        bundles = await self._threads.run(self._reserve)
-        no_restart = {"max_restarts": 0}
+        bundles = self._bundles = await self._threads.run(self._reserve)
+        self.learners = [
+            ray.remote(LearnerRank)
+            .options(**bundles["learner"][rank], max_restarts=0, max_concurrency=1)
+            .remote(make_learner, rank, plan.learners)
+            for rank in range(plan.learners)
+        ]
+        address = await self.learners[0].address.remote()
+        begun = [rank.begin.remote(address, plan.device, plan.worker_timeout_s) for rank in self.learners]
+        await self._threads.run(self._finish, begun)
+
+    async def start_players(self, make_engine: Callable[[], Receiver], make_player: Callable[[Any], Any]) -> None:
+        plan, bundles = self.plan, self._bundles
         again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
         names = {role: f"{uuid.uuid4().hex[:8]}-{role}" for role in ("board", "engine")}
         named = {"namespace": NAMESPACE}
@@ -329,12 +336,6 @@ class RayApp:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         board = ray.remote(Board).options(name=names["board"], **named, num_cpus=0, scheduling_strategy=here)
         self.board: Any = board.remote()
-        self.learners = [
-            ray.remote(LearnerRank)
-            .options(**bundles["learner"][rank], **no_restart, max_concurrency=1)
-            .remote(make_learner, rank, plan.learners)
-            for rank in range(plan.learners)
-        ]
         self.engines = [
             ray.remote(EngineReplica)
             .options(name=f"{names['engine']}-{i}", **named, **bundles["engine"][i], **again, max_concurrency=10_000)
@@ -348,10 +349,6 @@ class RayApp:
             .remote(make_player, engines, names["board"], plan.worker_timeout_s, i * plan.engines // plan.env_hosts)
             for i in range(plan.env_hosts)
         ]
-        self._busy = [0] * plan.env_hosts
-        address = await self.learners[0].address.remote()
-        begun = [rank.begin.remote(address, plan.device, plan.worker_timeout_s) for rank in self.learners]
-        await self._threads.run(self._finish, begun)
         await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
         rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
         self.room = min(rooms)
@@ -435,12 +432,18 @@ class RayApp:
         refs = [rank.call.remote(method, *some) for rank, some in zip(self.learners, arguments, strict=True)]
         return self._finish(refs)
 
+    def on_all(self, method: str, *arguments: Any) -> list[Any]:
+        """The same on every rank; what is large travels once to each node."""
+        return self.on_ranks(method, [tuple(ray.put(argument) for argument in arguments)] * len(self.learners))
+
+    async def wait_for_all(self, method: str, *arguments: Any) -> list[Any]:
+        """Likewise, where the run may be stopped meanwhile."""
+        return await self._threads.run(self.on_all, method, *arguments)
+
     def rest_engines(self) -> None:
         """Before ranks learn on devices that they share with engines; nothing is played meanwhile."""
         for ref in [engine.rest.remote() for engine in self.engines]:
-            with contextlib.suppress(
-                RayActorError
-            ):  # one that died holds nothing, and asks for weights when it is back
+            with contextlib.suppress(RayActorError):  # one that died holds nothing, and asks for weights when back
                 ray.get(ref)
 
     def _finish(self, refs: list[Any]) -> list[Any]:
@@ -510,41 +513,18 @@ class RayApp:
         give_up_at = time.monotonic() + self.plan.worker_timeout_s
         while True:
             require_none_failed(self._behind.values())
-            index = await self._take_host()
-            try:
-                group = await self.hosts[index].play.remote(job)
-            except RayActorError as error:
-                self._host_lost(index)
-                if time.monotonic() > give_up_at:
-                    raise WorkerLost(f"environment hosts keep dying, {index} did: {error}") from error
-                continue
-            except RayTaskError as error:
-                raise (error.cause if isinstance(error.cause, Exception) else error) from None
-            finally:
-                await self._give_back(index)
-            return group
-
-    async def _take_host(self) -> int:
-        async with self._host_free:
-            while True:
-                up = [i for i in range(len(self.hosts)) if i not in self._down]
-                index = min(up, key=lambda i: (self._busy[i], i), default=-1)
-                if index >= 0 and self._busy[index] < self.plan.groups_per_host:
-                    self._busy[index] += 1
-                    return index
+            async with self._turns.host() as index:
                 try:
-                    # A host at work may take as long as its episodes do; one that is to come back may not.
-                    await asyncio.wait_for(self._host_free.wait(), None if up else self.plan.worker_timeout_s)
-                except TimeoutError:
-                    raise WorkerLost(f"all {len(self.hosts)} environment hosts died and none came back") from None
-
-    async def _give_back(self, index: int) -> None:
-        async with self._host_free:
-            self._busy[index] -= 1
-            self._host_free.notify_all()
+                    return await self.hosts[index].play.remote(job)
+                except RayActorError as error:
+                    self._host_lost(index)
+                    if time.monotonic() > give_up_at:
+                        raise WorkerLost(f"environment hosts keep dying, {index} did: {error}") from error
+                except RayTaskError as error:
+                    raise (error.cause if isinstance(error.cause, Exception) else error) from None
 
     def _host_lost(self, index: int) -> None:
-        if index not in self._down:
+        if self._turns.lost(index):
             self._down[index] = asyncio.create_task(self._host_back(index))
             message = f"environment host {index} died; the groups it had are played again"
             self._events.append({"kind": "env_host_lost", "message": message})
@@ -552,9 +532,7 @@ class RayApp:
     async def _host_back(self, index: int) -> None:
         await answers(self.hosts[index])
         self._events.append({"kind": "env_host_started", "message": f"environment host {index} was started again"})
-        async with self._host_free:
-            del self._down[index]
-            self._host_free.notify_all()
+        await self._turns.back(index)
 
     async def events(self) -> list[dict[str, Any]]:
         nodes = self._nodes.changes(await asyncio.to_thread(ray.nodes))

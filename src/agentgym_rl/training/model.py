@@ -5,8 +5,8 @@ Shapes: B samples of T tokens in all, A action tokens among them, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,25 @@ Lent = Callable[[], AbstractContextManager[Any]]
 
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer) from a Hugging Face folder or hub name, ready to sample and to train."""
-    folder = require_folder(path)
-    name = str(folder) if folder.is_dir() else path
-    try:
+    with _or_reason(path) as name:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+    return model, tokenizer
+
+
+def load_tokenizer(path: str) -> Any:
+    with _or_reason(path) as name:
+        return AutoTokenizer.from_pretrained(name)
+
+
+@contextmanager
+def _or_reason(path: str) -> Iterator[str]:
+    """What to load: a folder that is there, or a hub name; what is wrong with it is said in a line."""
+    folder = require_folder(path)
+    try:
+        yield str(folder) if folder.is_dir() else path
     except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError(f"model.path = {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
-    return model, tokenizer
 
 
 def require_folder(path: str) -> Path:
