@@ -1,12 +1,14 @@
 """vLLM beside a learner: seconds to start, to take new weights each way, to sleep and wake, and how far apart they are.
 
-    python benchmarks/vllm_weights.py [--model qwen2.5-1.5b | smollm2-135m | tiny] [--rounds 3] [--episodes 64]
+    python benchmarks/vllm_weights.py [--model qwen2.5-1.5b | smollm2-135m | tiny] [--rounds 5] [--episodes 64]
     python benchmarks/vllm_weights.py --eager --vllm-only     without CUDA graphs
 
 Random weights of the model's shape. Each update changes every tensor, and log-probabilities move several times as far
 as engine and learner may differ; the engine must then have the learner's bits and agree with it, which is part of the
 time, and it must have moved. A step is a rollout (two turns of every episode: prompts of 256 tokens, replies of 64) and
-a plain forward and backward pass over what was played; updates are given as shares of it. On CUDA vLLM also sleeps: its
+a plain forward and backward pass over what was played; updates are given as shares of it. `memory` lends the state of
+this process (CUDA IPC), `node` and `buckets` are what a cluster does, on one node and on several. The first two of each
+are slower, they make what later ones use again, so figures are medians of the rest. On CUDA vLLM also sleeps: its
 memory before, while and after, and how far log-probabilities are from what they were. Adapters need an engine with room
 for them, so they come last, on one that is started eagerly. On a CPU everything runs in float32 and nothing sleeps.
 
@@ -34,16 +36,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from agentgym_rl.agent.engines.handover import HostMemories
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.agent.engines.vllm.checks import require_vllm
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE
 from agentgym_rl.errors import EngineError
 from agentgym_rl.scale.ranks import whole_state
-from agentgym_rl.scale.weights import InPlace, buckets
+from agentgym_rl.scale.weights import Bucket, InPlace, Staging, buckets
 from agentgym_rl.serving import VllmSeat
 from agentgym_rl.types import Sampling
 
@@ -99,6 +103,20 @@ def change(model: Any, back: bool) -> None:
     for name, parameter in model.named_parameters():
         factor = NORM_FACTOR if name == "model.norm.weight" else FACTOR
         parameter.mul_(1 / factor if back else factor)
+
+
+class Store:
+    """As much of an object store as matters here: memory that was used before, where what is put is copied to."""
+
+    def __init__(self) -> None:
+        self._places: list[numpy.ndarray] = []
+
+    def put(self, number: int, bucket: Bucket) -> Bucket:
+        if number == len(self._places):
+            self._places.append(bucket.data.copy())
+        place = self._places[number]
+        place[:] = bucket.data
+        return Bucket(bucket.entries, place)
 
 
 class Moves:
@@ -223,7 +241,7 @@ async def updates(
     differ: Callable[[str, Report], None],
 ) -> Report:
     """Seconds of each way, of a rollout, and of a pass over it. Tells `differ` how far apart engine and learner are."""
-    seat = VllmSeat(engine)
+    seat, memories, staging, store = VllmSeat(engine), HostMemories(), Staging(), Store()
 
     async def by_folder() -> None:
         model.save_pretrained(root / "new")
@@ -234,8 +252,19 @@ async def updates(
 
     async def in_buckets() -> None:
         """As on a cluster, but for the network: the learner's rank cuts, the engine's seat puts together."""
-        made = list(buckets(whole_state(model), BUCKET_BYTES))
-        await seat.load(made, engine.version + 1, probe_model(model))
+        cut = buckets(whole_state(model), BUCKET_BYTES, staging=staging)
+        stored = [store.put(number, bucket) for number, bucket in enumerate(cut)]
+        note(await seat.load(stored, engine.version + 1, probe_model(model)))
+
+    async def on_the_node() -> None:
+        """As on a cluster of one node: the learner's rank writes memory, vLLM's worker maps it."""
+        weights = memories.fill(whole_state(model))
+        note(weights.refused)
+        note(await seat.load([weights], engine.version + 1, probe_model(model)))
+
+    def note(remark: str) -> None:
+        if remark and remark not in remarks:
+            remarks.append(remark)
 
     async def play() -> None:
         await rollout(engine, options.episodes, Sampling(NEW_TOKENS, seed=0))
@@ -246,7 +275,8 @@ async def updates(
     differ("at the start", await compare(model, engine, options.episodes))
     await play()  # the first one warms up
     await passes()
-    ways: dict[str, Work] = {"files": by_folder, "memory": in_memory, "buckets": in_buckets}
+    ways: dict[str, Work] = {"files": by_folder, "memory": in_memory, "node": on_the_node, "buckets": in_buckets}
+    remarks: list[str] = []
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "rollout", "learn")}
     moves, back = Moves(engine, probe_model(model)), False
     await moves.begin()
@@ -260,7 +290,7 @@ async def updates(
                 differ(f"after {name}", await compare(model, engine, options.episodes))
         seconds["rollout"].append(await timed(play()))
         seconds["learn"].append(await timed(passes()))
-    found = {name: statistics.median(values) for name, values in seconds.items()}
+    found = {name: statistics.median(values[2:] or values) for name, values in seconds.items()}
     new_tokens, stats = options.episodes * TURNS * NEW_TOKENS, engine.stats()
     return {
         "seconds": found,
@@ -268,6 +298,7 @@ async def updates(
         "new_tokens_per_s": new_tokens / found["rollout"],
         "prompt_tokens_reused": stats["prompt_tokens_reused"] / stats["prompt_tokens"],
         "moved_least": moves.least,
+        "remarks": remarks,
     }
 
 
@@ -338,7 +369,9 @@ def say(found: Report) -> None:
     reused = f"{found['prompt_tokens_reused']:.0%} of prompts found in the cache"
     print(f"rollout      {seconds['rollout']:8.2f} s   {found['new_tokens_per_s']:,.0f} new tokens/s, {reused}")
     print(f"learn        {seconds['learn']:8.2f} s   forward and backward over what was played")
-    for name in ("files", "memory", "buckets"):
+    for remark in found["remarks"]:
+        print(remark)
+    for name in ("files", "memory", "node", "buckets"):
         rate, first = found["gigabytes"] / seconds[name], found["each"][name][0]
         share = seconds[name] / (step + seconds[name])
         print(f"{name:12} {seconds[name]:8.2f} s   {share:.1%} of a step, {rate:.2f} GB/s, the first {first:.2f} s")
@@ -419,7 +452,7 @@ async def main(options: argparse.Namespace) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("tiny", "smollm2-135m", "qwen2.5-1.5b"), default="smollm2-135m")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--memory-share", type=float, default=0.4)
     parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")

@@ -1,0 +1,113 @@
+"""Weights from one process to another through memory of the host that CUDA has page-locked, and lent on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from reader_for_tests import reader
+
+from agentgym_rl.agent.engines import handover
+from agentgym_rl.agent.engines.handover import HostMemories, HostMemory
+from agentgym_rl.scale.weights import Staging, buckets, load_buckets
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def a_state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return {
+        "a": torch.randn(4096, 2049, device="cuda", generator=generator).to(torch.bfloat16),
+        "b": torch.randn(7, device="cuda", generator=generator),
+        "c": torch.empty(0, 2, device="cuda"),
+        "d": torch.randn(33, 5, device="cuda", generator=generator).t(),
+    }
+
+
+def same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> bool:
+    return list(found) == list(state) and all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_both_sides_have_the_memory_page_locked_and_every_version_arrives() -> None:
+    memories = HostMemories()
+    with reader("cuda") as connection:
+        for seed in range(5):
+            state = a_state(seed)
+            connection.send(memories.fill(state.items()))
+            assert connection.poll(300)
+            found, mapped, remark = connection.recv()
+            assert remark == ""
+            assert mapped == min(seed + 1, 2)
+            for name, tensor in state.items():
+                dtype, values = found[name]
+                assert dtype == str(tensor.dtype)
+                assert torch.equal(torch.from_numpy(values), tensor.cpu().float())
+    for memory in (memories._lent, memories._spare):
+        assert memory is not None
+        assert memory._window is not None
+        assert memory._window.refused == ""
+        assert memory._window.tensor(memory._entries[0]).is_pinned()
+    memories.close()
+
+
+def test_an_engine_copies_straight_from_it_and_tensors_may_be_thrown_away_while_they_are_written() -> None:
+    memory = HostMemory()
+    for seed in range(3):
+        # Each is freed as soon as its copy is asked for, and its room used again by the next.
+        weights = memory.fill((name, tensor.clone()) for name, tensor in a_state(seed).items())
+        own = {name: torch.zeros_like(tensor) for name, tensor in a_state(seed).items()}
+        with weights.held() as held:
+            load_buckets(own, [held])
+            assert next(iter(held.tensors()))[1].is_pinned()
+        assert same(own, a_state(seed))
+    memory.close()
+
+
+def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
+    memory = HostMemory()
+    memory.fill(a_state(0).items())
+    memory.fill(a_state(1).items())
+    window = memory._window
+    assert window is not None
+    window._locked = False
+    window.lock()  # a second time, which CUDA refuses
+    assert "does not page-lock" in window.refused
+    state = a_state(2)
+    assert float(torch.ones(5, device="cuda").sum()) == 5.0, "the refusal is not found by whoever comes next"
+    weights = memory.fill(state.items())
+    assert weights.refused == window.refused
+    own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load_buckets(own, [weights])
+    assert same(own, state)
+    window._locked = True
+    memory.close()
+
+
+def test_buckets_are_cut_in_page_locked_memory() -> None:
+    staging, state = Staging(), a_state(3)
+    found: dict[str, torch.Tensor] = {}
+    for bucket in buckets(state.items(), 1 << 20, staging=staging):
+        found |= {name: tensor.cuda() for name, tensor in bucket.tensors()}
+    assert same(found, state)
+    assert staging.room(1).is_pinned()
+
+
+def test_a_state_on_the_device_is_lent_to_another_process_as_it_is() -> None:
+    state = a_state(4) | {"e": torch.arange(6.0)}  # one on the host among them
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=borrow, args=(theirs,), daemon=True)
+    process.start()
+    message, lent = handover.pack(state)
+    ours.send_bytes(message)
+    assert ours.poll(300)
+    found = ours.recv()
+    process.join(60)
+    assert set(found) == set(state)
+    assert all(torch.equal(torch.from_numpy(found[name]), tensor.cpu().float()) for name, tensor in state.items())
+    del lent
+
+
+def borrow(connection: Any) -> None:
+    connection.send({name: t.float().cpu().numpy() for name, t in handover.unpack(connection.recv_bytes())})
