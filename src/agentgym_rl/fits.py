@@ -43,7 +43,6 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         cache_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * GIB),
         replicas=engine.replicas,
         warm_start=None if warm is None else _passes(warm.sft.optimizer),
-        driver_loads=config.model.scratch is not None or warm is not None or lora is not None,
         gpu=gpu,
     )
 

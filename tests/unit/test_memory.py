@@ -114,15 +114,23 @@ def test_vllm_takes_its_share_of_the_whole_device() -> None:
     assert table({"engine": engine_memory(alone, 80 * GIB)}, 80 * GIB)[1], "a budget that is kept needs no reserve"
 
 
-def test_a_warm_start_is_one_learner_with_the_model_whole() -> None:
+def test_a_warm_start_is_spread_like_any_learner_and_has_its_own_passes() -> None:
     eight = Demand(
         SHAPES["7B"], 2, learners=8, distributed=True, colocated=False, checkpoint_activations=True, sessions=64
     )
-    assert table(on_each_device(eight, 80 * GIB), 80 * GIB)[1]
-    warm = on_each_device(replace(eight, warm_start=(4096, True)), 80 * GIB)
-    assert warm["driver, warm start"].total > 12 * SHAPES["7B"].count
-    assert not table(warm, 80 * GIB)[1]
+    eight = replace(eight, reference=True, warm_start=(4096, True))
+    warm = on_each_device(eight, 80 * GIB)
+    assert table(warm, 80 * GIB)[1]
+    learner, imitating = learner_memory(eight).parts, warm["learner, warm start"].parts
+    assert imitating["optimizer"] == learner["optimizer"] == SHAPES["7B"].count
+    assert "reference" not in imitating
+    assert imitating["activations"] < learner["activations"]
+    large = replace(eight, warm_start=(65536, False))
+    assert not table({"learner, warm start": warm_start_memory(large)}, 80 * GIB)[1], "whatever RL would need"
+    assert "device, warm start" in on_each_device(replace(eight, colocated=True))
     assert "device, warm start" in on_each_device(Demand(SHAPES["1.5B"], 2, warm_start=(4096, True)))
+    cpu = on_each_host(replace(eight, gpu=False), 16)
+    assert cpu["host, warm start"].total == 8 * warm_start_memory(replace(eight, gpu=False)).total
 
 
 def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_for_every_vllm_elsewhere() -> None:
@@ -183,7 +191,7 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     ranks = [learner_memory(replace(large, learners=n)).total / GIB for n in (16, 8)]
     assert f"({ranks[0]:.0f} GiB each; {ranks[1]:.0f} GiB with 8)" in flat
     warm = warm_start_memory(replace(seven, warm_start=(16384, True))).total / GIB
-    assert f"{warm:.0f} GiB at 7B with micro-batches of 16k" in flat
+    assert f"{warm:.1f} GiB at 7B on 8 with micro-batches of 16k" in flat
     host = on_each_host(large, 8)["host of learners, loading"].total / GIB
     assert f"{host:,.0f} GiB for a node of 8 ranks at 32B" in flat
     passing = sum(learner_memory(seven).parts[name] for name in OF_A_PASS) / GIB

@@ -15,7 +15,7 @@ and key/value heads of width w:
     engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold
     engine, vLLM                   its memory_share of the whole device, which must hold bP weights and one episode
     reference                      bP / D, and whole before it is spread;    critic: another learner, without the head
-    warm start                     a learner alone, in the driver
+    warm start                     a learner without reference and critic, before there are engines
     host                           `on_each_host`
 
 They are estimates: allocators and libraries take a share of their own, for which `RESERVE` is set aside.
@@ -117,8 +117,6 @@ class Demand:
     """vLLMs on the device of one process."""
     warm_start: tuple[int, bool] | None = None
     """(micro_batch_tokens, checkpoint_activations) of the imitation before RL."""
-    driver_loads: bool = False
-    """The driver of a cluster holds the model before learners do: a warm start, a model from nothing, LoRA."""
     gpu: bool = True
     """The device is one; else its memory is the host's."""
 
@@ -172,11 +170,11 @@ def learner_memory(d: Demand) -> Memory:
 
 
 def warm_start_memory(d: Demand) -> Memory:
-    """Imitation is done by one process, with the model whole."""
+    """On one learner's device, while it imitates."""
     assert d.warm_start is not None
     tokens, checkpoint = d.warm_start
-    alone = replace(d, distributed=False, learners=1, reference=False, critic=False)
-    return learner_memory(replace(alone, micro_batch_tokens=tokens, checkpoint_activations=checkpoint))
+    plain = replace(d, reference=False, critic=False)
+    return learner_memory(replace(plain, micro_batch_tokens=tokens, checkpoint_activations=checkpoint))
 
 
 def activation_bytes(d: Demand) -> int:
@@ -221,9 +219,7 @@ def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
     learner, engine = learner_memory(d), engine_memory(d, device_bytes)
     found: dict[str, Memory] = {}
     if d.warm_start is not None:
-        found["driver, warm start" if d.distributed else "device, warm start"] = warm_start_memory(d)
-    elif d.distributed and d.driver_loads:
-        found["driver, loading"] = Memory({"weights": d.dtype_bytes * d.shape.count, "process": CONTEXT * d.gpu})
+        found["device, warm start" if d.colocated else "learner, warm start"] = warm_start_memory(d)
     learners = {f"learner {name}": size for name, size in learner.parts.items()}
     engines = {f"engine {name}": size for name, size in engine.parts.items()}
     if not d.distributed:
@@ -273,7 +269,12 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     if not d.gpu:
         learner, engine = learner_memory(d), engine_memory(d, host_bytes)
         own = {f"{ranks} ranks": ranks * learner.total, f"{engines} engines": engines * engine.total}
-        return {"host, loading": Memory(load | start), "host, running": Memory(own | learning | playing)}
+        warm = 0 if d.warm_start is None else ranks * warm_start_memory(d).total
+        return {
+            "host, warm start": Memory({f"{ranks} ranks": warm}),
+            "host, loading": Memory(load | start),
+            "host, running": Memory(own | learning | playing),
+        }
     if d.colocated or one_node:
         return {"host, loading": Memory(load | start), "host, running": Memory(learning | playing)}
     return {
