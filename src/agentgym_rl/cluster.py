@@ -307,7 +307,7 @@ class Cluster:
                 app.start_players(partial(make_seat, config, folder), partial(make_player, config, folder)),
             )
             made = cls(config, app, folder)
-            await app.publish(0)
+            console.note(f"weights go to engines {await app.publish(0)}")
         except BaseException:
             await app.close()
             raise
