@@ -16,6 +16,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from agentgym_rl.environment import catalog
 from agentgym_rl.intervals import wilson_interval
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import horizon_stages, read_metrics, read_trajectories
@@ -56,15 +57,18 @@ def rows(run: Path, base: Path | None) -> list[str]:
 
 
 def episodes_of(run: Path) -> list[tuple[Trajectory, Trajectory]]:
-    """(before, after) of the same items: the first evaluation against the last, as many of each subset as of others."""
+    """(before, after) of the same items: the first evaluation against the last, the first items of each subset."""
     files = sorted((run / "trajectories").glob("eval_*.jsonl"))
     played = [{t.task.item: t for t in read_trajectories(path) if t.error is None} for path in files]
     first, last = played[0], played[-1]
     both = [item for item in first if item in last]
-    subsets = max(1, len(summary_of(run)["after"]["subsets"]))
-    # The evaluation plays one subset after the other, as many items of each.
-    each, share = len(both) / subsets, -(-EPISODES // subsets)
-    chosen = [item for k in range(subsets) for item in both[round(k * each) : round(k * each) + share]]
+    if not both:
+        raise SystemExit(f"{run} needs two evaluations of the same items, {files[0].name} and {files[-1].name} share none")
+    env = catalog.load(first[both[0]].task.env)
+    subsets = list(summary_of(run)["after"]["subsets"])
+    share = -(-EPISODES // max(1, len(subsets)))
+    # In the order they were evaluated in.
+    chosen = [i for name in subsets for i in [i for i in both if name in env.subsets_of(i)][:share]] or both
     return [(first[item], last[item]) for item in chosen[:EPISODES]]
 
 
@@ -87,9 +91,14 @@ def transcript(trajectory: Trajectory) -> list[str]:
 
 
 def page(run: Path) -> str:
-    name = summary_of(run)["name"]
-    parts = [f"# {name}: ten held-out episodes before and after RL", ""]
-    parts += ["`>>>` marks what the model wrote. The items are the first that were evaluated, not chosen.", ""]
+    summary = summary_of(run)
+    last = sorted((run / "trajectories").glob("eval_*.jsonl"))[-1].stem.removeprefix("eval_").lstrip("0")
+    parts = [f"# {summary['name']}: ten held-out episodes before and after RL", ""]
+    parts += [
+        f"After: step {last}. `>>>` marks what the model wrote. The items are the first of "
+        f"{' and of '.join(summary['after']['subsets'])} in the order of evaluation; nobody chose them.",
+        "",
+    ]
     for number, (before, after) in enumerate(episodes_of(run), 1):
         parts += [f"## {number}. {before.task.key}", "", "Before:", "", *transcript(before), ""]
         parts += ["After:", "", *transcript(after), ""]
