@@ -11,6 +11,7 @@ import torch
 from reader_for_tests import reader
 from runs_for_tests import counting_config
 from training_for_tests import counting_player, tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentgym_rl.agent.engines import handover
 from agentgym_rl.agent.engines.handover import HostMemories, HostMemory
@@ -18,6 +19,7 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.cluster import make_seat
 from agentgym_rl.errors import EngineError
 from agentgym_rl.fits import demand_of
+from agentgym_rl.scale.ranks import whole_state
 from agentgym_rl.scale.weights import InPlace, Staging, buckets, load_buckets
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.types import Sampling
@@ -210,6 +212,18 @@ def test_a_state_lent_to_vllm_has_tied_tensors_once() -> None:
     assert list(found) == ["embed", "view", "none", "nothing"]
     assert all(torch.equal(found[name], state[name]) for name in found)
     del lent
+
+
+def test_a_tied_head_travels_once_and_arrives() -> None:
+    tied = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(**tied, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+    first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    made = list(buckets(whole_state(first), 1 << 20))
+    names = [name for bucket in made for name, *_ in bucket.entries]
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    load_buckets(second.state_dict(), made)
+    assert torch.equal(second.lm_head.weight, first.lm_head.weight)
 
 
 def test_buckets_made_in_one_place_last_until_the_next_and_are_read_where_they_are() -> None:
