@@ -132,10 +132,10 @@ def workers(role: str) -> list[int]:
 class Command:
     """`agentgym-rl train` in a process of its own."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, text: str = SMALL) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         recipe = folder.parent / "small.toml"
-        recipe.write_text(SMALL)
+        recipe.write_text(text)
         self.folder, self.output = folder, folder.parent / f"{folder.name}.out"
         command = [*CLI, "train", str(recipe), f"run_dir={folder}", *arguments]
         with self.output.open("ab") as output:

@@ -15,13 +15,23 @@ from typing import Any
 import pytest
 import torch
 from cluster_for_tests import SCALE, Command, duplicates, events_of, leaked, steps_of, tokens, two_nodes, workers
-from runs_for_tests import comparable_metrics, final_weights
+from runs_for_tests import comparable_metrics, final_weights, trainer_state
 
 from agentgym_rl.training.checkpoint import list_checkpoints
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
 LONG = "rl.steps=400"
+AGENTEVOL = (Path(__file__).parents[2] / "recipes" / "keydoor" / "tiny-agentevol.toml").read_text()
+GENTLE = (
+    "threads=1",
+    "warm_start.episodes=128",
+    "warm_start.sft.epochs=6",
+    "warm_start.sft.optimizer={lr=0.003}",  # at a higher one rounding alone makes another model of it
+    "sft.batch_size=6",
+    "agentevol.min_reward=0",
+    "checkpoint.every=3",
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +101,38 @@ def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> No
     after = final_weights(stopped)
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_agentevol_on_a_cluster_is_that_of_one_process_and_is_resumed_by_one(cluster: Any, tmp_path: Path) -> None:
+    """A warm start, exploration, imitation from the base again; told to stop in a later round."""
+    whole = Command(tmp_path / "alone" / "run", *GENTLE, text=AGENTEVOL)
+    run = Command(
+        tmp_path / "cluster" / "run",
+        *(*SCALE, f"scale.address={cluster.address}", *GENTLE, "agentevol.rounds=200"),
+        text=AGENTEVOL,
+    )
+    try:
+        run.until_step(10)  # held-out items were played after the second round
+        assert run.stop() == 0, run.output.read_text()
+    finally:
+        run.end()
+    assert whole.wait() == 0, whole.output.read_text()
+    assert leaked() == 0
+    found, expected = tokens(run.folder), tokens(whole.folder)
+    assert {name for name in expected if "step" in name}, "something was explored"
+    for name, episodes in expected.items():
+        assert found[name] == episodes, name
+    for mine, theirs in zip(comparable_metrics(run.folder), comparable_metrics(whole.folder), strict=False):
+        assert mine.keys() == theirs.keys()
+        for name in ("loss", "grad/norm", "entropy/mean", "lr", "round", "samples", "tokens/trained"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-2), name
+    step = steps_of(run.folder)[-1]
+    assert list_checkpoints(run.folder / "checkpoints")[-1].name == f"step_{step:06d}"
+    rounds_done = trainer_state(run.folder)["rounds_done"]
+    again = Command(run.folder, *GENTLE, f"agentevol.rounds={rounds_done + 1}", "--resume", text=AGENTEVOL)
+    assert again.wait() == 0, again.output.read_text()
+    steps = steps_of(run.folder)
+    assert steps == list(range(1, len(steps) + 1))
+    assert len(steps) > step
+    summary = json.loads((run.folder / "summary.json").read_text())
+    assert [one["round"] for one in summary["rounds"]] == list(range(1, rounds_done + 3))

@@ -63,13 +63,21 @@ def alive(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_sigterm_while_a_cluster_starts_leaves_nothing_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["ranks imitate", "engines are made"])
+def test_sigterm_while_a_cluster_starts_leaves_nothing_running(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("ray")
     for name, value in PATIENT.items():
         monkeypatch.setenv(name, value)
     scale = ("scale.learners=1", "scale.engines=1", "scale.env_hosts=1", "scale.object_store_mb=100")
-    run = Command(tmp_path / "run", *scale)
-    run.until(lambda: bool(workers("learner")))  # and not yet of the others, which take seconds to be made
+    if moment == "ranks imitate":
+        run = Command(tmp_path / "run", *scale, "warm_start.sft.epochs=100000")
+        run.until(lambda: "from nothing" in run.output.read_text())
+        assert not workers("engine")
+    else:
+        run = Command(tmp_path / "run", *scale)
+        run.until(lambda: bool(workers("engine")))  # they take seconds
     started = descendants(run.process.pid)
     assert run.stop() == 0, run.output.read_text()
     assert "Traceback" not in run.output.read_text()

@@ -35,6 +35,7 @@ def load(tmp_path: Path, method: str, *overrides: str) -> Config:
 def test_a_method_has_its_sections_and_no_others(tmp_path: Path, method: str) -> None:
     config = load(tmp_path, method)
     assert config.method == method
+    assert load(tmp_path, method, "scale.learners=2").scale is not None
     present = {name for name in ("sft", "dpo", "agentevol", "data") if getattr(config, name) is not None}
     assert present == {"rl": set(), "sft": {"sft", "data"}, "dpo": {"dpo"}, "agentevol": {"sft", "agentevol"}}[method]
 
