@@ -28,6 +28,7 @@ from agentgym_rl.scale.ranks import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards, save_shards, spread
 from agentgym_rl.scale.weights import InPlace, Receiver
 from agentgym_rl.starting import Start, from_nothing, imitate, untrained
+from agentgym_rl.training import lora
 from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
 from agentgym_rl.training.dpo import Preference, prefer
@@ -63,12 +64,12 @@ class Rank:
     def __init__(self, config: Config, rank: int, size: int) -> None:
         torch.set_num_threads(config.threads or 1)
         device, self._dtype = wiring.choose_device(config.model)
-        lora = config.model.lora is not None
+        adapters = config.model.lora is not None
         # Sharded weights are loaded on the host, in float32: they are the optimizer's masters, passes run in `dtype`.
-        changes = {} if lora else {"device": "cpu", "dtype": "float32"}
+        changes = {} if adapters else {"device": "cpu", "dtype": "float32"}
         self._loading = config.model_copy(update={"model": config.model.model_copy(update=changes)})
         self._config, self._rank = config, rank
-        self._ranks = ProcessRanks(device, shard=not lora, dtype=self._dtype)
+        self._ranks = ProcessRanks(device, shard=not adapters, dtype=self._dtype)
         self._model: Any = None
         self._tokenizer: Any = None
         self._learner: Any = None
@@ -120,9 +121,10 @@ class Rank:
         return self._model.num_parameters()
 
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """In the type that engines have; every rank must read all of it."""
+        """What engines have, in the type that they have; every rank must read all of it."""
         for name, tensor in whole_state(self._model):
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            if not any(f".{learners_own}." in name for learners_own in (lora.REFERENCE, lora.CRITIC)):
+                yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
         self._leave_the_device()
 
     def probe(self) -> Probe | None:

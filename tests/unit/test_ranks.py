@@ -10,10 +10,15 @@ import pytest
 import torch
 from processes_for_tests import CONTEXT, exit_code_if_preloaded
 from ranks_for_tests import CASES, ON_FOUR, alone, everything, learner, on_ranks, steps, weights
+from training_for_tests import tiny_model
 
+from agentgym_rl.cluster import Rank
+from agentgym_rl.config import Config
 from agentgym_rl.scale.shards import like_learner, load_shards
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
 from agentgym_rl.training.ranks import ALONE, Ranks, balanced
+from agentgym_rl.training.scratch import build_tokenizer
+from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
 from agentgym_rl.types import Sample
 
 pytestmark = pytest.mark.timeout(900)  # four processes on two cores, and whatever else they do
@@ -94,6 +99,38 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
         resume(ALONE, tmp_path, source) if readers == 1 else on_ranks(readers, partial(resume, source=source), tmp_path)
     )
     assert_same(found, expected["ppo, another step"])
+
+
+def published_names(ranks: Ranks, folder: Path) -> list[str]:
+    """Of a learner with adapters for policy, reference and critic, after its warm start."""
+    tiny_model().save_pretrained(folder / "model")
+    words = build_tokenizer(["up down"])
+    words.save_pretrained(folder / "start")
+    words.save_pretrained(folder / "model")
+    config = Config.model_validate(
+        {
+            "model": {"path": str(folder / "model"), "lora": {"rank": 2}, "device": "cpu"},
+            "environments": [{"name": "keydoor"}],
+            "warm_start": {},
+            "rl": {"algorithm": "ppo", "kl_coef": 0.1},
+        }
+    )
+    made = Rank(config, ranks.rank, ranks.size)
+    made.untrained(str(folder / "start"))
+    lesson = Sample([1, 2, 3, 4], [False, True, True, True])
+    assert made.teach([lesson], SFTSettings(optimizer=OptimizerSettings(lr=0.1)), 0) == 1
+    assert made.step()["grad/norm"] > 0
+    made.export(str(folder / "start"))
+    made.load(str(folder / "start"), str(folder / "start"))
+    moved = [tensor for name, tensor in made.whole_state() if "lora_B" in name]
+    assert any(tensor.any() for tensor in moved), "what was imitated is what RL starts from"
+    return [name for name, _ in made.whole_state()]
+
+
+def test_engines_are_sent_the_policys_adapters_and_not_the_learners_own(tmp_path: Path) -> None:
+    names = on_ranks(1, published_names, tmp_path)
+    assert any(".default." in name for name in names)
+    assert not [name for name in names if ".reference." in name or ".critic." in name]
 
 
 def test_processes_are_forked_with_everything_imported() -> None:
