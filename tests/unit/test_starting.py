@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
 
+import torch
+from envs_for_tests import Counting
+from runs_for_tests import counting_config, quiet
+
+from agentgym_rl import wiring
 from agentgym_rl.config import Config
-from agentgym_rl.starting import untrained, words_of
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.runlog import RunLog
+from agentgym_rl.starting import starting_point, untrained, words_of
 from agentgym_rl.types import Message
 
 
@@ -25,3 +32,15 @@ def test_a_model_from_nothing_in_bf16_keeps_its_rotary_frequencies() -> None:
     assert torch.equal(half.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
     assert torch.equal(half.lm_head.weight, whole.lm_head.weight.bfloat16())
     assert half.lm_head.weight is half.get_input_embeddings().weight
+
+
+async def test_a_warm_start_leaves_the_model_ready_to_play(tmp_path: Path) -> None:
+    config = counting_config()
+    pool = LocalPool({"counting": Counting})
+    items = await wiring.all_items(pool, config.environments)
+    with RunLog.create(tmp_path / "run", config.resolved()) as log:
+        model, tokenizer = await starting_point(config, pool, items, log, quiet())
+    await pool.close()
+    assert not model.training
+    before = dict(untrained(config, tokenizer).named_parameters())
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
