@@ -12,9 +12,11 @@ import pytest
 import pytest_asyncio
 from vllm_for_tests import SMALL, gap, greedy, prompt, scored, vllm_processes
 
+from agentgym_rl.agent.engines.handover import HostMemories
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.errors import EngineError
+from agentgym_rl.scale.ranks import whole_state
 from agentgym_rl.scale.weights import buckets
 from agentgym_rl.serving import VllmSeat
 from agentgym_rl.training.lora import add_adapter
@@ -144,11 +146,16 @@ async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabular
     ids = prompt(50, vocabulary)
     await engine.update_weights(models["C"].state_dict(), engine.version + 1, probe=probe_model(models["C"]))
     assert gap(models["C"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
-    seat, probe = VllmSeat(engine), probe_model(models["B"])
-    await seat.load(list(buckets(models["B"].state_dict().items(), 20_000)), engine.version + 1, probe)
-    (found,) = await engine._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
-    assert found["model.embed_tokens.weight"] == probe.checksums["model.embed_tokens.weight"]
-    assert gap(models["B"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
+    # As on a cluster of several nodes and of one. The memory is used again: later versions are written in place.
+    seat, memories = VllmSeat(engine), HostMemories()
+    for name in "BCAB":
+        state, probe = whole_state(models[name]), probe_model(models[name])
+        for arrived in (list(buckets(state, 20_000)), [memories.fill(whole_state(models[name]))]):
+            assert await seat.load(arrived, engine.version + 1, probe) == ""
+            (found,) = await engine._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
+            assert found["model.embed_tokens.weight"] == probe.checksums["model.embed_tokens.weight"]
+            assert gap(models[name], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
+    memories.close()
 
 
 async def test_a_reply_under_way_keeps_its_weights(engine: Any, models: Any, folders: Any, vocabulary: int) -> None:
