@@ -63,7 +63,7 @@ def episodes_of(run: Path) -> list[tuple[Trajectory, Trajectory]]:
     first, last = played[0], played[-1]
     both = [item for item in first if item in last]
     if not both:
-        raise SystemExit(f"{run} needs two evaluations of the same items, {files[0].name} and {files[-1].name} share none")
+        raise SystemExit(f"{run} needs two evaluations of the same items; its first and last share none")
     env = catalog.load(first[both[0]].task.env)
     subsets = list(summary_of(run)["after"]["subsets"])
     share = -(-EPISODES // max(1, len(subsets)))
@@ -92,7 +92,7 @@ def transcript(trajectory: Trajectory) -> list[str]:
 
 def page(run: Path) -> str:
     summary = summary_of(run)
-    last = sorted((run / "trajectories").glob("eval_*.jsonl"))[-1].stem.removeprefix("eval_").lstrip("0")
+    last = max((run / "trajectories").glob("eval_*.jsonl")).stem.removeprefix("eval_").lstrip("0")
     parts = [f"# {summary['name']}: ten held-out episodes before and after RL", ""]
     parts += [
         f"After: step {last}. `>>>` marks what the model wrote. The items are the first of "
