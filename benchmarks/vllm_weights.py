@@ -149,7 +149,7 @@ def apart(first: list[float], second: list[float]) -> float:
     return statistics.fmean(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
-async def timed(work: Awaitable[None]) -> float:
+async def timed(work: Awaitable[Any]) -> float:
     synchronize()
     started = time.perf_counter()
     await work

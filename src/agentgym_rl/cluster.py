@@ -106,8 +106,8 @@ class Rank:
         found = prefer(self._model, pairs, max_tokens, self._ranks)
         return found if self._rank == 0 else []
 
-    def assess(self, samples: list[Sample]) -> Found:
-        self._learner.assess(samples)
+    def assess(self, samples: list[Sample], own: bool) -> Found:
+        self._learner.assess(samples, own=own)
         self._leave_the_device()
         return [_found(sample) for sample in samples]
 
@@ -242,10 +242,10 @@ class LearnerHandle:
         self._app, self._rl, self._size = app, config.rl, app.plan.learners
         self.kl_coef = config.rl.kl_coef
 
-    def assess(self, samples: list[Sample]) -> None:
+    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
         have_the_device(self._app)
         shares = balanced([len(s.token_ids) for s in samples], self._size)
-        found = self._app.on_ranks("assess", [([samples[i] for i in share],) for share in shares])
+        found = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
         for share, some in zip(shares, found, strict=True):
             _fill([samples[i] for i in share], some)
 

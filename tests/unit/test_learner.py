@@ -33,7 +33,7 @@ from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.learner import Imitator, Updater, freeze
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
-from agentgym_rl.training.rl_learner import RLLearner
+from agentgym_rl.training.rl_learner import RLLearner, watched
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings
 from agentgym_rl.types import Group, StopReason
 
@@ -213,6 +213,18 @@ def test_ppo_updates_policy_and_critic_as_often_as_asked_against_fixed_old_value
     old = [(s.old_logprobs, s.values) for s in batch.samples]
     learner.assess(batch.samples)  # what is known already stays as it was before the updates
     assert [(s.old_logprobs, s.values) for s in batch.samples] == old
+
+
+def test_a_step_that_learns_nothing_reports_the_policy_as_one_that_does() -> None:
+    rl = replace(SETTINGS, aggregate="token", zero_variance="keep")
+    learner = RLLearner(tiny_model(1), rl, 1.0)
+    batch = prepared(learner, ONE_BATCH, rl)
+    learner.assess(batch.samples, own=True)
+    seen, learned = watched(batch.samples), learner.learn(batch, 0)
+    assert learned["mismatch/abs"] > 1e-3  # the samples were not this model's
+    assert {"entropy/mean", "mismatch/abs", "mismatch/kl", "mismatch/turn_1"} <= set(seen)
+    assert seen == pytest.approx({name: learned[name] for name in seen}, rel=1e-5)
+    assert watched([]) == {}
 
 
 def test_the_policy_waits_while_the_critic_warms_up() -> None:

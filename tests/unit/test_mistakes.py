@@ -172,7 +172,7 @@ async def test_mistake_06_a_resumed_schedule_skips_nothing_and_no_step_is_missin
         class Learner:
             kl_coef = 0.0
 
-            def assess(self, samples: Any) -> None: ...
+            def assess(self, samples: Any, *, own: bool = False) -> None: ...
             def learn(self, batch: Any, seed: int) -> dict[str, float]:
                 return {}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -78,8 +79,11 @@ class Bench:
             groups.append(Group(task, members))
         return groups
 
-    def assess(self, samples: list[Sample]) -> None:
+    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
         self.calls.append(("assess", len(samples)))
+        for sample in samples if own else ():
+            sample.old_logprobs = [logprob - 0.25 for logprob in sample.logprobs]
+            sample.entropies = [0.5] * len(sample.logprobs)
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         self.calls.append(("learn", len(batch.samples), seed))
@@ -173,6 +177,9 @@ async def test_no_variance_anywhere_means_no_update_and_no_new_version() -> None
     assert [c[0] for c in bench.calls if c[0] in ("learn", "publish")] == []
     (row,) = bench.rows
     assert (row["groups/zero_variance"], row["samples"], row["success/mean"]) == (1.0, 0.0, 1.0)
+    assert row["mismatch/abs"] == pytest.approx(0.25)  # compared all the same
+    assert row["mismatch/turn_1"] == pytest.approx(0.25)
+    assert (row["entropy/mean"], row["mismatch/kl"]) == pytest.approx((0.5, math.exp(-0.25) - 0.75))
     kept = Bench(rewards=(1.0, 1.0))
     await kept.run(replace(SETTINGS, steps=1, zero_variance="keep"))
     assert [c[1] for c in kept.calls if c[0] == "learn"] == [8]
@@ -296,8 +303,8 @@ async def test_dynamic_sampling_ends_after_its_rounds() -> None:
 
 async def test_values_and_penalties_are_asked_for_before_advantages_are_estimated() -> None:
     class Valuing(Bench):
-        def assess(self, samples: list[Sample]) -> None:
-            super().assess(samples)
+        def assess(self, samples: list[Sample], *, own: bool = False) -> None:
+            super().assess(samples, own=own)
             for sample in samples:
                 sample.values = [0.25] * len(sample.logprobs)
                 sample.old_logprobs = sample.reference_logprobs = [-1.0] * len(sample.logprobs)

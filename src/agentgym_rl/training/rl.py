@@ -13,9 +13,13 @@ from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
 from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import episode_metrics
+from agentgym_rl.training.rl_learner import watched
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import Collect, Group, Limits, Sample, StopReason, Task, Trajectory
+
+WATCHED = 32
+"""Episodes that the learner looks at in a step in which all groups ended alike."""
 
 
 class Learner(Protocol):
@@ -23,7 +27,7 @@ class Learner(Protocol):
 
     @property
     def kl_coef(self) -> float: ...
-    def assess(self, samples: list[Sample]) -> None: ...
+    def assess(self, samples: list[Sample], *, own: bool = False) -> None: ...
     def learn(self, batch: Batch, seed: int) -> dict[str, float]: ...
 
 
@@ -150,7 +154,7 @@ def _learn(
     seed: int,
 ) -> tuple[dict[str, float | str], list[Sample]]:
     """(metrics, what was trained on)."""
-    batch = gather(groups, settings, limits)
+    batch = played = gather(groups, settings, limits)
     if settings.algorithm == "ppo" or settings.kl_in == "reward":
         learner.assess(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
@@ -162,6 +166,10 @@ def _learn(
     }
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
+    else:  # nothing to learn from; sampler and learner are compared all the same
+        some = played.samples[:WATCHED]
+        learner.assess(some, own=True)
+        metrics |= watched(some)
     return metrics, batch.samples
 
 

@@ -6,6 +6,7 @@ Shapes: A action tokens of a micro-batch.
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from contextlib import nullcontext
 from typing import Any
@@ -62,13 +63,13 @@ class RLLearner(Updater):
             assert critic is not None
             self.critic = Critic(critic, settings.critic, total, ranks)
 
-    def assess(self, samples: list[Sample]) -> None:
+    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
         """Add to the samples what the estimator or the loss needs of the model before any update, where it is missing.
 
-        Log-probabilities of this policy if it will be updated more than once or KL is paid in the reward, those of the
-        reference if it is used, the critic's values if there is one.
+        Log-probabilities of this policy if it will be updated more than once, KL is paid in the reward, or with `own`;
+        those of the reference if it is used, the critic's values if there is one.
         """
-        old = self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
+        old = own or self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
         todo = [s for s in samples if not (s.old_logprobs if old else s.reference_logprobs or s.values)]
         if not (old or self._reference or self.critic) or not self.ranks.most(len(todo)):
             return
@@ -176,6 +177,19 @@ class RLLearner(Updater):
 def _put(samples: list[Sample], name: str, values: list[list[float]]) -> None:
     for sample, some in zip(samples, values, strict=True):
         setattr(sample, name, some)
+
+
+def watched(samples: list[Sample]) -> dict[str, float]:
+    """What `learn` reports of the policy itself, of samples that were only assessed: means over their tokens."""
+    gaps = [p - q for s in samples for p, q in zip(s.old_logprobs, s.logprobs, strict=True)]
+    entropies = [entropy for s in samples for entropy in s.entropies]
+    if not gaps:
+        return {}
+    return by_turn(samples) | {
+        "entropy/mean": sum(entropies) / len(gaps),
+        "mismatch/abs": sum(map(abs, gaps)) / len(gaps),
+        "mismatch/kl": sum(math.exp(gap) - 1.0 - gap for gap in gaps) / len(gaps),
+    }
 
 
 def by_turn(samples: list[Sample]) -> dict[str, float]:
