@@ -121,9 +121,11 @@ class Explorer:
         started = time.perf_counter()
         with self.console.progress("episodes", sum(sizes[task.env] for task in chosen)) as advance:
             for env in config.environments:
+                tasks_of = [task for task in chosen if task.env == env.name]
+                if not tasks_of:  # drawn by weight, an environment may have none
+                    continue
                 collect = self.workers.collector(prefix, sizes[env.name], config.agent.temperature, lambda _: advance())
                 limits = wiring.limits_of(config.agent, max_turns, self.workers.room, env)
-                tasks_of = [task for task in chosen if task.env == env.name]
                 groups += await collect(tasks_of, limits, derive_seed(seed, env.name))
         for group in groups:
             for trajectory in group.trajectories:

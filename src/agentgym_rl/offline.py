@@ -123,7 +123,11 @@ class OfflineRun:
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
         if saved is not None:
+            self.stop.may_leave = lambda: False  # a checkpoint of what is half restored would replace the good one
             await self._restore(saved)
+            self.stop.may_leave = lambda: True
+            if self.stop.asked:
+                self.stop_here()
         else:
             shutil.rmtree(self.log.root / "rounds", ignore_errors=True)
         if not self._evaluation_is_due() or any(one["step"] == self.step for one in self.evaluations):

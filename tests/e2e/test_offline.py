@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from runs_for_tests import Process, comparable_metrics, comparable_trajectories, final_weights, quiet, trainer_state
+from envs_for_tests import Counting
+from runs_for_tests import (
+    Process,
+    comparable_metrics,
+    comparable_trajectories,
+    counting_config,
+    final_weights,
+    quiet,
+    trainer_state,
+)
 
-from agentgym_rl.config import load_config
+from agentgym_rl.config import Config, load_config
+from agentgym_rl.endings import Stopped
+from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.rounds import read_round
 from agentgym_rl.train import train
 from agentgym_rl.training.checkpoint import list_checkpoints
+from agentgym_rl.workers import OneProcess
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
 SMALL = {
@@ -104,6 +121,32 @@ def test_stopped_and_resumed_is_as_if_left_alone(
     assert_equal(run, left_alone("sft"))
 
 
+async def test_stopped_while_it_is_restored_the_checkpoint_stays_good(
+    left_alone: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(left_alone("sft"), run)
+    shutil.rmtree(list_checkpoints(run / "checkpoints")[-1])  # the one before is of the middle of a round
+    before = trainer_state(run)
+    assert before["learner"]["updates"] == before["step"] > 0
+    restore = OneProcess.restore
+
+    async def slowly(self: OneProcess, folder: Path, saved: dict[str, Any]) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(5):
+            await asyncio.sleep(0)  # as a cluster's ranks take their time
+        await restore(self, folder, saved)
+
+    monkeypatch.setattr(OneProcess, "restore", slowly)
+    _, recipe, *overrides = arguments("sft", run)
+    with pytest.raises(Stopped):
+        await train(load_config(Path(recipe), overrides), run, resume=True, console=quiet())
+    assert trainer_state(run)["learner"]["updates"] == before["step"]
+    monkeypatch.undo()
+    finish("sft", run, "--resume")
+    assert_equal(run, left_alone("sft"))
+
+
 def test_the_runs_are_worth_comparing_with(left_alone: Callable[[str], Path]) -> None:
     """Otherwise equal could mean empty."""
     for method in SMALL:
@@ -168,6 +211,19 @@ async def test_trajectories_of_one_run_teach_another(left_alone: Callable[[str],
     await train(dpo, tmp_path / "dpo", console=quiet())
     assert read_round(tmp_path / "dpo", 1).pairs
     assert "episodes/usable" not in comparable_metrics(tmp_path / "dpo")[0]  # nothing was played
+
+
+async def test_an_environment_that_a_round_drew_nothing_of_is_passed_over(tmp_path: Path) -> None:
+    recipe = counting_config().model_dump(exclude_unset=True, exclude={"horizon", "rl"}) | {
+        "method": "agentevol",
+        "environments": [{"name": "counting"}, {"name": "rare", "weight": 1e-9}],
+        "agentevol": {"rounds": 1, "tasks": 2, "group_size": 2, "max_turns": 3, "min_reward": 0.0},
+        "sft": {"epochs": 1, "batch_size": 4},
+    }
+    pool = LocalPool({"counting": Counting, "rare": Counting})
+    summary = await train(Config.model_validate(recipe), tmp_path / "run", console=quiet(), pool=pool)
+    await pool.close()
+    assert [one["episodes"] for one in summary["rounds"]] == [4.0]
 
 
 @pytest.mark.timeout(900)  # under a minute on a core of its own; a busy machine may take long
