@@ -98,8 +98,12 @@ class Rank:
     def step(self) -> dict[str, float]:
         return self._learner.step()
 
+    @torch.no_grad()
     def forget_trainer(self) -> None:
+        """And go on from the weights that engines have, as one process and a resumed run do."""
         self._learner = None
+        for parameter in self._masters().values():
+            parameter.copy_(parameter.to(self._dtype))
         self._leave_the_device()
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
@@ -122,9 +126,8 @@ class Rank:
 
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What engines have, in the type that they have; every rank must read all of it."""
-        for name, tensor in whole_state(self._model):
-            if not any(f".{learners_own}." in name for learners_own in (lora.REFERENCE, lora.CRITIC)):
-                yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        for name, tensor in self._policy():
+            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
         self._leave_the_device()
 
     def probe(self) -> Probe | None:
@@ -142,15 +145,28 @@ class Rank:
         # Gathered first: that takes every rank, and one that fails to write leaves the others waiting.
         whole = self._whole()
         if self._learner is not None:
-            save_shards(Path(folder) / SHARDS, self._learner.state())
+            save_shards(Path(folder) / SHARDS, self._learner.state() | {"masters": self._masters()})
         self._write_model(Path(folder) / "model", whole)
 
     def export(self, folder: str) -> None:
         """The model alone."""
         self._write_model(Path(folder), self._whole())
 
+    def _policy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As it is learned."""
+        for name, tensor in whole_state(self._model):
+            if not any(f".{learners_own}." in name for learners_own in (lora.REFERENCE, lora.CRITIC)):
+                yield name, tensor
+
     def _whole(self) -> dict[str, torch.Tensor | None]:
-        return {name: tensor.cpu() if self._rank == 0 else None for name, tensor in self.whole_state()}
+        """For a folder: as engines have it, but adapters, which are small, as they are learned."""
+        state = self.whole_state() if self._ranks.shard else self._policy()
+        return {name: tensor.cpu() if self._rank == 0 else None for name, tensor in state}
+
+    def _masters(self) -> dict[str, torch.Tensor]:
+        """What is rounded away in a folder, and updates add up in."""
+        kept = self._ranks.shard and self._dtype is not torch.float32
+        return dict(self._model.named_parameters()) if kept else {}
 
     def _write_model(self, folder: Path, whole: dict[str, torch.Tensor | None]) -> None:
         if self._rank == 0:
@@ -161,13 +177,18 @@ class Rank:
         """From shards, or from the `state` that a run of one process wrote; (updates made, weight of KL)."""
         learner, critic = self._learner, getattr(self._learner, "critic", None)
         optimizers = {"optimizer": learner._parameters}
-        parameters = {}
+        masters = self._masters()
+        parameters = {"masters": masters}
         if critic is not None:
             optimizers["critic.optimizer"] = critic._parameters
             parameters["critic.parameters"] = dict(critic.model.named_parameters())
         like = like_learner(optimizers, parameters)
         shards = Path(folder) / SHARDS
-        learner.restore(load_shards(shards, like) if shards.is_dir() else spread(state or {}, like))
+        found = load_shards(shards, like) if shards.is_dir() else spread(state or {}, like)
+        with torch.no_grad():
+            for name, value in found.pop("masters", {}).items():
+                masters[name].copy_(value)
+        learner.restore(found)
         return learner.updates, getattr(learner, "kl_coef", 0.0)
 
     def _leave_the_device(self) -> None:

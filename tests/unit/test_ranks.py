@@ -14,6 +14,7 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.cluster import Rank
 from agentgym_rl.config import Config
+from agentgym_rl.scale.ranks import whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
 from agentgym_rl.training.ranks import ALONE, Ranks, balanced
@@ -131,6 +132,40 @@ def test_engines_are_sent_the_policys_adapters_and_not_the_learners_own(tmp_path
     names = on_ranks(1, published_names, tmp_path)
     assert any(".default." in name for name in names)
     assert not [name for name in names if ".reference." in name or ".critic." in name]
+
+
+def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
+    """How far apart parameters are of a learner and of one that its checkpoint was loaded into; "rounds" is of a
+    checkpoint between two."""
+    tiny_model().bfloat16().save_pretrained(folder / "model")
+    build_tokenizer(["up down"]).save_pretrained(folder / "model")
+    lessons = [Sample([1, 2, 3, 4], [False, True, True, True])]
+    settings = SFTSettings(epochs=4, optimizer=OptimizerSettings(lr=1e-5))
+    found: dict[str, dict[str, float]] = {}
+    for case in ("sharded", "rounds", "lora"):
+        model = {"path": str(folder / "model"), "device": "cpu", "dtype": "bfloat16"}
+        model |= {"lora": {"rank": 2}} if case == "lora" else {}
+        config = Config.model_validate({"model": model, "environments": [{"name": "keydoor"}]})
+        made, again = (Rank(config, ranks.rank, ranks.size) for _ in range(2))
+        made.untrained(str(folder / "model"))
+        made.teach(lessons, settings, 0)
+        for _ in range(3):
+            made.step()
+        if case == "rounds":
+            made.forget_trainer()
+        made.save(str(folder / case))
+        again.load(str(folder / case / "model"))
+        if case != "rounds":
+            again.teach(lessons, settings, 0)
+            assert again.restore(str(folder / case), None) == (3, 0.0)
+        loaded = dict(whole_state(again._model))
+        found[case] = {name: float((t - loaded[name]).abs().max()) for name, t in whole_state(made._model)}
+    return found
+
+
+def test_a_checkpoint_in_bf16_keeps_what_updates_too_small_for_it_have_added_up(tmp_path: Path) -> None:
+    for case, apart in on_ranks(1, resumed_in_bf16, tmp_path).items():
+        assert max(apart.values()) == 0.0, case
 
 
 def test_processes_are_forked_with_everything_imported() -> None:
