@@ -500,6 +500,14 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted() -> None:
     assert not torch.equal(model.lm_head.weight, before)
 
 
+def test_an_optimizer_of_another_kind_is_refused_with_a_reason() -> None:
+    whole, half = RLLearner(tiny_model(), SETTINGS, 1.0), RLLearner(tiny_model().bfloat16(), SETTINGS, 1.0)
+    for learner, other in ((whole, half), (half, whole)):
+        learner.restore(learner.state())
+        with pytest.raises(ConfigError, match="resume with both as they were"):
+            learner.restore(other.state())
+
+
 def test_restoring_a_learner_continues_exactly() -> None:
     rl = replace(SETTINGS, optimizer=OptimizerSettings(lr=1e-2, warmup_steps=3), steps=5)
     whole = RLLearner(tiny_model(), rl, 1.0)

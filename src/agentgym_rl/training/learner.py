@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.batch import token_weights
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
-from agentgym_rl.training.optimizer import clip, collecting, make_optimizer
+from agentgym_rl.training.optimizer import MasterAdamW, clip, collecting, make_optimizer
 from agentgym_rl.training.packed import capture_passes
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import OptimizerSettings
@@ -88,6 +89,11 @@ class Updater:
         return {"optimizer": self._optimizer.state_dict(), "updates": self.updates}
 
     def restore(self, state: dict[str, Any]) -> None:
+        if isinstance(self._optimizer, MasterAdamW) != ("low" in state["optimizer"]):
+            raise ConfigError(
+                "the checkpoint's optimizer is of another kind than this run's, which depends on model.dtype and, in "
+                "bfloat16, on whether there is [scale]: resume with both as they were"
+            )
         self._optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
 

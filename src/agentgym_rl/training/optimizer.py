@@ -168,8 +168,6 @@ class MasterAdamW:
         return {"low": self._low, "moments": self._moments, "updates": self.updates, "rest": rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if "low" not in state:
-            raise ValueError("the optimizer's state is of a float32 run: keep model.dtype as it was, or start anew")
         device = self._half[0].device
         self._low = [tensor.to(device) for tensor in state["low"]]
         self._moments = [(first.to(device), second.to(device)) for first, second in state["moments"]]
