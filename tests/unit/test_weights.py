@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -143,8 +144,12 @@ def test_weights_of_the_machine_are_read_as_long_as_somebody_holds_them() -> Non
         assert another.fill({}.items()).path == lent.path
         with pytest.raises(FileNotFoundError, match="something else by now"):
             lent.held().__enter__()
+        another.close()
+        with socket.socket() as elsewhere:  # and cannot even be opened
+            assert lent.path.endswith(f"/{elsewhere.fileno()}")
+            with pytest.raises(FileNotFoundError, match="something else by now"):
+                lent.held().__enter__()
         assert is_read(held, a_state(1.0))
-    another.close()
 
 
 def test_memory_is_written_in_place_and_read_through_one_mapping_version_after_version() -> None:

@@ -63,9 +63,9 @@ class HostWeights:
     def held(self) -> Iterator[HostWeights]:
         """The same, open in this process too, and not written to meanwhile. FileNotFoundError where they are no longer
         lent."""
+        self._require_same(os.stat(self.path))  # before it is opened, which a socket would not let
         with open(self.path, "r+b", buffering=0) as file:
-            if os.fstat(file.fileno()).st_ino != self.inode:
-                raise FileNotFoundError(f"{self.path} is something else by now")
+            self._require_same(os.fstat(file.fileno()))
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -76,6 +76,10 @@ class HostWeights:
                 yield replace(self, path=_path(file.fileno()))
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)  # also where a process that was forked meanwhile has it open
+
+    def _require_same(self, found: os.stat_result) -> None:
+        if found.st_ino != self.inode:
+            raise FileNotFoundError(f"{self.path} is something else by now")
 
 
 class HostMemory:
@@ -211,6 +215,8 @@ class Window:
     def close(self) -> None:
         """The memory is unmapped when nobody has a tensor of it any more."""
         if self._locked:
+            with contextlib.suppress(RuntimeError):  # of a device that failed, which does nothing any more
+                copies_done()  # what was not waited for, where writing was broken off
             torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._locked = False
 
