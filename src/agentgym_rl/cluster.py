@@ -443,7 +443,8 @@ def give_memory_back() -> None:
 
 def _absolute(folder: Path) -> Path:
     """A hub name stays what it is."""
-    return folder.absolute() if folder.expanduser().is_dir() else folder
+    place = folder.expanduser()
+    return place.absolute() if place.is_dir() else folder
 
 
 def _found(sample: Sample) -> tuple[Any, ...]:
