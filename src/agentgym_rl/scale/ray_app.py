@@ -502,7 +502,7 @@ class RayApp:
 
     async def _load_later(self, index: int, published: Published) -> None:
         await answers(self.engines[index])
-        if published.version == self.version:
+        if published.version >= self.version:  # greater while other engines still take it
             await self._load(index, published)
 
     # Groups: driver -> host.
