@@ -7,13 +7,17 @@ QUICK := $(VENV)/.quickstart
 FULL := $(VENV)/.full
 VLLM := .venv-vllm
 
-.PHONY: quickstart quickstart-cluster test faults test-gpu test-vllm lint format bench browser clean
+.PHONY: quickstart quickstart-cluster test test-long faults test-gpu test-vllm lint format bench browser clean
 
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
 
 test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not long" $(ARGS)
+
+# What takes a minute or more of a cluster each, beside `make faults`.
+test-long: $(FULL)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m long $(ARGS)
 
 # On a machine with a CUDA device; PYTHON may name an interpreter that has torch, Triton and pytest.
 test-gpu:

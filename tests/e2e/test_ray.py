@@ -103,6 +103,7 @@ def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> No
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.long
 def test_agentevol_on_a_cluster_is_that_of_one_process_and_is_resumed_by_one(cluster: Any, tmp_path: Path) -> None:
     """A warm start, exploration, imitation from the base again; told to stop in a later round."""
     whole = Command(tmp_path / "alone" / "run", *GENTLE, text=AGENTEVOL)

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.training import head, master_weights, optimizer
 from agentgym_rl.training.captured import padded_lengths
 from agentgym_rl.training.checkpoint import load_state, save_checkpoint
@@ -460,5 +461,5 @@ def test_a_resumed_bf16_run_goes_on_bit_for_bit(tmp_path: Any) -> None:
 def test_the_state_of_a_float32_run_is_refused() -> None:
     float32 = Imitator(make(MODELS["qwen2"]), OptimizerSettings(), 1)
     half = Imitator(in_bf16(make(MODELS["qwen2"])), OptimizerSettings(), 1)
-    with pytest.raises(ValueError, match=r"keep model\.dtype as it was"):
+    with pytest.raises(ConfigError, match=r"depends on model\.dtype .* resume with both as they were"):
         half.restore(float32.state())
