@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from scripts_for_tests import load_script
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "vllm_weights.py"
-
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("vllm_weights_benchmark", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/vllm_weights.py", monkeypatch)
 
 
 def test_an_update_changes_every_tensor_and_the_next_one_takes_it_back(benchmark: ModuleType) -> None:
