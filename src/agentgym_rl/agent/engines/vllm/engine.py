@@ -227,7 +227,8 @@ class VllmEngine:
     async def _load(self, source: Source, version: int) -> None:
         if isinstance(source, (Mapping, HostWeights)):
             await self._drop_adapter()
-            self._memory = self._memory or HostMemory()
+            if isinstance(source, Mapping):
+                self._memory = self._memory or HostMemory()
             message, lent = pack(source, self._memory)
             remarks = await self._llm.collective_rpc("agentgym_load_shared", args=(message,))
             self.remark = next(filter(None, remarks), "")
