@@ -97,6 +97,14 @@ def without_zeros(model: Any) -> Any:
     return model
 
 
+def in_dtype(model: Any, dtype: torch.dtype) -> Any:
+    """Parameters alone, as where a model is loaded: `model.to(dtype)` rounds its rotary frequencies, too, and no engine
+    does, so that its tokens would be at other places than theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 @torch.no_grad()
 def change(model: Any, back: bool) -> None:
     """There, or `back` again, lest the model grow without bound."""
@@ -207,7 +215,7 @@ async def compare(model: Any, engine: Any, episodes: int) -> Report:
     def note(name: str, first: list[float], second: list[float]) -> None:
         off.setdefault(name, []).extend(abs(a - b) for a, b in zip(first, second, strict=True))
 
-    exact = copy.deepcopy(model).float() if model.dtype != torch.float32 else None
+    exact = in_dtype(copy.deepcopy(model), torch.float32) if model.dtype != torch.float32 else None
     for reply in played:
         mine, its = by_model(model, reply), reply.logprobs
         note("sampled - learner", its, mine)
@@ -413,7 +421,7 @@ async def main(options: argparse.Namespace) -> list[str]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
-    model = without_zeros(make_model(options.model)).to(device, dtype).eval()
+    model = in_dtype(without_zeros(make_model(options.model)).to(device), dtype).eval()
     size = sum(p.numel() * p.element_size() for p in model.parameters()) / 1e9
     eager = options.eager or device == "cpu"
     about = {"model": options.model, "device": device, "vllm": require_vllm(), "gigabytes": size, "eager": eager}

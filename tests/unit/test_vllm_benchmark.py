@@ -21,7 +21,9 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_an_update_changes_every_tensor_and_the_next_one_takes_it_back(benchmark: ModuleType) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen2Config(vocab_size=512, num_key_value_heads=1, tie_word_embeddings=True, **shape)
-    model = benchmark.without_zeros(Qwen2ForCausalLM(config)).to(torch.bfloat16)  # it has biases
+    model = benchmark.in_dtype(benchmark.without_zeros(Qwen2ForCausalLM(config)), torch.bfloat16)  # it has biases
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert {b.dtype for b in model.buffers()} == {torch.float32}
     before = copy.deepcopy(model.state_dict())
     benchmark.change(model, back=False)
     after = copy.deepcopy(model.state_dict())

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
-from agentgym_rl.agent.engines.vllm.probe import checksum, held
+from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
 from agentgym_rl.config import Config
 from agentgym_rl.errors import EngineError
 from agentgym_rl.training.optimizer import make_optimizer
@@ -140,7 +140,8 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
 
 async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path: Path) -> None:
     """A few steps of AdamW at 1e-6 in bf16: the probe's tokens are scored alike, within what is allowed."""
-    learner = make_model().bfloat16()
+    make_model().bfloat16().save_pretrained(tmp_path / "start")
+    learner = LlamaForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.bfloat16)
     with running() as server:
         server.model = make_model().bfloat16()
         client = VllmServer(server.url)
@@ -159,6 +160,16 @@ async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path
         with pytest.raises(EngineError, match=r"engine's .* is bfloat16 \w+, the learner's is bfloat16 \w+"):
             await client.update_weights(tmp_path / "two", 2, probe=probe)
         await client.close()
+
+
+def test_a_learner_whose_positions_were_rounded_is_refused() -> None:
+    model = make_model().bfloat16()
+    with pytest.raises(EngineError, match=r"rotary_emb\.inv_freq is in bfloat16.*from_pretrained"):
+        probe_model(model)
+    model = make_model()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
+    assert probe_model(model).tolerance == TOLERANCE[torch.bfloat16]
 
 
 def test_checksums_are_of_bits_and_places_and_leave_padding_out() -> None:

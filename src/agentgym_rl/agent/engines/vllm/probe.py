@@ -76,6 +76,7 @@ def probe_model(
 ) -> Probe:
     """Tokens spread over the vocabulary, as `model` scores them, and checksums of some of its tensors: those of an
     engine in `engine_dtype` that was sent `sent_dtype`, each of them the model's where it is not given."""
+    _require_exact_frequencies(model)
     weight = model.get_input_embeddings().weight
     checksums, shapes = {}, {}
     for name, tensor in _watched(model):
@@ -120,6 +121,17 @@ def checksum(tensor: torch.Tensor) -> str:
         places = torch.arange(first, first + len(part), device=bits.device)
         total += part.mul_(places.mul_(2).add_(1)).sum()  # around the end of 64 bits, in any order
     return f"{str(tensor.dtype).removeprefix('torch.')} {int(total) % (1 << 64):016x}"
+
+
+def _require_exact_frequencies(model: Any) -> None:
+    """Rotary frequencies are no weights: an engine makes its own, in float32. Rounded ones put the learner's tokens at
+    other places, which few tokens hardly show and many do."""
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq") and buffer.dtype in (torch.bfloat16, torch.float16):
+            raise EngineError(
+                f"the learner's {name} is in {str(buffer.dtype).removeprefix('torch.')}, as model.to(dtype) leaves it: "
+                "no engine will agree with it. Load the model with from_pretrained(..., dtype=...)"
+            )
 
 
 def _watched(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
