@@ -138,7 +138,8 @@ class Study:
             results = {"config": _short(found["config"]), "results": found["results"], "outcomes": outcomes(folder)}
             return kept | {"seconds": found["seconds"], **results}
         summary = json.loads((folder / "summary.json").read_text())
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        metrics = folder / "metrics.jsonl"  # a run of no steps has none
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
         names = [n for n in (rows[-1] if rows else {}) if n in CURVES or n.startswith("horizon/")]
         findings = folder / "doctor.jsonl"
         return (
