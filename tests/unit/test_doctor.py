@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -294,3 +296,16 @@ def test_warnings_after_a_checkpoint_are_forgotten_with_their_steps(tmp_path: Pa
         assert [row["step"] for row in read_metrics(log.doctor_path)] == [3, 7, 9]
         log.truncate_after(7)
         assert [row["step"] for row in read_metrics(log.doctor_path)] == [3, 7]
+
+
+@pytest.mark.parametrize(("falls", "expected"), [(False, []), (True, ["success_collapse"])])
+def test_a_run_of_small_noisy_batches_has_collapsed_only_if_it_stays_down(falls: bool, expected: list[str]) -> None:
+    """Sixteen tasks a step, of which some are hopeless: success wavers between 5% and 45% and means nothing by it."""
+    luck = random.Random(0)
+    made = rows(250)
+    for row in made:
+        level = 0.02 if falls and row["step"] > 180 else 0.22
+        row["success/mean"] = fmean(luck.random() < level for _ in range(16))
+    found = diagnose(made)["findings"]
+    assert [finding["rule"] for finding in found] == expected
+    assert all(180 < finding["step"] <= 210 for finding in found)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import Any, Literal
 
@@ -286,20 +286,24 @@ def skipped_updates(rows: Rows) -> Symptom | None:
 
 
 def success_collapse(rows: Rows) -> Symptom | None:
-    """Success below half of the best it was over a window, if that was 20% at least."""
-    means = _window_means(rows, "success/mean")
-    if not means:
-        return None
-    best_step, best = max(means, key=lambda pair: pair[1])
-    now = means[-1][1]
-    if best < 0.2 or now >= 0.5 * best:
-        return None
-    return Symptom(
-        _since_below(rows, "success/mean", 0.5 * best),
-        f"success fell from {best:.0%} (about step {best_step}) to {now:.0%}",
-        "what was learned is being lost",
-        "go back to an earlier checkpoint with a lower rl.optimizer.lr or a higher rl.kl_coef",
-    )
+    """Success below half of the best it was over a window, if that was 20% at least, and by more than luck: of
+    windows that are only noise the best and the worst lay up to six standard errors apart in runs of 250 steps. Small
+    batches of tasks that differ need the longer window to tell."""
+    for window in (WINDOW, PATIENCE):
+        means = _window_means(rows, "success/mean", window)
+        if not means:
+            return None
+        best_step, best = max(means, key=lambda pair: pair[1])
+        now = means[-1][1]
+        if best < 0.2 or now >= 0.5 * best or best - now <= 8.0 * _noise(rows, "success/mean") / math.sqrt(window):
+            continue
+        return Symptom(
+            _since_below(rows, "success/mean", 0.5 * best, window),
+            f"success fell from {best:.0%} (about step {best_step}) to {now:.0%}",
+            "what was learned is being lost",
+            "go back to an earlier checkpoint with a lower rl.optimizer.lr or a higher rl.kl_coef",
+        )
+    return None
 
 
 def template_collapse(rows: Rows) -> Symptom | None:
@@ -410,6 +414,14 @@ def _window_means(rows: Rows, name: str, window: int = WINDOW) -> list[tuple[int
     # Sums up to each place: this is what a step's examination costs, and windows overlap.
     sums = [0.0, *accumulate(value for _, value in series)]
     return [(series[i][0], (sums[i + window] - sums[i]) / window) for i in range(len(series) - window + 1)]
+
+
+def _noise(rows: Rows, name: str) -> float:
+    """How far a step is from what is expected of it, by how far steps are from the ones before them: a trend or a fall
+    that happens once hardly counts."""
+    values = [value for _, value in _last(rows, name, MEMORY)]
+    jumps = [(after - before) ** 2 for before, after in pairwise(values)]
+    return math.sqrt(fmean(jumps) / 2) if jumps else 0.0
 
 
 def _since_above(rows: Rows, name: str, limit: float, window: int = WINDOW) -> int:
