@@ -29,7 +29,7 @@ from records import (
     whole_cell,
 )
 from studies import NO_EXAMPLES, SIZES
-from tables import agents_table, arms_table, gains, items_table, paired_table, spread_of
+from tables import agents_table, arms_table, gains, items_table, kinds_table, paired_table, spread_of
 
 from agentgym_rl.plots import FAINT, GRID, INK
 
@@ -158,7 +158,10 @@ def rl_over_base(records: list[Record], out: Path) -> list[str]:
         title(axes, f"{TITLES[task]}: SmolLM2-135M, success with 95% intervals")
     figure.savefig(out / "evidence-base.png")
     pairs = [("RL", "base"), ("SFT + RL", "SFT")]
-    return [*agents_table(evaluated, list(ARMS)), "", "On the same items:", "", *items_table(evaluated, pairs)]
+    return [
+        *(*agents_table(evaluated, list(ARMS)), "", "On the same items:", "", *items_table(evaluated, pairs)),
+        *("", "By kind of item:", "", *kinds_table(evaluated, list(ARMS))),
+    ]
 
 
 def horizons(records: list[Record], out: Path) -> list[str]:

@@ -83,6 +83,20 @@ def agents_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
     return lines
 
 
+def kinds_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
+    """A row per kind of item, a column per arm: success in percent, over seeds."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for record in sorted(records, key=lambda r: str(r["task"])):
+        for kind, cell in record["results"][-1]["tasks"].items():
+            found.setdefault(kind, {}).setdefault(record["arm"], []).append(cell["success"]["value"])
+    present = [arm for arm in arms if any(arm in by_arm for by_arm in found.values())]
+    lines = [f"| in percent | {' | '.join(present)} |", "|---|" + "---|" * len(present)]
+    for kind, by_arm in found.items():
+        cells = (f"{100 * statistics.fmean(by_arm[arm]):.0f}" if arm in by_arm else "" for arm in present)
+        lines.append(f"| {kind} | {' | '.join(cells)} |")
+    return lines
+
+
 def items_table(records: Sequence[Record], pairs: Sequence[tuple[str, str]]) -> list[str]:
     """Two agents on the same items: McNemar's exact test with one sample an item, else sign flips over items."""
     found = {(r["task"], r["seed"], r["arm"]): r for r in records}

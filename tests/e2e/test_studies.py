@@ -63,6 +63,15 @@ def test_a_study_stopped_goes_on_and_leaves_small_records(tmp_path: Path, capsys
     assert json.loads((tmp_path / "results/other/tiny.json").read_text()) == trained | {"study": "other"}
 
 
+def test_a_run_of_no_steps_is_recorded_too(tmp_path: Path) -> None:
+    made = study.Study("test", [JOBS[1]], tmp_path / "work", tmp_path, "cpu")
+    made.folder("tiny").mkdir()
+    (made.folder("tiny") / "summary.json").write_text('{"steps": 0}')
+    (made.folder("tiny") / "config.toml").write_text("[model]")
+    kept = made.record(JOBS[1])
+    assert (kept["steps"], kept["curves"], kept["findings"]) == (0, {}, [])
+
+
 def test_a_start_that_was_lost_is_not_made_anew(tmp_path: Path) -> None:
     jobs = [JOBS[1], JOBS[0], replace(JOBS[0], name="later")]
     made = study.Study("test", jobs, tmp_path / "work", tmp_path, "cpu")
@@ -139,7 +148,8 @@ def evaluated(arm: str, outcomes: dict[str, list[str]], task: str = "babyai", se
     cell = {"items": len(rates), "episodes": len(rates), "success": success, "turns": 3.0}
     by_turns = {turns: {f"{task}/{i}": text for i, text in enumerate(texts)} for turns, texts in outcomes.items()}
     given = {"arm": arm, "task": task, "seed": seed, "job": "j", "outcomes": by_turns}
-    return {**given, "results": [{"max_turns": int(t), "scenarios": {"X": cell}} for t in outcomes]}
+    cells = {"scenarios": {"X": cell}, "tasks": {f"{task}/kind": cell}}
+    return {**given, "results": [{"max_turns": int(t), **cells} for t in outcomes]}
 
 
 def test_arms_are_compared_within_a_task_and_seed(tmp_path: Path) -> None:
@@ -162,6 +172,7 @@ def test_agents_are_compared_on_the_items_they_share(tmp_path: Path) -> None:
     text = "\n".join(plot.rl_over_base(agents, tmp_path))
     assert "| 10 | +70.0 (+30.0 to +100.0) points | 8, 1 (McNemar) | 0.039 | 0.078 |" in text
     assert "| SFT + RL | SFT | 0 | 1 | +50.0 (+50.0 to +50.0) points | 1, 0 (sign flips) | 1 | 1 |" in text
+    assert "| babyai/kind | 20 |  | 90 |  |" in text
     assert (tmp_path / "evidence-base.png").stat().st_size > 10_000
 
 
