@@ -433,6 +433,7 @@ async def main(options: argparse.Namespace) -> list[str]:
         "max_context": CONTEXT + NEW_TOKENS,
         "max_sessions": options.episodes,
         "memory_share": options.memory_share,
+        "kv_cache_bytes": None if options.kv_gib is None else int(options.kv_gib * 2**30),
         "eager": eager,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -463,6 +464,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--memory-share", type=float, default=0.4)
+    parser.add_argument("--kv-gib", type=float, help="set vLLM's cache, for a GPU that others use as well")
     parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
     parser.add_argument("--vllm-only", action="store_true", help="leave out the native engine and the adapters")
     parser.add_argument("--out", type=Path, help="write the figures as JSON")
