@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from processes_for_tests import Forked
+
 SMALL = """
 name = "small"
 threads = 1
@@ -137,9 +139,11 @@ class Command:
         recipe = folder.parent / "small.toml"
         recipe.write_text(text)
         self.folder, self.output = folder, folder.parent / f"{folder.name}.out"
-        command = [*CLI, "train", str(recipe), f"run_dir={folder}", *arguments]
+        self.process = self.started(["train", str(recipe), f"run_dir={folder}", *arguments])
+
+    def started(self, arguments: list[str]) -> subprocess.Popen[bytes] | Forked:
         with self.output.open("ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+            return subprocess.Popen([*CLI, *arguments], stdout=output, stderr=subprocess.STDOUT)
 
     def wait(self, timeout_s: float = 600.0) -> int:
         try:
@@ -168,6 +172,14 @@ class Command:
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.wait()
+
+
+class ForkedCommand(Command):
+    """The same in a process that need not import anything, which takes longer than most of these runs."""
+
+    def started(self, arguments: list[str]) -> subprocess.Popen[bytes] | Forked:
+        self.output.touch()
+        return Forked(arguments, self.output)
 
 
 def steps_of(folder: Path) -> list[int]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 PRELOADED = [
     "agentgym_rl.cli",
@@ -31,3 +35,43 @@ CONTEXT.set_forkserver_preload(PRELOADED)
 def exit_code_if_preloaded() -> None:
     """For a process that was only just forked: ends it with the number of modules it would have to import itself."""
     sys.exit(sum(name not in sys.modules for name in PRELOADED))
+
+
+class Forked:
+    """`agentgym-rl <arguments>` with the environment of this process, forked; to be used as subprocess.Popen is."""
+
+    def __init__(self, arguments: list[str], output: Path) -> None:
+        self._process = CONTEXT.Process(target=_command_line, args=(arguments, str(output), dict(os.environ)))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("agentgym-rl", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def _command_line(arguments: list[str], output: str, environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # it had that of the moment when the server was started
+    file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)  # what it starts itself writes there too
+    sys.argv = ["agentgym-rl", *arguments]
+    from agentgym_rl.cli import main
+
+    main()

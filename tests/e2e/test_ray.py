@@ -14,7 +14,18 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_for_tests import SCALE, Command, duplicates, events_of, leaked, steps_of, tokens, two_nodes, workers
+from cluster_for_tests import (
+    SCALE,
+    Command,
+    ForkedCommand,
+    duplicates,
+    events_of,
+    leaked,
+    steps_of,
+    tokens,
+    two_nodes,
+    workers,
+)
 from runs_for_tests import comparable_metrics, final_weights, trainer_state
 
 from agentgym_rl.training.checkpoint import list_checkpoints
@@ -37,7 +48,7 @@ GENTLE = (
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone") / "run"
-    run = Command(folder)
+    run = ForkedCommand(folder)
     assert run.wait() == 0, run.output.read_text()
     return folder
 
@@ -93,7 +104,7 @@ def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> No
     assert step == steps_of(stopped)[-1]
     assert (last / "shards").is_dir()
     before = final_weights(stopped)
-    run = Command(stopped, f"rl.steps={step + 1}", "--resume")
+    run = ForkedCommand(stopped, f"rl.steps={step + 1}", "--resume")
     assert run.wait() == 0, run.output.read_text()
     assert steps_of(stopped) == list(range(1, step + 2))
     state = torch.load(list_checkpoints(stopped / "checkpoints")[-1] / "trainer.pt", weights_only=True)
@@ -106,7 +117,7 @@ def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> No
 @pytest.mark.long
 def test_agentevol_on_a_cluster_is_that_of_one_process_and_is_resumed_by_one(cluster: Any, tmp_path: Path) -> None:
     """A warm start, exploration, imitation from the base again; told to stop in a later round."""
-    whole = Command(tmp_path / "alone" / "run", *GENTLE, text=AGENTEVOL)
+    whole = ForkedCommand(tmp_path / "alone" / "run", *GENTLE, text=AGENTEVOL)
     run = Command(
         tmp_path / "cluster" / "run",
         *(*SCALE, f"scale.address={cluster.address}", *GENTLE, "agentevol.rounds=200"),
@@ -130,7 +141,7 @@ def test_agentevol_on_a_cluster_is_that_of_one_process_and_is_resumed_by_one(clu
     step = steps_of(run.folder)[-1]
     assert list_checkpoints(run.folder / "checkpoints")[-1].name == f"step_{step:06d}"
     rounds_done = trainer_state(run.folder)["rounds_done"]
-    again = Command(run.folder, *GENTLE, f"agentevol.rounds={rounds_done + 1}", "--resume", text=AGENTEVOL)
+    again = ForkedCommand(run.folder, *GENTLE, f"agentevol.rounds={rounds_done + 1}", "--resume", text=AGENTEVOL)
     assert again.wait() == 0, again.output.read_text()
     steps = steps_of(run.folder)
     assert steps == list(range(1, len(steps) + 1))

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from cluster_for_tests import PATIENT, Command, descendants, events_of, steps_of, tokens, workers
+from cluster_for_tests import PATIENT, Command, ForkedCommand, descendants, events_of, steps_of, tokens, workers
 
 from agentgym_rl.training.checkpoint import list_checkpoints
 
 
 def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: Path) -> None:
-    whole = Command(tmp_path / "whole" / "run")
-    cut = Command(tmp_path / "cut" / "run", "checkpoint.every=100")
+    whole = ForkedCommand(tmp_path / "whole" / "run")
+    cut = Command(tmp_path / "cut" / "run", "checkpoint.every=100")  # as a person starts it
     cut.until_step(1)  # and not after three more
     assert cut.stop() == 0, cut.output.read_text()
     status = json.loads((cut.folder / "status.json").read_text())
@@ -27,7 +27,7 @@ def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: P
     (last,) = list_checkpoints(cut.folder / "checkpoints")[-1:]
     assert last.name == f"step_{steps_of(cut.folder)[-1]:06d}"
     assert steps_of(cut.folder)[-1] < 4
-    again = Command(cut.folder, "checkpoint.every=100", "--resume")
+    again = ForkedCommand(cut.folder, "checkpoint.every=100", "--resume")
     assert again.wait() == 0, again.output.read_text()
     assert whole.wait() == 0, whole.output.read_text()
     assert steps_of(cut.folder) == [1, 2, 3, 4]
@@ -37,7 +37,7 @@ def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: P
 def test_sigterm_before_rl_is_a_stop_too_and_resuming_makes_up_for_it(tmp_path: Path) -> None:
     """In the warm start, of which nothing is kept, and in the first evaluation, before which it is."""
     folder, few = tmp_path / "run", ("rl.steps=1", "warm_start.sft.epochs=60")
-    run = Command(folder, *few, "eval.episodes=5000")
+    run = ForkedCommand(folder, *few, "eval.episodes=5000")
     run.until(lambda: (folder / "trajectories" / "warmstart_000000.jsonl").exists())
     assert run.stop() == 0, run.output.read_text()
     assert (
@@ -45,13 +45,13 @@ def test_sigterm_before_rl_is_a_stop_too_and_resuming_makes_up_for_it(tmp_path: 
     )
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
     assert not list_checkpoints(folder / "checkpoints")
-    run = Command(folder, *few, "eval.episodes=5000", "--resume")
+    run = ForkedCommand(folder, *few, "eval.episodes=5000", "--resume")
     run.until(lambda: "before RL" in run.output.read_text())
     assert run.stop() == 0, run.output.read_text()
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
     assert events_of(folder) == ["stopped", "stopped"]
     assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step_000000"]
-    run = Command(folder, *few, "eval.episodes=6", "--resume")
+    run = ForkedCommand(folder, *few, "eval.episodes=6", "--resume")
     assert run.wait() == 0, run.output.read_text()
     assert "Traceback" not in run.output.read_text()
     assert run.output.read_text().count("Warm start") == 2, "the second one is kept"
@@ -72,11 +72,11 @@ def test_sigterm_while_a_cluster_starts_leaves_nothing_running(
         monkeypatch.setenv(name, value)
     scale = ("scale.learners=1", "scale.engines=1", "scale.env_hosts=1", "scale.object_store_mb=100")
     if moment == "ranks imitate":
-        run = Command(tmp_path / "run", *scale, "warm_start.sft.epochs=100000")
+        run = ForkedCommand(tmp_path / "run", *scale, "warm_start.sft.epochs=100000")
         run.until(lambda: "from nothing" in run.output.read_text())
         assert not workers("engine")
     else:
-        run = Command(tmp_path / "run", *scale)
+        run = ForkedCommand(tmp_path / "run", *scale)
         run.until(lambda: bool(workers("engine")))  # they take seconds
     started = descendants(run.process.pid)
     assert run.stop() == 0, run.output.read_text()
@@ -96,7 +96,7 @@ def largest_file(folder: Path) -> int:
 
 
 def test_no_room_for_a_checkpoint_keeps_the_old_one_and_the_run_goes_on(tmp_path: Path) -> None:
-    run = Command(tmp_path / "run", "rl.steps=3000")
+    run = ForkedCommand(tmp_path / "run", "rl.steps=3000")
     try:
         run.until_step(1)
         run.until(lambda: bool(list_checkpoints(run.folder / "checkpoints")))
@@ -143,7 +143,7 @@ def fill(folder: Path) -> Path:
 
 
 def test_a_full_disk_does_not_end_a_run_and_is_made_up_for(small_disk: Path) -> None:
-    run = Command(small_disk, "rl.steps=3000", "agent.max_context=400")
+    run = ForkedCommand(small_disk, "rl.steps=3000", "agent.max_context=400")
     try:
         run.until_step(1)
         theirs = fill(small_disk)
@@ -162,14 +162,14 @@ def test_a_full_disk_does_not_end_a_run_and_is_made_up_for(small_disk: Path) -> 
     (small_disk / "checkpoints" / "somebody_elses").unlink()
     last = list_checkpoints(small_disk / "checkpoints")[-1]
     steps = int(last.name[-6:]) + 2
-    again = Command(small_disk, f"rl.steps={steps}", "agent.max_context=400", "--resume")
+    again = ForkedCommand(small_disk, f"rl.steps={steps}", "agent.max_context=400", "--resume")
     assert again.wait() == 0, again.output.read_text()
     assert steps_of(small_disk) == list(range(1, steps + 1))
     assert json.loads((small_disk / "status.json").read_text())["state"] == "finished"
 
 
 def test_no_room_for_the_first_checkpoint_is_one_line(small_disk: Path) -> None:
-    run = Command(small_disk)
+    run = ForkedCommand(small_disk)
     run.until(lambda: (small_disk / "status.json").exists())
     fill(small_disk)
     assert run.wait() == 1
