@@ -36,7 +36,7 @@ from agentgym_rl.plots import FAINT, GRID, INK
 ARMS = {NO_EXAMPLES: "#e4e7eb", "base": "#cbd2d9", "SFT": "#a16207", "RL": "#2563eb", "SFT + RL": "#0f766e"}
 HORIZONS = {"staged": "#0f766e", "adaptive": "#2563eb", "fixed-long": "#c2410c", "fixed-short": "#a16207"}
 SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
-TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
+TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft", "far rooms": "far rooms", "longer": "twice the tokens"}
 PANELS = (
     ("success", "held-out success under 16 turns"),
     ("turns/mean", "turns used in training"),
@@ -169,6 +169,48 @@ def horizons(records: list[Record], out: Path) -> list[str]:
     runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
     if not runs:
         return ["Only starting models are there yet."]
+    draw_horizons(runs, out / "evidence-horizons.png")
+    staged = [(a, b) for a in ("staged", "adaptive") for b in ("fixed-short", "fixed-long")]
+    return [
+        *(*arms_table(runs, list(HORIZONS)), "", "Success at the end of the budget:"),
+        *("", *paired_table(runs, staged, last), "", "Mean success over the run:"),
+        *("", *paired_table(runs, staged, over_curve), "", "What the doctor said, runs in which it did:"),
+        *("", *findings_table(runs)),
+    ]
+
+
+def conditions(records: list[Record], out: Path) -> list[str]:
+    """The same arms elsewhere, each condition by itself."""
+    runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
+    if not runs:
+        return ["Only starting models are there yet."]
+    draw_horizons(runs, out / "evidence-conditions.png")
+    lines = arms_table(runs, list(HORIZONS))
+    for task in sorted({r["task"] for r in runs}):
+        some = [r for r in runs if r["task"] == task]
+        pairs = [("staged", "fixed-short"), ("staged", "fixed-long")]
+        lines += ["", f"{TITLES[task].capitalize()}, success at the end of the budget:", ""]
+        lines += paired_table(some, pairs, last)
+    return [*lines, "", "What the doctor said, runs in which it did:", "", *findings_table(runs)]
+
+
+def pretrained_horizons(records: list[Record], out: Path) -> list[str]:
+    """The same arms with a pretrained model, compared item by item."""
+    runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
+    if not runs:
+        return ["Only starting models are there yet."]
+    draw_horizons(runs, out / "evidence-horizons-smollm2.png")
+    agents = evaluations_of(records)
+    pairs = [("staged", "fixed-short"), ("staged", "fixed-long")]
+    return [
+        *(*arms_table(runs, list(HORIZONS)), "", "All held-out goals, four samples each:", ""),
+        *(*agents_table(agents, list(HORIZONS)), "", "On the same items:", "", *items_table(agents, pairs)),
+        *("", "By kind of item:", "", *kinds_table(agents, list(HORIZONS))),
+        *("", "What the doctor said, runs in which it did:", "", *findings_table(runs)),
+    ]
+
+
+def draw_horizons(runs: Sequence[Record], path: Path) -> None:
     tasks = sorted({r["task"] for r in runs})
     figure, grid = new_figure(len(tasks), len(PANELS), 3.4 * len(PANELS), 3.1 * len(tasks))
     for row, task in zip(grid, tasks, strict=True):
@@ -179,14 +221,7 @@ def horizons(records: list[Record], out: Path) -> list[str]:
         in_percent(row[0])
         row[0].legend(fontsize=8, frameon=False, labelcolor=INK)
     figure.supxlabel("tokens sampled, thousands", fontsize=9, color=INK)
-    figure.savefig(out / "evidence-horizons.png")
-    staged = [(a, b) for a in ("staged", "adaptive") for b in ("fixed-short", "fixed-long")]
-    return [
-        *(*arms_table(runs, list(HORIZONS)), "", "Success at the end of the budget:"),
-        *("", *paired_table(runs, staged, last), "", "Mean success over the run:"),
-        *("", *paired_table(runs, staged, over_curve), "", "What the doctor said, runs in which it did:"),
-        *("", *findings_table(runs)),
-    ]
+    figure.savefig(path)
 
 
 def findings_table(runs: Sequence[Record]) -> list[str]:
@@ -248,6 +283,8 @@ def ablations(records: list[Record], out: Path) -> list[str]:
 STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
     "rl-over-base": ("Claim A: RL over its base model", rl_over_base),
     "staged-horizon": ("Claim B: horizons", horizons),
+    "horizon-conditions": ("Claim B under other conditions", conditions),
+    "horizon-smollm2": ("Claim B with SmolLM2", pretrained_horizons),
     "interaction": ("Claim C: turns and parameters", interaction),
     "ablations": ("Ablations", ablations),
 }

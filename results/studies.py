@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
+
+PLACEHOLDER = r"{([\w.-]+)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,7 @@ class Job:
     @property
     def needs(self) -> list[str]:
         """Jobs that have to be done before."""
-        return [name for word in self.words for name in re.findall("{(.+?)}", word) if name != PRETRAINED]
+        return [name for word in self.words for name in re.findall(PLACEHOLDER, word) if name != PRETRAINED]
 
 
 HORIZONS: dict[str, tuple[str, ...]] = {
@@ -55,6 +57,9 @@ HELD_OUT = {
     "textcraft": (*subsets("depth1", "depth2", "depth3"), "--samples", "4"),
 }
 """What claim A is evaluated on: 300 episodes of as many items, 388 of 97."""
+SMOLLM2_HELD_OUT = {
+    task: (*items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128") for task, items in HELD_OUT.items()
+}
 NO_EXAMPLES = "base, no examples"
 PLAIN = ("--style", "act", "--temperature", "0.7", "--max-new-tokens", "32", "--max-context", "4096")
 """A model that no run has settings for: as the others, but with the environment's own instruction and nothing else."""
@@ -98,6 +103,35 @@ def trained(task: str, arm: str, size: str, seed: int, words: tuple[str, ...], n
     )
 
 
+FAR_ROOMS = (
+    "KeyInBox",
+    "OpenRedBlueDoorsDebug",
+    "OpenDoorsOrderN4Debug",
+    "Unlock",
+    "UnlockPickupDist",
+    "GoToImpUnlock",
+)
+"""Levels that the oracle needs six to nine turns for in the median, and can end in four in an episode of seven."""
+
+
+def in_far_rooms(job: Job) -> Job:
+    """The same job on other levels, under a name and a task of its own."""
+    levels = ", ".join(f'"{name}"' for name in FAR_ROOMS)
+    words = tuple(re.sub("{base-babyai-(.+?)}", r"{base-far-rooms-\1}", word) for word in job.words)
+    return replace(
+        job,
+        name=job.name.replace("babyai", "far-rooms"),
+        task="far rooms",
+        words=(*words, f'environments=[{{name="babyai", subsets=[{levels}]}}]'),
+    )
+
+
+def with_more_tokens(job: Job) -> Job:
+    words = tuple(re.sub(r"eval\.every=(\d+)", lambda n: f"eval.every={2 * int(n[1])}", word) for word in job.words)
+    words = (*words, "rl.token_budget=800_000")
+    return replace(job, name=job.name.replace("babyai", "longer"), task="longer", words=words)
+
+
 def evaluated(name: str, agent: str, arm: str, task: str, seed: int, words: tuple[str, ...]) -> Job:
     """`agent` is a job, or the pretrained model."""
     options = ("--agent", f"{{{agent}}}", "--env", task, *words)
@@ -116,7 +150,7 @@ def rl_over_base(seeds: list[int] | None) -> list[Job]:
     """Claim A: a pretrained model as it is, after imitation, after RL, after both; one prompt for all of them."""
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
-        for task, items in HELD_OUT.items():
+        for task in HELD_OUT:
             imitated = smollm2(task, "SFT", "sft", PRETRAINED, seed)
             runs = [
                 imitated,
@@ -125,7 +159,7 @@ def rl_over_base(seeds: list[int] | None) -> list[Job]:
                 # Nothing is learned in this one: it holds the model in the prompt that it is evaluated in.
                 smollm2(task, "base", "rl", PRETRAINED, seed, "rl.steps=0", "eval.episodes=6"),
             ]
-            words = (*items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128")
+            words = SMOLLM2_HELD_OUT[task]
             jobs += runs
             jobs += [evaluated(f"eval-{job.name}", job.name, job.arm, task, seed, words) for job in runs]
             plain = f"eval-smollm2-plain-{task}-{seed}"
@@ -179,9 +213,44 @@ def ablations(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+def horizon_conditions(seeds: list[int] | None) -> list[Job]:
+    """When claim B holds: on tasks that a short horizon hardly reaches, and with twice the tokens."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(6):
+        start = base("babyai", "1M", seed)
+        jobs.append(in_far_rooms(start))
+        runs = [
+            trained("babyai", arm, "1M", seed, tuple(w.format(**TASKS["babyai"]) for w in HORIZONS[arm]))
+            for arm in ("fixed-short", "fixed-long", "staged")
+        ]
+        jobs += [in_far_rooms(run) for run in runs]
+        if seed < 3:
+            jobs += [start, *(with_more_tokens(run) for run in runs)]
+    return jobs
+
+
+def horizons_of_smollm2(seeds: list[int] | None) -> list[Job]:
+    """Claim B with a pretrained model, after imitation, on the task that models from nothing could not learn."""
+    jobs: list[Job] = []
+    budget = ("rl.steps=1000", "rl.token_budget=1_500_000")
+    for seed in seeds if seeds is not None else range(3):
+        start = smollm2("textcraft", "SFT", "sft", PRETRAINED, seed)
+        jobs.append(start)
+        for arm, every in {"fixed-short": 40, "fixed-long": 12, "staged": 16}.items():
+            words = (*(w.format(**TASKS["textcraft"]) for w in HORIZONS[arm][:2]), f"eval.every={every}", *budget)
+            run = smollm2("textcraft", arm, "rl", start.name, seed, *words)
+            jobs += [
+                run,
+                evaluated(f"eval-{run.name}", run.name, arm, "textcraft", seed, SMOLLM2_HELD_OUT["textcraft"]),
+            ]
+    return jobs
+
+
 STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "rl-over-base": rl_over_base,
     "staged-horizon": staged_horizon,
+    "horizon-conditions": horizon_conditions,
+    "horizon-smollm2": horizons_of_smollm2,
     "interaction": interaction,
     "ablations": ablations,
 }

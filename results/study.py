@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from studies import PRETRAINED, STUDIES, Job
+from studies import PLACEHOLDER, PRETRAINED, STUDIES, Job
 
 from agentgym_rl.evaluation.compare import load_side
 
@@ -82,9 +82,9 @@ class Study:
         """Words of the form {name} stand for what another job left behind: to evaluate its run, to train its model."""
         folder = str(self.folder(job.name))
         if job.kind == "eval":
-            filled = [re.sub(r"{(.+?)}", lambda found: self._agent(found[1]), word) for word in job.words]
+            filled = [re.sub(PLACEHOLDER, lambda found: self._agent(found[1]), word) for word in job.words]
             return [*AGENTGYM, "eval", *filled, "--out", folder, "--name", job.name, "--device", self.device]
-        filled = [re.sub(r"{(.+?)}", lambda found: str(self._last_model(found[1])), word) for word in job.words]
+        filled = [re.sub(PLACEHOLDER, lambda found: str(self._last_model(found[1])), word) for word in job.words]
         fixed = [f"run_dir={folder}", f"name={job.name}", f"seed={job.seed}", f"model.device={self.device}"]
         resume = ["--resume"] if (self.folder(job.name) / "config.toml").is_file() else []
         return [*AGENTGYM, "train", str(ROOT / "recipes" / job.recipe), *filled, *fixed, *resume]

@@ -165,6 +165,15 @@ def test_arms_are_compared_within_a_task_and_seed(tmp_path: Path) -> None:
     assert (tmp_path / "evidence-horizons.png").stat().st_size > 10_000
 
 
+def test_conditions_are_compared_each_by_itself(tmp_path: Path) -> None:
+    runs = [record("staged", s, 0.5, "far rooms") for s in range(6)] + [record("staged", 0, 0.3, "longer")]
+    runs += [record("fixed-short", s, 0.4, "far rooms") for s in range(6)] + [record("fixed-short", 0, 0.4, "longer")]
+    text = "\n".join(plot.conditions(runs, tmp_path))
+    assert "| staged | fixed-short | 6 | +10.0 (+10.0 to +10.0) points | 0.031 |" in text
+    assert "| staged | fixed-short | 1 | -10.0 (-10.0 to -10.0) points | 1 |" in text
+    assert (tmp_path / "evidence-conditions.png").stat().st_size > 10_000
+
+
 def test_agents_are_compared_on_the_items_they_share(tmp_path: Path) -> None:
     base, learned = ["0"] * 8 + ["1", "1"], ["1"] * 8 + ["1", "0"]
     agents = [evaluated("base", {"16": base}), evaluated("RL", {"16": learned})]
