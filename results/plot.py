@@ -28,12 +28,19 @@ from records import (
     turns_of,
     whole_cell,
 )
-from studies import NO_EXAMPLES, SIZES
+from studies import NO_EXAMPLES, RANDOM, SIZES
 from tables import agents_table, arms_table, gains, items_table, kinds_table, paired_table, spread_of
 
 from agentgym_rl.plots import FAINT, GRID, INK
 
-ARMS = {NO_EXAMPLES: "#e4e7eb", "base": "#cbd2d9", "SFT": "#a16207", "RL": "#2563eb", "SFT + RL": "#0f766e"}
+ARMS = {
+    RANDOM: "#f1f3f5",
+    NO_EXAMPLES: "#e4e7eb",
+    "base": "#cbd2d9",
+    "SFT": "#a16207",
+    "RL": "#2563eb",
+    "SFT + RL": "#0f766e",
+}
 HORIZONS = {"staged": "#0f766e", "adaptive": "#2563eb", "fixed-long": "#c2410c", "fixed-short": "#a16207"}
 SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
 TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft", "far rooms": "far rooms", "longer": "twice the tokens"}
@@ -117,6 +124,9 @@ def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str,
                 axes.plot(turns, mean, style, color=colour, marker="o", markersize=4, label=label)
                 for turn, some in zip(turns, values, strict=True):
                     axes.plot([turn, turn], [min(some), max(some)], color=colour, linewidth=1, alpha=0.6)
+    for record in (r for r in evaluated if r["arm"] == RANDOM):
+        turns = turns_of(record)
+        axes.plot(turns, [success_at(record, t) for t in turns], ":", color=FAINT, label=RANDOM)
     _turns_axis(axes, "turns allowed")
 
 
@@ -257,7 +267,7 @@ def interaction(records: list[Record], out: Path) -> list[str]:
     figure.savefig(out / "evidence-interaction.png")
     turns = turns_of(evaluated[0])
     lines = [f"| agent | {' | '.join(map(str, turns))} turns |", "|---|" + "---|" * len(turns)]
-    agents = [f"{arm} {size}" for size in SIZES for arm in ("base", "staged")]
+    agents = [RANDOM, *(f"{arm} {size}" for size in SIZES for arm in ("base", "staged"))]
     by_agent = {agent: [r for r in evaluated if r["arm"] == agent] for agent in agents}
     for agent, some in by_agent.items():
         if some:
@@ -310,7 +320,7 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
             legend(axes, 2)
 
         panels.append(curves)
-    agents = [r for r in evaluations_of(found["interaction"]) if r["arm"].startswith("staged")]
+    agents = [r for r in evaluations_of(found["interaction"]) if r["arm"].startswith(("staged", RANDOM))]
     if agents:
 
         def turns(axes: Any) -> None:

@@ -60,7 +60,7 @@ HELD_OUT = {
 SMOLLM2_HELD_OUT = {
     task: (*items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128") for task, items in HELD_OUT.items()
 }
-NO_EXAMPLES = "base, no examples"
+NO_EXAMPLES, RANDOM = "base, no examples", "random play"
 PLAIN = ("--style", "act", "--temperature", "0.7", "--max-new-tokens", "32", "--max-context", "4096")
 """A model that no run has settings for: as the others, but with the environment's own instruction and nothing else."""
 
@@ -138,6 +138,12 @@ def evaluated(name: str, agent: str, arm: str, task: str, seed: int, words: tupl
     return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", words=options)
 
 
+def chance(name: str, task: str, words: tuple[str, ...]) -> Job:
+    """Any of the actions that the environment names, each as likely: what is reached without reading anything."""
+    options = ("--agent", "random", "--env", task, *words)
+    return Job(name=name, arm=RANDOM, task=task, seed=0, kind="eval", words=options)
+
+
 def smollm2(task: str, arm: str, kind: str, start: str, seed: int, *words: str) -> Job:
     """A run of claim A by recipes/evidence/smollm2-<task>-<kind>.toml."""
     short = arm.lower().replace(" ", "").replace("+", "-")
@@ -164,6 +170,8 @@ def rl_over_base(seeds: list[int] | None) -> list[Job]:
             jobs += [evaluated(f"eval-{job.name}", job.name, job.arm, task, seed, words) for job in runs]
             plain = f"eval-smollm2-plain-{task}-{seed}"
             jobs.append(evaluated(plain, PRETRAINED, NO_EXAMPLES, task, seed, (*words, *PLAIN)))
+            if seed == 0:
+                jobs.append(chance(f"eval-random-{task}", task, (*HELD_OUT[task], "--turns", "16")))
     return jobs
 
 
@@ -188,6 +196,8 @@ def interaction(seeds: list[int] | None) -> list[Job]:
             for run in (start, agent):
                 words = (*MANY_ROOMS, *TURNS)
                 jobs.append(evaluated(f"turns-{run.name}", run.name, f"{run.arm} {size}", "babyai", seed, words))
+        if seed == 0:
+            jobs.append(chance("turns-random", "babyai", (*MANY_ROOMS, *TURNS)))
     return jobs
 
 

@@ -13,6 +13,8 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2Config,
@@ -50,6 +52,7 @@ CONFIGS = {
     ),
     "qwen2": Qwen2Config(**SHAPE, num_attention_heads=6, num_key_value_heads=1),
     "qwen3": Qwen3Config(**SHAPE, num_attention_heads=4, num_key_value_heads=2, head_dim=128),
+    "qwen3-heads-of-256": Qwen3Config(**SHAPE, num_attention_heads=2, num_key_value_heads=1, head_dim=256),
     "llama-wide": LlamaConfig(**WIDE, num_attention_heads=10, num_key_value_heads=2, attention_bias=True),
     "qwen2-wide": Qwen2Config(**WIDE, num_attention_heads=20, num_key_value_heads=4),
     "qwen3-wide": Qwen3Config(**WIDE, num_attention_heads=10, num_key_value_heads=2, head_dim=128),
@@ -193,13 +196,14 @@ async def test_turns_keep_keys_and_agree_with_a_plain_forward(kind: str) -> None
     assert kept.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen2", "qwen3", "qwen2-wide"])
-async def test_bfloat16_is_close_to_a_plain_forward(kind: str) -> None:
-    model = make_model(kind, torch.bfloat16)
+async def test_half_precision_is_close_to_a_plain_forward(kind: str, dtype: torch.dtype) -> None:
+    model = make_model(kind, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "proj" in name or "lm_head" in name:
-                parameter.mul_(0.3)  # a layer's share of the stream as small as in trained models
+                parameter.mul_(0.3)  # so small a share of the stream that rounding hardly grows from layer to layer
     engine = make_engine(model, max_sessions=64)
     prompts = [prompt(30 + 11 * i, i) for i in range(48)]
     done = await asyncio.gather(*(engine.generate(p, Sampling(32, seed=i), str(i)) for i, p in enumerate(prompts)))
@@ -370,7 +374,40 @@ async def test_identical_prompts_are_computed_once() -> None:
     assert (stats["prompt_tokens_computed"], stats["prompt_tokens_shared"]) == (332 + 9, 8 * 332)
 
 
-async def test_long_prompts_over_several_passes_and_a_growing_cache() -> None:
+async def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
+    model = make_model("llama-gqa-tied")
+    engine = make_engine(model, max_sessions=24)
+    prompts = [prompt(40 + i, i) for i in range(24)]
+    runner: Any = engine._runner
+    captures = 0
+    for grown in (0, 300, 700):
+        prompts = [ids + prompt(grown, i) for i, ids in enumerate(prompts)]
+        done = await asyncio.gather(*(engine.generate(p, Sampling(6, seed=0), str(i)) for i, p in enumerate(prompts)))
+        for ids, completion in zip(prompts, done, strict=True):
+            assert gaps(model, ids, completion).max() < 1e-4
+        assert runner.captures > captures, "steps are captured anew for the longer cache"
+        captures = runner.captures
+        prompts = [ids + completion.token_ids for ids, completion in zip(prompts, done, strict=True)]
+    assert engine.stats()["prompt_tokens_reused"] > 24 * (40 + 340)
+
+
+async def test_any_other_decoder_runs_through_its_own_forward_and_says_so() -> None:
+    shape = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 256, "initializer_range": 0.2}
+    config = GPT2Config(**shape, vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)
+    model = GPT2LMHeadModel(config).cuda().eval()
+    with pytest.warns(UserWarning, match="GPT2LMHeadModel"):
+        engine = NativeEngine(model, max_sessions=8, max_context=256)
+    prompts = [prompt(n) for n in (1, 30, 31)]
+    done = await asyncio.gather(
+        *(engine.generate(p, Sampling(8, temperature=0), str(i)) for i, p in enumerate(prompts))
+    )
+    for ids, completion in zip(prompts, done, strict=True):
+        assert completion.token_ids == greedy(model, ids, 8)
+        assert gaps(model, ids, completion).max() < 1e-4
+
+
+async def test_long_prompts_over_several_passes() -> None:
     model = make_model("llama-gqa-tied")
     engine = make_engine(model, max_sessions=24)
     prompts = [prompt(1200 + i, i) for i in range(24)]

@@ -353,7 +353,7 @@ def test_engine_and_learner_agree(kind: str, dtype: torch.dtype) -> None:
     print(f"{kind}: gap {float(gap.mean()):.4f}; off by: engine {engines:.4f}, learner {ours:.4f}, plain {theirs:.4f}")
     # Weights this wild round coarsely; the learner must do so no more than transformers, nor the two differ by more.
     assert ours < 1.1 * theirs
-    assert float(gap.mean()) < 1.1 * (engines + ours)
+    assert float(gap.mean()) < 1.3 * max(engines, ours)
     assert float(gap.mean()) < 0.03
 
 
@@ -406,5 +406,5 @@ def test_engine_and_learner_agree_on_real_weights(temperature: float) -> None:
         f"off by: engine {engines:.5f}, learner {ours:.5f}, plain {theirs:.5f}"
     )
     assert ours < 1.1 * theirs
-    assert float(gap.mean()) < 1.1 * (engines + ours)
+    assert float(gap.mean()) < 1.3 * max(engines, ours)
     assert float(gap.mean()) < 0.05

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -53,3 +56,13 @@ def test_a_measurement_that_fails_leaves_what_it_had(
     assert gpu.read_lines(tmp_path / "lines.jsonl") == [json.loads('{"part": "rollout"}')]
     late = gpu.run_job(gpu.Job("two", "breaks.py", [], needs=tmp_path / "taught.json"), options)
     assert late["outcome"] == "left out, for want of taught.json"
+
+
+@pytest.mark.long
+def test_every_part_runs_in_small(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--peers", "transformers", "--out", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    measured = json.loads((tmp_path / "results.json").read_text())["measured"]
+    assert {line["part"] for line in measured} >= {"rollout", "learner", "step"}
+    assert {line["who"] for line in measured if line["part"] == "rollout"} >= {"ours", "transformers", "bound"}
