@@ -12,8 +12,9 @@ VLLM := .venv-vllm
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
 
+# Files go to the workers in the order of tests/conftest.py, the longest first; else those of most tests would be first.
 test: lint browser
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not long" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
 # What takes a minute or more of a cluster each, beside `make faults`.
 test-long: $(FULL)
