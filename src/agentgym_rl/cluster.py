@@ -23,9 +23,10 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.ranks import ProcessRanks, whole_state
-from agentgym_rl.scale.shards import like_learner, load_shards, save_shards, spread
+from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, spread
 from agentgym_rl.scale.weights import InPlace, Receiver
 from agentgym_rl.starting import Start, from_nothing, imitate, untrained
 from agentgym_rl.training import lora
@@ -299,13 +300,14 @@ class Cluster:
         config: Config,
         folder: Path,
         console: Console,
+        run_dir: Path,
         reference_dir: Path | None = None,
         start: Start | None = None,
     ) -> Cluster:
         """With the model in `folder`, which ranks put there first where a `start` is given. RL is learned with the one
-        in `reference_dir` as its reference, or with that of `folder`."""
+        in `reference_dir` as its reference, or with that of `folder`. Checkpoints go into `run_dir`."""
         try:
-            from agentgym_rl.scale.ray_app import RayApp, folder_is_shared
+            from agentgym_rl.scale.ray_app import RayApp, on_other_nodes
         except ModuleNotFoundError as error:
             raise ConfigError(
                 "[scale] needs the package ray, which is not installed: pip install 'agentgym-rl[scale]'"
@@ -320,8 +322,11 @@ class Cluster:
         folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
         try:
             await app.start_learners(partial(make_rank, config))
-            if folder.is_dir() and not folder_is_shared(folder):
-                raise ConfigError(f"every node of the cluster must see {folder}: use a file system that all share")
+            ask = partial(on_other_nodes, plan.worker_timeout_s)
+            await require_shared(_absolute(run_dir), ask)
+            for place in sorted({folder, reference_dir, _absolute(Path(config.model.path or folder))}):
+                if place.is_dir() and not place.is_relative_to(_absolute(run_dir)):
+                    await require_same(place, ask)
             console.note(f"on {'GPUs' if app.plan.device == 'cuda' else 'CPUs'}, {config.model.dtype}")
             if start is not None:
                 await _first_lessons(app, config, folder, start, console)
@@ -380,6 +385,7 @@ class Cluster:
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         with staged(root, step, keep) as folder:
             self._app.on_all("save", str(folder.absolute()))
+            require_written(folder, shards=self.learner is not None)
             save_state(folder, step, state | {"learner": None})
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:

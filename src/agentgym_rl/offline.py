@@ -78,9 +78,9 @@ async def _workers(
         if folder is None and as_it_is and config.model.path is not None:
             folder = Path(config.model.path)
         if folder is not None:
-            return await Cluster.start(config, folder, console)
+            return await Cluster.start(config, folder, console, log.root)
         start = await prepare(config, pool, items, log, console, words)
-        return await Cluster.start(config, base, console, start=start)
+        return await Cluster.start(config, base, console, log.root, start=start)
     if folder is not None:
         model, tokenizer = wiring.load_from(folder, config.model)
     else:

@@ -140,11 +140,11 @@ async def _workers(
         if folder is not None:
             kept = reference_dir.is_dir() or config.model.path is None
             reference_dir = reference_dir if kept else Path(str(config.model.path))
-            return await Cluster.start(config, folder, console, reference_dir)
+            return await Cluster.start(config, folder, console, log.root, reference_dir)
         if config.model.path is not None and config.warm_start is None and config.model.lora is None:
-            return await Cluster.start(config, Path(config.model.path), console)
+            return await Cluster.start(config, Path(config.model.path), console, log.root)
         start = await prepare(config, pool, items, log, console)
-        return await Cluster.start(config, reference_dir, console, start=start)
+        return await Cluster.start(config, reference_dir, console, log.root, start=start)
     if folder is None:
         model, tokenizer = await starting_point(config, pool, items, log, console)
         if config.rl.kl_coef:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,15 @@ from cluster_for_tests import (
     two_nodes,
     workers,
 )
-from runs_for_tests import comparable_metrics, final_weights, trainer_state
+from runs_for_tests import comparable_metrics, final_weights, quiet, trainer_state
 
+from agentgym_rl.cluster import Cluster
+from agentgym_rl.config import Config
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.training.checkpoint import list_checkpoints
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
 LONG = "rl.steps=400"
 AGENTEVOL = (Path(__file__).parents[2] / "recipes" / "keydoor" / "tiny-agentevol.toml").read_text()
@@ -112,6 +117,30 @@ def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> No
     after = final_weights(stopped)
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+async def test_folders_that_another_node_has_of_its_own_are_refused(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from agentgym_rl.scale.ray_app import on_other_nodes
+
+    monkeypatch.chdir(tmp_path)
+    own = Path("/proc/self/cwd")  # a folder that every process has, and each another one
+    recipe = {"model": {"path": "no/model", "device": "cpu"}, "environments": [{"name": "keydoor"}]}
+    config = Config.model_validate(recipe | {"scale": {"address": cluster.address, "learners": 1, "engines": 1}})
+    ray.init(address=cluster.address, log_to_driver=False)
+    try:
+        with pytest.raises(ConfigError, match=r"must see the run directory /proc/self/cwd, .* does not: set run_dir"):
+            await Cluster.start(config, Path("no/model"), quiet(), own)
+        ask = partial(on_other_nodes, 300.0)
+        await require_shared(tmp_path, ask)
+        assert os.listdir(tmp_path) == []
+        (tmp_path / "config.json").write_text("{}")
+        await require_same(tmp_path, ask)
+        with pytest.raises(ConfigError, match=r"must see the model in /proc/self/cwd, .* has another or none"):
+            await require_same(own, ask)
+    finally:
+        ray.shutdown()
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.cluster import Rank
 from agentgym_rl.config import Config
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.ranks import whole_state
-from agentgym_rl.scale.shards import like_learner, load_shards
+from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
 from agentgym_rl.training.ranks import ALONE, Ranks, balanced
 from agentgym_rl.training.scratch import build_tokenizer
@@ -102,6 +104,25 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
     assert_same(found, expected["ppo, another step"])
 
 
+def test_what_ranks_wrote_where_nobody_sees_it_is_no_checkpoint(two: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere is not on .*: the run directory must be on a file system"):
+        save_shards(tmp_path / "nowhere" / "shards", {"weight": torch.ones(2)})
+    shutil.copytree(two[1] / "shards", tmp_path / "shards")
+    with pytest.raises(ConfigError, match=r"model/config.json has 0 of the 1 bytes"):
+        require_written(tmp_path, shards=True)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    require_written(tmp_path, shards=True)
+    of_the_second = next((tmp_path / "shards" / "tensors").glob("__1_*.distcp"))
+    of_the_second.write_bytes(of_the_second.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=f"{of_the_second.name} has .* all nodes see"):
+        require_written(tmp_path, shards=True)
+    for lost in (of_the_second, of_the_second.with_name(".metadata"), tmp_path / "shards" / "rest.pt"):
+        lost.unlink()
+        with pytest.raises(ConfigError, match=f"{lost.name} has 0 of the"):
+            require_written(tmp_path, shards=True)
+
+
 def published_names(ranks: Ranks, folder: Path) -> list[str]:
     """Of a learner with adapters for policy, reference and critic, after its warm start."""
     tiny_model().save_pretrained(folder / "model")
@@ -153,7 +174,9 @@ def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
             made.step()
         if case == "rounds":
             made.forget_trainer()
+        (folder / case).mkdir()
         made.save(str(folder / case))
+        require_written(folder / case, shards=case != "rounds")
         again.load(str(folder / case / "model"))
         if case != "rounds":
             again.teach(lessons, settings, 0)

@@ -21,11 +21,10 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -557,11 +556,14 @@ class RayApp:
             await asyncio.to_thread(ray.shutdown)
 
 
-def folder_is_shared(folder: Path) -> bool:
-    """Whether every node sees `folder`: trivially so on one."""
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    if len({node["NodeManagerAddress"] for node in nodes}) <= 1:
-        return True
-    look: Any = ray.remote(num_cpus=0)(lambda path: Path(path).is_dir())
-    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-    return all(ray.get([look.options(scheduling_strategy=s).remote(str(folder.absolute())) for s in strategies]))
+async def on_other_nodes(timeout_s: float, function: Callable[[str], Any], path: str) -> dict[str, Any]:
+    """What `function(path)` gives on every node but the driver's, by the node's address and id."""
+    nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"] and node["NodeID"] != node_id()]
+    task: Any = ray.remote(num_cpus=0)(function)
+    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    calls = asyncio.gather(*(task.options(scheduling_strategy=place).remote(path) for place in places))
+    try:
+        found = await asyncio.wait_for(calls, timeout_s)
+    except (RayError, TimeoutError) as error:
+        raise WorkerLost(f"not every node answered within {timeout_s:g} s: {error}") from error
+    return {f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": one for node, one in zip(nodes, found, strict=True)}

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,21 +20,50 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.checkpoint import SHARDS
 
 SEPARATOR = "\x1f"
 """Between the keys of a nested dict; no parameter has it in its name."""
+ALL_SEE_IT = "the run directory must be on a file system that all nodes see"
 
 
 def save_shards(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a nested dict. Every rank calls this with its own part of the same tensors; the folder is shared."""
+    """Write a nested dict. Every rank calls this with its own part of the same tensors; the folder is shared, and the
+    one that it is in must be there: made here it might be on a disk that no other rank sees."""
     tensors: dict[str, Tensor] = {}
     rest = _split(state, (), tensors)
-    folder.mkdir(parents=True, exist_ok=True)
+    if not folder.parent.is_dir():
+        raise ConfigError(f"{folder.parent} is not on {socket.gethostname()}: {ALL_SEE_IT}")
+    folder.mkdir(exist_ok=True)
     if tensors:
         dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder / "tensors"), no_dist=not dist.is_initialized())
     # Last, because it may fail on this rank alone: nobody waits for it any more.
     if _rank() == 0:
         torch.save({"rest": rest, "names": sorted(tensors)}, folder / "rest.pt")
+
+
+def require_written(checkpoint: Path, *, shards: bool) -> None:
+    """That what all ranks wrote is in the folder that this process sees, each part of its full length."""
+    model = checkpoint / "model"
+    needed = {} if (model / "adapter_config.json").is_file() else {model / "config.json": 1}
+    if shards:
+        rest, tensors = checkpoint / SHARDS / "rest.pt", checkpoint / SHARDS / "tensors"
+        needed[rest] = 1
+        if rest.is_file() and torch.load(rest, weights_only=True)["names"]:
+            needed |= {tensors / name: length for name, length in _lengths(tensors).items()}
+    for path, length in needed.items():
+        there = path.stat().st_size if path.is_file() else 0
+        if there < length:
+            raise ConfigError(f"{path} has {there} of the {length} bytes at least that ranks wrote: {ALL_SEE_IT}")
+
+
+def _lengths(tensors: Path) -> dict[str, int]:
+    """Bytes that each file must have, by what the first rank knows of all."""
+    lengths = {".metadata": 1}
+    if (tensors / ".metadata").is_file():
+        for part in FileSystemReader(tensors).read_metadata().storage_data.values():
+            lengths[part.relative_path] = max(lengths.get(part.relative_path, 0), part.offset + part.length)
+    return lengths
 
 
 def load_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Any]:
