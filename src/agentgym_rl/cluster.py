@@ -354,7 +354,7 @@ class Cluster:
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 
         async def play(job: Job) -> Group:
-            group = await self._app.play(job)
+            group = await self._app.play(job, job.group_size)
             if heard is not None:
                 for trajectory in group.trajectories:
                     heard(trajectory)
@@ -412,8 +412,6 @@ async def _first_lessons(app: Any, config: Config, folder: Path, start: Start, c
 def plan_of(config: Config) -> Plan:
     scale = config.scale
     assert scale is not None
-    own = 1 if config.method == "sft" else (config.dpo or config.agentevol or config.rl).group_size
-    groups = [env.group_size or own for env in config.environments]
     device: Literal["cpu", "cuda", "auto"] = "auto"
     if scale.address is None or config.model.device != "auto":  # else the driver may have no GPU where nodes do
         device = "cuda" if wiring.choose_device(config.model)[0].startswith("cuda") else "cpu"
@@ -426,7 +424,7 @@ def plan_of(config: Config) -> Plan:
         learner_cpus=scale.learner_cpus,
         engine_cpus=scale.engine_cpus,
         env_host_cpus=scale.env_host_cpus,
-        groups_per_host=max(1, config.agent.concurrency // scale.env_hosts // max(groups)),
+        episodes_per_host=max(1, config.agent.concurrency // scale.env_hosts),
         address=scale.address,
         object_store_mb=scale.object_store_mb,
         bucket_mb=scale.bucket_mb,

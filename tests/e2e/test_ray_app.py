@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,8 +78,31 @@ class Hopeless(Seat):
         await super().load(arrived, version, probe)
 
 
+class Fragile(Seat):
+    """Dies of the prompt [0], once if a file says so."""
+
+    def __init__(self, once: Path) -> None:
+        super().__init__()
+        self.engine.generate = partial(self._generate, once, self.engine.generate)
+
+    async def _generate(self, once: Path, generate: Any, prompt_ids: list[int], *rest: Any) -> Any:
+        if prompt_ids == [0]:
+            die_unless(once)
+        return await generate(prompt_ids, *rest)
+
+
+def die_unless(once: Path) -> None:
+    if not once.exists():
+        once.touch()
+        os._exit(1)
+
+
 class Player:
     num_open = 0
+
+    async def play(self, job: Path) -> int:
+        die_unless(job)
+        return os.getpid()
 
     async def close(self) -> None:
         return None
@@ -89,7 +115,7 @@ def make_player(engine: Any) -> Player:
 def plan(**changes: Any) -> Plan:
     common = {"learners": 2, "engines": 2, "env_hosts": 1, "layout": "colocated", "device": "cpu", "address": None}
     cpus = {"learner_cpus": 1.0, "engine_cpus": 1.0, "env_host_cpus": 1.0}
-    rest = {"groups_per_host": 1, "object_store_mb": 100, "bucket_mb": 1, "worker_timeout_s": 300.0}
+    rest = {"episodes_per_host": 1, "object_store_mb": 100, "bucket_mb": 1, "worker_timeout_s": 300.0}
     return Plan(**(common | cpus | rest | changes))
 
 
@@ -163,9 +189,34 @@ async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -
         while not app._behind[0].done():
             await asyncio.wait([app._behind[0]])
         why = "engine 0: given up: 3 times in a row it did not live through taking weights, at last: its worker ran out"
-        for call in (app.play(None), app.publish(2)):
+        for call in (app.play(None, 1), app.publish(2)):
             with pytest.raises(EngineError, match=why):
                 await call
+    finally:
+        await app.close()
+
+
+async def test_a_death_long_after_a_call_began_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an environment host or an engine, while another is alive; only what everybody dies of is given up."""
+    from agentgym_rl.scale import ray_app
+
+    of = plan(learners=1, env_hosts=2, layout="disaggregated")
+    app = await started(of, partial(Fragile, tmp_path / "prompt"))
+    try:
+        await app.publish(0)
+        app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
+        assert await app.play(tmp_path / "group", 1) == await app.hosts[1].pid.remote()
+        engines = ray_app.RemoteEngine(app.engines, app.board, timeout_s=0.0)
+        assert (await engines.generate([0], Sampling(4), "a")).token_ids == [7, 8]
+        assert engines._homes.of("a", ()) == 1
+        monkeypatch.setattr(ray_app, "MOST_DEATHS", 1)
+        (tmp_path / "prompt").unlink()
+        with pytest.raises(WorkerLost, match="1 environment hosts in a row died of one group"):
+            await app.play(tmp_path / "another", 1)
+        with pytest.raises(EngineError, match="1 engines in a row died of one prompt"):
+            await engines.generate([0], Sampling(4), "a")
+        kinds = {event["kind"] for event in await app.events()}
+        assert kinds >= {"env_host_lost", "engine_lost"}
     finally:
         await app.close()
 

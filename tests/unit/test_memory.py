@@ -247,7 +247,7 @@ def test_the_command_says_so_with_its_exit_code(tmp_path: Path) -> None:
 
 
 def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
-    common = {"learner_cpus": 2.0, "engine_cpus": 1.0, "env_host_cpus": 0.5, "groups_per_host": 1, "address": None}
+    common = {"learner_cpus": 2.0, "engine_cpus": 1.0, "env_host_cpus": 0.5, "episodes_per_host": 1, "address": None}
     more = {"object_store_mb": None, "bucket_mb": 1, "worker_timeout_s": 1.0}
     apart = Plan(learners=2, engines=3, env_hosts=4, layout="disaggregated", device="cuda", **common, **more)
     assert [(list(roles), strategy) for roles, strategy in apart.placement()] == [

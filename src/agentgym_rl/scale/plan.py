@@ -24,8 +24,8 @@ class Plan:
     learner_cpus: float
     engine_cpus: float
     env_host_cpus: float
-    groups_per_host: int
-    """Groups that a host plays at once."""
+    episodes_per_host: int
+    """That a host plays at once."""
     address: str | None
     object_store_mb: int | None
     bucket_mb: int

@@ -33,7 +33,8 @@ from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.board import Board, Published
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.ranks import join, leave
-from agentgym_rl.scale.routing import Homes, Turns
+from agentgym_rl.scale.routing import Homes
+from agentgym_rl.scale.turns import Turns
 from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, require_cluster, require_none_failed, sigterm_stays_ours
 from agentgym_rl.scale.weights import Receiver, Staging, buckets
 from agentgym_rl.types import Completion, Group, Sampling
@@ -44,6 +45,8 @@ RETRY_S = 0.25
 """Between looks at a worker that is being started again."""
 POLITE_S = 10.0
 """Granted to a worker to close what it holds."""
+MOST_DEATHS = 5
+"""Of workers under one and the same call: it may be what they die of. How long ago it was first made says nothing."""
 
 
 class LearnerRank:
@@ -198,14 +201,15 @@ class RemoteEngine:
         self.version = 0
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        give_up_at = time.monotonic() + self._timeout_s
+        deaths = 0
         while True:
             index = self._homes.of(session, self._down)
             try:
                 completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session)
             except RayActorError as error:
                 self._homes.leave(session)
-                await self._lost(index, error, give_up_at)
+                deaths += 1
+                await self._lost(index, error, deaths)
                 continue
             except RayTaskError as error:
                 raise EngineError(f"engine {index}: {error.cause}") from error
@@ -223,12 +227,16 @@ class RemoteEngine:
     async def close(self) -> None:
         self._homes.clear()
 
-    async def _lost(self, index: int, error: RayActorError, give_up_at: float) -> None:
+    async def _lost(self, index: int, error: RayActorError, deaths: int) -> None:
         if index not in self._down:
             self._down[index] = asyncio.create_task(self._back(index))
             message = "died; what it was sampling is sampled again by another, or by itself when it is back"
             await self._board.report.remote(f"engine {index}", "engine_lost", message)
-        while len(self._down) == len(self._replicas) or time.monotonic() > give_up_at:
+        if deaths >= MOST_DEATHS:
+            raise EngineError(f"{deaths} engines in a row died of one prompt, or while they had it: {error}") from error
+        await asyncio.sleep(RETRY_S)  # others of its node die with it, and are heard of by then
+        give_up_at = time.monotonic() + self._timeout_s
+        while len(self._down) == len(self._replicas):
             if time.monotonic() > give_up_at:
                 raise EngineError(f"no engine came back within {self._timeout_s:g} s: {error}") from error
             await asyncio.sleep(RETRY_S)
@@ -302,7 +310,7 @@ class RayApp:
         self._bundles: dict[str, list[dict[str, Any]]] = {}
         self._started_ray = False
         self._events: list[dict[str, Any]] = []
-        self._turns = Turns(plan.env_hosts, plan.groups_per_host, plan.worker_timeout_s)
+        self._turns = Turns(plan.env_hosts, plan.episodes_per_host, plan.worker_timeout_s)
         self._down: dict[int, asyncio.Task[None]] = {}
         """Hosts that died, and who waits for each to be back."""
         self._behind: dict[int, asyncio.Task[None]] = {}
@@ -506,21 +514,24 @@ class RayApp:
 
     # Groups: driver -> host.
 
-    async def play(self, job: Any) -> Group:
-        """One group, by the host with fewest. If its host dies it is played again from the start by another: what the
-        dead one had of it is nowhere, so nothing is twice in a batch."""
-        give_up_at = time.monotonic() + self.plan.worker_timeout_s
+    async def play(self, job: Any, episodes: int) -> Group:
+        """One group of so many, by the host with fewest. If its host dies it is played again from the start by another:
+        what the dead one had of it is nowhere, so nothing is twice in a batch."""
+        deaths = 0
         while True:
             require_none_failed(self._behind.values())
-            async with self._turns.host() as index:
+            async with self._turns.host(episodes) as index:
                 try:
                     return await self.hosts[index].play.remote(job)
                 except RayActorError as error:
                     self._host_lost(index)
-                    if time.monotonic() > give_up_at:
-                        raise WorkerLost(f"environment hosts keep dying, {index} did: {error}") from error
+                    deaths += 1
+                    if deaths >= MOST_DEATHS:
+                        message = f"{deaths} environment hosts in a row died of one group, or while they had it"
+                        raise WorkerLost(f"{message}, {index} at last: {error}") from error
                 except RayTaskError as error:
                     raise (error.cause if isinstance(error.cause, Exception) else error) from None
+            await asyncio.sleep(RETRY_S)  # others of its node die with it, and are heard of by then
 
     def _host_lost(self, index: int) -> None:
         if self._turns.lost(index):

@@ -1,0 +1,94 @@
+"""Which environment host plays a group, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from agentgym_rl.cluster import plan_of
+from agentgym_rl.config import Config
+from agentgym_rl.errors import WorkerLost
+from agentgym_rl.scale.turns import Turns
+
+
+class Playing:
+    """Groups that are being played until they are told to end."""
+
+    def __init__(self, turns: Turns) -> None:
+        self.turns = turns
+        self.now: list[tuple[int, int]] = []
+        """(host, episodes) of each."""
+        self.tasks: list[asyncio.Task[None]] = []
+        self._end = asyncio.Event()
+
+    async def begin(self, *sizes: int) -> None:
+        self.tasks += [asyncio.create_task(self._play(size)) for size in sizes]
+        await settled()
+
+    async def end(self) -> None:
+        self._end.set()
+        await asyncio.gather(*self.tasks)
+
+    async def _play(self, size: int) -> None:
+        async with self.turns.host(size) as host:
+            self.now.append((host, size))
+            await self._end.wait()
+            self.now.remove((host, size))
+
+
+async def settled() -> None:
+    """Everything that can go on without anybody's help has."""
+    for _ in range(2000):
+        await asyncio.sleep(0)
+
+
+def on_hosts(playing: Playing) -> list[int]:
+    """Episodes at once, most first."""
+    counts: Counter[int] = Counter()
+    for host, size in playing.now:
+        counts[host] += size
+    return sorted(counts.values(), reverse=True)
+
+
+@pytest.mark.parametrize(("size", "groups"), [(1, 400), (8, 50)])
+async def test_evaluation_plays_as_many_episodes_at_once_as_training(size: int, groups: int) -> None:
+    recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}], "agent": {"concurrency": 256}}
+    plan = plan_of(Config.model_validate(recipe | {"scale": {"env_hosts": 4, "address": "auto"}}))
+    playing = Playing(Turns(plan.env_hosts, plan.episodes_per_host, 60.0))
+    await playing.begin(*[size] * groups)
+    assert on_hosts(playing) == [64, 64, 64, 64]
+    await playing.end()
+    assert playing.now == []
+
+
+async def test_a_large_group_is_not_passed_by_for_ever_and_one_beyond_all_room_is_played_alone() -> None:
+    turns = Turns(1, 8, 60.0)
+    first, second = Playing(turns), Playing(turns)
+    await first.begin(2)
+    await second.begin(12, 4)
+    assert (first.now, second.now) == ([(0, 2)], []), "the small one waits behind the large one, which waits for room"
+    await first.end()
+    await settled()
+    assert second.now == [(0, 12)]
+    await second.end()
+    assert second.now == []
+
+
+async def test_hosts_that_are_down_play_nothing_until_they_are_back() -> None:
+    turns = Turns(2, 4, 0.01)
+    assert turns.lost(0)
+    assert not turns.lost(0), "that is no news"
+    playing = Playing(turns)
+    await playing.begin(2, 2, 2)
+    assert playing.now == [(1, 2), (1, 2)], "one at work may take as long as its episodes do"
+    await turns.back(0)
+    await settled()
+    assert playing.now == [(1, 2), (1, 2), (0, 2)]
+    await playing.end()
+    for host in (0, 1):
+        turns.lost(host)
+    with pytest.raises(WorkerLost, match="all 2 environment hosts died and none came back"):
+        async with turns.host(1):
+            pass
