@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from email.utils import formatdate
 from typing import Any
 
@@ -38,13 +39,16 @@ class Api:
 
     def __init__(self) -> None:
         self.url = ""
+        self.app = FastAPI()
+        self.app.post("/v1/chat/completions")(self.answer)
+        self.forget()
+
+    def forget(self) -> None:
         self.next: list[Any] = []
         self.usual: Any = completion()
         self.asked: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.times: list[float] = []
-        self.app = FastAPI()
-        self.app.post("/v1/chat/completions")(self.answer)
 
     async def answer(self, request: Request) -> Any:
         self.asked.append(await request.json())
@@ -57,16 +61,25 @@ class Api:
         return answer
 
 
-@pytest.fixture
-async def api() -> AsyncIterator[Api]:
+@pytest.fixture(scope="module")
+def served() -> Iterator[Api]:
+    """One server for all tests: each would wait longer for the end of its own than for anything else."""
     api = Api()
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(api.app, log_level="error", timeout_graceful_shutdown=1))
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
     api.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/"
     yield api
     server.should_exit = True
-    await serving
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.fixture
+def api(served: Api) -> Api:
+    served.forget()
+    return served
 
 
 @pytest.fixture

@@ -293,7 +293,7 @@ class _Service(BaseHTTPRequestHandler):
 def service() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Service)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
     thread.start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
