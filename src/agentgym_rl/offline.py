@@ -25,6 +25,7 @@ from agentgym_rl.plots import learning_curve
 from agentgym_rl.rounds import Round, read_round, round_path, write_round
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.starting import prepare, starting_point
+from agentgym_rl.telling import Telling
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state
 from agentgym_rl.types import EnvPool
 from agentgym_rl.workers import OneProcess, Trainer, Workers
@@ -52,8 +53,11 @@ async def train_offline(
     run = OfflineRun(config, pool, items, log, console, workers, started, loaded, stop)
     try:
         with stop.ending_with(run.stop_here):
-            await run.begin(saved)
-            return await run.finish()
+            async with run.telling:
+                await run.begin(saved)
+                summary = await run.finish()
+                stop.may_leave = lambda: False  # there is nothing left to stop
+            return summary
     finally:
         stop.may_leave = lambda: False
         await workers.close()
@@ -115,10 +119,12 @@ class OfflineRun:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     seconds_before: float = 0.0
     explorer: Explorer = field(init=False)
+    telling: Telling = field(init=False)
 
     def __post_init__(self) -> None:
         self.explorer = Explorer(self.config, self.pool, self.items, self.log, self.console, self.workers, self.loaded)
         self.loaded = None
+        self.telling = Telling(self.workers.events, self._event)
 
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
@@ -200,7 +206,7 @@ class OfflineRun:
         """Within a round."""
         if self._evaluation_is_due():
             await self.evaluate()
-        await self._note_events()
+        await self.telling.now()
         if self.step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, self.step, self.log, self.console)
 
@@ -214,16 +220,15 @@ class OfflineRun:
         self.history.append(_described(made, self.step, self.evaluations[-1]))
         self.rounds_done, self.round, self.trainer = made.number, None, None
         self.workers.forget_trainer()
-        await self._note_events()
+        await self.telling.now()
         if self.rounds_done == self.explorer.num_rounds:
             await last_checkpoint(self.save, self.step, self.log, self.console, lambda: self.stop.asked)
         else:
             try_checkpoint(self.save, self.step, self.log, self.console)
 
-    async def _note_events(self) -> None:
-        for event in await self.workers.events():
-            self.log.log_event(**event, step=self.step)
-            self.console.warn(event["message"])
+    def _event(self, kind: str, message: str, **detail: Any) -> None:
+        self.log.log_event(kind, message, step=self.step, **detail)
+        self.console.warn(message)
 
     def stop_here(self) -> NoReturn:
         """With a checkpoint: after the last update, without the episodes that were being played."""

@@ -31,6 +31,7 @@ from agentgym_rl.offline import train_offline
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import RunLog, horizon_stages
 from agentgym_rl.starting import prepare, starting_point
+from agentgym_rl.telling import Telling
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
@@ -104,8 +105,11 @@ async def _train(
             run, saved = await _prepare(config, playing, items, log, console, started, stop)
             try:
                 with stop.ending_with(run.stop_here):
-                    await run.begin(saved)
-                    return await run.finish()
+                    async with run.telling:
+                        await run.begin(saved)
+                        summary = await run.finish()
+                        stop.may_leave = lambda: False  # there is nothing left to stop
+                    return summary
             finally:
                 stop.may_leave = lambda: False
                 await run.workers.close()
@@ -183,6 +187,10 @@ class Run:
     doctor: Doctor = field(default_factory=Doctor)
     between: dict[str, Any] | None = None
     """Where the run stood after the last finished step, while nothing of the next one was learned; else None."""
+    telling: Telling = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.telling = Telling(self.workers.events, self._event)
 
     async def begin(self, saved: dict[str, Any] | None) -> None:
         """Go back to a checkpoint; or evaluate the start and keep it as the checkpoint of step 0."""
@@ -247,8 +255,7 @@ class Run:
         last = self.state.over(self.config.rl)
         if self._evaluation_is_due():
             await self.evaluate()
-        for event in await self.workers.events():
-            self._event(**event)
+        await self.telling.now()
         if last:
             await last_checkpoint(self.save, step, self.log, self.console, lambda: self.stop.asked)
         elif step % self.config.checkpoint.every == 0:

@@ -26,6 +26,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "runlog": LEAVES | {"disk"},
     "console": LEAVES,
     "plots": LEAVES,
+    "telling": LEAVES,
     "environment": LEAVES,
     "agent": LEAVES,
     "training": LEAVES,
