@@ -8,12 +8,14 @@ LONGEST_FIRST = (
     "test_algorithms.py",
     "test_stopping.py",
     "test_offline.py",
-    "test_ray.py",
-    "test_ray_app.py",
     "test_webarena.py",
     "test_recipes.py",
+    "test_ray.py",
+    "test_ray_app.py",
     "test_resume.py",
-    "test_ranks.py",
+    "test_sciworld_gold.py",
+    "test_viewer_pages.py",
+    "test_sciworld.py",
 )
 """Files of half a minute and more. `make test` gives whole files to its workers in the order of collection: were one of
 these among the last, a worker would be left alone with it."""
