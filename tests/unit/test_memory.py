@@ -146,6 +146,12 @@ def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_for_every_vllm_el
     assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner lends"
     pairs = replace(apart, learners=8, colocated=True)
     assert on_each_host(pairs, 4)["host, loading"].total == 4 * (4 + 2 + 2) * count
+    asleep = on_each_host(replace(pairs, engine="vllm"), 8)["host, running"]
+    assert asleep.parts["8 sleeping vLLMs"] == 8 * 2 * count
+    assert asleep.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner lends"
+    two_nodes = on_each_host(replace(pairs, engine="vllm"), 4)["host, running"]
+    assert two_nodes.total == (3 + 4 + 4) * 2 * count
+    assert on_each_host(pairs, 8)["host, running"].total == 3 * 2 * count
     assert not table(found, 1000 * GIB)[1]
     assert table(found, None)[1], "not known to be too large"
     machine = on_each_host(replace(pairs, gpu=False), 8)["host, running"]
@@ -192,6 +198,8 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     assert f"({ranks[0]:.0f} GiB each; {ranks[1]:.0f} GiB with 8)" in flat
     warm = warm_start_memory(replace(seven, warm_start=(16384, True))).total / GIB
     assert f"{warm:.1f} GiB at 7B on 8 with micro-batches of 16k" in flat
+    asleep = on_each_host(replace(seven, colocated=True, engines=8, engine="vllm"), 8)["host, running"].parts
+    assert f"{asleep['8 sleeping vLLMs'] / GIB:.0f} GiB more for a node of 8 at 7B" in flat
     host = on_each_host(large, 8)["host of learners, loading"].total / GIB
     assert f"{host:,.0f} GiB for a node of 8 ranks at 32B" in flat
     passing = sum(learner_memory(seven).parts[name] for name in OF_A_PASS) / GIB

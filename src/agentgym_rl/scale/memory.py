@@ -247,13 +247,14 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     Every rank loads the whole model in float32 (LoRA: as passes use it), and the reference or a copy for the critic
     beside it, before its part goes to the device. Weights on their way to engines are on each node in two versions, old
     and new; the first rank's copy of a checkpoint is a third. On another node than the first rank's a vLLM copies what
-    it takes out of Ray's store, whose memory its worker cannot read. The native engine loads its first weights here.
+    it takes out of Ray's store, whose memory its worker cannot read; one that shares its device leaves its weights here
+    while it sleeps. The native engine loads its first weights here.
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
         return {"host, loading": Memory({"weights": b * shape.count})} if d.gpu else {}
     ranks, engines = min(d.learners, per_node), min(d.engines, per_node)
-    one_node = per_node >= d.learners + d.engines
+    one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines)
     each = 4 * shape.count if d.trained is None else b * shape.count
     copied = b * shape.count if d.reference else 0
     if d.critic:
@@ -265,6 +266,8 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     learning = store | {"checkpoint": b * shape.count}
     copies = b * shape.count * engines if d.engine == "vllm" and not one_node else 0
     playing = {f"copies of {engines} vLLMs": copies}
+    if d.engine == "vllm" and d.colocated and d.gpu:
+        learning[f"{engines} sleeping vLLMs"] = d.engine_bytes * shape.count * engines
     start = {f"weights of {engines} engines": b * shape.count * engines} if d.engine == "native" else {}
     if not d.gpu:
         learner, engine = learner_memory(d), engine_memory(d, host_bytes)
