@@ -4,6 +4,7 @@ import asyncio
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -278,6 +279,29 @@ def test_session_cap_across_environments():
         assert response.headers["retry-after"] == "1"
         httpx.post(f"{server.url}/counting/close", json={"id": first})
         assert httpx.post(f"{server.url}/counting/create").status_code == 200
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_session_whose_opener_has_gone_is_closed(in_thread):
+    """A server that hung, or was slow to open it: the client has given up, and nobody else knows the id."""
+    may_open = threading.Event()
+
+    class Slow(SlowCounting if in_thread else Counting):
+        def __init__(self):
+            may_open.wait(60)  # of the server's loop, where it is not in a thread
+            super().__init__()
+
+    with server_in_thread({"slow": Slow}) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        for _ in range(10):
+            with socket.create_connection((host, int(port))) as client:
+                client.sendall(b"POST /create HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+        may_open.set()
+        wait_until(lambda: server.sessions.counts["closed"] == 10)
+        assert server.sessions.counts["created"] == 10
+        assert server.sessions.num_open == 0
+        assert httpx.post(f"{server.url}/create").status_code == 200
+        assert server.sessions.num_open == 1
 
 
 def test_idle_sessions_are_closed():

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[bytes], Awaitable[bytes]]
 """Body in, body out."""
+TURNS_TO_HEAR = 5
+"""Of the loop, until what a connection has is read, its end is known and whoever waits for that is woken."""
 
 CAPABILITIES = {
     "actions": HasActions,
@@ -197,14 +199,29 @@ def hot_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
     return {"/create": create, "/reset": reset, "/step": step, "/close": close}
 
 
+def undoing_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
+    """What to do with an answer that nobody waits for any more: of a session only its opener knows the id."""
+
+    async def create(answer: bytes) -> bytes:
+        await sessions.close(env, wire.integer(wire.read_body(answer), "id"))
+        return b""
+
+    return {"/create": create}
+
+
 class Gate:
     """The outermost layer: token, size limit, hot paths; the rest goes to the FastAPI app inside."""
 
     def __init__(
-        self, app: ASGIApp, handlers: Mapping[str, Handler], token: str | None, max_request_bytes: int
+        self,
+        app: ASGIApp,
+        handlers: Mapping[str, Handler],
+        undoing: Mapping[str, Handler],
+        token: str | None,
+        max_request_bytes: int,
     ) -> None:
         self._app = app
-        self._handlers = handlers
+        self._handlers, self._undoing = handlers, undoing
         self._authorization = f"Bearer {token}".encode() if token else None
         self._max_request_bytes = max_request_bytes
 
@@ -232,6 +249,8 @@ class Gate:
             return
         try:
             body = await handler(await self._body(receive))
+            if (undo := self._undoing.get(scope["path"])) is not None and await has_left(receive):
+                await undo(body)
         except (EnvError, ConfigError) as error:
             await answer(send, wire.STATUS.get(type(error), 500), wire.error_body(error))
         except TimeoutError:
@@ -267,6 +286,17 @@ class EnvironmentApp(FastAPI):
 
     async def inner(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__(scope, receive, send)
+
+
+async def has_left(receive: Receive) -> bool:
+    """Whether the client of a request that was read has closed its connection."""
+    next_message = asyncio.ensure_future(receive())
+    for _ in range(TURNS_TO_HEAR):
+        await asyncio.sleep(0)
+    if not next_message.done():
+        next_message.cancel()
+        return False
+    return (await next_message)["type"] == "http.disconnect"
 
 
 async def answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
@@ -407,11 +437,13 @@ def create_app(
         title="AgentGym-RL environments", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     handlers: dict[str, Handler] = {}
+    undoing: dict[str, Handler] = {}
     for env, factory in environments.items():
         env_class = catalog.class_of(factory)
         for prefix in (f"/{env}", "") if len(environments) == 1 else (f"/{env}",):
             app.include_router(env_routes(sessions, env, env_class), prefix=prefix)
             handlers |= {prefix + path: handler for path, handler in hot_handlers(sessions, env).items()}
+            undoing |= {prefix + path: handler for path, handler in undoing_handlers(sessions, env).items()}
     app.include_router(server_routes(sessions))
     for env in environments:
         app.include_router(server_routes(sessions), prefix=f"/{env}")
@@ -422,7 +454,7 @@ def create_app(
 
     for kind in (EnvError, ConfigError, Exception):
         app.add_exception_handler(kind, refuse)
-    app.gate = Gate(app.inner, handlers=handlers, token=token, max_request_bytes=max_request_bytes)
+    app.gate = Gate(app.inner, handlers, undoing, token, max_request_bytes)
     app.state.sessions = sessions
     return app
 
