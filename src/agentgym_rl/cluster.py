@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +18,9 @@ import torch
 from transformers import AutoTokenizer
 
 from agentgym_rl import serving, wiring
-from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.vllm import Probe, probe_model
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.errors import ConfigError
@@ -57,13 +58,16 @@ class Job:
     prefix: str
     group_size: int
     temperature: float
+    version: int
+    """Of the weights that it is played with."""
 
 
 class Rank:
     """A learner's rank, inside its actor. Every method takes all ranks."""
 
     def __init__(self, config: Config, rank: int, size: int) -> None:
-        torch.set_num_threads(config.threads or 1)
+        assert config.scale is not None
+        torch.set_num_threads(config.threads or int(config.scale.learner_cpus) or 1)
         device, self._dtype = wiring.choose_device(config.model)
         adapters = config.model.lora is not None
         # Sharded weights are loaded on the host, in float32: they are the optimizer's masters, passes run in `dtype`.
@@ -75,7 +79,7 @@ class Rank:
         self._tokenizer: Any = None
         self._learner: Any = None
         """RL's, or a trainer."""
-        self._shares = config.scale is not None and config.scale.layout == "colocated"
+        self._shares = config.scale.layout == "colocated"
 
     def untrained(self, folder: str) -> int:
         """The recipe's model as it is before it learns anything, with the tokenizer of `folder`; counts parameters."""
@@ -201,7 +205,7 @@ class Rank:
 class Player:
     """An environment host's sessions and how it plays, inside its actor."""
 
-    def __init__(self, config: Config, folder: Path, engine: Engine) -> None:
+    def __init__(self, config: Config, folder: Path, engine: Any) -> None:
         self._config, self._engine = config, engine
         self._pool = wiring.EnvironmentsPool(config.environments, config.agent)
         self._renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
@@ -211,7 +215,8 @@ class Player:
         return self._pool.num_open
 
     async def play(self, job: Job) -> Group:
-        policies = wiring.engine_policies(self._engine, self._renderer, self._config.agent, job.temperature)
+        engine = self._engine.at_least(job.version)
+        policies = wiring.engine_policies(engine, self._renderer, self._config.agent, job.temperature)
         collect = wiring.make_collector(self._config, self._pool, policies, job.group_size, job.prefix)
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
@@ -228,14 +233,37 @@ def make_seat(config: Config, folder: Path) -> Receiver:
     """An engine with weights of its own."""
     if config.engine.kind == "vllm":
         return serving.vllm_seat(config, folder)
-    torch.set_num_threads(config.threads or 1)
+    assert config.scale is not None
+    torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
     model, tokenizer = wiring.load_from(folder, config.model)
     model = freeze(model)
     return InPlace(make_engine(config, model, Renderer(tokenizer, config.model.chat_template)), model)
 
 
-def make_player(config: Config, folder: Path, engine: Engine) -> Player:
+def make_player(config: Config, folder: Path, variables: dict[str, str], engine: Any) -> Player:
+    os.environ.update(variables)
     return Player(config, folder, engine)
+
+
+def as_workers_read_it(config: Config, device: str) -> Config:
+    """The recipe for processes in other folders and on other machines: with full paths, the text of files that only
+    the driver need have, and the device that was decided for all of them."""
+    model = config.model
+    changes = {
+        "device": device,
+        "path": None if model.path is None else str(_absolute(Path(model.path))),
+        "chat_template": resolve_template(model.chat_template),
+    }
+    # Which items there are is asked of the driver alone.
+    environments = tuple(env.model_copy(update={"items": {}}) for env in config.environments)
+    return config.model_copy(update={"model": model.model_copy(update=changes), "environments": environments})
+
+
+def named_variables(config: Config) -> dict[str, str]:
+    """What the recipe names of this process's environment, which a cluster's processes do not have. Handed to those
+    that read it and to nobody else: Ray would write a job's variables into its logs."""
+    names = [env.token_variable for env in config.environments if env.token_variable is not None]
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 class TrainerHandle:
@@ -321,7 +349,9 @@ class Cluster:
             start.tokenizer.save_pretrained(folder)
         folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
         try:
-            await app.start_learners(partial(make_rank, config))
+            app.connect()
+            theirs = as_workers_read_it(config, app.plan.device)
+            await app.start_learners(partial(make_rank, theirs))
             ask = partial(on_other_nodes, plan.worker_timeout_s)
             await require_shared(_absolute(run_dir), ask)
             for place in sorted({folder, reference_dir, _absolute(Path(config.model.path or folder))}):
@@ -332,7 +362,9 @@ class Cluster:
                 await _first_lessons(app, config, folder, start, console)
             await asyncio.gather(
                 app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
-                app.start_players(partial(make_seat, config, folder), partial(make_player, config, folder)),
+                app.start_players(
+                    partial(make_seat, theirs, folder), partial(make_player, theirs, folder, named_variables(config))
+                ),
             )
             made = cls(config, app, folder)
             console.note(f"weights go to engines {await app.publish(0)}")
@@ -350,7 +382,8 @@ class Cluster:
         sizes = {env.name: group_size or env.group_size or config.rl.group_size for env in config.environments}
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], temperature) for i, t in enumerate(tasks)]
+            more = (temperature, self.version)
+            jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 
         async def play(job: Job) -> Group:

@@ -192,6 +192,7 @@ class ScaleConfig(_Section):
     address: str | None = None
     """Of a Ray cluster that this machine belongs to, auto or head:6379; None starts Ray on this machine for the run."""
     learner_cpus: float = Field(1.0, gt=0)
+    """This and what follows: cores that each process reserves."""
     engine_cpus: float = Field(1.0, gt=0)
     env_host_cpus: float = Field(1.0, gt=0)
     object_store_mb: int | None = Field(None, ge=80)
@@ -199,7 +200,8 @@ class ScaleConfig(_Section):
     bucket_mb: int = Field(256, ge=1)
     """Weights travel to engines in pieces of this size."""
     worker_timeout_s: float = Field(600.0, gt=0)
-    """The longest anybody waits for a worker to start, or to be started again."""
+    """The longest anybody waits for a worker to start, or to be started again. Ranks wait longer for each other: that
+    one of them died is heard of at once."""
 
     @model_validator(mode="after")
     def _pairs(self) -> ScaleConfig:
@@ -226,7 +228,8 @@ class Config(_Section):
     method: Method = "rl"
     """How the agent learns: by reinforcement from its own episodes, by imitation, from pairs, or by both in turn."""
     threads: int = Field(0, ge=0, le=1024)
-    """Torch threads on the CPU; 0 leaves torch's own choice."""
+    """Torch threads on the CPU, of each process. 0 leaves torch's own choice; with [scale], as many as a learner or an
+    engine has cores."""
     model: ModelConfig
     environments: tuple[EnvironmentConfig, ...] = Field(min_length=1)
     agent: AgentConfig = AgentConfig()
@@ -296,7 +299,17 @@ class Config(_Section):
             )
         if self.engine.kind == "vllm" and self.method != "rl":
             raise ValueError(f"engine.kind = 'vllm' plays for method = 'rl', this is {self.method!r}: use 'native'")
+        if self.scale is not None and self.model.device.startswith("cuda:"):
+            raise ValueError(
+                f"model.device = {self.model.device!r}: with [scale] each process is given a device of its own and "
+                "sees no other, use 'cuda' or 'auto'"
+            )
         if self.engine.kind == "vllm" and self.scale is not None:
+            if self.engine.weights == "files":
+                raise ValueError(
+                    "engine.weights = 'files': [scale] sends weights through memory of the node or Ray's object store, "
+                    "remove it"
+                )
             if self.engine.urls or self.engine.replicas > 1:
                 raise ValueError("[scale] starts vLLM itself: remove engine.urls and engine.replicas")
             if self.model.lora is not None:

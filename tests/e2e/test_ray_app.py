@@ -1,8 +1,10 @@
-"""Actors, places and turns on a shared device: Ray's part alone, with workers that only take notes."""
+"""Actors, places and turns on a shared device: Ray's part alone, with workers that only take notes; then whole runs
+that begin in another folder than Ray did."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -13,13 +15,23 @@ from typing import Any
 
 import pytest
 import torch
-from cluster_for_tests import PATIENT
+from cluster_for_tests import PATIENT, events_of, tokens
+from envs_for_tests import Counting
+from runs_for_tests import counting_config, quiet
+from servers_for_tests import server_in_thread
+from training_for_tests import counting_conversations
 
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine
+from agentgym_rl.cluster import Cluster
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
+from agentgym_rl.runlog import read_metrics, read_trajectories
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.routing import Homes
+from agentgym_rl.starting import words_of
+from agentgym_rl.train import train
+from agentgym_rl.training.scratch import build_model
+from agentgym_rl.training.settings import ScratchSettings
 from agentgym_rl.types import Sampling
 
 ray = pytest.importorskip("ray")
@@ -135,6 +147,7 @@ async def started(of: Plan, make_engine: Any = Seat) -> Any:
 
     app = RayApp(of)
     try:
+        app.connect()
         await app.start_learners(Rank)
         await app.start_players(make_engine, make_player)
     except BaseException:
@@ -150,6 +163,11 @@ async def bundle(actor: Any) -> tuple[str, int]:
     return name.rpartition("_")[2], int(name.split("_")[2])
 
 
+def seconds_for_other_ranks(_: Any) -> float:
+    group = torch.distributed.distributed_c10d._get_default_group()
+    return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
+
 async def notes(app: Any) -> list[list[str]]:
     calls = [engine.__ray_call__.remote(lambda actor: actor._seat.notes) for engine in app.engines]
     return list(await asyncio.gather(*calls))
@@ -161,6 +179,8 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
         places = [await bundle(actor) for actor in (*app.learners, *app.engines)]
         assert places[:2] == places[2:], "the n-th engine sits with the n-th learner"
         assert places[0] != places[1]
+        waits_s = await app.learners[0].__ray_call__.remote(seconds_for_other_ranks)
+        assert waits_s > app.plan.worker_timeout_s, "a rank that died is heard of, one that works is waited for"
         await app.publish(0)
         await asyncio.to_thread(app.rest_engines)
         said = await app.engines[0].generate.remote([1], Sampling(4), "a")
@@ -207,6 +227,10 @@ async def test_a_death_long_after_a_call_began_ends_no_run(tmp_path: Path, monke
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
         assert await app.play(tmp_path / "group", 1) == await app.hosts[1].pid.remote()
         engines = ray_app.RemoteEngine(app.engines, app.board, timeout_s=0.0)
+        # Version 1 is published while no engine can be reached, and asked for by who can reach them.
+        await app.board.publish.remote(await app.learners[0].put_weights.remote(1, 1 << 20, True))
+        assert (await engines.generate([1], Sampling(4), "a")).version == 0
+        assert (await engines.at_least(1).generate([1], Sampling(4), "a")).version == 1
         assert (await engines.generate([0], Sampling(4), "a")).token_ids == [7, 8]
         assert engines._homes.of("a", ()) == 1
         monkeypatch.setattr(ray_app, "MOST_DEATHS", 1)
@@ -236,6 +260,72 @@ async def test_an_engine_that_cannot_be_made_says_why_in_one_line() -> None:
     ) as refused:
         await started(plan(learners=1, engines=1), partial(VllmEngine, "anywhere"))
     assert "\n" not in str(refused.value)
+
+
+SMALL_MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2}
+
+
+def write_what_a_recipe_names(folder: Path) -> None:
+    tokenizer = words_of(counting_conversations(50))
+    build_model(ScratchSettings(**SMALL_MODEL), tokenizer, 0).save_pretrained(folder / "mine")
+    tokenizer.save_pretrained(folder / "mine")
+    (folder / "chat.jinja").write_text(tokenizer.chat_template)
+    (folder / "train.json").write_text(json.dumps(list(range(40))))
+
+
+async def test_a_run_elsewhere_than_its_workers_in_bfloat16_on_shared_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two ranks and two native engines in pairs; a recipe of relative paths and a token that only the driver has."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COUNTING_TOKEN", "secret")  # after Ray was started, as on a cluster
+    write_what_a_recipe_names(tmp_path)
+    seen: list[tuple[Any, ...]] = []
+    close = Cluster.close
+
+    async def look_and_close(self: Cluster) -> None:
+        rank, engine = self._app.learners[1], self._app.engines[1]
+        seen.append(await rank.__ray_call__.remote(lambda r: (r._work._config.model.device, torch.get_num_threads())))
+        seen.append(await engine.__ray_call__.remote(lambda e: (e._seat._model.dtype, torch.get_num_threads())))
+        await close(self)
+
+    monkeypatch.setattr(Cluster, "close", look_and_close)
+    with server_in_thread({"counting": Counting}, token="secret") as server:
+        env = {"name": "counting", "url": f"{server.url}/counting", "token_variable": "COUNTING_TOKEN"}
+        cpus = {"learner_cpus": 2.0, "engine_cpus": 0.5, "env_host_cpus": 0.5}
+        config = counting_config(
+            threads=0,
+            model={"path": "mine", "chat_template": "chat.jinja", "dtype": "bfloat16"},
+            environments=[env | {"items": {"train": "train.json", "test": "100-119"}}],
+            scale={"learners": 2, "engines": 2, "layout": "colocated", "worker_timeout_s": 500.0, **cpus},
+            rl__zero_variance="keep",
+        )
+        summary = await train(config, Path("run"), console=quiet())
+        assert server.sessions.num_open == 0
+    assert summary["steps"] == 2
+    assert seen == [("cpu", 2), (torch.bfloat16, 1)]
+    rows = read_metrics(Path("run", "metrics.jsonl"))
+    assert all(row["grad/norm"] > 0 and row["mismatch/abs"] < 0.05 for row in rows)
+    assert [row["staleness/max"] for row in rows] == [0.0, 0.0]
+    played = [t for n in (1, 2) for t in read_trajectories(Path("run", "trajectories", f"step_{n:06d}.jsonl"))]
+    assert {m.version for t in played for m in t.messages if m.role == "assistant"} == {0, 1}
+    assert not any(t.error for t in played)
+
+
+@pytest.mark.long
+async def test_overlap_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> None:
+    """The next step is played, by engines that have weights of their own, while ranks learn."""
+    with server_in_thread({"counting": Counting}) as server:
+        environments = [{"name": "counting", "url": f"{server.url}/counting"}]
+        changes = {"environments": environments, "rl__steps": 4, "rl__overlap": 1, "rl__zero_variance": "keep"}
+        for name, scale in (("alone", None), ("cluster", {"learners": 2, "worker_timeout_s": 500.0})):
+            await train(counting_config(scale=scale, **changes), tmp_path / name, console=quiet())
+    expected, found = tokens(tmp_path / "alone"), tokens(tmp_path / "cluster")
+    assert found == expected
+    assert {f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4)} < expected.keys()
+    rows = read_metrics(tmp_path / "cluster" / "metrics.jsonl")
+    assert [row["staleness/max"] for row in rows] == [0.0, 1.0, 1.0, 1.0]
+    assert events_of(tmp_path / "cluster") == []
 
 
 def test_hosts_with_few_episodes_each_leave_no_engine_idle() -> None:

@@ -66,3 +66,12 @@ class Plan:
 
     def _in_all(self, kind: str) -> float:
         return sum(n.get(kind, 0.0) for roles, _ in self.placement() for some in roles.values() for n in some)
+
+
+def bundles(roles: Mapping[str, list[Needs]]) -> list[Needs]:
+    """Of one placement group: what the n-th of all roles need together."""
+    found: list[Needs] = []
+    for together in zip(*roles.values(), strict=True):
+        sums = {kind: sum(needs.get(kind, 0.0) for needs in together) for kind in ("CPU", "GPU")}
+        found.append({kind: total for kind, total in sums.items() if total})
+    return found

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import os
 import socket
@@ -31,7 +32,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from agentgym_rl.agent.engines.handover import HostMemories
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.board import Board, Published
-from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.plan import Plan, bundles
 from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.routing import Homes
 from agentgym_rl.scale.turns import Turns
@@ -63,10 +64,11 @@ class LearnerRank:
             free.bind(("", 0))
             return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
 
-    def begin(self, address: str, device: str, timeout_s: float) -> None:
+    def begin(self, address: str, device: str) -> None:
         if device == "cuda":
             device = "cuda:0"  # Ray shows this process its own device only
-        join(self._rank, self._size, address, device, timeout_s)
+        # However long ranks wait for each other: that one died is heard of from Ray.
+        join(self._rank, self._size, address, device)
         self._work = self._make(self._rank, self._size)
 
     def call(self, method: str, *arguments: Any) -> Any:
@@ -107,8 +109,9 @@ class EngineReplica:
         await self._fetch()
         return self._seat.engine.max_context
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        if not self._fresh.is_set():
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str, least: int = 0) -> Completion:
+        """With version `least` of the weights or a later one."""
+        if not self._fresh.is_set() or self._seat.version < least:
             await self._fetch()
         await self._fresh.wait()
         async with self._or_again():
@@ -198,14 +201,20 @@ class RemoteEngine:
         self._homes = Homes(len(replicas), first)
         self._down: dict[int, asyncio.Task[None]] = {}
         """Replicas that died, and who waits for each to be back."""
-        self.version = 0
+        self.version = self._least = 0
+
+    def at_least(self, version: int) -> RemoteEngine:
+        """The same engines. One that was out of the driver's reach when `version` was published fetches it first."""
+        same = copy.copy(self)
+        same._least = version
+        return same
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         deaths = 0
         while True:
             index = self._homes.of(session, self._down)
             try:
-                completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session)
+                completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session, self._least)
             except RayActorError as error:
                 self._homes.leave(session)
                 deaths += 1
@@ -307,7 +316,7 @@ class RayApp:
         self.room = 0
         self.version = -1
         self._groups: list[Any] = []
-        self._bundles: dict[str, list[dict[str, Any]]] = {}
+        self._places: dict[str, list[dict[str, Any]]] = {}
         self._started_ray = False
         self._events: list[dict[str, Any]] = []
         self._turns = Turns(plan.env_hosts, plan.episodes_per_host, plan.worker_timeout_s)
@@ -319,23 +328,28 @@ class RayApp:
         """Whether engines and the first learner are on one."""
         self._threads, self._nodes = Threads(), Nodes()
 
+    def connect(self) -> None:
+        """Join the cluster, or start one, and decide by what it has."""
+        if not ray.is_initialized():
+            self._join()
+        self.plan = self.plan.decided(ray.cluster_resources())
+
     async def start_learners(self, make_learner: Callable[[int, int], Any]) -> None:
         """And reserve the places of all."""
-        self._connect()
-        plan = self.plan = self.plan.decided(ray.cluster_resources())
-        bundles = self._bundles = await self._threads.run(self._reserve)
+        plan = self.plan
+        places = self._places = await self._threads.run(self._reserve)
         self.learners = [
             ray.remote(LearnerRank)
-            .options(**bundles["learner"][rank], max_restarts=0, max_concurrency=1)
+            .options(**places["learner"][rank], max_restarts=0, max_concurrency=1)
             .remote(make_learner, rank, plan.learners)
             for rank in range(plan.learners)
         ]
         address = await self.learners[0].address.remote()
-        begun = [rank.begin.remote(address, plan.device, plan.worker_timeout_s) for rank in self.learners]
+        begun = [rank.begin.remote(address, plan.device) for rank in self.learners]
         await self._threads.run(self._finish, begun)
 
     async def start_players(self, make_engine: Callable[[], Receiver], make_player: Callable[[Any], Any]) -> None:
-        plan, bundles = self.plan, self._bundles
+        plan, places = self.plan, self._places
         again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
         names = {role: f"{uuid.uuid4().hex[:8]}-{role}" for role in ("board", "engine")}
         named = {"namespace": NAMESPACE}
@@ -345,14 +359,14 @@ class RayApp:
         self.board: Any = board.remote()
         self.engines = [
             ray.remote(EngineReplica)
-            .options(name=f"{names['engine']}-{i}", **named, **bundles["engine"][i], **again, max_concurrency=10_000)
+            .options(name=f"{names['engine']}-{i}", **named, **places["engine"][i], **again, max_concurrency=10_000)
             .remote(make_engine, names["board"], i)
             for i in range(plan.engines)
         ]
         engines = [f"{names['engine']}-{i}" for i in range(plan.engines)]
         self.hosts = [
             ray.remote(EnvHost)
-            .options(**bundles["env_host"][i], **again, max_concurrency=10_000)
+            .options(**places["env_host"][i], **again, max_concurrency=10_000)
             .remote(make_player, engines, names["board"], plan.worker_timeout_s, i * plan.engines // plan.env_hosts)
             for i in range(plan.env_hosts)
         ]
@@ -364,10 +378,8 @@ class RayApp:
         nodes = await asyncio.gather(*(engine.node.remote() for engine in self.engines))
         self._one_node = set(nodes) == {beside} and hasattr(os, "memfd_create")
 
-    def _connect(self) -> None:
+    def _join(self) -> None:
         plan = self.plan
-        if ray.is_initialized():
-            return
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         if plan.address is None:
             store = plan.object_store_mb
@@ -402,22 +414,14 @@ class RayApp:
             raise ConfigError(f"{lacking}: ask for fewer, use layout = 'colocated', or set scale.address to a cluster")
         found: dict[str, list[dict[str, Any]]] = {}
         for roles, strategy in self.plan.placement():
-            size = len(next(iter(roles.values())))
-            together = [
-                {
-                    kind: sum(needs[i].get(kind, 0.0) for needs in roles.values())
-                    for kind in ("CPU", "GPU")
-                    if any(needs[i].get(kind) for needs in roles.values())
-                }
-                for i in range(size)
-            ]
+            together = bundles(roles)
             group = placement_group(together, strategy=strategy)
             self._groups.append(group)
             if not self._threads.until(group.wait, self.plan.worker_timeout_s):
                 total = {kind: ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
                 free = {kind: ray.available_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
                 raise WorkerLost(
-                    f"the cluster has no room for {size} x {together[0]} ({', '.join(roles)}) after "
+                    f"the cluster has no room for {len(together)} x {together[0]} ({', '.join(roles)}) after "
                     f"{self.plan.worker_timeout_s:g} s: {self.plan.lacking(total) or f'{free} of {total} are free'}; "
                     "ask for fewer, or add nodes"
                 )
