@@ -13,7 +13,7 @@ from processes_for_tests import CONTEXT, exit_code_if_preloaded
 from ranks_for_tests import CASES, ON_FOUR, alone, everything, learner, on_ranks, steps, weights
 from training_for_tests import tiny_model
 
-from agentgym_rl.cluster import Rank
+from agentgym_rl.cluster import Cluster, Rank
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.ranks import whole_state
@@ -121,6 +121,22 @@ def test_what_ranks_wrote_where_nobody_sees_it_is_no_checkpoint(two: Any, tmp_pa
         lost.unlink()
         with pytest.raises(ConfigError, match=f"{lost.name} has 0 of the"):
             require_written(tmp_path, shards=True)
+
+
+class Elsewhere:
+    """Ranks that write to the disk of another node."""
+
+    def on_all(self, method: str, folder: str) -> None:
+        assert (method, Path(folder).is_dir()) == ("save", True)
+
+
+def test_a_checkpoint_that_was_written_elsewhere_does_not_take_the_place_of_one(tmp_path: Path) -> None:
+    (tmp_path / "step_000001").mkdir()
+    cluster = Cluster.__new__(Cluster)
+    cluster._app, cluster.learner = Elsewhere(), None
+    with pytest.raises(ConfigError, match="config.json has 0 of the 1 bytes .* all nodes see"):
+        cluster.save(tmp_path, 2, {}, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
 def published_names(ranks: Ranks, folder: Path) -> list[str]:
