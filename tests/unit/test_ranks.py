@@ -134,7 +134,7 @@ def test_a_checkpoint_that_was_written_elsewhere_does_not_take_the_place_of_one(
     (tmp_path / "step_000001").mkdir()
     cluster = Cluster.__new__(Cluster)
     cluster._app, cluster.learner = Elsewhere(), None
-    with pytest.raises(ConfigError, match="config.json has 0 of the 1 bytes .* all nodes see"):
+    with pytest.raises(ConfigError, match=r"config.json has 0 of the 1 bytes .* all nodes see"):
         cluster.save(tmp_path, 2, {}, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
