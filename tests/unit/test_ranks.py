@@ -151,6 +151,7 @@ def published_names(ranks: Ranks, folder: Path) -> list[str]:
             "environments": [{"name": "keydoor"}],
             "warm_start": {},
             "rl": {"algorithm": "ppo", "kl_coef": 0.1},
+            "scale": {"learners": ranks.size},
         }
     )
     made = Rank(config, ranks.rank, ranks.size)
@@ -182,7 +183,8 @@ def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
     for case in ("sharded", "rounds", "lora"):
         model = {"path": str(folder / "model"), "device": "cpu", "dtype": "bfloat16"}
         model |= {"lora": {"rank": 2}} if case == "lora" else {}
-        config = Config.model_validate({"model": model, "environments": [{"name": "keydoor"}]})
+        sections = {"environments": [{"name": "keydoor"}], "scale": {"learners": ranks.size}}
+        config = Config.model_validate({"model": model, **sections})
         made, again = (Rank(config, ranks.rank, ranks.size) for _ in range(2))
         made.untrained(str(folder / "model"))
         made.teach(lessons, settings, 0)
