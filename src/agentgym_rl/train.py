@@ -224,6 +224,7 @@ class Run:
     def stop_here(self) -> NoReturn:
         """With a checkpoint: after the step that was being learned from, or without the episodes that were being
         played."""
+        self.stop.may_leave = lambda: False  # it is on its way out: once is enough
         stop_with_checkpoint(self.save, self.state.step, self.log, self.console)
 
     def _standing(self) -> dict[str, Any] | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Iterator
@@ -12,7 +14,12 @@ from pathlib import Path
 
 import pytest
 from cluster_for_tests import PATIENT, Command, ForkedCommand, descendants, events_of, steps_of, tokens, workers
+from envs_for_tests import Counting
+from runs_for_tests import counting_config, quiet
 
+from agentgym_rl.endings import Stopped
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.train import Run, train
 from agentgym_rl.training.checkpoint import list_checkpoints
 
 
@@ -32,6 +39,22 @@ def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: P
     assert whole.wait() == 0, whole.output.read_text()
     assert steps_of(cut.folder) == [1, 2, 3, 4]
     assert tokens(cut.folder) == tokens(whole.folder)
+
+
+async def test_sigterm_while_a_checkpoint_is_written_stops_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = Run.save
+
+    def asked_meanwhile(run: Run) -> None:
+        if run.state.step == 1 and not run.stop.asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+        save(run)
+
+    monkeypatch.setattr(Run, "save", asked_meanwhile)
+    with pytest.raises(Stopped, match="after step 1"):
+        await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
+    assert events_of(tmp_path / "run") == ["stopped"]
 
 
 def test_sigterm_before_rl_is_a_stop_too_and_resuming_makes_up_for_it(tmp_path: Path) -> None:
