@@ -1,10 +1,11 @@
 """What one environment server bears: 2,000 sessions at once, 20,000 episodes in one run, a soak, and the cost curve.
 
-    python benchmarks/load.py [--sessions 2000] [--episodes 20000] [--soak-s 600] [--seconds 3] [--out FOLDER]
+    python benchmarks/load.py [--sessions 2000] [--episodes 20000] [--soak-s 600] [--train-s 300] [--out FOLDER]
 
 The server is a process of its own on loopback with TextCraft and BabyAI; this process plays through RemotePool and
 Collector, as training does, and writes every trajectory to a run directory. Replies come from a list, so what is
-measured is environments and the wire, not a model. Both processes share the machine.
+measured is environments and the wire, not a model. Both processes share the machine. `--train-s` then lets `agentgym-rl
+train` learn with a tiny model on the same server, checkpoints and evaluations included, and looks at that process.
 
 Ends with code 1 if a session is refused, answers for another, or is left behind; if the memory of either process grows
 (Theil-Sen slope over the run after its first quarter), or its open files or threads do. `--out` gets load.json and
@@ -19,7 +20,9 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -49,6 +52,51 @@ REPLIES = {
 CURVE = (1, 8, 64, 256, 512, 1024, 2000)
 TURNS = 3
 """Of an episode of the run and the soak."""
+TRAIN = "from agentgym_rl.cli import main; main()"
+TRAINED_A_STEP = 64
+"""Episodes, by the recipe."""
+KEPT_A_STEP = 16 << 10
+"""Bytes that a run may keep of every step: it has their metrics by it, for its doctor."""
+RECIPE = """
+name = "load"
+threads = 1
+
+[model]
+device = "cpu"
+scratch = { hidden_size = 32, intermediate_size = 64, num_layers = 2, num_heads = 2 }
+
+[[environments]]
+name = "babyai"
+subsets = ["GoToRedBallNoDists"]
+
+[agent]
+instruction = ""
+max_new_tokens = 6
+max_context = 512
+
+[warm_start]
+policy = "random"
+episodes = 80
+max_turns = 2
+sft = { epochs = 5, batch_size = 16, optimizer = { lr = 1e-2 } }
+
+[horizon]
+kind = "fixed"
+turns = [3]
+
+[rl]
+steps = 1000000
+groups_per_step = 8
+group_size = 8
+
+[eval]
+every = 20
+episodes = 16
+max_turns = 3
+
+[checkpoint]
+every = 10
+"""
 WARM_UP = 0.25
 """Share of a run after which memory may no longer grow."""
 MAX_GROWTH_BYTES = 4 << 20
@@ -98,14 +146,14 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
     return statistics.median(pairs)
 
 
-def grown(samples: Sequence[Sample]) -> tuple[dict[str, float], list[str]]:
+def grown(samples: Sequence[Sample], per_episode: int = MAX_BYTES_PER_EPISODE) -> tuple[dict[str, float], list[str]]:
     """(bytes an episode by process, what is wrong) after the warm-up."""
     last = samples[-1].episodes
     steady = [sample for sample in samples if sample.episodes >= WARM_UP * last]
     if len(steady) < 8:
         raise Failed(f"8 samples after the warm-up are needed to tell growth, got {len(steady)}: play more episodes")
     span = last - steady[0].episodes
-    allowed = max(MAX_GROWTH_BYTES, MAX_BYTES_PER_EPISODE * span)
+    allowed = max(MAX_GROWTH_BYTES, per_episode * span)
     slopes, problems = {}, []
     for name in ("player", "server"):
         of: list[Usage] = [getattr(sample, name) for sample in steady]
@@ -286,6 +334,62 @@ async def _same_files(before: tuple[Usage, Usage], server: Server, problems: lis
         await asyncio.sleep(0.1)
 
 
+# A real run of the command, with a model that is as small as it may be.
+
+
+def train(server: Server, folder: Path, seconds: float) -> dict[str, Any]:
+    """For so long; a sample is the least of a step's looks at both processes, since a look may fall between two
+    episodes or into the middle of many."""
+    (folder / "load.toml").write_text(RECIPE)
+    run = folder / "train"
+    arguments = [str(folder / "load.toml"), f"run_dir={run}", f"environments.0.url={server.urls['babyai']}"]
+    with (folder / "train.out").open("wb") as output:
+        driver = subprocess.Popen(
+            [sys.executable, "-c", TRAIN, "train", *arguments], stdout=output, stderr=subprocess.STDOUT
+        )
+    samples: list[Sample] = []
+    looks: list[tuple[Usage, Usage]] = []
+    started, seen = 0.0, 0
+    try:
+        while not started or time.perf_counter() - started < seconds:
+            time.sleep(0.05)
+            if driver.poll() is not None:
+                raise Failed(f"train ended with code {driver.returncode}: {(folder / 'train.out').read_text()[-2000:]}")
+            lines = (run / "metrics.jsonl").read_bytes().count(b"\n") if (run / "metrics.jsonl").exists() else 0
+            if not lines:
+                continue
+            started = started or time.perf_counter()
+            looks.append((usage(driver.pid), usage(server.pid)))
+            if lines > seen:
+                seen = lines
+                players, servers = zip(*looks, strict=True)
+                now = time.perf_counter() - started
+                samples.append(Sample(TRAINED_A_STEP * lines, now, _least(players), _least(servers)))
+                looks.clear()
+        driver.send_signal(signal.SIGTERM)
+        if driver.wait(300):
+            raise Failed(f"train did not stop cleanly: {(folder / 'train.out').read_text()[-2000:]}")
+    finally:
+        driver.kill()
+        driver.wait()
+    slopes, problems = grown(samples, KEPT_A_STEP // TRAINED_A_STEP)
+    if problems:
+        raise Failed("train: " + "; ".join(problems).replace("player", "driver"))
+    last = samples[-1]
+    return {
+        "episodes": last.episodes,
+        "seconds": last.seconds,
+        "episodes_per_s": last.episodes / last.seconds,
+        "steps": seen,
+        "bytes_per_episode": slopes,
+        "at_the_end": {"player": asdict(last.player), "server": asdict(last.server)},
+    }
+
+
+def _least(some: Sequence[Usage]) -> Usage:
+    return Usage(*(min(getattr(one, name) for one in some) for name in ("memory_bytes", "open_files", "threads")))
+
+
 # Episodes per second against sessions.
 
 
@@ -410,16 +514,23 @@ async def measure(options: argparse.Namespace, server: Server, say: Callable[[st
             done = found[name] = await play(
                 server, log, concurrency=options.concurrency, group_size=options.group_size, until=until, say=say
             )
-        end = done["at_the_end"]
-        say(
-            f"{name}: {done['episodes']} episodes in {done['seconds']:.0f} s ({done['episodes_per_s']:.0f}/s); "
-            + "; ".join(
-                f"{who} {end[who]['memory_bytes'] / 2**20:.0f} MiB, {done['bytes_per_episode'][who]:+.1f} bytes an "
-                f"episode, {end[who]['open_files']} files, {end[who]['threads']} threads"
-                for who in ("player", "server")
-            )
-        )
+        say(f"{name}: {_told(done)}")
+    if options.train_s:
+        with tempfile.TemporaryDirectory() as folder:
+            found["train"] = await asyncio.to_thread(train, server, Path(folder), options.train_s)
+        if left := (await server.health())["sessions"]:
+            raise Failed(f"{left} sessions of the server are open after train was stopped")
+        say(f"train: {_told(found['train'])}, {found['train']['steps']} steps")
     return found
+
+
+def _told(done: dict[str, Any]) -> str:
+    end = done["at_the_end"]
+    return f"{done['episodes']} episodes in {done['seconds']:.0f} s ({done['episodes_per_s']:.0f}/s); " + "; ".join(
+        f"{who} {end[who]['memory_bytes'] / 2**20:.0f} MiB, {done['bytes_per_episode'][who]:+.1f} bytes an "
+        f"episode, {end[who]['open_files']} files, {end[who]['threads']} threads"
+        for who in ("player", "server")
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -429,6 +540,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=256, help="episodes at once in run and soak")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--soak-s", type=float, default=0.0, help="seconds of the soak; 0 leaves it out")
+    parser.add_argument("--train-s", type=float, default=0.0, help="seconds of a real run; 0 leaves it out")
     parser.add_argument("--curve", type=int, nargs="*", default=CURVE, help="numbers of sessions; none leaves it out")
     parser.add_argument("--seconds", type=float, default=3.0, help="measured at each place of the curve")
     parser.add_argument("--repeats", type=int, default=3, help="sweeps of the curve; the best of each place counts")
