@@ -75,16 +75,22 @@ def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> tuple[list[
     return places, [statistics.fmean(at(xs, ys, x) for xs, ys in curves) for x in places]
 
 
-def over_curve(record: Record) -> float:
-    """Mean success over the budget: how soon it was learned."""
+def first_evaluation(record: Record) -> float:
+    """Tokens sampled until the first one after the start. Arms have theirs at other times."""
+    return float(record["evaluations"][1]["sampled_tokens"])
+
+
+def over_curve(record: Record, since: float = 0.0) -> float:
+    """Mean success from `since` to the end of the budget: how soon it was learned."""
     xs, ys = curve(record, "success")
-    return statistics.fmean(at(xs, ys, xs[-1] * i / 50) for i in range(51))
+    return statistics.fmean(at(xs, ys, since + (xs[-1] - since) * i / 50) for i in range(51))
 
 
 def fall(record: Record) -> float:
-    """From the best evaluation to the last."""
+    """From the best evaluation to the lowest after it."""
     success = [e["success"] for e in record["evaluations"]]
-    return max(success) - success[-1]
+    best = success.index(max(success))
+    return success[best] - min(success[best:])
 
 
 def last(record: Record) -> float:

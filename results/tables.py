@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 
-from records import Record, fall, item_rates, last, over_curve, success_at, turns_of, whole_cell
+from records import Record, fall, first_evaluation, item_rates, last, over_curve, success_at, turns_of, whole_cell
 
 from agentgym_rl.evaluation.statistics import mcnemar_exact, mean_interval, sign_flip_test
 
@@ -28,8 +28,17 @@ def points(mean: float, low: float, high: float) -> str:
     return f"{100 * mean:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}) points"
 
 
+def since_all(records: Sequence[Record]) -> Callable[[Record], float]:
+    """Mean success from where every arm of a task has been evaluated after its start."""
+    starts: dict[str, float] = {}
+    for record in records:
+        starts[record["task"]] = max(starts.get(record["task"], 0.0), first_evaluation(record))
+    return lambda record: over_curve(record, starts[record["task"]])
+
+
 def arms_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
     """A row per task and arm."""
+    over = since_all(records)
     lines = [
         "| task | arm | seeds | success at the end (lowest–highest) | over the run | fall | steps | seconds |",
         "|---|---|---|---|---|---|---|---|",
@@ -39,7 +48,7 @@ def arms_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
             runs = [r for r in records if (r["task"], r["arm"]) == (task, arm)]
             if runs:
                 steps, seconds = (statistics.fmean(r[n] for r in runs) for n in ("steps", "seconds"))
-                numbers = [spread_of([value(r) for r in runs]) for value in (last, over_curve)]
+                numbers = [spread_of([value(r) for r in runs]) for value in (last, over)]
                 falls = statistics.fmean(fall(r) for r in runs)
                 numbers += [f"{falls:.1%}", f"{steps:.0f}", f"{seconds:.0f}"]
                 lines.append(f"| {task} | {arm} | {len(runs)} | {' | '.join(numbers)} |")
@@ -128,6 +137,27 @@ def _on_items(first: Record, second: Record) -> tuple[str, str, float]:
     p = mcnemar_exact(wins, losses) if single else sign_flip_test(differences)
     said = f"{len(shared)} | {points(statistics.fmean(differences), *mean_interval(differences))}"
     return said, f"{wins}, {losses} ({'McNemar' if single else 'sign flips'})", p
+
+
+def over_seeds(records: Sequence[Record], pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """Items averaged over seeds, with a bootstrap interval over items, and each seed's difference: it speaks of these
+    agents, not of what another seed would give."""
+    lines = ["| first | second | mean difference (95% interval over items) | by seed, points |", "|---|---|---|---|"]
+    found = {(r["seed"], r["arm"]): item_rates(r, turns_of(r)[-1]) for r in records}
+    for first, second in pairs:
+        seeds = sorted(seed for seed, arm in found if arm == first and (seed, second) in found)
+        by_item: dict[str, list[float]] = {}
+        for seed in seeds:
+            for item in found[seed, first].keys() & found[seed, second].keys():
+                by_item.setdefault(item, []).append(found[seed, first][item] - found[seed, second][item])
+        if seeds:
+            means = [statistics.fmean(by_item[item]) for item in sorted(by_item)]
+            each = [
+                statistics.fmean(found[s, first].values()) - statistics.fmean(found[s, second].values()) for s in seeds
+            ]
+            said = ", ".join(f"{100 * d:+.1f}" for d in each)
+            lines.append(f"| {first} | {second} | {points(statistics.fmean(means), *mean_interval(means))} | {said} |")
+    return lines
 
 
 def gains(records: Sequence[Record], few: int = 4, many: int = 32) -> list[str]:

@@ -165,13 +165,27 @@ def test_arms_are_compared_within_a_task_and_seed(tmp_path: Path) -> None:
     assert (tmp_path / "evidence-horizons.png").stat().st_size > 10_000
 
 
-def test_conditions_are_compared_each_by_itself(tmp_path: Path) -> None:
-    runs = [record("staged", s, 0.5, "far rooms") for s in range(6)] + [record("staged", 0, 0.3, "longer")]
-    runs += [record("fixed-short", s, 0.4, "far rooms") for s in range(6)] + [record("fixed-short", 0, 0.4, "longer")]
-    text = "\n".join(plot.conditions(runs, tmp_path))
-    assert "| staged | fixed-short | 6 | +10.0 (+10.0 to +10.0) points | 0.031 |" in text
-    assert "| staged | fixed-short | 1 | -10.0 (-10.0 to -10.0) points | 1 |" in text
+def test_far_rooms_are_compared_by_the_last_models_and_one_comparison_decides(tmp_path: Path) -> None:
+    arms = {"staged": ["11", "10"], "fixed-long": ["10", "10"], "fixed-short": ["00", "10"]}
+    runs = [record(arm, s, 0.5, "far rooms") for arm in arms for s in range(6)]
+    agents = [evaluated(arm, {"16": kept}, "far rooms", s) for arm, kept in arms.items() for s in range(6)]
+    text = "\n".join(plot.conditions(runs + agents, tmp_path))
+    assert "| staged | fixed-long | 6 | +25.0 (+25.0 to +25.0) points | 0.031 | 0.031 |" in text
+    assert "| staged | fixed-short | 6 | +50.0 (+50.0 to +50.0) points | 0.031 | 0.031 |" in text
     assert (tmp_path / "evidence-conditions.png").stat().st_size > 10_000
+    said = "\n".join(plot.pretrained_horizons(runs + agents, tmp_path))
+    assert "| staged | fixed-long | +25.0 (+0.0 to +50.0) points | +25.0, +25.0" in said
+
+
+def test_a_fall_is_to_the_lowest_after_the_best_and_means_begin_where_all_are_known() -> None:
+    early, late = record("staged", 0, 0.4), record("fixed-short", 0, 0.4)
+    early["evaluations"] = [
+        {"sampled_tokens": t, "success": s} for t, s in ((0, 0.0), (10, 0.4), (50, 0.1), (100, 0.3))
+    ]
+    late["evaluations"] = [{"sampled_tokens": t, "success": s} for t, s in ((0, 0.0), (50, 0.1), (100, 0.3))]
+    assert records.fall(early) == pytest.approx(0.3)
+    over = tables.since_all([early, late])
+    assert over(early) == over(late) == pytest.approx(0.2)
 
 
 def test_agents_are_compared_on_the_items_they_share(tmp_path: Path) -> None:
