@@ -12,6 +12,7 @@ Shapes: B rows, C hidden size, H and K query and key/value heads, D head width, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -260,6 +261,17 @@ def _block_rows(dtype: torch.dtype) -> int:
     return 32 if dtype.itemsize == 4 else 64
 
 
+@lru_cache
+def _shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have: 227 KiB on Hopper, 163 on an A100, 99 on cards for games."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
+
+
+def _stages(x: torch.Tensor, rows: int, columns: int, block_k: int, most: int = 4) -> int:
+    """Steps of a product that are loaded ahead: as many as fit."""
+    return min(most, max(1, _shared_memory(x.device) // ((rows + columns) * block_k * x.dtype.itemsize)))
+
+
 def embed(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor) -> Residual:
     """The rows of the table, as the beginning of a residual stream."""
     num_rows, size = len(tokens), table.shape[1]
@@ -306,7 +318,7 @@ def qkv(
     num_heads = heads - 2 * num_kv
     query = torch.empty((num_rows, num_heads * head_dim), dtype=x.dtype, device=x.device)
     q_norm, k_norm, norm_eps = norms if norms is not None else (cos, cos, 0.0)
-    block_rows = _block_rows(x.dtype)
+    block_rows, block_k = _block_rows(x.dtype), _block_k(size, x.dtype)
     qkv_kernel[(heads, triton.cdiv(num_rows, block_rows))](
         x,
         stream.squares,
@@ -336,9 +348,9 @@ def qkv(
         HAS_BIAS=bias is not None,
         HAS_NORM=norms is not None,
         BLOCK_ROWS=block_rows,
-        BLOCK_K=_block_k(size, x.dtype),
+        BLOCK_K=block_k,
         num_warps=4,
-        num_stages=4 if head_dim < 256 else 2,
+        num_stages=_stages(x, block_rows, head_dim, block_k, 4 if head_dim < 256 else 2),
         **CHAINED,
     )
     return query
@@ -351,7 +363,7 @@ def gate_up(stream: Residual, eps: float, weight: torch.Tensor) -> torch.Tensor:
     dtype = stream.scaled.dtype
     out = torch.empty((num_rows, inner), dtype=dtype, device=weight.device)
     block_columns = 32 if dtype.itemsize == 4 else 64
-    block_rows = _block_rows(dtype)
+    block_rows, block_k = _block_rows(dtype), _block_k(size, dtype)
     gate_up_kernel[(triton.cdiv(inner, block_columns), triton.cdiv(num_rows, block_rows))](
         stream.scaled,
         stream.squares,
@@ -364,9 +376,9 @@ def gate_up(stream: Residual, eps: float, weight: torch.Tensor) -> torch.Tensor:
         INNER=inner,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=block_columns,
-        BLOCK_K=_block_k(size, dtype),
+        BLOCK_K=block_k,
         num_warps=4,
-        num_stages=4,
+        num_stages=_stages(stream.scaled, block_rows, 2 * block_columns, block_k),
         **CHAINED,
     )
     return out
@@ -382,7 +394,7 @@ def add_product(
     """stream.hidden += x @ weight.T + bias, ready for the norm with `norm_weight`."""
     num_rows, inner = x.shape
     size = weight.shape[0]
-    block_rows = _block_rows(x.dtype)
+    block_rows, block_k = _block_rows(x.dtype), _block_k(inner, x.dtype)
     add_product_kernel[(triton.cdiv(size, PARTS_BLOCK), triton.cdiv(num_rows, block_rows))](
         x,
         weight,
@@ -397,8 +409,8 @@ def add_product(
         HAS_BIAS=bias is not None,
         BLOCK_ROWS=block_rows,
         BLOCK_COLUMNS=PARTS_BLOCK,
-        BLOCK_K=_block_k(inner, x.dtype),
+        BLOCK_K=block_k,
         num_warps=4,
-        num_stages=4,
+        num_stages=_stages(x, block_rows, PARTS_BLOCK, block_k),
         **CHAINED,
     )

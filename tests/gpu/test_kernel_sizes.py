@@ -1,0 +1,80 @@
+"""Kernels compiled for chips that are not here: what they ask for must fit the shared memory of smaller cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from agentgym_rl.agent.engines.native.cuda import products  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+CHIPS = {"RTX 4090": (89, 101_376), "A100": (80, 166_912), "H100": (90, 232_448)}
+"""Compute capability, and bytes of shared memory that one program may have."""
+POINTERS = {
+    **dict.fromkeys(("scaled", "weight", "bias", "q_norm", "k_norm", "query", "keys", "values", "out"), "*bf16"),
+    **dict.fromkeys(("squares", "cos", "sin"), "*fp32"),
+    **dict.fromkeys(("slots", "positions"), "*i64"),
+    "done": "*i8",
+}
+
+
+def shared_bytes(kernel: Any, capability: int, num_stages: int, **constants: Any) -> int:
+    """What a compiled kernel asks for."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    kinds = {
+        n: "constexpr" if n in constants else POINTERS.get(n, "fp32" if n.endswith("eps") else "i64") for n in names
+    }
+    places = {(names.index(name),): value for name, value in constants.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if kinds[name][0] in "*i"}
+    source = ASTSource(fn=kernel, signature=kinds, constexprs=places, attrs=aligned)
+    options = {"num_warps": 4, "num_stages": num_stages}
+    return int(triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize(("size", "head_dim"), [(576, 64), (1024, 128), (1024, 256)])
+def test_products_fit_the_chip(chip: str, size: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3-0.6B is 1024 wide and has heads of 128: with all four stages it would ask for 144 KiB."""
+    capability, most = CHIPS[chip]
+    monkeypatch.setattr(products, "_shared_memory", lambda device: most)
+    x = torch.empty(1, size, dtype=torch.bfloat16)
+    rows, block_k = products._block_rows(x.dtype), products._block_k(size, x.dtype)
+    parts = -(-size // products.PARTS_BLOCK)
+    common = {"SIZE": size, "PARTS": parts, "BLOCK_ROWS": rows, "BLOCK_K": block_k, "CHAIN": False}
+    asked = shared_bytes(
+        products.qkv_kernel,
+        capability,
+        products._stages(x, rows, head_dim, block_k, 4 if head_dim < 256 else 2),
+        **common,
+        HEADS=4,
+        KV_HEADS=2,
+        HEAD_DIM=head_dim,
+        HAS_BIAS=False,
+        HAS_NORM=True,
+    )
+    assert 0 < asked <= most
+    asked = shared_bytes(
+        products.gate_up_kernel,
+        capability,
+        products._stages(x, rows, 128, block_k),
+        **common,
+        INNER=3 * size,
+        BLOCK_COLUMNS=64,
+    )
+    assert 0 < asked <= most
+
+
+def test_a_large_chip_keeps_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "_shared_memory", lambda device: CHIPS["H100"][1])
+    x = torch.empty(1, 1024, dtype=torch.bfloat16)
+    assert products._stages(x, 64, 128, 128) == 4
+    monkeypatch.setattr(products, "_shared_memory", lambda device: CHIPS["RTX 4090"][1])
+    assert products._stages(x, 64, 128, 128) == 2
