@@ -94,16 +94,14 @@ class Console:
             self.note("  ".join(filter(None, (f"{label} {done}/{total}", last_note, f"in {took}"))))
 
     @contextmanager
-    def steps(
-        self, total: int, *, start: int = 0, label: str = "training", method: str = "rl", token_budget: int = 0
-    ) -> Iterator[None]:
+    def steps(self, total: int, *, start: int = 0, label: str = "training", method: str = "rl") -> Iterator[None]:
         """Everything between is training: call `step` for each finished step. `start` steps were done earlier.
 
-        `method` chooses the columns. With a `token_budget` the end may come before `total` steps.
+        `method` chooses the columns.
         """
         with self._bar() as bar:
             task = bar.add_task(label, total=total, completed=start, note="", left="", finishes_at=None)
-            self._steps = _Steps(self.rich, bar, task, total, start, method, token_budget)
+            self._steps = _Steps(self.rich, bar, task, total, start, method)
             try:
                 yield
             finally:
@@ -119,11 +117,11 @@ class Console:
         )
         self.rich.print(line, soft_wrap=True)
 
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """One line for a finished step; inside `steps`. `step` counts from 1."""
+    def step(self, step: int, metrics: Mapping[str, Any], total: int | None = None) -> None:
+        """One line for a finished step; inside `steps`. `step` counts from 1; `total` are expected by now."""
         if self._steps is None:
             raise RuntimeError("Console.step needs to run inside `with console.steps(total)`, and does not")
-        self._steps.show(step, metrics)
+        self._steps.show(step, metrics, total)
 
     def table_before_after(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Success by subset, with 95% intervals and the change in points.
@@ -223,11 +221,8 @@ class _TimeLeft(ProgressColumn):
 class _Steps:
     """The lines and the bar of one stretch of training."""
 
-    def __init__(
-        self, console: RichConsole, bar: Progress, task: Any, total: int, start: int, method: str, token_budget: int
-    ) -> None:
+    def __init__(self, console: RichConsole, bar: Progress, task: Any, total: int, start: int, method: str) -> None:
         self._console, self._bar, self._task, self._total = console, bar, task, total
-        self._token_budget = token_budget
         self._columns = _columns(total, console.width, method, with_time_left=not console.is_terminal)
         self._lines = 0
         self._seconds: deque[float] = deque(maxlen=ETA_OVER_STEPS)
@@ -236,11 +231,11 @@ class _Steps:
         self._last_step = start
         self._horizon: str | None = None
 
-    def show(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def show(self, step: int, metrics: Mapping[str, Any], total: int | None) -> None:
         now = time.monotonic()
         self._seconds.append((now - self._last) / max(1, step - self._last_step))
         self._last, self._last_step = now, step
-        total = self._expected_steps(step, metrics.get("tokens/total", 0.0))
+        total = self._total if total is None else total
         left_s = sum(self._seconds) / len(self._seconds) * (total - step)
         self._say_horizon(metrics)
         if self._lines % HEADER_EVERY == 0:
@@ -261,12 +256,6 @@ class _Steps:
             finishes_at=now + left_s,
             left="",
         )
-
-    def _expected_steps(self, step: int, tokens: float) -> int:
-        """As many as the budget lasts for, if steps go on sampling what they sampled on average."""
-        if not self._token_budget or not tokens:
-            return self._total
-        return max(step, min(self._total, -int(-step * self._token_budget // tokens)))
 
     def _say_horizon(self, metrics: Mapping[str, Any]) -> None:
         """A change of horizon is the event of a run: it gets a line of its own."""

@@ -130,8 +130,9 @@ class RunLog:
         log.set_status("running")
         return log
 
-    def log(self, step: int, metrics: Mapping[str, float | int | str]) -> None:
-        """Append one line to metrics.jsonl. NaN and infinities become null and are named under `nonfinite`."""
+    def log(self, step: int, metrics: Mapping[str, float | int | str], steps: int | None = None) -> None:
+        """Append one line to metrics.jsonl. NaN and infinities become null and are named under `nonfinite`. `steps` is
+        how many there will be, where that is known better than before."""
         values = {name: _plain_metric(name, value) for name, value in metrics.items()}
         nonfinite = sorted(n for n, v in values.items() if isinstance(v, float) and not math.isfinite(v))
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
@@ -143,7 +144,7 @@ class RunLog:
             with self.if_there_is_room("TensorBoard's points of the rest of the run"):
                 tensorboard.scalars(step, {n: float(v) for n, v in values.items() if not isinstance(v, str)})
                 self._tensorboard = tensorboard
-        self.set_status("running", step=step)
+        self.set_status("running", step=step, steps=steps)
         self._look_for_room()
 
     def metrics(self) -> list[dict[str, Any]]:

@@ -35,7 +35,7 @@ from agentgym_rl.telling import Telling
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
-from agentgym_rl.training.rl import Hooks, RLState, train_rl
+from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import EnvPool, Group, StopReason
 from agentgym_rl.workers import OneProcess, Workers
@@ -216,7 +216,7 @@ class Run:
         self.between = self._standing()
         if self.stop.asked:
             self.stop_here()
-        with self.console.steps(total, start=self.state.step, token_budget=config.rl.token_budget):
+        with self.console.steps(total, start=self.state.step):
             hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
             await train_rl(self.state, workers.learner, collect, workers.publish, limits, config.rl, hooks, config.seed)
         return self._summarise()
@@ -246,8 +246,9 @@ class Run:
             self._event("episodes_failed", f"{message}; the first: {failures[0]}")
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
-        self.log.log(step, metrics)
-        self.console.step(step, metrics)
+        expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
+        self.log.log(step, metrics, steps=expected)
+        self.console.step(step, metrics, expected)
         for finding in self.doctor.observe({"step": step, **metrics}):
             self.log.log_finding(finding.line())
             self.console.warn(f"doctor: {finding.message}")

@@ -130,13 +130,13 @@ def test_the_terminal_shows_a_bar_with_the_time_left() -> None:
     assert " left" in text
 
 
-def test_a_bar_counts_the_steps_a_token_budget_lasts_for() -> None:
+def test_a_bar_counts_the_steps_that_are_expected_by_now() -> None:
     console, stream = terminal()
-    with console.steps(50, token_budget=1000):
-        console.step(2, METRICS | {"tokens/total": 300.0})
+    with console.steps(50):
+        console.step(2, METRICS, 7)
         console._display.refresh()  # type: ignore[union-attr]
         assert "2/7" in stream.getvalue()
-        console.step(20, METRICS | {"tokens/total": 330.0})
+        console.step(20, METRICS)
         console._display.refresh()  # type: ignore[union-attr]
         assert "20/50" in stream.getvalue()
 

@@ -24,7 +24,7 @@ from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
-from agentgym_rl.training.rl import Hooks, RLState, derive_seed, train_rl
+from agentgym_rl.training.rl import Hooks, RLState, derive_seed, expected_steps, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
 from agentgym_rl.training.tasks import TaskSource
@@ -155,6 +155,14 @@ async def test_a_run_ends_when_its_tokens_are_spent(overlap: int) -> None:
         assert bench.state.sampled == totals[steps - 1]
         assert bench.of("collect") == free.of("collect")[: len(bench.of("collect"))]
         assert sum(len(c[1]) for c in bench.of("collect")) == 4 * steps  # nothing is played that is not learned from
+
+
+def test_tokens_say_how_many_steps_there_will_be() -> None:
+    settings = replace(SETTINGS, steps=50, token_budget=1000)
+    assert expected_steps(settings, 2, 300) == 7
+    assert expected_steps(settings, 20, 330) == 50
+    assert expected_steps(settings, 9, 1010) == 9
+    assert expected_steps(replace(settings, token_budget=0), 2, 300) == 50
 
 
 @pytest.mark.parametrize("killed_after", range(8))

@@ -238,6 +238,9 @@ def test_status_tells_how_the_run_ended(tmp_path: Path) -> None:
         running = status(log.root)
         assert (running["state"], running["step"], running["steps"]) == ("running", 12, 50)
         assert running["pid"] == os.getpid()
+        log.log(13, {"reward/mean": 1.0}, steps=20)
+        assert (status(log.root)["step"], status(log.root)["steps"]) == (13, 20)
+        log.log(12, {"reward/mean": 1.0})
     assert (status(tmp_path / "good")["state"], status(tmp_path / "good")["step"]) == ("finished", 12)
     with pytest.raises(RuntimeError), RunLog.create(tmp_path / "bad", CONFIG):
         raise RuntimeError("out of memory")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -84,6 +85,13 @@ class RLState:
     def over(self, settings: RLSettings) -> bool:
         """Whether the run has done all it was asked for."""
         return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
+
+
+def expected_steps(settings: RLSettings, step: int, tokens: float) -> int:
+    """How many a run will have: as many as its tokens last for, if steps go on sampling what they did on average."""
+    if not settings.token_budget or not tokens:
+        return settings.steps
+    return max(step, min(settings.steps, math.ceil(step * settings.token_budget / tokens)))
 
 
 async def train_rl(
