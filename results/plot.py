@@ -58,7 +58,8 @@ HORIZONS = {
     "fixed-short": "#a16207",
 }
 SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
-TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft", "far rooms": "far rooms"}
+TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
+"""Of tasks; others are called what they are."""
 PANELS = (
     ("success", "held-out success under 16 turns"),
     ("turns/mean", "turns used in training"),
@@ -180,7 +181,7 @@ def rl_over_base(records: list[Record], out: Path) -> list[str]:
     for axes, task in zip(grid[0], tasks, strict=True):
         draw_bars(axes, evaluated, task)
         in_percent(axes, "held-out success")
-        title(axes, f"{TITLES[task]}: SmolLM2-135M, success with 95% intervals")
+        title(axes, f"{TITLES.get(task, task)}: SmolLM2-135M, success with 95% intervals")
     figure.savefig(out / "evidence-base.png")
     pairs = [("RL", "base"), ("SFT + RL", "SFT")]
     return [
@@ -200,30 +201,38 @@ def horizons(records: list[Record], out: Path) -> list[str]:
     tables += ["", *paired_table(runs, staged, last)]
     for task in sorted({r["task"] for r in runs}):
         some = [r for r in runs if r["task"] == task]
-        tables += ["", f"{TITLES[task]} alone:", "", *paired_table(some, staged, last)]
+        tables += ["", f"{TITLES.get(task, task)} alone:", "", *paired_table(some, staged, last)]
     tables += ["", "Mean success from where all arms have been evaluated:", ""]
     tables += [*paired_table(runs, staged, since_all(runs)), "", "What the doctor said, runs in which it did:"]
     return [*tables, "", *findings_table(runs)]
 
 
-def conditions(records: list[Record], out: Path) -> list[str]:
+def conditions(records: list[Record], out: Path, picture: str = "evidence-conditions.png") -> list[str]:
     """The same arms on tasks that a short horizon hardly reaches; each agent's success is over 1,200 episodes."""
     runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
     if not runs:
         return ["Only starting models are there yet."]
-    draw_horizons(runs, out / "evidence-conditions.png")
+    draw_horizons(runs, out / picture)
     agents = [r for r in evaluations_of(records) if r["arm"] in (*HORIZONS, RANDOM)]
-    value = {(r["arm"], r["seed"]): success_at(r, turns_of(r)[-1]) for r in agents}
-    ended = [r for r in runs if (r["arm"], r["seed"]) in value]
-    fixed = [arm for arm in HORIZONS if arm.startswith("fixed")]
-    pairs = [("staged", arm) for arm in fixed]
-    return [
-        *(*arms_table(runs, list(HORIZONS)), "", "Success of the last model, four episodes an item:", ""),
-        *(*agents_table(agents, [*HORIZONS, RANDOM]), "", "The first row decides:", ""),
-        *(line for pair in pairs for line in paired_table(ended, [pair], lambda r: value[r["arm"], r["seed"]])[2:]),
-        *("", "By kind of item:", "", *kinds_table(agents, [*HORIZONS, RANDOM])),
-        *("", "What the doctor said, runs in which it did:", "", *findings_table(runs)),
-    ]
+    value = {(r["task"], r["arm"], r["seed"]): success_at(r, turns_of(r)[-1]) for r in agents}
+    ended = [r for r in runs if (r["task"], r["arm"], r["seed"]) in value]
+    lines = [*arms_table(runs, list(HORIZONS)), "", "Success of the last model, four episodes an item:", ""]
+    lines += agents_table(agents, [*HORIZONS, RANDOM])
+    for task in sorted({r["task"] for r in ended}):
+        some = [r for r in ended if r["task"] == task]
+        lines += ["", f"{task}, the last models; each row for itself:", ""]
+        tables = [
+            paired_table(some, [("staged", arm)], lambda r: value[r["task"], r["arm"], r["seed"]])
+            for arm in HORIZONS
+            if arm.startswith("fixed")
+        ]
+        lines += tables[0][:2] + [line for table in tables for line in table[2:]]
+        lines += ["", *kinds_table([r for r in agents if r["task"] == task], [*HORIZONS, RANDOM])]
+    return [*lines, "", "What the doctor said, runs in which it did:", "", *findings_table(runs)]
+
+
+def settings(records: list[Record], out: Path) -> list[str]:
+    return conditions(records, out, "evidence-settings.png")
 
 
 def pretrained_horizons(records: list[Record], out: Path) -> list[str]:
@@ -248,7 +257,7 @@ def draw_horizons(runs: Sequence[Record], path: Path) -> None:
     for row, task in zip(grid, tasks, strict=True):
         for axes, (name, text) in zip(row, PANELS, strict=True):
             draw_curves(axes, runs, task, name)
-            title(axes, f"{TITLES[task]}: {text}")
+            title(axes, f"{TITLES.get(task, task)}: {text}")
             axes.set_ylim(bottom=0)
         in_percent(row[0])
         row[0].legend(fontsize=8, frameon=False, labelcolor=INK)
@@ -316,6 +325,7 @@ STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
     "rl-over-base": ("Claim A: RL over its base model", rl_over_base),
     "staged-horizon": ("Claim B: horizons", horizons),
     "horizon-conditions": ("Claim B under other conditions", conditions),
+    "horizon-settings": ("Claim B under other settings", settings),
     "horizon-smollm2": ("Claim B with SmolLM2", pretrained_horizons),
     "interaction": ("Claim C: turns and parameters", interaction),
     "ablations": ("Ablations", ablations),
@@ -330,7 +340,7 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
 
         def bars(axes: Any, task: str = task) -> None:
             draw_bars(axes, [r for r in evaluated if r["arm"] != NO_EXAMPLES], task)
-            title(axes, f"{TITLES[task]}: SmolLM2-135M before and after")
+            title(axes, f"{TITLES.get(task, task)}: SmolLM2-135M before and after")
 
         panels.append(bars)
     runs = [r for r in runs_of(found["staged-horizon"]) if r["arm"] in HORIZONS]
@@ -338,7 +348,7 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
 
         def curves(axes: Any, task: str = task) -> None:
             draw_curves(axes, runs, task, "success")
-            title(axes, f"{TITLES[task]}: horizons, 1M, by tokens (thousands)")
+            title(axes, f"{TITLES.get(task, task)}: horizons, 1M, by tokens (thousands)")
             legend(axes, 2)
 
         panels.append(curves)

@@ -109,6 +109,14 @@ MIDDLE = ("horizon.kind=fixed", "horizon.turns=[{middle}]", "eval.every=20")
 """Tells a horizon that grows from one of medium length."""
 
 
+FAR_HELD_OUT = (*subsets(*FAR_ROOMS), "--limit", "50", "--samples", "4", "--turns", "16", "--concurrency", "128")
+SETTINGS = {
+    "lr x 3": ("rl.optimizer.lr=1e-3",),
+    "credit by turns": ("rl.credit=turns", "rl.turn_discount=0.95"),
+}
+"""Under which a long horizon may do worse, or better, than under those of claim B."""
+
+
 def in_far_rooms(job: Job) -> Job:
     """The same job on other levels, under a name and a task of its own."""
     levels = ", ".join(f'"{name}"' for name in FAR_ROOMS)
@@ -215,15 +223,33 @@ def ablations(seeds: list[int] | None) -> list[Job]:
 def horizon_conditions(seeds: list[int] | None) -> list[Job]:
     """When claim B holds: on tasks that a short horizon hardly reaches, evaluated four times an item at the end."""
     jobs: list[Job] = []
-    held_out = (*subsets(*FAR_ROOMS), "--limit", "50", "--samples", "4", "--turns", "16", "--concurrency", "128")
     for seed in seeds if seeds is not None else range(6):
         jobs.append(in_far_rooms(base("babyai", "1M", seed)))
         arms = {arm: HORIZONS[arm] for arm in ("fixed-short", "fixed-long", "staged")} | {"fixed-middle": MIDDLE}
         for arm, words in arms.items():
             run = in_far_rooms(trained("babyai", arm, "1M", seed, tuple(w.format(**TASKS["babyai"]) for w in words)))
-            at_end = evaluated(f"eval-{run.name}", run.name, arm, "babyai", seed, held_out)
-            jobs += [run, replace(at_end, task="far rooms")]
-    jobs.append(replace(chance("eval-random-far-rooms", "babyai", held_out), task="far rooms"))
+            jobs += [run, far_evaluated(run)]
+    jobs.append(replace(chance("eval-random-far-rooms", "babyai", FAR_HELD_OUT), task="far rooms"))
+    return jobs
+
+
+def far_evaluated(run: Job) -> Job:
+    at_end = evaluated(f"eval-{run.name}", run.name, run.arm, "babyai", run.seed, FAR_HELD_OUT)
+    return replace(at_end, task=run.task)
+
+
+def horizon_settings(seeds: list[int] | None) -> list[Job]:
+    """The long and the staged horizon in far rooms once more, under other settings, from the same starting models."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(3):
+        jobs.append(in_far_rooms(base("babyai", "1M", seed)))
+        for setting, changed in SETTINGS.items():
+            for arm in ("fixed-long", "staged"):
+                words = (*(w.format(**TASKS["babyai"]) for w in HORIZONS[arm]), *changed)
+                name = f"{arm}-{setting.replace(' ', '-')}"
+                run = in_far_rooms(trained("babyai", arm, "1M", seed, words, name))
+                run = replace(run, task=f"far rooms, {setting}")
+                jobs += [run, far_evaluated(run)]
     return jobs
 
 
@@ -248,6 +274,7 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "rl-over-base": rl_over_base,
     "staged-horizon": staged_horizon,
     "horizon-conditions": horizon_conditions,
+    "horizon-settings": horizon_settings,
     "horizon-smollm2": horizons_of_smollm2,
     "interaction": interaction,
     "ablations": ablations,

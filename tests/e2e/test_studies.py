@@ -105,6 +105,18 @@ def test_the_studies_fit_together(name: str) -> None:
     assert len({job.seed for job in jobs}) == 2
 
 
+def test_other_settings_are_what_runs_get() -> None:
+    found = {job.name: job for job in studies.horizon_settings([0])}
+    recipe = ROOT / "recipes/evidence/babyai-rl.toml"
+    settings = [
+        load_config(recipe, [w for w in found[f"{arm}-{name}-far-rooms-1M-0"].words if "{" not in w]).rl
+        for arm in ("staged", "fixed-long")
+        for name in ("lr-x-3", "credit-by-turns")
+    ]
+    assert [rl.optimizer.lr for rl in settings] == [1e-3, 3e-4, 1e-3, 3e-4]
+    assert [rl.credit for rl in settings] == ["outcome", "turns", "outcome", "turns"]
+
+
 def test_what_is_evaluated_is_what_is_trained_on() -> None:
     evaluated = dict.fromkeys(("babyai-base", "babyai-rl"), studies.MANY_ROOMS[1::2])
     for task, words in studies.HELD_OUT.items():
@@ -173,6 +185,10 @@ def test_far_rooms_are_compared_by_the_last_models_and_one_comparison_decides(tm
     assert "| staged | fixed-long | 6 | +25.0 (+25.0 to +25.0) points | 0.031 | 0.031 |" in text
     assert "| staged | fixed-short | 6 | +50.0 (+50.0 to +50.0) points | 0.031 | 0.031 |" in text
     assert (tmp_path / "evidence-conditions.png").stat().st_size > 10_000
+    other = [r | {"task": "far rooms, lr x 3", "seed": r["seed"] + 10} for r in runs + agents if r["arm"] != "staged"]
+    same = "\n".join(plot.conditions(runs + agents + other, tmp_path))
+    assert "| staged | fixed-long | 6 | +25.0 (+25.0 to +25.0) points | 0.031 | 0.031 |" in same
+    assert "far rooms, lr x 3, the last models" in same
     said = "\n".join(plot.pretrained_horizons(runs + agents, tmp_path))
     assert "| staged | fixed-long | +25.0 (+0.0 to +50.0) points | +25.0, +25.0" in said
 
