@@ -392,6 +392,48 @@ async def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch: pytest.Monkey
     assert engine.stats()["prompt_tokens_reused"] > 24 * (40 + 340)
 
 
+async def test_a_cache_that_cannot_grow_leaves_the_engine_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is memory for longer keys, and then none for longer values."""
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
+    model = make_model("llama-gqa-tied")
+    engine = make_engine(model, max_sessions=2)
+    runner: Any = engine._runner
+    first = await engine.generate(prompt(8), Sampling(3, seed=1), "a")
+    real, calls = runner.cache._zeros, 0
+
+    def zeros(slots: int, length: int) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return real(slots, length)
+
+    monkeypatch.setattr(runner.cache, "_zeros", zeros)
+    with pytest.raises(EngineError, match="no memory"):
+        await engine.generate(prompt(200), Sampling(3, seed=1), "b")
+    again = prompt(8) + first.token_ids + prompt(4, 2)
+    for ids, name in ((again, "a"), (prompt(80), "c"), (prompt(200), "b")):
+        completion = await engine.generate(ids, Sampling(3, seed=1), name)
+        assert gaps(model, ids, completion).max() < 1e-4
+
+
+async def test_an_engine_that_rested_begins_with_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
+    model = make_model("llama-gqa-tied")
+    engine = make_engine(model, max_sessions=2)
+    runner: Any = engine._runner
+    positions = []
+    capture = runner._capture
+    monkeypatch.setattr(
+        runner, "_capture", lambda run: (positions.append(int(runner._inputs[1].max())), capture(run))[1]
+    )
+    for length in (900, 8):
+        completion = await engine.generate(prompt(length), Sampling(3, seed=1), str(length))
+        assert gaps(model, prompt(length), completion).max() < 1e-4
+        await engine.rest()
+    assert max(positions) == 0, "capturing runs a step, which must not look beyond the new cache"
+
+
 async def test_any_other_decoder_runs_through_its_own_forward_and_says_so() -> None:
     shape = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 256, "initializer_range": 0.2}
     config = GPT2Config(**shape, vocab_size=VOCABULARY, bos_token_id=None, eos_token_id=None)

@@ -44,10 +44,11 @@ class SlotCache:
             return
         new_slots = old_slots if slots <= old_slots else min(self.max_slots, max(slots, 2 * old_slots))
         new_length = old_length if length <= old_length else min(self.max_length, max(length + 64, 2 * old_length))
-        for name in ("keys", "values"):
-            old, new = getattr(self, name), self._zeros(new_slots, new_length)
+        # Both or none: where there is no memory for the second, the first stays what it was.
+        keys, values = self._zeros(new_slots, new_length), self._zeros(new_slots, new_length)
+        for old, new in ((self.keys, keys), (self.values, values)):
             new[:, :old_slots, :, :old_length] = old[:, :, :, :old_length]
-            setattr(self, name, new)
+        self.keys, self.values = keys, values
 
     def clear(self, slot: int) -> None:
         if slot < self.keys.shape[1]:

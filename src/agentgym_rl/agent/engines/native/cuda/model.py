@@ -39,6 +39,11 @@ class CapturedModel:
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._cos = self._sin = torch.empty(0)
 
+    @property
+    def num_positions(self) -> int:
+        """That there are angles for."""
+        return len(self._cos)
+
     def refresh_rotary(self) -> None:
         """Angles for every position of the cache, as the model's own module rounds them: [L, D / 2] each."""
         like = torch.empty(0, dtype=self._embedding.dtype, device=self._embedding.device)

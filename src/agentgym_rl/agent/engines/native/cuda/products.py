@@ -263,7 +263,10 @@ def _block_rows(dtype: torch.dtype) -> int:
 
 @lru_cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have: 227 KiB on Hopper, 163 on an A100, 99 on cards for games."""
+    """Bytes that one program may have: 227 KiB on Hopper, 163 on an A100, 99 on cards for games. Interpreted kernels
+    have no such limit."""
+    if device.type != "cuda":
+        return 1 << 30
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 

@@ -110,7 +110,7 @@ class CapturedRunner:
     @torch.no_grad()
     def reserve(self, length: int) -> None:
         """Room for sequences of `length` tokens."""
-        if length <= self.cache.spare_position:
+        if self.has_room(length):
             return
         self._forget_graphs()
         if self._on_cuda:
@@ -121,7 +121,7 @@ class CapturedRunner:
         self._captured.refresh_rotary()
 
     def has_room(self, length: int) -> bool:
-        return length <= self.cache.spare_position
+        return length <= self.cache.spare_position < self._captured.num_positions
 
     @torch.no_grad()
     def prefill(self, rows: list[Row]) -> int:
@@ -205,6 +205,8 @@ class CapturedRunner:
     def _step(self, bucket: int) -> Callable[[], None]:
         key = ("decode", bucket, self._with_top_p)
         if key not in self._graphs:
+            # Of rows that are done only the position is read: that of an earlier row may be beyond a smaller cache.
+            self._inputs[POSITION].zero_()
             self._inputs[DONE].fill_(1)
             state, picks, with_top_p = self._state(bucket), self._picks(bucket), self._with_top_p
             self._graphs[key] = self._capture(lambda: self._captured.decode(state, picks, with_top_p=with_top_p))
