@@ -211,6 +211,25 @@ async def test_half_precision_is_close_to_a_plain_forward(kind: str, dtype: torc
     assert delta.mean() < 0.01, delta.mean()
 
 
+async def test_float16_has_room_where_the_model_has() -> None:
+    """Hidden states that the norm's weight would lift over the largest float16, were they not normalised first."""
+    model = make_model("llama")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(9.0)
+            elif "proj" in name or "lm_head" in name:
+                parameter.mul_(0.3)
+        model.model.embed_tokens.weight.normal_(std=4000)
+    model = model.half()
+    ids = prompt(6)
+    with torch.no_grad():
+        assert model(torch.tensor([ids]).cuda()).logits.isfinite().all()
+    assert 9 * model.model.embed_tokens.weight[ids].abs().max().float() > 65_504
+    completion = await make_engine(model).generate(ids, Sampling(4, temperature=0), "a")
+    assert completion.token_ids == greedy(model, ids, 4)
+
+
 @pytest.mark.parametrize("kind", ["llama-gqa-tied", "qwen3", "qwen2-wide"])
 @pytest.mark.parametrize("schedule", range(2))
 async def test_fuzzed_schedules_give_the_same_tokens_as_one_by_one(kind: str, schedule: int) -> None:

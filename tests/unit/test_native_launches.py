@@ -201,6 +201,37 @@ async def test_prompts_absorbed_between_portions_are_computed_once() -> None:
     assert stats["prompt_tokens_reused"] == 150 * (23 + 34)
 
 
+async def test_nothing_is_absorbed_with_weights_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters may have moved: what a runner made of the old ones holds until it is told to look again."""
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.PORTION", 2)
+    model = make_model()
+    engine = launching(model, 8)
+    runner: Any = engine._runner
+    prefill, is_old, prefills = runner.prefill, False, []
+
+    def looked_again() -> None:
+        nonlocal is_old
+        is_old = False
+
+    monkeypatch.setattr(runner, "refresh", looked_again)
+    monkeypatch.setattr(runner, "prefill", lambda rows: (prefills.append(is_old and bool(rows)), prefill(rows))[1])
+
+    async def episode(index: int) -> None:
+        nonlocal is_old
+        completion = await engine.generate(prompt(10, index), Sampling(2, seed=1), str(index))
+        if index == 0:
+            is_old = True
+            await engine.update_weights(None, 1)
+        again = prompt(10, index) + completion.token_ids + prompt(5, index)
+        completion = await engine.generate(again, Sampling(3, seed=2), str(index))
+        assert completion.version == 1
+
+    await engine.generate(prompt(60), Sampling(1, seed=1), "room for the longest")
+    await asyncio.gather(*(episode(index) for index in range(5)))
+    assert len(prefills) > 2
+    assert not any(prefills)
+
+
 async def test_an_update_during_a_reply_computes_its_keys_again() -> None:
     model = make_model()
     before = copy.deepcopy(model)

@@ -359,12 +359,14 @@ class NativeEngine:
             num_done += request not in self._running
             if num_done == PORTION:
                 num_done = 0
-                await self._absorb()
+                await self._absorb(updates)
 
-    async def _absorb(self) -> None:
+    async def _absorb(self, updates: int) -> None:
         """Let those that got their replies come back, and begin with their prompts: the device works on the first while
-        the host still hands out replies to the others."""
+        the host still hands out replies to the others. New weights are for the next launch to take up."""
         await self._settle()
+        if self._updates != updates:
+            return
         known = len(self._running)
         self._admit()
         runner = cast(LaunchRunner, self._runner)

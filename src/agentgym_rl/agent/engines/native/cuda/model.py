@@ -32,7 +32,8 @@ class CapturedModel:
         self._norm = (decoder.norm.weight.data, decoder.norm.variance_epsilon)
         self._layers: list[LayerWeights] = [layer_weights(layer) for layer in decoder.layers]
         self._scaling = decoder.layers[0].self_attn.scaling
-        self._narrow = self._embedding.shape[1] <= NARROW
+        # The fused products read rows that are not normalised yet, for which float16 has no room.
+        self._narrow = self._embedding.shape[1] <= NARROW and self._embedding.dtype != torch.float16
         device = self._embedding.device
         self._num_processors = 132
         if device.type == "cuda":
