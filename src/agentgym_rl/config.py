@@ -191,15 +191,15 @@ class ScaleConfig(_Section):
     """colocated: the n-th learner and the n-th engine share a device. disaggregated: each has its own."""
     address: str | None = None
     """Of a Ray cluster that this machine belongs to, auto or head:6379; None starts Ray on this machine for the run."""
-    learner_cpus: float = Field(1.0, gt=0)
+    learner_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
     """This and what follows: cores that each process reserves."""
-    engine_cpus: float = Field(1.0, gt=0)
-    env_host_cpus: float = Field(1.0, gt=0)
+    engine_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
+    env_host_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
     object_store_mb: int | None = Field(None, ge=80)
     """With address None: memory for what travels between processes; Ray's own choice by default."""
     bucket_mb: int = Field(256, ge=1)
     """Weights travel to engines in pieces of this size."""
-    worker_timeout_s: float = Field(600.0, gt=0)
+    worker_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
     """The longest anybody waits for a worker to start, or to be started again. Ranks wait longer for each other: that
     one of them died is heard of at once."""
 

@@ -111,6 +111,21 @@ def test_what_is_wrong_is_said_in_one_line(recipe: Path, override: str, message:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["learner_cpus", "engine_cpus", "env_host_cpus", "worker_timeout_s"])
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [("inf", "finite number, got inf"), ("nan", "finite number, got nan"), ("-1", "greater than 0, got -1")],
+)
+def test_cores_and_seconds_of_a_cluster_are_numbers(recipe: Path, key: str, value: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"scale\.{key}: .*{reason}"):
+        load_config(recipe, [f"scale.{key}={value}"])
+
+
+def test_cores_that_no_machine_has_are_refused(recipe: Path) -> None:
+    with pytest.raises(ConfigError, match=r"scale\.learner_cpus: .*less than or equal to 1024, got 1e\+300"):
+        load_config(recipe, ["scale.learner_cpus=1e300"])
+
+
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
