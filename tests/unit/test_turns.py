@@ -76,6 +76,15 @@ async def test_a_large_group_is_not_passed_by_for_ever_and_one_beyond_all_room_i
     assert second.now == []
 
 
+@pytest.mark.parametrize(("most", "at_once"), [(1, [4]), (2, [4, 4]), (4, [4, 4, 4, 4])])
+async def test_groups_larger_than_a_hosts_share_do_not_exceed_what_all_may_play(most: int, at_once: list[int]) -> None:
+    playing = Playing(Turns(4, most, 60.0))
+    await playing.begin(4, 4, 4, 4)
+    assert on_hosts(playing) == at_once
+    await playing.end()
+    assert playing.now == []
+
+
 async def test_hosts_that_are_down_play_nothing_until_they_are_back() -> None:
     turns = Turns(2, 4, 0.01)
     assert turns.lost(0)

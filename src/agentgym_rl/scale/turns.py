@@ -10,7 +10,8 @@ from agentgym_rl.errors import WorkerLost
 
 
 class Turns:
-    """Hosts that play groups, of at most `most` episodes at once each; one larger than that is played alone."""
+    """Hosts that play groups, of at most `most` episodes at once each. A larger group has a host to itself, and room
+    that others leave: all together play no more than hosts times `most` at once, or one group."""
 
     def __init__(self, hosts: int, most: int, timeout_s: float) -> None:
         self._most, self._timeout_s = most, timeout_s
@@ -41,13 +42,19 @@ class Turns:
             self._down.discard(index)
             self._changed.notify_all()
 
+    def _has_room(self, index: int, episodes: int) -> bool:
+        playing = sum(self._busy)
+        if episodes > self._most:
+            return not self._busy[index] and (not playing or playing + episodes <= self._most * len(self._busy))
+        return self._busy[index] + episodes <= self._most and playing + episodes <= self._most * len(self._busy)
+
     async def _take(self, episodes: int) -> int:
         # In line: a large group that waits for room would else be passed by small ones for ever.
         async with self._line, self._changed:
             while True:
                 up = [i for i in range(len(self._busy)) if i not in self._down]
                 index = min(up, key=lambda i: (self._busy[i], i), default=-1)
-                if index >= 0 and (not self._busy[index] or self._busy[index] + episodes <= self._most):
+                if index >= 0 and self._has_room(index, episodes):
                     self._busy[index] += episodes
                     return index
                 try:
