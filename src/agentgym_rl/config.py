@@ -129,9 +129,9 @@ class EngineConfig(_Section):
     """vllm without urls: how many to start."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """vllm: of its weights; auto is the learner's."""
-    memory_share: float = Field(0.4, gt=0, le=1)
+    memory_share: float = Field(0.4, gt=0, allow_inf_nan=False)
     """vllm: its share of the device's memory, weights included. The learner needs the rest."""
-    kv_cache_gib: float | None = Field(None, gt=0)
+    kv_cache_gib: float | None = Field(None, gt=0, allow_inf_nan=False)
     """vllm: size of its cache instead."""
     eager: bool = False
     """vllm: no compilation and no captured graphs; starts sooner, samples slower."""
@@ -143,6 +143,11 @@ class EngineConfig(_Section):
     def _read_by_its_kind(self) -> EngineConfig:
         # Not model_fields_set: a run's saved config has every key.
         given = {n for n, f in EngineConfig.model_fields.items() if getattr(self, n) != f.default} - {"kind"}
+        if self.memory_share >= 1:
+            raise ValueError(
+                f"memory_share = {self.memory_share:g} must be below 1: vLLM starts only where its share of the device "
+                "is free, and CUDA itself takes some of it; 0.9 is much for a device of its own"
+            )
         if self.kind == "native" and given:
             raise ValueError(f"engine.{min(given)} is read by kind = 'vllm', this is 'native': remove it or set kind")
         here = given & {"replicas", "dtype", "memory_share", "kv_cache_gib", "eager", "weights"}

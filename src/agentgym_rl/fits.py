@@ -22,6 +22,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     scale, agent, rl, engine, warm = config.scale, config.agent, config.rl, config.engine, config.warm_start
     optimizer = rl.optimizer if config.method == "rl" else (config.sft or config.dpo or rl).optimizer
     lora = config.model.lora
+    longest = max([agent.max_context, *(env.max_context or 0 for env in config.environments)])
     return Demand(
         shape=shape,
         dtype_bytes=BYTES[config.model.dtype],
@@ -36,7 +37,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         micro_batch_tokens=optimizer.micro_batch_tokens,
         checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),
         sessions=config.sessions_per_engine(),
-        context=max([agent.max_context, *(env.max_context or 0 for env in config.environments)]),
+        context=min(longest, shape.positions or longest),
         engine="elsewhere" if engine.urls else engine.kind,
         engine_bytes=BYTES[config.model.dtype if engine.dtype == "auto" else engine.dtype],
         memory_share=engine.memory_share,
@@ -55,7 +56,8 @@ def shape_of(model: ModelConfig) -> Shape:
     """Read off the model's config.json, or off the recipe's scratch settings."""
     if model.scratch is not None:
         s = model.scratch
-        return Shape(s.hidden_size, s.intermediate_size, s.num_layers, s.num_heads, s.num_heads, 1000)
+        sizes = (s.hidden_size, s.intermediate_size, s.num_layers, s.num_heads, s.num_heads, 1000)
+        return Shape(*sizes, positions=s.max_context)
     raw = _read(str(model.path))
     try:
         return Shape(
@@ -67,6 +69,7 @@ def shape_of(model: ModelConfig) -> Shape:
             vocabulary=raw["vocab_size"],
             head_width=raw.get("head_dim") or 0,
             tied=bool(raw.get("tie_word_embeddings")),
+            positions=raw.get("max_position_embeddings") or 0,
         )
     except KeyError as error:
         raise ConfigError(f"model.path = {model.path!r}: its config.json does not say {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -97,7 +98,7 @@ def test_a_pair_on_one_device_takes_turns() -> None:
     assert found["device, loading"].parts["reference, whole"] == 8 * learner.parts["reference"]
     asleep = on_each_device(replace(pair, engine="vllm", memory_share=0.5), 80 * GIB)
     assert asleep["device, learning"].total == learner.total + CONTEXT, "vLLM gives everything back"
-    assert asleep["device, playing"].total == learner.total - passing + 40 * GIB
+    assert asleep["device, playing"].total == learner.total - passing + 40 * GIB + CONTEXT
 
 
 def test_vllm_takes_its_share_of_the_whole_device() -> None:
@@ -112,6 +113,49 @@ def test_vllm_takes_its_share_of_the_whole_device() -> None:
     assert any("memory_share = 0.04 is 3.2 GiB, and vLLM needs 4.1 GiB" in line for line in lines)
     alone = Demand(SHAPES["7B"], 2, learners=8, distributed=True, colocated=False, engine="vllm", memory_share=0.95)
     assert table({"engine": engine_memory(alone, 80 * GIB)}, 80 * GIB)[1], "a budget that is kept needs no reserve"
+    all_of_it = engine_memory(replace(alone, memory_share=0.99), 80 * GIB)
+    assert not table({"engine": all_of_it}, 80 * GIB)[1], "CUDA is up before vLLM looks for its share"
+
+
+def test_a_cache_of_a_given_size_holds_one_episode_and_has_room_beside_the_weights() -> None:
+    given = Demand(
+        SHAPES["7B"],
+        2,
+        learners=8,
+        distributed=True,
+        colocated=False,
+        engine="vllm",
+        cache_bytes=GIB // 10,
+        context=8192,
+    )
+    lines, fits = table(on_each_device(given, 80 * GIB), 80 * GIB)
+    assert not fits
+    wanted = "does not fit .*: engine.kv_cache_gib = 0.1 cannot hold one episode of 8192 tokens, which takes 0.438 GiB"
+    assert any(re.search(wanted, line) for line in lines), lines
+    assert engine_memory(replace(given, cache_bytes=GIB // 2), 80 * GIB).problem == ""
+    assert table({"engine": engine_memory(replace(given, cache_bytes=50 * GIB), 80 * GIB)}, 80 * GIB)[1]
+    large = engine_memory(replace(given, cache_bytes=64 * GIB), 80 * GIB)
+    assert large.total < 81 * GIB
+    assert not table({"engine": large}, 80 * GIB)[1], "beyond its share it keeps to nothing"
+
+
+def test_a_recipe_whose_model_reads_less_than_an_episode_needs_no_more_cache(tmp_path: Path) -> None:
+    model = write_shape(tmp_path / "model")
+    recipe = {"model": {"path": str(model), "dtype": "bfloat16"}, "environments": [{"name": "keydoor"}]}
+    config = Config.model_validate(recipe | {"engine": {"kind": "vllm", "kv_cache_gib": 0.1}, "scale": {}})
+    lines, _ = diagnose_recipe(config, 80)
+    assert any("one episode of 8192 tokens, which takes 0.438 GiB" in line for line in lines)
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 1024}))
+    lines, _ = diagnose_recipe(config, 80)
+    assert not any("kv_cache_gib" in line for line in lines), lines
+
+
+@pytest.mark.parametrize("share", [1.0, 1.5])
+def test_vllm_cannot_have_a_whole_device(share: float) -> None:
+    recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}
+    with pytest.raises(ValueError, match=rf"memory_share = {share:g} must be below 1: vLLM starts only where"):
+        Config.model_validate(recipe | {"engine": {"kind": "vllm", "memory_share": share}})
 
 
 def test_a_warm_start_is_spread_like_any_learner_and_has_its_own_passes() -> None:

@@ -13,7 +13,9 @@ and key/value heads of width w:
     activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers
     head                           a chunk of logits in float32, 160 MB at most, and its gradient
     engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold
-    engine, vLLM                   its memory_share of the whole device, which must hold bP weights and one episode
+    engine, vLLM                   its memory_share of the whole device, which must hold bP weights, one episode and its
+                                   buffers; what weights, buffers and a cache of a given size take more than that; and
+                                   its process, since it starts only where its share is free when CUDA is up
     reference                      bP / D, and whole before it is spread;    critic: another learner, without the head
     warm start                     a learner without reference and critic, before there are engines
     host                           `on_each_host`
@@ -53,6 +55,8 @@ class Shape:
     """The head is the embedding."""
     parameters: int = 0
     """0: counted from the rest."""
+    positions: int = 0
+    """Tokens that it can read at once; 0: not said."""
 
     @property
     def width(self) -> int:
@@ -194,22 +198,34 @@ def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
     if d.engine == "elsewhere":
         return Memory()
     if d.engine == "vllm":
-        weights = d.engine_bytes * shape.count
-        least = weights + per_token * d.engine_bytes * d.context + (CONTEXT if d.gpu else 0)
-        share = int(d.memory_share * device_bytes)
-        problem = ""
-        if share < least and d.cache_bytes is None:
-            problem = (
-                f"engine.memory_share = {d.memory_share:g} is {share / GIB:.1f} GiB, and vLLM needs {least / GIB:.1f} "
-                f"GiB for weights and one episode of {d.context} tokens"
-            )
-        # With a cache of a given size it still refuses to start where less than its share is free.
-        taken = max(share, weights + (d.cache_bytes or 0) + (CONTEXT if d.gpu else 0))
-        taken *= 1 if d.distributed else d.replicas
-        return Memory({"vLLM's share": taken}, problem, taken)
+        return _vllm_memory(d, per_token * d.engine_bytes * d.context, device_bytes)
     own = d.distributed or d.overlap
     parts = {"weights": b * shape.count if own else 0, "KV cache": per_token * b * d.sessions * d.context}
     return Memory(parts | {"process": CONTEXT if d.gpu and d.distributed else 0})
+
+
+def _vllm_memory(d: Demand, episode: int, device_bytes: int) -> Memory:
+    """`episode`: bytes of cache without which it refuses to start."""
+    process = CONTEXT if d.gpu else 0
+    least = d.engine_bytes * d.shape.count + process  # weights, and its own buffers
+    share = int(d.memory_share * device_bytes)
+    problem, more = "", 0
+    if d.cache_bytes is not None:
+        # Its share is then no limit, but it still refuses to start where less than that is free.
+        more = max(0, least + d.cache_bytes - share)
+        if d.cache_bytes < episode:
+            problem = (
+                f"engine.kv_cache_gib = {d.cache_bytes / GIB:.3g} cannot hold one episode of {d.context} tokens, which "
+                f"takes {episode / GIB:.3g} GiB"
+            )
+    elif share < least + episode:
+        problem = (
+            f"engine.memory_share = {d.memory_share:g} is {share / GIB:.1f} GiB, and vLLM needs "
+            f"{(least + episode) / GIB:.1f} GiB for weights and one episode of {d.context} tokens"
+        )
+    count = 1 if d.distributed else d.replicas
+    parts = {"vLLM's share": share, "beyond its share": more, "process": process}
+    return Memory({name: size * count for name, size in parts.items()}, problem, share * count)
 
 
 def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
