@@ -21,20 +21,23 @@ from agentgym_rl.environment.server import Sessions, bind, create_app, uvicorn_s
 class RunningServer:
     url: str
     sessions: Sessions
+    app: Any
 
 
 @contextlib.contextmanager
-def server_in_thread(environments: Mapping[str, Callable[[], TextEnv]], **options: Any) -> Iterator[RunningServer]:
+def server_in_thread(
+    environments: Mapping[str, Callable[[], TextEnv]], port: int = 0, **options: Any
+) -> Iterator[RunningServer]:
     """The server on a free port of loopback; leaving the block shuts it down gracefully."""
     app = create_app(environments, **options)
-    listener = bind("127.0.0.1", 0)
+    listener = bind("127.0.0.1", port)
     port = listener.getsockname()[1]
     server = uvicorn_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         wait_until(lambda: server.started)
-        yield RunningServer(f"http://127.0.0.1:{port}", app.state.sessions)
+        yield RunningServer(f"http://127.0.0.1:{port}", app.state.sessions, app)
     finally:
         server.should_exit = True
         thread.join(60)

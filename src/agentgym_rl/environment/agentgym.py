@@ -116,7 +116,7 @@ class AgentGymClient(EnvClient):
         self._paid: dict[int, float] = {}
         """Rewards since the last reset, of sessions whose last call went well."""
 
-    async def _create(self) -> int:
+    async def _create(self, owner: str) -> int:
         server = self._server
         session_id = server.idle.pop() if server.idle else await self._new_session()
         if session_id in server.in_use:

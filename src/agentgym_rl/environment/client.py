@@ -51,13 +51,14 @@ class EnvClient:
         """Close the connection; another call opens another."""
         self._connection.drop()
 
-    async def create(self, wait_timeout_s: float | None = None) -> int:
-        """Id of a new session; asks again for up to `wait_timeout_s` while the server is full."""
+    async def create(self, wait_timeout_s: float | None = None, owner: str = "") -> int:
+        """Id of a new session; asks again for up to `wait_timeout_s` while the server is full. It ends with the hold of
+        its `owner`, if there is one."""
         give_up_at = time.monotonic() + (self.timeout_s if wait_timeout_s is None else wait_timeout_s)
         delay_s = FIRST_DELAY_S
         while True:
             try:
-                return await self._create()
+                return await self._create(owner)
             except wire.Full:
                 # Jitter, so that many who wait for room do not all come back at once.
                 pause_s = delay_s * random.uniform(0.5, 1.5)
@@ -66,8 +67,8 @@ class EnvClient:
                 await asyncio.sleep(pause_s)
                 delay_s = min(2 * delay_s, MAX_DELAY_S)
 
-    async def _create(self) -> int:
-        answer = await self._json("POST", "/create", {})
+    async def _create(self, owner: str) -> int:
+        answer = await self._json("POST", "/create", {"owner": owner} if owner else {})
         if not isinstance(answer, dict) or type(answer.get("id")) is not int:
             raise EnvError(f"{self.url}/create must answer with an integer id, got {answer!r:.80}")
         return int(answer["id"])

@@ -10,6 +10,7 @@ import asyncio
 import re
 import ssl
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from urllib.parse import urlsplit
@@ -72,10 +73,7 @@ class Connection:
         async with self._lock:
             reader, writer = await self._open()
             try:
-                head = (
-                    f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(content)}\r\n\r\n"
-                )
-                writer.write(head.encode("latin-1") + content)
+                writer.write(self.head(method, path, len(content)) + content)
                 await writer.drain()
                 answer, reusable = await _read(reader)
             except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
@@ -89,6 +87,15 @@ class Connection:
             else:
                 self.drop()
             return answer
+
+    def head(self, method: str, path: str, size: int) -> bytes:
+        """Of a request with a body of so many bytes."""
+        lines = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: {size}\r\n\r\n"
+        return lines.encode("latin-1")
+
+    async def open_with(self, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Another connection to the same server, for somebody else to use."""
+        await asyncio.get_running_loop().create_connection(protocol, self._host, self._port, ssl=self._tls)
 
     def drop(self) -> None:
         if self._streams is not None:

@@ -16,6 +16,7 @@ from agentgym_rl.environment import agentgym, catalog
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.formats import ActionFormat, action_format
+from agentgym_rl.environment.hold import Hold
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
@@ -229,6 +230,8 @@ class RemotePool(_Pool):
         allow_open_files(max_sessions)
         self._wait_timeout_s = wait_timeout_s
         self._new_client = {name: _client_maker(name, url, token, timeout_s) for name, url in urls.items()}
+        self._new_hold = {name: partial(Hold, url, token) for name, url in urls.items()}
+        self._holds: dict[str, Hold] = {}
         self._idle_clients = {name: [new()] for name, new in self._new_client.items()}
         """Clients whose connection the next session takes over."""
         self._instructions: dict[str, str] = {}
@@ -240,8 +243,13 @@ class RemotePool(_Pool):
         try:
             async with self._asking:  # one question is enough when many sessions open at once
                 if env not in self._instructions:
-                    self._instructions[env] = (await client.info())["instruction"]
-            session_id = await client.create(self._wait_timeout_s)
+                    info = await client.info()
+                    if info.get("holds"):
+                        self._holds[env] = self._new_hold[env]()
+                        await self._holds[env].start()
+                    self._instructions[env] = info["instruction"]
+            owner = self._holds[env].owner if env in self._holds else ""
+            session_id = await client.create(self._wait_timeout_s, owner)
         except BaseException:
             give_back(client)
             raise
@@ -261,6 +269,8 @@ class RemotePool(_Pool):
 
     async def close(self) -> None:
         await super().close()
+        for hold in self._holds.values():
+            hold.close()
         for idle in self._idle_clients.values():
             for client in idle:
                 client.drop()

@@ -16,7 +16,8 @@ import itertools
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from typing import Annotated, Any
 
 import uvicorn
@@ -49,6 +50,10 @@ MAX_ITEMS_PER_ANSWER = 100_000
 MAX_SESSIONS = 4096
 SHUTDOWN_GRACE_S = 10.0
 """How long a shutdown waits for calls in threads to come back, so that their environments are closed too."""
+GRACE_S = 15.0
+"""After somebody's hold has ended, until his sessions are closed: a connection that merely broke is back by then."""
+HEARTBEAT_S = 15.0
+"""Between signs of life on a hold, so that no proxy takes it for dead."""
 BODY_TIMEOUT_S = 30.0
 """A client that announces a body and does not send it is dropped after this long."""
 
@@ -68,9 +73,14 @@ class Sessions:
         self.idle_timeout_s = idle_timeout_s
         self.step_timeout_s = step_timeout_s
         self.started_at = time.monotonic()
-        self.counts = {"created": 0, "closed": 0, "idle_closed": 0, "timed_out": 0, "failed": 0}
+        self.counts = {"created": 0, "closed": 0, "idle_closed": 0, "left_closed": 0, "timed_out": 0, "failed": 0}
         self._open: dict[int, tuple[str, LocalSession]] = {}
         self._last_used: dict[int, float] = {}
+        self._of_owner: dict[str, set[int]] = {}
+        self._holds: Counter[str] = Counter()
+        self._leaving: set[asyncio.Task[None]] = set()
+        self.closing = asyncio.Event()
+        """The server shuts down: whoever holds something is let go."""
         self._opening = 0
         # Counted on from the time of the start: after a restart an old id is unknown rather than somebody else's.
         self._ids = itertools.count(int(time.time()) << 20)
@@ -82,7 +92,7 @@ class Sessions:
     def num_open_of(self, env: str) -> int:
         return sum(name == env for name, _ in self._open.values())
 
-    async def create(self, env: str) -> int:
+    async def create(self, env: str, owner: str = "") -> int:
         if self.num_open >= self.max_sessions:
             raise wire.Full(f"all {self.max_sessions} sessions are in use: close one, or try again later")
         self._opening += 1
@@ -96,8 +106,35 @@ class Sessions:
         session_id = next(self._ids)
         self._open[session_id] = (env, session)
         self._last_used[session_id] = time.monotonic()
+        if owner in self._holds:
+            self._of_owner.setdefault(owner, set()).add(session_id)
         self.counts["created"] += 1
         return session_id
+
+    @contextlib.contextmanager
+    def held(self, owner: str) -> Iterator[None]:
+        """While somebody holds the sessions of an owner."""
+        self._holds[owner] += 1
+        try:
+            yield
+        finally:
+            self._holds[owner] -= 1
+            if not self._holds[owner] and not self.closing.is_set():
+                task = asyncio.create_task(self._let_go(owner))
+                self._leaving.add(task)
+                task.add_done_callback(self._leaving.discard)
+
+    async def _let_go(self, owner: str) -> None:
+        await asyncio.sleep(GRACE_S)
+        if self._holds[owner]:
+            return
+        del self._holds[owner]
+        for session_id in self._of_owner.pop(owner, set()):
+            if session_id in self._open:
+                _, session = self._open[session_id]
+                self._forget(session_id)
+                self.counts["left_closed"] += 1
+                await session.close()
 
     def touch(self, session_id: int) -> None:
         """A call has ended: a session is idle from then on, however long the call took."""
@@ -150,6 +187,8 @@ class Sessions:
     def _forget(self, session_id: int) -> None:
         self._open.pop(session_id, None)
         self._last_used.pop(session_id, None)
+        for owned in self._of_owner.values():
+            owned.discard(session_id)
 
     def _count(self, error: EnvError) -> None:
         if isinstance(error, EnvTimeout):
@@ -161,10 +200,10 @@ class Sessions:
 def hot_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
     """The paths a rollout spends its time in."""
 
-    async def create(_: bytes) -> bytes:
+    async def create(raw: bytes) -> bytes:
         # AgentGym's TextCraft client reads an observation here, before it has chosen an item.
         waiting = Step("Reset this session with an item to begin.")
-        return wire.dump(wire.step_answer(waiting, 0.0, await sessions.create(env)))
+        return wire.dump(wire.step_answer(waiting, 0.0, await sessions.create(env, wire.owner(raw))))
 
     async def reset(raw: bytes) -> bytes:
         body = wire.read_body(raw)
@@ -209,18 +248,42 @@ def undoing_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
     return {"/create": create}
 
 
+async def hold(sessions: Sessions, raw: bytes, receive: Receive, send: Send) -> None:
+    """Answer, and go on answering until the client leaves or the server shuts down."""
+    owner = wire.text(wire.read_body(raw), "owner")
+    with sessions.held(owner):
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        left = asyncio.ensure_future(_disconnected(receive))
+        closing = asyncio.ensure_future(sessions.closing.wait())
+        try:
+            while not (left.done() or closing.done()):
+                await send({"type": "http.response.body", "body": b"\n", "more_body": True})
+                await asyncio.wait((left, closing), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+            await send({"type": "http.response.body", "body": b""})
+        finally:
+            left.cancel()
+            closing.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Gate:
-    """The outermost layer: token, size limit, hot paths; the rest goes to the FastAPI app inside."""
+    """The outermost layer: token, size limit, hot paths, holds; the rest goes to the FastAPI app inside."""
 
     def __init__(
         self,
         app: ASGIApp,
+        sessions: Sessions,
         handlers: Mapping[str, Handler],
         undoing: Mapping[str, Handler],
         token: str | None,
         max_request_bytes: int,
     ) -> None:
-        self._app = app
+        self._app, self._sessions = app, sessions
+        self._hold_paths = {"/hold", *(f"/{env}/hold" for env in sessions.environments)}
         self._handlers, self._undoing = handlers, undoing
         self._authorization = f"Bearer {token}".encode() if token else None
         self._max_request_bytes = max_request_bytes
@@ -244,11 +307,16 @@ class Gate:
             await answer(send, 413, wire.error_body(self._too_large(str(content_length))))
             return
         handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
-        if handler is None:
+        is_hold = scope["method"] == "POST" and scope["path"] in self._hold_paths
+        if handler is None and not is_hold:
             await self._app(scope, receive, send)
             return
         try:
-            body = await handler(await self._body(receive))
+            raw = await self._body(receive)
+            if handler is None:
+                await hold(self._sessions, raw, receive, send)
+                return
+            body = await handler(raw)
             if (undo := self._undoing.get(scope["path"])) is not None and await has_left(receive):
                 await undo(body)
         except (EnvError, ConfigError) as error:
@@ -324,6 +392,7 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
                 "splits": {name: [split.start, split.stop] for name, split in env_class.splits.items()},
                 "subsets": list(env_class.subsets),
                 "capabilities": [name for name, protocol in CAPABILITIES.items() if issubclass(env_class, protocol)],
+                "holds": True,
                 "version": __version__,
             }
         )
@@ -454,7 +523,7 @@ def create_app(
 
     for kind in (EnvError, ConfigError, Exception):
         app.add_exception_handler(kind, refuse)
-    app.gate = Gate(app.inner, handlers, undoing, token, max_request_bytes)
+    app.gate = Gate(app.inner, sessions, handlers, undoing, token, max_request_bytes)
     app.state.sessions = sessions
     return app
 
@@ -499,6 +568,12 @@ def run(environments: Mapping[str, Callable[[], TextEnv]], listener: socket.sock
         uvicorn_server(create_app(environments, **options)).run(sockets=[listener])
 
 
+class Server(uvicorn.Server):
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.sessions.closing.set()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
+
 def uvicorn_server(app: FastAPI) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
@@ -512,4 +587,4 @@ def uvicorn_server(app: FastAPI) -> uvicorn.Server:
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
     )
-    return uvicorn.Server(config)
+    return Server(config)

@@ -97,6 +97,16 @@ def text(body: dict[str, Any], field: str) -> str:
     return value
 
 
+def owner(raw: bytes) -> str:
+    """Of a session that is created; whatever else such a body holds has always been ignored."""
+    try:
+        body = orjson.loads(raw) if raw else None
+    except orjson.JSONDecodeError:
+        return ""
+    found = body.get("owner") if isinstance(body, dict) else None
+    return found if isinstance(found, str) else ""
+
+
 def _shown(body: dict[str, Any], field: str) -> str:
     return f"{body[field]!r:.80}" if field in body else "nothing"
 

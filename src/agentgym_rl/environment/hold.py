@@ -1,0 +1,100 @@
+"""A connection that says no more than: I am still here. When it ends, the server closes the sessions of its owner.
+
+Somebody who is killed cannot close what he opened; the system ends his connections all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+from collections.abc import Callable
+from typing import cast
+
+import orjson
+
+from agentgym_rl.environment.connection import Connection
+
+ANSWER_S = 10.0
+"""Granted to the server to take a hold up."""
+AGAIN_S = 1.0
+"""After a hold broke off, until the next try; the server waits longer (server.GRACE_S)."""
+
+
+class Hold:
+    """Of all sessions that are created in the name of `owner`, from `start` to `close`. One that breaks off is taken up
+    again."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        self.owner = secrets.token_hex(16)
+        self._server = Connection(url, token)
+        self._wire: _Wire | None = None
+        self._again: asyncio.TimerHandle | None = None
+        self._trying: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @property
+    def is_held(self) -> bool:
+        return self._wire is not None and self._wire.status == 200
+
+    async def start(self) -> None:
+        """Returns when the server has answered, or has not in time: sessions can be had without a hold, too."""
+        if self._closed or self.is_held:
+            return
+        body = orjson.dumps({"owner": self.owner})
+        wire = _Wire(self._server.head("POST", "/hold", len(body)) + body, self._lost)
+        self._wire = wire
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(ANSWER_S):
+                await self._server.open_with(lambda: wire)
+                await wire.answered.wait()
+        if not self.is_held:
+            self._drop()
+            self._lost(wire)
+
+    def close(self) -> None:
+        self._closed = True
+        for waiting in (self._again, self._trying):
+            if waiting is not None:
+                waiting.cancel()
+        self._drop()
+
+    def _drop(self) -> None:
+        if self._wire is not None and self._wire.transport is not None:
+            with contextlib.suppress(RuntimeError):  # its loop has ended, and with it the connection
+                self._wire.transport.close()
+
+    def _lost(self, wire: _Wire) -> None:
+        if wire is self._wire and not self._closed:
+            self._wire = None
+            self._again = asyncio.get_running_loop().call_later(AGAIN_S, self._try_again)
+
+    def _try_again(self) -> None:
+        self._trying = asyncio.get_running_loop().create_task(self.start())
+
+
+class _Wire(asyncio.Protocol):
+    """Sends one request and listens for as long as there is somebody to listen to."""
+
+    def __init__(self, request: bytes, lost: Callable[[_Wire], None]) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.answered = asyncio.Event()
+        self.status = 0
+        self._request, self._tell = request, lost
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self.transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        """The head comes in one piece with the first byte; what follows only shows that the server is there."""
+        if not self.answered.is_set():
+            found = re.match(rb"HTTP/1\.[01] (\d{3})", data)
+            self.status = int(found[1]) if found else 0
+            self.answered.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.status = 0
+        self.answered.set()
+        self._tell(self)
