@@ -288,6 +288,14 @@ def test_captured_passes_learn_what_others_learn(kind: str) -> None:
         torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-4)
 
 
+def test_passes_that_cannot_be_captured_are_said() -> None:
+    decoder = make(MODELS["qwen2"]).get_decoder()
+    decoder.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.warns(UserWarning, match="of no effect: activations are computed again"):
+        capture_passes(decoder)
+    assert not hasattr(decoder, "captured_passes")
+
+
 def test_a_captured_pass_whose_gradient_comes_too_late_is_refused() -> None:
     model = make(MODELS["qwen2"]).train()
     capture_passes(model.get_decoder())

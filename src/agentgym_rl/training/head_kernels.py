@@ -63,8 +63,8 @@ def gradient_kernel(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(1).to(tl.int64)
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < SIZE
     z = tl.load(logits + row * SIZE + offs, mask=inside, other=0.0) * inverse
     logprob = z - tl.load(lse + row)
@@ -90,7 +90,7 @@ def gradient(
     rows, size = logits_CV.shape
     out = torch.empty((rows, size), dtype=dtype, device=logits_CV.device)
     by_entropy, entropies = entropy or (lse_C, lse_C)
-    gradient_kernel[(triton.cdiv(size, 4096), rows)](
+    gradient_kernel[(rows, triton.cdiv(size, 4096))](
         logits_CV,
         targets_C,
         lse_C,

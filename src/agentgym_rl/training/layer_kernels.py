@@ -1,6 +1,7 @@
 """What lies between the matrix products of a decoder layer, forward and backward, in Triton.
 
 Shapes: T tokens, H hidden size, I intermediate size, D head width. Arithmetic is float32, rounded where modules round.
+Tokens are on a grid's first axis: the others end at 65,535.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -175,8 +176,8 @@ def rotate(source_TND: Tensor, target_TND: Tensor, cos_TD: Tensor, sin_TD: Tenso
 
 @triton.jit
 def gate_kernel(gate_up, out, SIZE, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + offs, mask=inside, other=0.0)
@@ -187,8 +188,8 @@ def gate_kernel(gate_up, out, SIZE, BLOCK: tl.constexpr):
 @triton.jit
 def gate_backward_kernel(gate_up, by_out, by_gate_up, SIZE, BLOCK: tl.constexpr):
     """Overwrites `by_out` with the forward result, which the next product needs again."""
-    row = tl.program_id(1).to(tl.int64)
-    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < SIZE
     gate = tl.load(gate_up + row * 2 * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * SIZE + SIZE + offs, mask=inside, other=0.0).to(tl.float32)
@@ -207,7 +208,7 @@ def gate(gate_up: Tensor) -> Tensor:
     """TI: silu(gate) up, of both side by side."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
-    gate_kernel[(triton.cdiv(size, 1024), tokens)](gate_up, out, size, BLOCK=1024, num_warps=4)
+    gate_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, num_warps=4)
     return out
 
 
@@ -215,7 +216,7 @@ def gate_backward(gate_up: Tensor, by_out: Tensor) -> tuple[Tensor, Tensor]:
     """(gradient by gate and up side by side, silu(gate) up again, in the memory of `by_out`)."""
     tokens, size = by_out.shape
     by_gate_up = torch.empty_like(gate_up)
-    gate_backward_kernel[(triton.cdiv(size, 1024), tokens)](gate_up, by_out, by_gate_up, size, BLOCK=1024, num_warps=4)
+    gate_backward_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, by_out, by_gate_up, size, BLOCK=1024, num_warps=4)
     return by_gate_up, by_out
 
 

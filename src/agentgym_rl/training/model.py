@@ -29,6 +29,8 @@ def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]
     with _or_reason(path) as name:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)  # kernels of ours are launched on the current device
     return model, tokenizer
 
 

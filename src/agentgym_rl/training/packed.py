@@ -10,6 +10,7 @@ Shapes: T tokens of a micro-batch, H hidden size, N query heads, K key/value hea
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,13 +62,26 @@ def packed_states(decoder: Any, micro: MicroBatch) -> Tensor:
 
 def capture_passes(decoder: Any) -> None:
     """From now on replay passes in training mode (captured.py), where the decoder's layers are one operation each."""
-    if why_not_packed(decoder) or decoder.gradient_checkpointing or hasattr(decoder.layers[0], "gathered"):
-        return
-    weight = decoder.norm.weight
-    if weight.is_cuda and _fused(decoder, weight) is None:
+    reason = why_not_captured(decoder)
+    if reason is not None:
+        warnings.warn(f"capture_passes is of no effect: {reason}. Passes run as without it.", stacklevel=2)
         return
     modules = [*decoder.layers, decoder.norm]
     decoder.captured_passes = CapturedPasses(modules, partial(through_layers, decoder))
+
+
+def why_not_captured(decoder: Any) -> str | None:
+    """None when passes of this decoder can be replayed, else the reason they cannot."""
+    if reason := why_not_packed(decoder):
+        return reason
+    if decoder.gradient_checkpointing:
+        return "activations are computed again"
+    if hasattr(decoder.layers[0], "gathered"):
+        return "the model is spread over several ranks"
+    weight = decoder.norm.weight
+    if weight.is_cuda and _fused(decoder, weight) is None:
+        return "layers are one operation each only in half precision, without adapters and hooks, and with Triton"
+    return None
 
 
 def through_layers(decoder: Any, hidden_TH: Tensor, positions_T: Tensor, micro: MicroBatch) -> Tensor:
