@@ -74,6 +74,7 @@ PATIENT = {
 """For Ray on a machine that is busy with other things."""
 CLI = (sys.executable, "-c", "from agentgym_rl.cli import main; main()")
 ROLES = {"learner": "LearnerRank", "engine": "EngineReplica", "env_host": "EnvHost"}
+ACTORS = ROLES | {"board": "Board"}
 SCALE = (
     "scale.learners=2",
     "scale.engines=2",
@@ -126,9 +127,9 @@ def descendants(ancestor: int) -> dict[int, str]:
 
 
 def workers(role: str) -> list[int]:
-    """Processes of a role among the descendants of this process, oldest first."""
+    """Processes of one of ACTORS among the descendants of this process, oldest first."""
     found = descendants(os.getpid())
-    return sorted(pid for pid, title in found.items() if title.startswith("ray::") and ROLES[role] in title)
+    return sorted(pid for pid, title in found.items() if title.startswith("ray::") and ACTORS[role] in title)
 
 
 class Command:
@@ -221,7 +222,7 @@ def leaked(timeout_s: float = 60.0) -> int:
     """Worker processes that outlive their run."""
     give_up_at = time.monotonic() + timeout_s
     while True:
-        left = [pid for role in ROLES for pid in workers(role)]
+        left = [pid for role in ACTORS for pid in workers(role)]
         if not left or time.monotonic() > give_up_at:
             return len(left)
         time.sleep(0.2)

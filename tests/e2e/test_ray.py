@@ -119,6 +119,28 @@ def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> No
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+def test_the_death_of_the_board_ends_a_run_as_that_of_a_rank_does(cluster: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    run = Command(folder, *SCALE, f"scale.address={cluster.address}", LONG)
+    try:
+        run.until_step(1)
+        (board,) = workers("board")
+        os.kill(board, signal.SIGKILL)
+        assert run.wait() == 1, run.output.read_text()
+    finally:
+        run.end()
+    said = run.output.read_text()
+    assert "Traceback" not in said, said
+    assert "agentgym-rl: the board died" in said
+    assert "run the same command with --resume" in " ".join(said.split())
+    assert events_of(folder) == ["worker_lost"]
+    assert leaked() == 0
+    last = list_checkpoints(folder / "checkpoints")[-1]
+    again = ForkedCommand(folder, f"rl.steps={int(last.name.rpartition('_')[2]) + 1}", "--resume")
+    assert again.wait() == 0, again.output.read_text()
+    assert steps_of(folder) == list(range(1, steps_of(folder)[-1] + 1))
+
+
 async def test_folders_that_another_node_has_of_its_own_are_refused(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -124,6 +125,17 @@ def make_player(engine: Any) -> Player:
     return Player()
 
 
+class Reporting(Player):
+    """Tells the board of something before it plays."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+
+    async def play(self, job: Path) -> int:
+        await self._engine._board.report.remote("a host", "plays", "a group")
+        return await super().play(job)
+
+
 def plan(**changes: Any) -> Plan:
     common = {"learners": 2, "engines": 2, "env_hosts": 1, "layout": "colocated", "device": "cpu", "address": None}
     cpus = {"learner_cpus": 1.0, "engine_cpus": 1.0, "env_host_cpus": 1.0}
@@ -142,7 +154,7 @@ def on_this_machine() -> Iterator[None]:
         ray.shutdown()
 
 
-async def started(of: Plan, make_engine: Any = Seat) -> Any:
+async def started(of: Plan, make_engine: Any = Seat, make_player: Any = make_player) -> Any:
     from agentgym_rl.scale.ray_app import RayApp
 
     app = RayApp(of)
@@ -212,6 +224,24 @@ async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -
         for call in (app.play(None, 1), app.publish(2)):
             with pytest.raises(EngineError, match=why):
                 await call
+    finally:
+        await app.close()
+
+
+async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> None:
+    """Also where its death is an engine's or a host's answer, who are alive."""
+    app = await started(plan(learners=1, engines=1), make_player=Reporting)
+    try:
+        await app.publish(0)
+        (tmp_path / "group").touch()
+        assert await app.play(tmp_path / "group", 1)
+        os.kill(await app.board.pid.remote(), signal.SIGKILL)
+        newer = await app.learners[0].put_weights.remote(1, 1 << 20, True)
+        for call in (app.publish(1), app._load(0, newer), app.play(tmp_path / "group", 1), app.events()):
+            with pytest.raises(WorkerLost, match=r"^the board died, .*: run the same command with --resume$"):
+                await asyncio.wait_for(call, 120)
+        assert not app._down
+        assert not app._behind
     finally:
         await app.close()
 

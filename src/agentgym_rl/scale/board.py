@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,6 +58,9 @@ class Board:
         self._last: dict[str, str] = {}
         self._begun: dict[str, int] = {}
         self._why: dict[str, str] = {}
+
+    def pid(self) -> int:
+        return os.getpid()
 
     def publish(self, published: Published) -> None:
         self._published = published

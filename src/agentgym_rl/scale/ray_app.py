@@ -370,8 +370,12 @@ class RayApp:
             .remote(make_player, engines, names["board"], plan.worker_timeout_s, i * plan.engines // plan.env_hosts)
             for i in range(plan.env_hosts)
         ]
-        await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
-        rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
+        try:
+            await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
+            rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
+        except RayActorError:
+            await self._on_board("pid")
+            raise
         self.room = min(rooms)
         self._nodes.changes(ray.nodes())
         beside = await self.learners[0].node.remote()
@@ -493,7 +497,7 @@ class RayApp:
         size = self.plan.bucket_mb << 20
         refs = [rank.put_weights.remote(version, size, self._one_node) for rank in self.learners]
         (published, *_) = await self._threads.run(self._finish, refs)
-        await self.board.publish.remote(published)
+        await self._on_board("publish", published)
         await asyncio.gather(*(self._load(i, published) for i in range(len(self.engines))))
         self.version = version
         return published.way
@@ -503,6 +507,7 @@ class RayApp:
         try:
             found = await self.engines[index].load.remote(published)
         except RayActorError:
+            await self._on_board("pid")
             # Started again it asks the board; if it was only out of reach, it has to be told.
             self._behind[index] = asyncio.create_task(self._load_later(index, published))
             return
@@ -528,6 +533,7 @@ class RayApp:
                 try:
                     return await self.hosts[index].play.remote(job)
                 except RayActorError as error:
+                    await self._on_board("pid")
                     self._host_lost(index)
                     deaths += 1
                     if deaths >= MOST_DEATHS:
@@ -551,12 +557,23 @@ class RayApp:
     async def events(self) -> list[dict[str, Any]]:
         nodes = self._nodes.changes(await asyncio.to_thread(ray.nodes))
         events, self._events = self._events, []
-        return nodes + events + await self.board.drain.remote()
+        return nodes + events + await self._on_board("drain")
+
+    async def _on_board(self, method: str, *arguments: Any) -> Any:
+        """What it answers. Engines and hosts call it too: to whoever calls them its death looks like theirs."""
+        try:
+            return await getattr(self.board, method).remote(*arguments)
+        except RayActorError as error:
+            raise WorkerLost(
+                "the board died, by which engines learn of new weights: run the same command with --resume"
+            ) from error
 
     async def close(self) -> None:
         """Close what actors hold, end them, give their places back."""
-        for waiting in (*self._down.values(), *self._behind.values()):
-            waiting.cancel()
+        waiting = (*self._down.values(), *self._behind.values())
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)  # what they failed of has been told, or something worse
         if not ray.is_initialized():
             return
         await self._threads.close()
