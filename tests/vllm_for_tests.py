@@ -89,8 +89,10 @@ def descendants(pid: int) -> list[int]:
 
 
 def vllm_processes(pid: int) -> list[int]:
-    """Those of vLLM below this one; it names them."""
-    return [child for child in descendants(pid) if "VLLM" in title(child)]
+    """Those of vLLM below this one, the scheduler of an engine before its workers. vLLM names them VLLM::EngineCore and
+    the like, but setproctitle cannot where the first variable of the environment was set again: then they are called as
+    multiprocessing starts them. Ray hands workers their variables in any order, and vLLM sets some when imported."""
+    return [child for child in descendants(pid) if any(name in title(child) for name in ("VLLM", "spawn_main"))]
 
 
 def title(pid: int) -> str:

@@ -4,6 +4,8 @@ refused where there is no vLLM. tests/vllm has the same client against vLLM itse
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import socket
 import threading
 import time
@@ -16,6 +18,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from transformers import LlamaConfig, LlamaForCausalLM
+from vllm_for_tests import vllm_processes
 
 from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -273,3 +276,16 @@ def test_adapters_find_room_in_the_ranks_that_vllm_knows(rank: int, room: int) -
 def test_adapters_that_are_too_large_for_vllm_are_refused() -> None:
     with pytest.raises(EngineError, match=r"up to rank 512, got 513: set a smaller model\.lora\.rank"):
         checks.lora_room(513)
+
+
+def test_processes_of_vllm_are_found_also_where_it_could_not_name_them() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
+    process.start()
+    try:
+        give_up_at = time.monotonic() + 30  # it is a copy of this one until it runs a program of its own
+        while process.pid not in vllm_processes(os.getpid()):
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
+    finally:
+        process.kill()
+        process.join()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from vllm_for_tests import SMALL, alive, title, vllm_processes
+from vllm_for_tests import SMALL, alive, vllm_processes
 
 from agentgym_rl.agent.engines.vllm import VllmEngine
 from agentgym_rl.errors import EngineError
@@ -51,8 +51,7 @@ async def test_who_waits_for_vllm_is_told_of_its_death(folders: dict[str, Path])
         update = asyncio.create_task(engine.update_weights(folders["B"], 1))  # waits for the reply
         await asyncio.sleep(0.1)
         assert not any((reply.done(), update.done(), seat.died))
-        (scheduler,) = [pid for pid in vllm_processes(os.getpid()) if "EngineCore" in title(pid)]
-        os.kill(scheduler, signal.SIGKILL)
+        os.kill(vllm_processes(os.getpid())[0], signal.SIGKILL)
         told = await asyncio.wait_for(asyncio.gather(reply, update, return_exceptions=True), 120)
         assert [type(error) for error in told] == [EngineError, EngineError], told
         assert seat.died

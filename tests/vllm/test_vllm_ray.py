@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster_for_tests import PATIENT, events_of, steps_of
+from cluster_for_tests import PATIENT, events_of, steps_of, workers
 from runs_for_tests import counting_config, quiet
-from vllm_for_tests import title, vllm_processes
+from vllm_for_tests import vllm_processes
 
 from agentgym_rl.runlog import read_metrics, read_trajectories
 from agentgym_rl.train import train
@@ -24,13 +24,13 @@ STEPS = 12
 
 
 def kill_the_scheduler(folder: Path) -> None:
-    """After the first step: VLLM::EngineCore, around which the engine's actor lives on."""
+    """After the first step: vLLM's EngineCore, around which the engine's actor lives on."""
     give_up_at = time.monotonic() + 1500
     while not steps_of(folder):
         assert time.monotonic() < give_up_at, "there was no first step"
         time.sleep(0.05)
-    (victim,) = [pid for pid in vllm_processes(os.getpid()) if "EngineCore" in title(pid)]
-    os.kill(victim, signal.SIGKILL)
+    (actor,) = workers("engine")
+    os.kill(vllm_processes(actor)[0], signal.SIGKILL)
 
 
 @pytest.mark.timeout(1800)
@@ -47,6 +47,7 @@ async def test_a_run_goes_on_when_vllm_is_killed(tmp_path: Path, monkeypatch: py
         rl__steps=STEPS,
     )
     folder = tmp_path / "run"
+    before = vllm_processes(os.getpid())  # of other tests
     killed = asyncio.create_task(asyncio.to_thread(kill_the_scheduler, folder))
     await train(config, folder, console=quiet())
     await killed
@@ -58,4 +59,4 @@ async def test_a_run_goes_on_when_vllm_is_killed(tmp_path: Path, monkeypatch: py
         played = list(read_trajectories(folder / "trajectories" / f"step_{step:06d}.jsonl"))
         assert all(t.stop is not StopReason.ERROR for t in played)
         assert {m.version for t in played for m in t.messages if m.role == "assistant"} == {step - 1}
-    assert vllm_processes(os.getpid()) == []
+    assert vllm_processes(os.getpid()) == before
