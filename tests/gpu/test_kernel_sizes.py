@@ -44,7 +44,7 @@ def shared_bytes(kernel: Any, capability: int, num_stages: int, **constants: Any
 def test_products_fit_the_chip(chip: str, size: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-0.6B is 1024 wide and has heads of 128: with all four stages it would ask for 144 KiB."""
     capability, most = CHIPS[chip]
-    monkeypatch.setattr(products, "_shared_memory", lambda device: most)
+    monkeypatch.setattr(products, "shared_memory", lambda device: most)
     x = torch.empty(1, size, dtype=torch.bfloat16)
     rows, block_k = products._block_rows(x.dtype), products._block_k(size, x.dtype)
     parts = -(-size // products.PARTS_BLOCK)
@@ -73,8 +73,8 @@ def test_products_fit_the_chip(chip: str, size: int, head_dim: int, monkeypatch:
 
 
 def test_a_large_chip_keeps_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_shared_memory", lambda device: CHIPS["H100"][1])
+    monkeypatch.setattr(products, "shared_memory", lambda device: CHIPS["H100"][1])
     x = torch.empty(1, 1024, dtype=torch.bfloat16)
     assert products._stages(x, 64, 128, 128) == 4
-    monkeypatch.setattr(products, "_shared_memory", lambda device: CHIPS["RTX 4090"][1])
+    monkeypatch.setattr(products, "shared_memory", lambda device: CHIPS["RTX 4090"][1])
     assert products._stages(x, 64, 128, 128) == 2

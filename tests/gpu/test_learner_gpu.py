@@ -133,6 +133,26 @@ def test_rotation_and_gate() -> None:
     assert max(error(kernels.gate(both.detach()), expected), error(by_both, both.grad), error(again, expected)) < 1e-6
 
 
+def test_more_tokens_than_the_second_axis_of_a_grid_has() -> None:
+    from agentgym_rl.training import head_kernels, layer_kernels
+
+    tokens = 70_000
+    both = torch.randn(tokens, 2 * 24, device="cuda", requires_grad=True)
+    gate, up = both.chunk(2, 1)
+    expected = F.silu(gate) * up
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
+    by_both, again = layer_kernels.gate_backward(both.detach(), gradient.clone())
+    assert both.grad is not None
+    assert error(layer_kernels.gate(both.detach()), expected) < 1e-6
+    assert max(error(by_both, both.grad), error(again, expected)) < 1e-6
+
+    logits, targets = torch.randn(tokens, 40, device="cuda"), torch.randint(40, (tokens,), device="cuda")
+    lse, _, _ = head._statistics(logits, targets, 1.0)
+    given = (logits, targets, lse, torch.randn(tokens, device="cuda"), None, 1.0, torch.float32)
+    assert error(head_kernels.gradient(*given), head._gradient(*given)) < 1e-5
+
+
 @pytest.mark.parametrize("size", [100, 49152, 50001])
 def test_head_statistics_and_gradient(size: int) -> None:
     from agentgym_rl.training import head_kernels as kernels

@@ -12,13 +12,13 @@ Shapes: B rows, C hidden size, H and K query and key/value heads, D head width, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 import triton
 import triton.language as tl
 
 from agentgym_rl.agent.engines.native.cuda.chaining import CHAINED, follow
+from agentgym_rl.agent.engines.native.cuda.weights import shared_memory
 
 PARTS_BLOCK = 32
 """Columns that one program of `add_product` sums the squares of."""
@@ -261,18 +261,9 @@ def _block_rows(dtype: torch.dtype) -> int:
     return 32 if dtype.itemsize == 4 else 64
 
 
-@lru_cache
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have: 227 KiB on Hopper, 163 on an A100, 99 on cards for games. Interpreted kernels
-    have no such limit."""
-    if device.type != "cuda":
-        return 1 << 30
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
-
-
 def _stages(x: torch.Tensor, rows: int, columns: int, block_k: int, most: int = 4) -> int:
     """Steps of a product that are loaded ahead: as many as fit."""
-    return min(most, max(1, _shared_memory(x.device) // ((rows + columns) * block_k * x.dtype.itemsize)))
+    return min(most, max(1, shared_memory(x.device) // ((rows + columns) * block_k * x.dtype.itemsize)))
 
 
 def embed(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor) -> Residual:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ from agentgym_rl.agent.engines.native.decoder import RMS_NORMS, unwrap
 
 HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WIDE_HEADS_NEED = 160 << 10
+"""Bytes of shared memory that attention over heads of 256 is compiled to use, at most; narrower ones fit everywhere."""
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may have: 227 KiB on Hopper, 163 on an A100, 99 on cards for games. Where there is no CUDA
+    kernels are interpreted, if at all, and there is no such limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties: Any = torch.cuda.get_device_properties(device)
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))  # not in HIP
 
 
 @dataclass(slots=True)
@@ -49,6 +62,8 @@ def why_not_captured(model: Any) -> str | None:
     head_dim = decoder.layers[0].self_attn.head_dim
     if head_dim not in HEAD_DIMS:
         return f"its heads are {head_dim} wide, not one of {', '.join(map(str, HEAD_DIMS))}"
+    if head_dim == 256 and (have := shared_memory(parameters[0].device)) < WIDE_HEADS_NEED:
+        return f"heads of 256 need {WIDE_HEADS_NEED >> 10} KiB of shared memory, and this device has {have >> 10}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
     linears, norms = [inner.lm_head], [decoder.norm]
