@@ -242,6 +242,8 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     fewest = min(n for n, memory in sizes.items() if memory.fits(80 * GIB))
     each, sixteen, eight = (f"{sizes[n].total / GIB:.0f} GiB" for n in (fewest, 16, 8))
     assert f"at least {fewest} devices of 80 GiB ({each} each; {sixteen} with 16, {eight} with 8)" in flat
+    beside_servers = on_each_device(replace(one, shape=SHAPES["32B"], engine="elsewhere", context=16384))["device"]
+    assert f"at 32B it would take {beside_servers.total / GIB:.0f} GiB there" in flat
     warm = warm_start_memory(replace(seven, warm_start=(16384, True))).total / GIB
     assert f"{warm:.1f} GiB at 7B on 8 with micro-batches of 16k" in flat
     asleep = on_each_host(replace(seven, colocated=True, engines=8, engine="vllm"), 8)["host, running"].parts

@@ -254,6 +254,7 @@ def test_a_probe_tells_weights_apart() -> None:
         ({"engine": {"urls": ["http://a"]}}, "read by kind = 'vllm'"),
         ({"engine": {"kind": "vllm", "urls": ["http://a"], "eager": True}}, "the servers decide"),
         ({"engine": {"kind": "vllm", "replicas": 2}, "scale": {}}, "starts vLLM itself"),
+        ({"engine": {"kind": "vllm", "urls": ["http://a"]}, "scale": {}}, "starts vLLM itself: remove engine.urls"),
         ({"engine": {"kind": "vllm"}, "method": "sft", "data": {"play": "oracle"}}, "plays for method = 'rl'"),
     ],
 )
