@@ -1,4 +1,5 @@
-"""A run on a two-node Ray cluster is the run of one process, also when an engine is killed; it is resumed elsewhere.
+"""A run on a two-node Ray cluster is the run of one process until rounding turns a token, also when an engine is
+killed; it is resumed elsewhere.
 
 `make faults` has the rest of what can go wrong.
 """
@@ -80,7 +81,8 @@ def stopped(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_plays_and_learns_what_one_process_does(alone: Path, stopped: Path) -> None:
-    """Token for token on two learners, two engines and two hosts, with an engine lost on the way."""
+    """Token for token on two learners, two engines and two hosts, with an engine lost on the way. In four steps: sums
+    over ranks round differently, which one day turns a token."""
     expected, found = tokens(alone), tokens(stopped)
     for name in ("eval_000000.jsonl", *(f"step_{step:06d}.jsonl" for step in (1, 2, 3, 4))):
         assert found[name] == expected[name], name
