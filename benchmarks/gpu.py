@@ -143,7 +143,7 @@ def table(lines: list[dict[str, Any]], outcomes: dict[str, dict[str, Any]]) -> s
         best = max((line[metric] for who, line in found.items() if who.startswith("ours")), default=None)
         for who, line in found.items():
             ratio = "" if best is None or who.startswith("ours") else f"{best / line[metric]:.2f}"
-            speed = f"{line[metric]:,.4g} {UNITS[metric]}" if line[metric] < 1000 else f"{line[metric]:,.0f} tokens/s"
+            speed = f"{line[metric]:,.{0 if line[metric] >= 1000 else 1}f} {UNITS[metric]}"
             rows.append(f"| {part} | {case} | {who} | {speed} | {ratio} | {_more(part, line, found)} |")
     for name, outcome in outcomes.items():
         rows.append(f"\n{name}: {outcome['outcome']}, {outcome['seconds']:.0f} s")
@@ -199,6 +199,8 @@ def main() -> None:
         (options.out / "table.md").write_text(table(lines, outcomes))
         print(f"{job.name}: {outcomes[job.name]['outcome']}, {outcomes[job.name]['seconds']:.0f} s", flush=True)
     print("\n" + (options.out / "table.md").read_text())
+    if broken := [name for name, one in outcomes.items() if not one["outcome"].startswith(("done", "left out"))]:
+        sys.exit(f"not done: {', '.join(broken)}")
 
 
 if __name__ == "__main__":
