@@ -14,6 +14,8 @@ from agentgym_rl.training.settings import OptimizerSettings
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How configs call the number of them; each layer then has as many MLPs, or more."""
 
 
 def demand_of(config: Config, *, gpu: bool = True) -> Demand:
@@ -59,6 +61,8 @@ def shape_of(model: ModelConfig) -> Shape:
         sizes = (s.hidden_size, s.intermediate_size, s.num_layers, s.num_heads, s.num_heads, 1000)
         return Shape(*sizes, positions=s.max_context)
     raw = _read(str(model.path))
+    if any((raw.get(name) or 0) > 1 for name in EXPERTS):
+        raise ConfigError(f"model.path = {model.path!r} is a mixture of experts, whose memory is not known here")
     try:
         return Shape(
             hidden=raw["hidden_size"],

@@ -300,6 +300,11 @@ def test_the_command_says_so_with_its_exit_code(tmp_path: Path) -> None:
     config = load_config(recipe, ["model.device=cpu", "agent.concurrency=1024", "agent.max_context=100000000"])
     assert "does not fit" in (too_large(config) or ""), "a run says so before it starts"
     assert too_large(load_config(recipe, ["model.path=/not/there"])) is None
+    raw = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(raw | {"num_experts": 128}))
+    found = subprocess.run([*command, "--device-gib", "80"], capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "is a mixture of experts, whose memory is not known here" in " ".join(found.stderr.split())
 
 
 def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:

@@ -22,6 +22,7 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -305,6 +306,13 @@ class EnvHost:
         return os.getpid()
 
 
+def _about_a_token() -> str:
+    """Ray asks for one where it finds one, and says so only to who knows."""
+    if "RAY_AUTH_MODE" in os.environ or not (Path.home() / ".ray" / "auth_token").is_file():
+        return ""
+    return "; ~/.ray/auth_token is there, so the cluster may ask for it: try RAY_AUTH_MODE=token"
+
+
 class RayApp:
     """The actors of one run: learners are started first, the others when there is a model. `close` ends them."""
 
@@ -407,7 +415,7 @@ class RayApp:
                 raise
             raise ConfigError(
                 f"scale.address = {plan.address!r}: {str(error).splitlines()[0]} (`ray start` on this machine joins it "
-                "to a cluster, no address starts Ray for the run)"
+                f"to a cluster, no address starts Ray for the run{_about_a_token()})"
             ) from error
         self._started_ray = True
 
