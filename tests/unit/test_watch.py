@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentgym_rl.errors import WorkerLost
-from agentgym_rl.scale.watch import Nodes, Threads, sigterm_stays_ours
+from agentgym_rl.errors import ConfigError, WorkerLost
+from agentgym_rl.scale.watch import Nodes, Threads, reaching, sigterm_stays_ours
 
 
 def test_nobody_else_takes_sigterm_over() -> None:
@@ -71,3 +72,17 @@ def test_nodes_that_come_and_go_are_events() -> None:
     assert [event["kind"] for event in changes] == ["node_lost", "node_added"]
     assert "22222222 (10.0.0.2) is gone" in changes[0]["message"]
     assert "33333333 (10.0.0.3) was added" in changes[1]["message"]
+
+
+def test_what_fails_of_an_address_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    why = r"^scale\.address = 'auto': no cluster \(`ray start` .* starts Ray for the run"
+    with pytest.raises(ConfigError, match=rf"{why}\)$"), reaching("auto"):
+        raise ConnectionError("no cluster\nand much more")
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("secret")
+    with pytest.raises(ConfigError, match=rf"{why}; .*: try RAY_AUTH_MODE=token\)$"), reaching("auto"):
+        raise ConnectionError("no cluster")
+    with pytest.raises(ConnectionError), reaching(None):
+        raise ConnectionError("Ray was to be started here")

@@ -22,7 +22,6 @@ import socket
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -37,7 +36,7 @@ from agentgym_rl.scale.plan import Plan, bundles
 from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.routing import Homes
 from agentgym_rl.scale.turns import Turns
-from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, require_cluster, require_none_failed, sigterm_stays_ours
+from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, reaching, require_none_failed, sigterm_stays_ours
 from agentgym_rl.scale.weights import Receiver, Staging, buckets
 from agentgym_rl.types import Completion, Group, Sampling
 
@@ -306,13 +305,6 @@ class EnvHost:
         return os.getpid()
 
 
-def _about_a_token() -> str:
-    """Ray asks for one where it finds one, and says so only to who knows."""
-    if "RAY_AUTH_MODE" in os.environ or not (Path.home() / ".ray" / "auth_token").is_file():
-        return ""
-    return "; ~/.ray/auth_token is there, so the cluster may ask for it: try RAY_AUTH_MODE=token"
-
-
 class RayApp:
     """The actors of one run: learners are started first, the others when there is a model. `close` ends them."""
 
@@ -403,20 +395,11 @@ class RayApp:
             }
         else:
             options["address"] = plan.address
-            require_cluster(plan.address)
         # Ray starts workers at a low priority, where anything else on the machine would starve them.
         os.environ.setdefault("RAY_worker_niceness", "0")
         os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "60")  # 5 are few on a machine that is busy
-        try:
-            with sigterm_stays_ours():
-                ray.init(**options)
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            if plan.address is None:
-                raise
-            raise ConfigError(
-                f"scale.address = {plan.address!r}: {str(error).splitlines()[0]} (`ray start` on this machine joins it "
-                f"to a cluster, no address starts Ray for the run{_about_a_token()})"
-            ) from error
+        with reaching(plan.address), sigterm_stays_ours():
+            ray.init(**options)
         self._started_ray = True
 
     def _reserve(self) -> dict[str, list[dict[str, Any]]]:

@@ -4,12 +4,14 @@ come and go."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from agentgym_rl.errors import ConfigError, WorkerLost
@@ -98,6 +100,29 @@ class Nodes:
         return [{"kind": "node_lost", "message": message} for message in lost] + [
             {"kind": "node_added", "message": message} for message in came
         ]
+
+
+@contextmanager
+def reaching(address: str | None) -> Iterator[None]:
+    """Around the connection to a cluster, or the start of one (None): what fails of an address is said in a line."""
+    if address is None:
+        yield
+        return
+    require_cluster(address)
+    try:
+        yield
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"scale.address = {address!r}: {str(error).splitlines()[0]} (`ray start` on this machine joins it "
+            f"to a cluster, no address starts Ray for the run{_about_a_token()})"
+        ) from error
+
+
+def _about_a_token() -> str:
+    """Ray asks for one where it finds one, and says so only to who knows."""
+    if "RAY_AUTH_MODE" in os.environ or not (Path.home() / ".ray" / "auth_token").is_file():
+        return ""
+    return "; ~/.ray/auth_token is there, so the cluster may ask for it: try RAY_AUTH_MODE=token"
 
 
 def require_cluster(address: str) -> None:
