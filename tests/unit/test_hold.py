@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
 from envs_for_tests import Counting, SlowCounting
 from servers_for_tests import RunningServer, server_in_thread, wait_until
 
+from agentgym_rl.environment.hold import Hold
 from agentgym_rl.environment.pool import RemotePool
+from agentgym_rl.environment.server import Sessions
 
 GRACE_S = 0.4
 PROGRAM = """
@@ -55,7 +59,7 @@ def test_sessions_of_a_killed_process_are_closed_and_no_others(server: RunningSe
         child.wait()
     wait_until(lambda: server.sessions.num_open == 2)
     assert server.sessions.counts["left_closed"] == 4
-    assert server.sessions._of_owner == {}
+    assert list(server.sessions._owner.values()) == ["somebody who holds nothing"]
     assert not server.sessions._holds
 
 
@@ -99,7 +103,7 @@ async def test_a_pool_comes_back_to_a_server_that_was_started_again(monkeypatch:
                 break
         assert hold.is_held
         await pool.open("counting")
-        assert list(again.sessions._of_owner) == [hold.owner]
+        assert list(again.sessions._owner.values()) == [hold.owner]
         await pool.close()
 
 
@@ -108,6 +112,7 @@ def test_a_hold_needs_an_owner_and_the_token() -> None:
         assert httpx.post(f"{server.url}/hold", json={"owner": "x"}).status_code == 401
         headers = {"Authorization": "Bearer secret"}
         assert httpx.post(f"{server.url}/hold", json={"owner": 3}, headers=headers).status_code == 422
+        assert httpx.post(f"{server.url}/hold", json={"owner": ""}, headers=headers).status_code == 422
         assert httpx.post(f"{server.url}/other/hold", json={"owner": "x"}, headers=headers).status_code == 404
         assert not server.sessions._holds
 
@@ -121,3 +126,147 @@ async def test_a_server_that_refuses_a_hold_is_played_without(monkeypatch: pytes
         assert (await session.reset(0)).observation
         await pool.close()
         assert server.sessions.num_open == 0
+
+
+async def test_somebody_who_comes_and_goes_has_the_whole_grace_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.environment.server.GRACE_S", 1.0)
+    sessions = Sessions({"counting": Counting}, 8, 600, 60)
+    with sessions.held("x"):
+        await sessions.create("counting", "x")
+    await asyncio.sleep(0.6)
+    with sessions.held("x"):
+        pass
+    await asyncio.sleep(0.7)
+    assert sessions.num_open == 1, "closed by the grace of the hold before"
+    await asyncio.sleep(0.6)
+    assert sessions.num_open == 0
+    assert not sessions._holds
+    assert not sessions._leaving
+
+
+async def test_a_hold_is_of_sessions_from_before_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that was started again may be asked for sessions before the hold is taken up again."""
+    monkeypatch.setattr("agentgym_rl.environment.server.GRACE_S", 0.05)
+    sessions = Sessions({"counting": Counting}, 8, 600, 60)
+    await sessions.create("counting", "x")
+    await sessions.create("counting")
+    with sessions.held("x"):
+        await asyncio.sleep(0.1)
+        assert sessions.num_open == 2
+    await asyncio.sleep(0.2)
+    assert sessions.num_open == 1
+
+
+class Listener:
+    """Takes holds up with `answer`, and says nothing after."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.url = ""
+        self.num_open = self.num_seen = 0
+        self._answer = answer
+
+    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_open, self.num_seen = self.num_open + 1, self.num_seen + 1
+        with contextlib.suppress(OSError):
+            await reader.readuntil(b"}")
+            writer.write(self._answer)
+            await reader.read()
+        writer.close()
+        self.num_open -= 1
+
+    async def until(self, num_open: int, num_seen: int) -> None:
+        for _ in range(1000):
+            if (self.num_open, self.num_seen) == (num_open, num_seen):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{self.num_open} of {self.num_seen} connections are open, not {num_open} of {num_seen}")
+
+
+@contextlib.asynccontextmanager
+async def listening(answer: bytes = b"HTTP/1.1 200 OK\r\n\r\n") -> AsyncIterator[Listener]:
+    listener = Listener(answer)
+    async with await asyncio.start_server(listener.take, "127.0.0.1", 0) as server:
+        listener.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield listener
+
+
+async def test_two_who_start_a_hold_at_once_have_one() -> None:
+    async with listening() as server:
+        hold = Hold(server.url, None)
+        await asyncio.gather(hold.start(), hold.start())
+        assert hold.is_held
+        await server.until(1, 1)
+        hold.close()
+        await server.until(0, 1)
+
+
+async def test_a_start_that_is_cancelled_leaves_no_connection() -> None:
+    async with listening(answer=b"") as server:
+        hold = Hold(server.url, None)
+        starting = asyncio.create_task(hold.start())
+        await server.until(1, 1)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        await server.until(0, 1)
+        hold.close()
+
+
+async def test_a_hold_that_is_closed_while_it_starts_is_not_held() -> None:
+    async with listening() as server:
+        hold = Hold(server.url, None)
+        starting = asyncio.create_task(hold.start())
+        await asyncio.sleep(0)
+        hold.close()
+        await starting
+        assert not hold.is_held
+        await asyncio.sleep(0.1)
+        assert server.num_open == 0
+
+
+async def test_a_server_that_falls_silent_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.environment.hold.LOOK_S", 0.02)
+    monkeypatch.setattr("agentgym_rl.environment.hold.AGAIN_S", 0.02)
+    async with listening() as server:
+        hold = Hold(server.url, None)
+        await hold.start()
+        await server.until(1, 2)
+        hold.close()
+
+
+async def test_a_server_that_is_heard_is_not_asked_again(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agentgym_rl.environment.server.HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("agentgym_rl.environment.hold.LOOK_S", 0.2)
+    hold = Hold(server.url, None)
+    await hold.start()
+    wire = hold._wire
+    await asyncio.sleep(1.2)
+    time.sleep(1)  # noqa: ASYNC251, a loop that stands still hears nothing, and must not take that for silence
+    await asyncio.sleep(0.1)
+    assert hold._wire is wire
+    assert hold.is_held
+    hold.close()
+
+
+async def test_a_pool_whose_closing_is_cancelled_holds_nothing(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = RemotePool({"counting": server.url})
+    session = await pool.open("counting")
+    monkeypatch.setattr(session._inner, "close", lambda: asyncio.sleep(60))  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(pool.close(), 0.1)
+    await asyncio.to_thread(wait_until, lambda: server.sessions.num_open == 0, 10)
+    assert server.sessions.counts["left_closed"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_hold_whose_loop_has_ended_can_be_closed(server: RunningServer) -> None:
+    hold = Hold(server.url, None)
+    asyncio.run(hold.start())
+    assert list(server.sessions._holds) == [hold.owner]
+    hold.close()
+    gc.collect()
+    wait_until(lambda: not server.sessions._holds, 5)

@@ -7,8 +7,8 @@ import sys
 
 logger = logging.getLogger(__name__)
 
-SPARE = 256
-"""Files a process has open besides its sessions."""
+SPARE = 1024
+"""Files a process has open besides its sessions: on a server also a hold of each client."""
 
 
 def allow_open_files(sessions: int) -> int:

@@ -245,7 +245,8 @@ class RemotePool(_Pool):
                 if env not in self._instructions:
                     info = await client.info()
                     if info.get("holds"):
-                        self._holds[env] = self._new_hold[env]()
+                        if env not in self._holds:
+                            self._holds[env] = self._new_hold[env]()
                         await self._holds[env].start()
                     self._instructions[env] = info["instruction"]
             owner = self._holds[env].owner if env in self._holds else ""
@@ -268,12 +269,14 @@ class RemotePool(_Pool):
             self._idle_clients[env].append(client)
 
     async def close(self) -> None:
-        await super().close()
-        for hold in self._holds.values():
-            hold.close()
-        for idle in self._idle_clients.values():
-            for client in idle:
-                client.drop()
+        try:
+            await super().close()
+        finally:
+            for hold in self._holds.values():
+                hold.close()
+            for idle in self._idle_clients.values():
+                for client in idle:
+                    client.drop()
 
 
 def _client_maker(name: str, url: str, token: str | None, timeout_s: float) -> Callable[[], EnvClient]:

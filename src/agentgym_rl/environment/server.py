@@ -76,9 +76,12 @@ class Sessions:
         self.counts = {"created": 0, "closed": 0, "idle_closed": 0, "left_closed": 0, "timed_out": 0, "failed": 0}
         self._open: dict[int, tuple[str, LocalSession]] = {}
         self._last_used: dict[int, float] = {}
-        self._of_owner: dict[str, set[int]] = {}
+        self._owner: dict[int, str] = {}
+        """Of a session, where it has one."""
         self._holds: Counter[str] = Counter()
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leaving: dict[str, asyncio.TimerHandle] = {}
+        """Owners whose last hold has ended, but not their time to come back."""
+        self._closings: set[asyncio.Task[None]] = set()
         self.closing = asyncio.Event()
         """The server shuts down: whoever holds something is let go."""
         self._opening = 0
@@ -106,30 +109,34 @@ class Sessions:
         session_id = next(self._ids)
         self._open[session_id] = (env, session)
         self._last_used[session_id] = time.monotonic()
-        if owner in self._holds:
-            self._of_owner.setdefault(owner, set()).add(session_id)
+        if owner:
+            self._owner[session_id] = owner
         self.counts["created"] += 1
         return session_id
 
     @contextlib.contextmanager
     def held(self, owner: str) -> Iterator[None]:
         """While somebody holds the sessions of an owner."""
+        if (leaving := self._leaving.pop(owner, None)) is not None:
+            leaving.cancel()
         self._holds[owner] += 1
         try:
             yield
         finally:
             self._holds[owner] -= 1
-            if not self._holds[owner] and not self.closing.is_set():
-                task = asyncio.create_task(self._let_go(owner))
-                self._leaving.add(task)
-                task.add_done_callback(self._leaving.discard)
+            if not self._holds[owner]:
+                del self._holds[owner]
+                if not self.closing.is_set():
+                    self._leaving[owner] = asyncio.get_running_loop().call_later(GRACE_S, self._let_go, owner)
 
-    async def _let_go(self, owner: str) -> None:
-        await asyncio.sleep(GRACE_S)
-        if self._holds[owner]:
-            return
-        del self._holds[owner]
-        for session_id in self._of_owner.pop(owner, set()):
+    def _let_go(self, owner: str) -> None:
+        del self._leaving[owner]
+        task = asyncio.create_task(self._close_those_of(owner))
+        self._closings.add(task)
+        task.add_done_callback(self._closings.discard)
+
+    async def _close_those_of(self, owner: str) -> None:
+        for session_id in [session_id for session_id, of in self._owner.items() if of == owner]:
             if session_id in self._open:
                 _, session = self._open[session_id]
                 self._forget(session_id)
@@ -178,6 +185,7 @@ class Sessions:
         sessions = [session for _, session in self._open.values()]
         self._open.clear()
         self._last_used.clear()
+        self._owner.clear()
         self.counts["closed"] += len(sessions)
         await asyncio.gather(*(session.close() for session in sessions))
         deadline = time.monotonic() + SHUTDOWN_GRACE_S
@@ -187,8 +195,7 @@ class Sessions:
     def _forget(self, session_id: int) -> None:
         self._open.pop(session_id, None)
         self._last_used.pop(session_id, None)
-        for owned in self._of_owner.values():
-            owned.discard(session_id)
+        self._owner.pop(session_id, None)
 
     def _count(self, error: EnvError) -> None:
         if isinstance(error, EnvTimeout):
@@ -251,8 +258,11 @@ def undoing_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
 async def hold(sessions: Sessions, raw: bytes, receive: Receive, send: Send) -> None:
     """Answer, and go on answering until the client leaves or the server shuts down."""
     owner = wire.text(wire.read_body(raw), "owner")
+    if not owner:
+        raise wire.BadRequest("owner must not be empty: that is who sessions without one belong to")
     with sessions.held(owner):
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
+        headers = [(b"content-type", b"text/plain"), (b"x-accel-buffering", b"no")]  # nginx would keep the first byte
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         left = asyncio.ensure_future(_disconnected(receive))
         closing = asyncio.ensure_future(sessions.closing.wait())
         try:
