@@ -84,5 +84,7 @@ def test_what_fails_of_an_address_is_said_in_a_line(tmp_path: Path, monkeypatch:
     (tmp_path / ".ray" / "auth_token").write_text("secret")
     with pytest.raises(ConfigError, match=rf"{why}; .*: try RAY_AUTH_MODE=token\)$"), reaching("auto"):
         raise ConnectionError("no cluster")
+    with pytest.raises(ConfigError, match=r"^scale\.address = 'auto': RuntimeError \("), reaching("auto"):
+        raise RuntimeError
     with pytest.raises(ConnectionError), reaching(None):
         raise ConnectionError("Ray was to be started here")

@@ -112,8 +112,9 @@ def reaching(address: str | None) -> Iterator[None]:
     try:
         yield
     except (ConnectionError, ValueError, RuntimeError) as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"scale.address = {address!r}: {str(error).splitlines()[0]} (`ray start` on this machine joins it "
+            f"scale.address = {address!r}: {first_line} (`ray start` on this machine joins it "
             f"to a cluster, no address starts Ray for the run{_about_a_token()})"
         ) from error
 
