@@ -50,12 +50,15 @@ def test_growth_is_told_from_noise() -> None:
     assert load.grown(samples(threads=4))[1] == ["the server had 3 threads after the warm-up and 4 at the end"]
 
 
-@pytest.mark.parametrize(("hard", "allowed", "warned"), [(2000, 1256, False), (500, 500, True)])
-def test_room_for_open_files_is_made_or_missed_aloud(hard: int, allowed: int, warned: bool) -> None:
+@pytest.mark.parametrize(
+    ("hard", "holds", "allowed", "warned"),
+    [(2000, 0, 1256, False), (500, 0, 500, True), (2000, 44, 1300, False), (1256, 1, 1256, True)],
+)
+def test_room_for_open_files_is_made_or_missed_aloud(hard: int, holds: int, allowed: int, warned: bool) -> None:
     program = (
         "import resource; from agentgym_rl.environment.open_files import allow_open_files as allow;"
         f"resource.setrlimit(resource.RLIMIT_NOFILE, (100, {hard}));"
-        "print(allow(1000), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+        f"print(allow(1000, {holds}), resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(allowed)] * 2

@@ -7,20 +7,21 @@ import sys
 
 logger = logging.getLogger(__name__)
 
-SPARE = 1024
-"""Files a process has open besides its sessions: on a server also a hold of each client."""
+SPARE = 256
+"""Files a process has open besides its sessions."""
 
 
-def allow_open_files(sessions: int) -> int:
-    """Raise this process's soft limit so that `sessions` sockets fit; returns how many files it may open then.
+def allow_open_files(sessions: int, holds: int = 0) -> int:
+    """Raise this process's soft limit so that sockets of `sessions` and `holds` fit; returns how many files it may open
+    then.
 
     What the hard limit does not allow is said in a warning: connections past it would be refused by the system.
     """
     if sys.platform == "win32":
-        return sessions + SPARE  # no such limit
+        return sessions + holds + SPARE  # no such limit
     import resource
 
-    needed = sessions + SPARE
+    needed = sessions + holds + SPARE
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return soft if soft != resource.RLIM_INFINITY else needed

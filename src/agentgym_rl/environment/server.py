@@ -48,6 +48,8 @@ CAPABILITIES = {
 }
 MAX_ITEMS_PER_ANSWER = 100_000
 MAX_SESSIONS = 4096
+HOLDS = 1024
+"""Clients whose connections there is room for besides those of all sessions."""
 SHUTDOWN_GRACE_S = 10.0
 """How long a shutdown waits for calls in threads to come back, so that their environments are closed too."""
 GRACE_S = 15.0
@@ -573,7 +575,7 @@ def serve(
 
 def run(environments: Mapping[str, Callable[[], TextEnv]], listener: socket.socket, **options: Any) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
-    allow_open_files(options.get("max_sessions", MAX_SESSIONS))
+    allow_open_files(options.get("max_sessions", MAX_SESSIONS), HOLDS)
     with contextlib.suppress(KeyboardInterrupt), listener:
         uvicorn_server(create_app(environments, **options)).run(sockets=[listener])
 
