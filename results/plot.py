@@ -207,7 +207,9 @@ def horizons(records: list[Record], out: Path) -> list[str]:
     return [*tables, "", *findings_table(runs)]
 
 
-def conditions(records: list[Record], out: Path, picture: str = "evidence-conditions.png") -> list[str]:
+def conditions(
+    records: list[Record], out: Path, picture: str = "evidence-conditions.png", decides: str = "the first row decides"
+) -> list[str]:
     """The same arms on tasks that a short horizon hardly reaches; each agent's success is over 1,200 episodes."""
     runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
     if not runs:
@@ -220,7 +222,7 @@ def conditions(records: list[Record], out: Path, picture: str = "evidence-condit
     lines += agents_table(agents, [*HORIZONS, RANDOM])
     for task in sorted({r["task"] for r in ended}):
         some = [r for r in ended if r["task"] == task]
-        lines += ["", f"{task}, the last models; each row for itself:", ""]
+        lines += ["", f"The last models, {task}; {decides}:", ""]
         tables = [
             paired_table(some, [("staged", arm)], lambda r: value[r["task"], r["arm"], r["seed"]])
             for arm in HORIZONS
@@ -232,7 +234,7 @@ def conditions(records: list[Record], out: Path, picture: str = "evidence-condit
 
 
 def settings(records: list[Record], out: Path) -> list[str]:
-    return conditions(records, out, "evidence-settings.png")
+    return conditions(records, out, "evidence-settings.png", "three pairs decide nothing")
 
 
 def pretrained_horizons(records: list[Record], out: Path) -> list[str]:

@@ -111,7 +111,7 @@ MIDDLE = ("horizon.kind=fixed", "horizon.turns=[{middle}]", "eval.every=20")
 
 FAR_HELD_OUT = (*subsets(*FAR_ROOMS), "--limit", "50", "--samples", "4", "--turns", "16", "--concurrency", "128")
 SETTINGS = {
-    "lr x 3": ("rl.optimizer.lr=1e-3",),
+    "lr x 3": ("rl.optimizer.lr=9e-4",),
     "credit by turns": ("rl.credit=turns", "rl.turn_discount=0.95"),
 }
 """Under which a long horizon may do worse, or better, than under those of claim B."""

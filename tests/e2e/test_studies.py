@@ -113,7 +113,7 @@ def test_other_settings_are_what_runs_get() -> None:
         for arm in ("staged", "fixed-long")
         for name in ("lr-x-3", "credit-by-turns")
     ]
-    assert [rl.optimizer.lr for rl in settings] == [1e-3, 3e-4, 1e-3, 3e-4]
+    assert [rl.optimizer.lr for rl in settings] == [9e-4, 3e-4, 9e-4, 3e-4]
     assert [rl.credit for rl in settings] == ["outcome", "turns", "outcome", "turns"]
 
 
@@ -188,7 +188,7 @@ def test_far_rooms_are_compared_by_the_last_models_and_one_comparison_decides(tm
     other = [r | {"task": "far rooms, lr x 3", "seed": r["seed"] + 10} for r in runs + agents if r["arm"] != "staged"]
     same = "\n".join(plot.conditions(runs + agents + other, tmp_path))
     assert "| staged | fixed-long | 6 | +25.0 (+25.0 to +25.0) points | 0.031 | 0.031 |" in same
-    assert "far rooms, lr x 3, the last models" in same
+    assert "The last models, far rooms; the first row decides:" in same
     said = "\n".join(plot.pretrained_horizons(runs + agents, tmp_path))
     assert "| staged | fixed-long | +25.0 (+0.0 to +50.0) points | +25.0, +25.0" in said
 

@@ -16,7 +16,8 @@ pytestmark = pytest.mark.gpu
 CHIPS = {"RTX 4090": (89, 101_376), "A100": (80, 166_912), "H100": (90, 232_448)}
 """Compute capability, and bytes of shared memory that one program may have."""
 POINTERS = {
-    **dict.fromkeys(("scaled", "weight", "bias", "q_norm", "k_norm", "query", "keys", "values", "out"), "*bf16"),
+    **dict.fromkeys(("scaled", "weight", "bias", "q_norm", "k_norm", "query", "keys", "values", "out", "x"), "*bf16"),
+    **dict.fromkeys(("hidden", "norm_weight"), "*bf16"),
     **dict.fromkeys(("squares", "cos", "sin"), "*fp32"),
     **dict.fromkeys(("slots", "positions"), "*i64"),
     "done": "*i8",
@@ -68,6 +69,19 @@ def test_products_fit_the_chip(chip: str, size: int, head_dim: int, monkeypatch:
         **common,
         INNER=3 * size,
         BLOCK_COLUMNS=64,
+    )
+    assert 0 < asked <= most
+    asked = shared_bytes(
+        products.add_product_kernel,
+        capability,
+        products._stages(x, rows, products.PARTS_BLOCK, block_k),
+        INNER=size,
+        SIZE=size,
+        HAS_BIAS=True,
+        BLOCK_ROWS=rows,
+        BLOCK_COLUMNS=products.PARTS_BLOCK,
+        BLOCK_K=block_k,
+        CHAIN=False,
     )
     assert 0 < asked <= most
 

@@ -20,6 +20,8 @@ ANSWER_S = 10.0
 """Granted to the server to take a hold up."""
 AGAIN_S = 1.0
 """After a hold broke off, until the next try; the server waits longer (server.GRACE_S)."""
+MOST_AGAIN_S = 60.0
+"""Twice as long each time, up to this, while the server does not take it up."""
 LOOK_S = 15.0
 """Between looks at whether the server has sent anything, which it does as often (server.HEARTBEAT_S)."""
 MOST_SILENT = 4
@@ -39,6 +41,7 @@ class Hold:
         """A look at a hold, or another try where there is none."""
         self._trying: asyncio.Task[None] | None = None
         self._closed = False
+        self._failures = 0
 
     @property
     def is_held(self) -> bool:
@@ -58,6 +61,7 @@ class Hold:
                         await wire.answered.wait()
             finally:
                 if self.is_held and not self._closed:
+                    self._failures = 0
                     self._then(LOOK_S, self._look)
                 else:
                     wire.drop()
@@ -77,7 +81,8 @@ class Hold:
     def _lost(self, wire: _Wire) -> None:
         if wire is self._wire:
             self._wire = None
-            self._then(AGAIN_S, self._try_again)
+            self._then(min(AGAIN_S * 2**self._failures, MOST_AGAIN_S), self._try_again)
+            self._failures = min(self._failures + 1, 10)
 
     def _then(self, delay_s: float, what: Callable[[], None]) -> None:
         if self._next is not None:

@@ -52,7 +52,7 @@ HOLDS = 1024
 """Clients whose connections there is room for besides those of all sessions."""
 SHUTDOWN_GRACE_S = 10.0
 """How long a shutdown waits for calls in threads to come back, so that their environments are closed too."""
-GRACE_S = 15.0
+GRACE_S = 30.0
 """After somebody's hold has ended, until his sessions are closed: a connection that merely broke is back by then."""
 HEARTBEAT_S = 15.0
 """Between signs of life on a hold, so that no proxy takes it for dead."""

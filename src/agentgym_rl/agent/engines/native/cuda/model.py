@@ -35,7 +35,7 @@ class CapturedModel:
         # The fused products read rows that are not normalised yet, for which float16 has no room.
         self._narrow = self._embedding.shape[1] <= NARROW and self._embedding.dtype != torch.float16
         device = self._embedding.device
-        self._num_processors = 132
+        self._num_processors = 8  # of an interpreter, which has none: few programs are quick
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._cos = self._sin = torch.empty(0)

@@ -1,0 +1,249 @@
+"""CUDA's kernels without CUDA: in Triton's interpreter, against plain torch and transformers.
+
+    TRITON_INTERPRET=1 python tests/kernels_interpreted.py [NAME ...]
+
+tests/unit/test_kernels.py runs them in processes of their own, since Triton decides once whether it compiles.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
+
+assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before Triton is imported"
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from agentgym_rl.agent.engines.native import NativeEngine, engine
+from agentgym_rl.agent.engines.native.cuda import model as captured_model
+from agentgym_rl.agent.engines.native.cuda import runner
+from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
+from agentgym_rl.errors import EngineError
+from agentgym_rl.training import head, head_kernels, layer_kernels
+from agentgym_rl.types import Completion, Sampling
+
+VOCABULARY = 130
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.25,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def make(kind: str, **more: Any) -> Any:
+    torch.manual_seed(3)
+    shape = SHAPE | more
+    model: Any
+    if kind == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**shape))
+    elif kind == "qwen2":
+        model = Qwen2ForCausalLM(Qwen2Config(**shape))
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias") or "norm" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model.eval()
+
+
+def captured(model: Any, slots: int = 4, length: int = 2048) -> NativeEngine:
+    steps = CapturedRunner(model, max_slots=slots, max_length=length)
+    return NativeEngine(model, max_sessions=slots, max_context=length, runner=steps)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length}/{seed}").choices(range(VOCABULARY), k=length)
+
+
+def gap(model: Any, ids: list[int], completion: Completion) -> float:
+    """The furthest that a log-probability is from a plain forward pass."""
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + completion.token_ids])).logits[0, len(ids) - 1 : -1]
+    wanted = logits.float().log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
+    return float((wanted - torch.tensor(completion.logprobs)).abs().max())
+
+
+async def two_turns(model: Any) -> None:
+    """Tokens are those of the CPU's engine, over several rows, two turns and a cache that grows."""
+    device, host = captured(model), NativeEngine(model, max_sessions=4)
+
+    async def play(index: int) -> None:
+        ids = prompt((3, 14, 14)[index], index // 2)
+        for turn in range(2):
+            sampling = Sampling(3, seed=10 * index + turn, top_p=0.9 if index == 1 else 1.0)
+            mine, theirs = [await e.generate(ids, sampling, str(index)) for e in (device, host)]
+            assert mine.token_ids == theirs.token_ids, (index, turn)
+            assert max(abs(a - b) for a, b in zip(mine.logprobs, theirs.logprobs, strict=True)) < 1e-4
+            ids = ids + mine.token_ids + prompt(70, turn)
+
+    await asyncio.gather(*(play(index) for index in range(3)))
+
+
+async def llama() -> None:
+    await two_turns(make("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32, attention_bias=True))
+
+
+async def qwen2() -> None:
+    await two_turns(make("qwen2", hidden_size=64, num_attention_heads=2, num_key_value_heads=1))
+
+
+async def qwen3() -> None:
+    await two_turns(make("qwen3", num_attention_heads=2, num_key_value_heads=1, head_dim=64))
+
+
+async def wide() -> None:
+    """The path of models whose products are the library's."""
+    with patch.object(captured_model, "NARROW", 0):
+        await two_turns(make("qwen3", num_attention_heads=2, num_key_value_heads=2, head_dim=32))
+
+
+async def out_of_memory() -> None:
+    model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    device = captured(model, 2)
+    await device.generate(prompt(8), Sampling(2, seed=1), "a")
+    cache: Any = device._runner.cache  # type: ignore[union-attr]
+    real, calls = cache._zeros, []
+
+    def zeros(slots: int, length: int) -> torch.Tensor:
+        calls.append(length)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no memory")
+        return real(slots, length)
+
+    cache._zeros = zeros
+    with pytest.raises(EngineError, match="no memory"):
+        await device.generate(prompt(120), Sampling(2, seed=1), "b")
+    for length in (20, 120):
+        completion = await device.generate(prompt(length), Sampling(2, seed=1), str(length))
+        assert gap(model, prompt(length), completion) < 1e-4
+
+
+async def rested() -> None:
+    """Capturing runs a step: it must not look at positions that the cache no longer has."""
+    model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    device = captured(model, 2)
+    steps: Any = device._runner
+    seen = []
+    plain = steps._capture
+
+    def capture(run: Callable[[], None]) -> Callable[[], None]:
+        seen.append((int(steps._inputs[runner.POSITION].max()), steps._captured.num_positions))
+        return plain(run)
+
+    steps._capture = capture
+    for length in (150, 8):
+        await device.generate(prompt(length), Sampling(2, seed=1), str(length))
+        await device.rest()
+    assert len(seen) == 2
+    assert all(position < positions for position, positions in seen), seen
+
+
+async def moved_weights() -> None:
+    """Prompts that come while replies are handed out are not begun with weights that were replaced meanwhile."""
+    model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    device = captured(model, 8, 128)
+    await device.generate(prompt(60), Sampling(1, seed=1), "room")
+
+    async def play(index: int) -> float:
+        ids = prompt(10, index)
+        completion = await device.generate(ids, Sampling(2, seed=1), str(index))
+        if index == 0:
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.data = parameter.data * 0.7
+            await device.update_weights(None, 1)
+        ids = ids + completion.token_ids + prompt(5, index)
+        return gap(model, ids, await device.generate(ids, Sampling(2, seed=2), str(index)))
+
+    with patch.object(engine, "PORTION", 2):
+        gaps = await asyncio.gather(*(play(index) for index in range(4)))
+    assert max(gaps) < 1e-4, gaps
+
+
+async def float16() -> None:
+    """Hidden states that a norm's weight would lift over the largest float16, were they not normalised first."""
+    model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.fill_(9.0)
+            elif "proj" in name or "lm_head" in name:
+                parameter.mul_(0.3)
+        model.model.embed_tokens.weight.normal_(std=4000)
+    model = model.half()
+    ids = prompt(12)
+    assert 9 * model.model.embed_tokens.weight[ids].abs().max().float() > 65_504
+    with patch.object(captured_model, "_logits", lambda x, weight: x.float() @ weight.float().t()):  # CUDA's has dtypes
+        completion = await captured(model, 1, 64).generate(ids, Sampling(3, temperature=0), "a")
+    with torch.no_grad():
+        for token in completion.token_ids:
+            assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
+            ids = [*ids, token]
+
+
+def error(found: torch.Tensor, right: torch.Tensor) -> float:
+    return float((found.double() - right.double()).norm() / right.double().norm())
+
+
+async def layers() -> None:
+    """Norm and gate of the learner, forward and backward."""
+    torch.manual_seed(0)
+    for rows, size in ((7, 80), (5, 33)):
+        x, weight = torch.randn(rows, size, requires_grad=True), torch.randn(size, requires_grad=True)
+        residual, gradient = torch.randn(2, rows, size)
+        right = F.rms_norm(x, (size,), weight, 1e-5)
+        right.backward(gradient)
+        found, scales = layer_kernels.norm(x.detach(), weight.detach(), 1e-5)
+        by_x, by_weight = layer_kernels.norm_backward(gradient, x.detach(), weight.detach(), scales, residual)
+        assert x.grad is not None
+        assert weight.grad is not None
+        assert max(error(found, right), error(by_x, x.grad + residual), error(by_weight, weight.grad)) < 1e-5
+    both = torch.randn(9, 2 * 1100, requires_grad=True)
+    gate, up = both.chunk(2, 1)
+    right = F.silu(gate) * up
+    gradient = torch.randn_like(right)
+    right.backward(gradient)
+    by_both, again = layer_kernels.gate_backward(both.detach(), gradient.clone())
+    assert both.grad is not None
+    found = layer_kernels.gate(both.detach())
+    assert max(error(found, right), error(by_both, both.grad), error(again, right)) < 1e-5
+
+
+async def logits() -> None:
+    """Statistics of the head and their gradient."""
+    torch.manual_seed(0)
+    for size in (100, 5000):
+        values, targets = torch.randn(9, size) * 6, torch.randint(size, (9,))
+        by_logprob, by_entropy = torch.randn(2, 9)
+        right = head._statistics(values, targets, 0.7)
+        for found, wanted in zip(head_kernels.statistics(values, targets, 0.7), right, strict=True):
+            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
+        for entropy in (None, (by_entropy, right[2])):
+            given = (values, targets, right[0], by_logprob, entropy, 0.7, torch.float32)
+            assert error(head_kernels.gradient(*given), head._gradient(*given)) < 1e-5
+
+
+CHECKS = {
+    check.__name__: check
+    for check in (llama, qwen2, qwen3, wide, out_of_memory, rested, moved_weights, float16, layers, logits)
+}
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CHECKS:
+        asyncio.run(CHECKS[name]())
+        print(f"{name}: good", flush=True)
