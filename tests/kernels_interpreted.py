@@ -20,7 +20,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine, engine
 from agentgym_rl.agent.engines.native.cuda import model as captured_model
@@ -48,12 +48,7 @@ def make(kind: str, **more: Any) -> Any:
     torch.manual_seed(3)
     shape = SHAPE | more
     model: Any
-    if kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**shape))
-    elif kind == "qwen2":
-        model = Qwen2ForCausalLM(Qwen2Config(**shape))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    model = LlamaForCausalLM(LlamaConfig(**shape)) if kind == "llama" else Qwen3ForCausalLM(Qwen3Config(**shape))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
@@ -85,7 +80,7 @@ async def two_turns(model: Any) -> None:
     async def play(index: int) -> None:
         ids = prompt((3, 14, 14)[index], index // 2)
         for turn in range(2):
-            sampling = Sampling(3, seed=10 * index + turn, top_p=0.9 if index == 1 else 1.0)
+            sampling = Sampling(2, seed=10 * index + turn, top_p=0.9 if index == 1 else 1.0)
             mine, theirs = [await e.generate(ids, sampling, str(index)) for e in (device, host)]
             assert mine.token_ids == theirs.token_ids, (index, turn)
             assert max(abs(a - b) for a, b in zip(mine.logprobs, theirs.logprobs, strict=True)) < 1e-4
@@ -96,10 +91,6 @@ async def two_turns(model: Any) -> None:
 
 async def llama() -> None:
     await two_turns(make("llama", num_attention_heads=4, num_key_value_heads=2, head_dim=32, attention_bias=True))
-
-
-async def qwen2() -> None:
-    await two_turns(make("qwen2", hidden_size=64, num_attention_heads=2, num_key_value_heads=1))
 
 
 async def qwen3() -> None:
@@ -129,7 +120,7 @@ async def out_of_memory() -> None:
     with pytest.raises(EngineError, match="no memory"):
         await device.generate(prompt(120), Sampling(2, seed=1), "b")
     for length in (20, 120):
-        completion = await device.generate(prompt(length), Sampling(2, seed=1), str(length))
+        completion = await device.generate(prompt(length), Sampling(1, seed=1), str(length))
         assert gap(model, prompt(length), completion) < 1e-4
 
 
@@ -147,7 +138,7 @@ async def rested() -> None:
 
     steps._capture = capture
     for length in (150, 8):
-        await device.generate(prompt(length), Sampling(2, seed=1), str(length))
+        await device.generate(prompt(length), Sampling(1, seed=1), str(length))
         await device.rest()
     assert len(seen) == 2
     assert all(position < positions for position, positions in seen), seen
@@ -155,7 +146,7 @@ async def rested() -> None:
 
 async def moved_weights() -> None:
     """Prompts that come while replies are handed out are not begun with weights that were replaced meanwhile."""
-    model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=1)
     device = captured(model, 8, 128)
     await device.generate(prompt(60), Sampling(1, seed=1), "room")
 
@@ -171,7 +162,7 @@ async def moved_weights() -> None:
         return gap(model, ids, await device.generate(ids, Sampling(2, seed=2), str(index)))
 
     with patch.object(engine, "PORTION", 2):
-        gaps = await asyncio.gather(*(play(index) for index in range(4)))
+        gaps = await asyncio.gather(*(play(index) for index in range(3)))
     assert max(gaps) < 1e-4, gaps
 
 
@@ -240,7 +231,7 @@ async def logits() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (llama, qwen2, qwen3, wide, out_of_memory, rested, moved_weights, float16, layers, logits)
+    for check in (llama, qwen3, wide, out_of_memory, rested, moved_weights, float16, layers, logits)
 }
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.environment.server import Sessions, bind, create_app, uvicorn_server
+from agentgym_rl.environment.server import bind, create_app, uvicorn_server
+from agentgym_rl.environment.server_sessions import Sessions
 
 
 @dataclass

@@ -121,6 +121,7 @@ def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> No
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.long
 def test_the_death_of_the_board_ends_a_run_as_that_of_a_rank_does(cluster: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = Command(folder, *SCALE, f"scale.address={cluster.address}", LONG)

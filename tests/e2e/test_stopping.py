@@ -86,7 +86,7 @@ def alive(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-@pytest.mark.parametrize("moment", ["ranks imitate", "engines are made"])
+@pytest.mark.parametrize("moment", ["ranks imitate", pytest.param("engines are made", marks=pytest.mark.long)])
 def test_sigterm_while_a_cluster_starts_leaves_nothing_running(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ from cluster_for_tests import (
     workers,
 )
 
-from agentgym_rl.environment.server import GRACE_S
+from agentgym_rl.environment.server_sessions import GRACE_S
 
 WORKERS = 6
 """Of the run: two of each role."""

@@ -17,7 +17,7 @@ from servers_for_tests import RunningServer, server_in_thread, wait_until
 
 from agentgym_rl.environment.hold import Hold
 from agentgym_rl.environment.pool import RemotePool
-from agentgym_rl.environment.server import Sessions
+from agentgym_rl.environment.server_sessions import Sessions
 
 GRACE_S = 0.4
 PROGRAM = """
@@ -37,7 +37,7 @@ asyncio.run(main(sys.argv[1]))
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    monkeypatch.setattr("agentgym_rl.environment.server.GRACE_S", GRACE_S)
+    monkeypatch.setattr("agentgym_rl.environment.server_sessions.GRACE_S", GRACE_S)
     monkeypatch.setattr("agentgym_rl.environment.hold.AGAIN_S", GRACE_S / 8)
     with server_in_thread({"counting": Counting}) as running:
         yield running
@@ -129,7 +129,7 @@ async def test_a_server_that_refuses_a_hold_is_played_without(monkeypatch: pytes
 
 
 async def test_somebody_who_comes_and_goes_has_the_whole_grace_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.environment.server.GRACE_S", 1.0)
+    monkeypatch.setattr("agentgym_rl.environment.server_sessions.GRACE_S", 1.0)
     sessions = Sessions({"counting": Counting}, 8, 600, 60)
     with sessions.held("x"):
         await sessions.create("counting", "x")
@@ -146,7 +146,7 @@ async def test_somebody_who_comes_and_goes_has_the_whole_grace_each_time(monkeyp
 
 async def test_a_hold_is_of_sessions_from_before_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that was started again may be asked for sessions before the hold is taken up again."""
-    monkeypatch.setattr("agentgym_rl.environment.server.GRACE_S", 0.05)
+    monkeypatch.setattr("agentgym_rl.environment.server_sessions.GRACE_S", 0.05)
     sessions = Sessions({"counting": Counting}, 8, 600, 60)
     await sessions.create("counting", "x")
     await sessions.create("counting")

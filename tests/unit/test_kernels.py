@@ -13,9 +13,8 @@ pytest.importorskip("triton", reason="there is none for this system")
 
 SCRIPT = Path(__file__).parents[1] / "kernels_interpreted.py"
 CHECKS = [
-    ("llama", "qwen2", "float16"),
-    ("qwen3", "wide"),
-    ("out_of_memory", "rested", "moved_weights", "layers", "logits"),
+    ("llama", "qwen3", "float16", "layers", "logits"),
+    ("wide", "out_of_memory", "rested", "moved_weights"),
 ]
 
 

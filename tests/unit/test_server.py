@@ -14,7 +14,8 @@ from envs_for_tests import Bare, Counting, Garbage, Hanging, Raising, RaisingInT
 from servers_for_tests import server_in_thread, server_process, wait_until
 
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.server import Sessions, create_app, serve
+from agentgym_rl.environment.server import create_app, serve
+from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.errors import ConfigError
 
 ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThread, Hanging, Garbage, Bare)}

@@ -19,7 +19,7 @@ from agentgym_rl.environment.connection import Connection
 ANSWER_S = 10.0
 """Granted to the server to take a hold up."""
 AGAIN_S = 1.0
-"""After a hold broke off, until the next try; the server waits longer (server.GRACE_S)."""
+"""After a hold broke off, until the next try; the server waits longer (server_sessions.GRACE_S)."""
 MOST_AGAIN_S = 60.0
 """Twice as long each time, up to this, while the server does not take it up."""
 LOOK_S = 15.0
