@@ -16,7 +16,7 @@ quickstart: $(QUICK)
 test: lint browser
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long" $(ARGS)
 
-# What takes a minute or more of a cluster each, beside `make faults`.
+# What takes too long for `make test`: algorithms that learn, and faults on a cluster that `make faults` does not have.
 test-long: $(FULL)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long $(ARGS)
 

@@ -59,7 +59,6 @@ HORIZONS = {
 }
 SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
 TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
-"""Of tasks; others are called what they are."""
 PANELS = (
     ("success", "held-out success under 16 turns"),
     ("turns/mean", "turns used in training"),
@@ -85,6 +84,10 @@ def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[An
         axes.spines[["left", "bottom"]].set_color(FAINT)
         axes.tick_params(colors=INK, labelsize=8)
     return figure, [list(row) for row in grid]
+
+
+def title_of(task: str) -> str:
+    return TITLES.get(task, task)
 
 
 def title(axes: Any, text: str) -> None:
@@ -181,7 +184,7 @@ def rl_over_base(records: list[Record], out: Path) -> list[str]:
     for axes, task in zip(grid[0], tasks, strict=True):
         draw_bars(axes, evaluated, task)
         in_percent(axes, "held-out success")
-        title(axes, f"{TITLES.get(task, task)}: SmolLM2-135M, success with 95% intervals")
+        title(axes, f"{title_of(task)}: SmolLM2-135M, success with 95% intervals")
     figure.savefig(out / "evidence-base.png")
     pairs = [("RL", "base"), ("SFT + RL", "SFT")]
     return [
@@ -201,7 +204,7 @@ def horizons(records: list[Record], out: Path) -> list[str]:
     tables += ["", *paired_table(runs, staged, last)]
     for task in sorted({r["task"] for r in runs}):
         some = [r for r in runs if r["task"] == task]
-        tables += ["", f"{TITLES.get(task, task)} alone:", "", *paired_table(some, staged, last)]
+        tables += ["", f"{title_of(task)} alone:", "", *paired_table(some, staged, last)]
     tables += ["", "Mean success from where all arms have been evaluated:", ""]
     tables += [*paired_table(runs, staged, since_all(runs)), "", "What the doctor said, runs in which it did:"]
     return [*tables, "", *findings_table(runs)]
@@ -259,7 +262,7 @@ def draw_horizons(runs: Sequence[Record], path: Path) -> None:
     for row, task in zip(grid, tasks, strict=True):
         for axes, (name, text) in zip(row, PANELS, strict=True):
             draw_curves(axes, runs, task, name)
-            title(axes, f"{TITLES.get(task, task)}: {text}")
+            title(axes, f"{title_of(task)}: {text}")
             axes.set_ylim(bottom=0)
         in_percent(row[0])
         row[0].legend(fontsize=8, frameon=False, labelcolor=INK)
@@ -342,7 +345,7 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
 
         def bars(axes: Any, task: str = task) -> None:
             draw_bars(axes, [r for r in evaluated if r["arm"] != NO_EXAMPLES], task)
-            title(axes, f"{TITLES.get(task, task)}: SmolLM2-135M before and after")
+            title(axes, f"{title_of(task)}: SmolLM2-135M before and after")
 
         panels.append(bars)
     runs = [r for r in runs_of(found["staged-horizon"]) if r["arm"] in HORIZONS]
@@ -350,7 +353,7 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
 
         def curves(axes: Any, task: str = task) -> None:
             draw_curves(axes, runs, task, "success")
-            title(axes, f"{TITLES.get(task, task)}: horizons, 1M, by tokens (thousands)")
+            title(axes, f"{title_of(task)}: horizons, 1M, by tokens (thousands)")
             legend(axes, 2)
 
         panels.append(curves)

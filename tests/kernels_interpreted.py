@@ -19,6 +19,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "set TRITON_INTERPRET=1 before
 
 import pytest
 import torch
+from kernels_for_tests import error, gate_error, near_the_largest_float16, without_memory_for_values
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -108,15 +109,7 @@ async def out_of_memory() -> None:
     device = captured(model, 2)
     await device.generate(prompt(8), Sampling(2, seed=1), "a")
     cache: Any = device._runner.cache  # type: ignore[union-attr]
-    real, calls = cache._zeros, []
-
-    def zeros(slots: int, length: int) -> torch.Tensor:
-        calls.append(length)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("no memory")
-        return real(slots, length)
-
-    cache._zeros = zeros
+    cache._zeros = without_memory_for_values(cache)
     with pytest.raises(EngineError, match="no memory"):
         await device.generate(prompt(120), Sampling(2, seed=1), "b")
     for length in (20, 120):
@@ -167,16 +160,7 @@ async def moved_weights() -> None:
 
 
 async def float16() -> None:
-    """Hidden states that a norm's weight would lift over the largest float16, were they not normalised first."""
-    model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(9.0)
-            elif "proj" in name or "lm_head" in name:
-                parameter.mul_(0.3)
-        model.model.embed_tokens.weight.normal_(std=4000)
-    model = model.half()
+    model = near_the_largest_float16(make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32))
     ids = prompt(12)
     assert 9 * model.model.embed_tokens.weight[ids].abs().max().float() > 65_504
     with patch.object(captured_model, "_logits", lambda x, weight: x.float() @ weight.float().t()):  # CUDA's has dtypes
@@ -185,10 +169,6 @@ async def float16() -> None:
         for token in completion.token_ids:
             assert int(model(torch.tensor([ids])).logits[0, -1].argmax()) == token
             ids = [*ids, token]
-
-
-def error(found: torch.Tensor, right: torch.Tensor) -> float:
-    return float((found.double() - right.double()).norm() / right.double().norm())
 
 
 async def layers() -> None:
@@ -204,15 +184,7 @@ async def layers() -> None:
         assert x.grad is not None
         assert weight.grad is not None
         assert max(error(found, right), error(by_x, x.grad + residual), error(by_weight, weight.grad)) < 1e-5
-    both = torch.randn(9, 2 * 1100, requires_grad=True)
-    gate, up = both.chunk(2, 1)
-    right = F.silu(gate) * up
-    gradient = torch.randn_like(right)
-    right.backward(gradient)
-    by_both, again = layer_kernels.gate_backward(both.detach(), gradient.clone())
-    assert both.grad is not None
-    found = layer_kernels.gate(both.detach())
-    assert max(error(found, right), error(by_both, both.grad), error(again, right)) < 1e-5
+    assert gate_error(9, 1100, "cpu") < 1e-5
 
 
 async def logits() -> None:

@@ -209,7 +209,10 @@ class Run:
         """The steps that are left, the last evaluation and the summary."""
         config, total = self.config, self.config.rl.steps
         kind = config.horizon.kind
-        self.console.stage("Reinforcement learning", f"{config.rl.algorithm} with a {kind} horizon, {total} steps")
+        budget = f"{config.rl.token_budget:,} tokens, at most " if config.rl.token_budget else ""
+        self.console.stage(
+            "Reinforcement learning", f"{config.rl.algorithm} with a {kind} horizon, {budget}{total} steps"
+        )
         workers, room = self.workers, self.workers.room
         collect = workers.collector("train-", None, config.agent.temperature)
         limits = {env.name: wiring.limits_of(config.agent, 1, room, env) for env in config.environments}

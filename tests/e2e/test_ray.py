@@ -97,7 +97,8 @@ def test_it_plays_and_learns_what_one_process_does(alone: Path, stopped: Path) -
 
 def test_the_log_says_what_happened_and_nothing_is_left(stopped: Path) -> None:
     assert events_of(stopped)[0] == "engine_lost"
-    assert events_of(stopped).count("stopped") == 1  # not always the last: the new engine may come up meanwhile
+    after = events_of(stopped)[events_of(stopped).index("stopped") + 1 :]
+    assert after in ([], ["engine_started"]), "the new engine may come up meanwhile"
     assert "died" in (stopped.parent / "run.out").read_text()
     assert json.loads((stopped / "status.json").read_text())["state"] == "stopped"
     assert steps_of(stopped) == list(range(1, len(steps_of(stopped)) + 1))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_for_tests import near_the_largest_float16, without_memory_for_values
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -212,16 +213,7 @@ async def test_half_precision_is_close_to_a_plain_forward(kind: str, dtype: torc
 
 
 async def test_float16_has_room_where_the_model_has() -> None:
-    """Hidden states that the norm's weight would lift over the largest float16, were they not normalised first."""
-    model = make_model("llama")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(9.0)
-            elif "proj" in name or "lm_head" in name:
-                parameter.mul_(0.3)
-        model.model.embed_tokens.weight.normal_(std=4000)
-    model = model.half()
+    model = near_the_largest_float16(make_model("llama"))
     ids = prompt(6)
     with torch.no_grad():
         assert model(torch.tensor([ids]).cuda()).logits.isfinite().all()
@@ -412,22 +404,12 @@ async def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch: pytest.Monkey
 
 
 async def test_a_cache_that_cannot_grow_leaves_the_engine_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is memory for longer keys, and then none for longer values."""
     monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
     model = make_model("llama-gqa-tied")
     engine = make_engine(model, max_sessions=2)
     runner: Any = engine._runner
     first = await engine.generate(prompt(8), Sampling(3, seed=1), "a")
-    real, calls = runner.cache._zeros, 0
-
-    def zeros(slots: int, length: int) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise torch.OutOfMemoryError("no memory")
-        return real(slots, length)
-
-    monkeypatch.setattr(runner.cache, "_zeros", zeros)
+    monkeypatch.setattr(runner.cache, "_zeros", without_memory_for_values(runner.cache))
     with pytest.raises(EngineError, match="no memory"):
         await engine.generate(prompt(200), Sampling(3, seed=1), "b")
     again = prompt(8) + first.token_ids + prompt(4, 2)

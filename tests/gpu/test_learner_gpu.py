@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
+from kernels_for_tests import error, gate_error
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -82,10 +82,6 @@ def packed(samples: list[Sample]) -> MicroBatch:
     return micro
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 # --- kernels ---------------------------------------------------------------------------------------------------------
 
 
@@ -123,30 +119,14 @@ def test_rotation_and_gate() -> None:
     assert x.grad is not None
     assert max(error(found, expected), error(back, x.grad)) < 1e-6
 
-    both = torch.randn(300, 2 * 1100, device="cuda", requires_grad=True)
-    gate, up = both.chunk(2, 1)
-    expected = F.silu(gate) * up
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    by_both, again = kernels.gate_backward(both.detach(), gradient.clone())
-    assert both.grad is not None
-    assert max(error(kernels.gate(both.detach()), expected), error(by_both, both.grad), error(again, expected)) < 1e-6
+    assert gate_error(300, 1100, "cuda") < 1e-6
 
 
 def test_more_tokens_than_the_second_axis_of_a_grid_has() -> None:
-    from agentgym_rl.training import head_kernels, layer_kernels
+    from agentgym_rl.training import head_kernels
 
     tokens = 70_000
-    both = torch.randn(tokens, 2 * 24, device="cuda", requires_grad=True)
-    gate, up = both.chunk(2, 1)
-    expected = F.silu(gate) * up
-    gradient = torch.randn_like(expected)
-    expected.backward(gradient)
-    by_both, again = layer_kernels.gate_backward(both.detach(), gradient.clone())
-    assert both.grad is not None
-    assert error(layer_kernels.gate(both.detach()), expected) < 1e-6
-    assert max(error(by_both, both.grad), error(again, expected)) < 1e-6
-
+    assert gate_error(tokens, 24, "cuda") < 1e-6
     logits, targets = torch.randn(tokens, 40, device="cuda"), torch.randint(40, (tokens,), device="cuda")
     lse, _, _ = head._statistics(logits, targets, 1.0)
     given = (logits, targets, lse, torch.randn(tokens, device="cuda"), None, 1.0, torch.float32)

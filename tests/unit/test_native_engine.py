@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernels_for_tests import without_memory_for_values
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -505,21 +506,11 @@ def test_groups_hold_every_row_once_and_little_padding() -> None:
 
 
 async def test_a_cache_that_cannot_grow_leaves_the_engine_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is memory for longer keys, and then none for longer values."""
     model = make_model("llama")
     engine = NativeEngine(model, max_sessions=2, max_context=2048)
     runner: Any = engine._runner
     first = await engine.generate(prompt(8), Sampling(3, seed=1), "a")
-    real, calls = runner.cache._zeros, 0
-
-    def zeros(slots: int, length: int) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
-            raise torch.OutOfMemoryError("no memory")
-        return real(slots, length)
-
-    monkeypatch.setattr(runner.cache, "_zeros", zeros)
+    monkeypatch.setattr(runner.cache, "_zeros", without_memory_for_values(runner.cache))
     with pytest.raises(EngineError, match="no memory"):
         await engine.generate(prompt(200), Sampling(3, seed=1), "b")
     again = prompt(8) + first.token_ids + prompt(4, 2)
