@@ -8,6 +8,7 @@ Only what has records is drawn; what has none yet is said, here and in tables.md
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from tables import (
     paired_table,
     since_all,
     spread_of,
+    stages_table,
 )
 
 from agentgym_rl.plots import FAINT, GRID, INK
@@ -60,7 +62,7 @@ HORIZONS = {
 SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
 TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
 PANELS = (
-    ("success", "held-out success under 16 turns"),
+    ("success", "held-out success"),
     ("turns/mean", "turns used in training"),
     ("truncated/rate", "share of episodes cut"),
     ("entropy/mean", "entropy of a token"),
@@ -68,6 +70,12 @@ PANELS = (
 )
 TRIES, TRY_TURNS = (1, 2, 4), 4
 """pass@k: so many tries of so many turns."""
+LEARNED = (
+    ("staged-horizon", "babyai", "B: many rooms, from nothing (1M)"),
+    ("horizon-conditions", "far rooms", "B: far rooms, from nothing (1M)"),
+    ("horizon-smollm2", "textcraft", "B: TextCraft, SmolLM2-135M after SFT"),
+)
+"""Horizons of the README's picture, where some arm learned (none did on deep crafting)."""
 ACROSS = 3
 """Panels in a row of the README's picture."""
 
@@ -149,6 +157,24 @@ def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str,
     _turns_axis(axes, "turns allowed")
 
 
+def draw_sizes(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str, str]]) -> None:
+    """Claim C from its other side: success against size, a line for each number of turns."""
+    for arm, style in arms:
+        by_size = {size: [r for r in evaluated if r["arm"] == f"{arm} {size}"] for size in SIZE_COLOURS}
+        sizes = [size for size, some in by_size.items() if some]
+        for turns in turns_of(by_size[sizes[0]][0]) if sizes else ():
+            mean = [statistics.fmean(success_at(r, turns) for r in by_size[size]) for size in sizes]
+            places = [float(size.removesuffix("M")) for size in sizes]
+            axes.plot(places, mean, style, color=INK, alpha=0.25 + 0.15 * math.log2(turns), marker="o", markersize=4)
+            if arm == "staged":
+                axes.annotate(f"{turns} turns", (places[-1], mean[-1]), (6, -3), textcoords="offset points", fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xticks([float(size.removesuffix("M")) for size in SIZE_COLOURS], list(SIZE_COLOURS))
+    axes.minorticks_off()
+    axes.set_xlim(0.8, 60)
+    axes.set_xlabel("parameters (solid: trained, dashed: base)", fontsize=9, color=INK)
+
+
 def draw_tries(axes: Any, evaluated: Sequence[Record]) -> None:
     """k tries of a few turns each against one episode with as many turns in all."""
     for size, colour in SIZE_COLOURS.items():
@@ -206,8 +232,8 @@ def horizons(records: list[Record], out: Path) -> list[str]:
         some = [r for r in runs if r["task"] == task]
         tables += ["", f"{title_of(task)} alone:", "", *paired_table(some, staged, last)]
     tables += ["", "Mean success from where all arms have been evaluated:", ""]
-    tables += [*paired_table(runs, staged, since_all(runs)), "", "What the doctor said, runs in which it did:"]
-    return [*tables, "", *findings_table(runs)]
+    tables += paired_table(runs, staged, since_all(runs))
+    return [*tables, "", *signals(runs)]
 
 
 def conditions(
@@ -233,7 +259,7 @@ def conditions(
         ]
         lines += tables[0][:2] + [line for table in tables for line in table[2:]]
         lines += ["", *kinds_table([r for r in agents if r["task"] == task], [*HORIZONS, RANDOM])]
-    return [*lines, "", "What the doctor said, runs in which it did:", "", *findings_table(runs)]
+    return [*lines, "", *signals(runs)]
 
 
 def settings(records: list[Record], out: Path) -> list[str]:
@@ -252,7 +278,7 @@ def pretrained_horizons(records: list[Record], out: Path) -> list[str]:
         *(*arms_table(runs, list(HORIZONS)), "", "All held-out goals, four samples each:", ""),
         *(*agents_table(agents, list(HORIZONS)), "", "On the same items:", "", *over_seeds(agents, pairs)),
         *("", "By kind of item:", "", *kinds_table(agents, list(HORIZONS))),
-        *("", "What the doctor said, runs in which it did:", "", *findings_table(runs)),
+        *("", *signals(runs)),
     ]
 
 
@@ -268,6 +294,14 @@ def draw_horizons(runs: Sequence[Record], path: Path) -> None:
         row[0].legend(fontsize=8, frameon=False, labelcolor=INK)
     figure.supxlabel("tokens sampled, thousands", fontsize=9, color=INK)
     figure.savefig(path)
+
+
+def signals(runs: Sequence[Record]) -> list[str]:
+    """What training looked like in every stage, and to the doctor."""
+    return [
+        *("By stage, means over seeds:", "", *stages_table(runs, list(HORIZONS))),
+        *("", "What the doctor said, runs in which it did:", "", *findings_table(runs)),
+    ]
 
 
 def findings_table(runs: Sequence[Record]) -> list[str]:
@@ -291,15 +325,19 @@ def interaction(records: list[Record], out: Path) -> list[str]:
     if not evaluated:
         return ["No agent has been evaluated yet."]
     trained = [r for r in evaluated if r["arm"].startswith("staged")]
-    figure, grid = new_figure(1, 2 if trained else 1, 11 if trained else 6, 4.6)
-    draw_turns(grid[0][0], evaluated, (("base", "--"), ("staged", "-")))
-    title(grid[0][0], "held-out success against turns, bars from lowest to highest seed")
-    if trained:
-        draw_tries(grid[0][1], trained)
-        title(grid[0][1], f"trained agents: one long episode or several tries of {TRY_TURNS} turns (pass@k)")
+    figure, grid = new_figure(1, 3, 14.5, 4.6)
+    by_turns, by_size, tries = grid[0]
+    arms = (("base", "--"), ("staged", "-"))
+    draw_turns(by_turns, evaluated, arms)
+    title(by_turns, "held-out success against turns, bars from lowest to highest seed")
+    draw_sizes(by_size, evaluated, arms)
+    title(by_size, "the same against size")
+    draw_tries(tries, trained)
+    title(tries, f"trained: one long episode, or tries of {TRY_TURNS} turns (pass@k)")
     for axes in grid[0]:
         in_percent(axes)
-        legend(axes, 3)
+    legend(by_turns, 3)
+    legend(tries, 3)
     figure.savefig(out / "evidence-interaction.png")
     turns = turns_of(evaluated[0])
     lines = [f"| agent | {' | '.join(map(str, turns))} turns |", "|---|" + "---|" * len(turns)]
@@ -338,39 +376,38 @@ STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
 
 
 def overview(found: dict[str, list[Record]], path: Path) -> str:
-    """The picture of the README: a panel per claim and task that has records. Says what it left out."""
+    """The picture of the README: a panel for each of the claims' tasks on which an agent learned."""
     panels: list[Callable[[Any], None]] = []
     evaluated = evaluations_of(found["rl-over-base"])
     for task in sorted({r["task"] for r in evaluated}):
 
         def bars(axes: Any, task: str = task) -> None:
             draw_bars(axes, [r for r in evaluated if r["arm"] != NO_EXAMPLES], task)
-            title(axes, f"{title_of(task)}: SmolLM2-135M before and after")
+            title(axes, f"A: {title_of(task)}, SmolLM2-135M before and after")
 
         panels.append(bars)
-    runs = [r for r in runs_of(found["staged-horizon"]) if r["arm"] in HORIZONS]
-    for task in sorted({r["task"] for r in runs}):
+    runs = []
+    for study, task, text in LEARNED:
+        some = [r for r in runs_of(found[study]) if r["arm"] in HORIZONS and r["task"] == task]
 
-        def curves(axes: Any, task: str = task) -> None:
-            draw_curves(axes, runs, task, "success")
-            title(axes, f"{title_of(task)}: horizons, 1M, by tokens (thousands)")
+        def curves(axes: Any, some: list[Record] = some, task: str = task, text: str = text) -> None:
+            draw_curves(axes, some, task, "success")
+            title(axes, text)
+            axes.set_xlabel("tokens sampled, thousands", fontsize=8, color=INK)
             legend(axes, 2)
 
-        panels.append(curves)
+        if some:
+            panels.append(curves)
+            runs += some
     agents = [r for r in evaluations_of(found["interaction"]) if r["arm"].startswith(("staged", RANDOM))]
     if agents:
 
         def turns(axes: Any) -> None:
             draw_turns(axes, agents, (("staged", "-"),))
-            title(axes, "BabyAI: turns and parameters")
-            legend(axes, 3)
-
-        def tries(axes: Any) -> None:
-            draw_tries(axes, agents)
-            title(axes, f"BabyAI: one long episode, or tries of {TRY_TURNS} turns")
+            title(axes, "C: turns and parameters, many rooms")
             legend(axes, 2)
 
-        panels += [turns, tries]
+        panels.append(turns)
     absent = [name for name, some in (("A", evaluated), ("B", runs), ("C", agents)) if not some]
     if panels:
         columns = min(ACROSS, len(panels))

@@ -148,8 +148,11 @@ def test_the_arms_of_claim_a_share_one_prompt_and_start_where_they_say(tmp_path:
 
 def record(arm: str, seed: int, success: float, task: str = "babyai") -> dict[str, Any]:
     evaluations = [{"sampled_tokens": 1000 * i, "success": success * i / 2} for i in range(3)]
-    curves = {"tokens/total": [1000.0, 2000.0], "turns/mean": [3.0, 5.0]}
+    curves = {"tokens/total": [500.0, 2000.0], "turns/mean": [3.0, 5.0]}
+    curves |= {"groups/zero_variance": [0.75, 0.25], "entropy/mean": [0.4, 0.6]}
+    stages = [{"turns": 4.0 * step, "first_step": step, "last_step": step} for step in (1, 2)]
     given = {"arm": arm, "seed": seed, "task": task, "evaluations": evaluations, "curves": curves, "job": "j"}
+    given |= {"stages": stages, "config": {"rl": {"groups_per_step": 8}}}
     return {**given, "steps": 2, "seconds": 1.0, "findings": [{"rule": "collapse"}] if seed == 1 else []}
 
 
@@ -174,6 +177,7 @@ def test_arms_are_compared_within_a_task_and_seed(tmp_path: Path) -> None:
     text = "\n".join(plot.horizons(runs, tmp_path))
     assert "| babyai | staged | 6 | 52.5% (50.0%–55.0%) |" in text
     assert "| babyai | fixed-long | 5 | 1 |" in text, "the doctor spoke up in one of five"
+    assert "| babyai | staged | 4 | 25% | 2 | 25% | 0.40 |\n| babyai | staged | 8 | 75% | 6 | 75% | 0.60 |" in text
     assert (tmp_path / "evidence-horizons.png").stat().st_size > 10_000
 
 
