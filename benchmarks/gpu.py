@@ -5,7 +5,8 @@
     python benchmarks/gpu.py --tiny --out FOLDER        everything in small, on a CPU: shows that it runs, not how fast
 
 rollout   256 and 512 episodes at once: a prompt of 256 tokens, 8 turns, 64 new tokens forced a turn, observations of
-          64 tokens. Ours, transformers in lock-step, vLLM, and what memory bandwidth allows. (gpu_parts/rollout.py)
+          64 tokens. Ours, transformers in lock-step, vLLM in two ways, and what memory bandwidth allows.
+          (gpu_parts/rollout.py)
 learner   an update on 8k and 43k tokens against the plain transformers step and the matrix units' ceiling.
           (gpu_parts/learner.py)
 step      a whole RL step on TextCraft, GRPO on a real chat model, against TRL's GRPOTrainer. Needs --model-folder, a
@@ -66,7 +67,9 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
             if "vllm" in peers:
                 eager = ["--dtype", "float32", "--eager"] if options.tiny else []
                 told = ["--model", model, "--config", _config(model), "--episodes", *episodes, *eager]
-                later.append(Job(f"rollout-{model}-vllm", "vllm_peer.py", told, _paths(options.vllm_path)))
+                paths = _paths(options.vllm_path)
+                later.append(Job(f"rollout-{model}-vllm", "vllm_peer.py", told, paths))
+                later.append(Job(f"rollout-{model}-vllm-async", "vllm_peer.py", [*told, "--asynchronous"], paths))
         if "learner" in parts:
             profile = ["--profile", str(options.out / "kernels.txt")] if options.profile else []
             jobs.append(Job(f"learner-{model}", "learner.py", [*common, *profile]))
@@ -159,6 +162,12 @@ def _more(part: str, line: dict[str, Any], found: dict[str, dict[str, Any]]) -> 
     return (
         f"rollout {line['rollout_s']:.2f} s, learn {line['learn_s']:.2f} s, "
         f"{line['sampled_tokens']:.0f} tokens sampled, {line['turns']:.1f} turns, success {line['success']:.0%}"
+        + (f", environments {line['environments_s']:.2f} s" if "environments_s" in line else "")
+        + (
+            f", kernels {line['kernels_playing_s']:.2f} + {line['kernels_learning_s']:.2f} s"
+            if "kernels_playing_s" in line
+            else ""
+        )
     )
 
 

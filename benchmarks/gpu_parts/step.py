@@ -3,7 +3,8 @@
 32 tasks of depth 1 and 2, 8 episodes of each, 8 turns of at most 48 tokens. A model that has just imitated the oracle
 for a few updates plays as models do in training: short replies, some successes. It is kept for the peers to start from.
 What is timed is `train_rl` with its own workers: episodes in this process, advantages, the update, the engine's new
-weights. Nothing is written to disk in between.
+weights. Nothing is written to disk in between. One more step under torch's profiler, which is not counted, says how
+long the device was busy; environments have a clock of their own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 import asyncio
 import json
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import Report, part_parser
 
 from agentgym_rl import wiring
 from agentgym_rl.config import Config
+from agentgym_rl.environment.envs.textcraft.env import TextCraft
 from agentgym_rl.train import train
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.model import load_model
@@ -69,14 +74,46 @@ def teach(model: dict[str, Any], sizes: dict[str, int], device: str, folder: Pat
     return folder / "checkpoints" / "step_000000" / "model"
 
 
-def rl_steps(taught: Path, sizes: dict[str, int], device: str, steps: int) -> list[dict[str, Any]]:
-    """Metrics of each step."""
+class Clock:
+    """Seconds spent in a function, by step."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.by_step: list[float] = []
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*arguments)
+            finally:
+                self.seconds += time.perf_counter() - started
+
+        return timed
+
+    def end_step(self) -> None:
+        self.by_step.append(self.seconds)
+        self.seconds = 0.0
+
+
+def busy_seconds(recorded: torch.profiler.profile, rollout_s: float) -> tuple[float, float]:
+    """Of the device's kernels and copies in a step: while episodes were played, and afterwards."""
+    events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    begin = min(event.time_range.start for event in events)
+    playing = sum(e.time_range.elapsed_us() for e in events if e.time_range.start - begin < 1e6 * rollout_s)
+    return playing / 1e6, sum(e.time_range.elapsed_us() for e in events) / 1e6 - playing / 1e6
+
+
+def rl_steps(
+    taught: Path, sizes: dict[str, int], device: str, steps: int
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """Metrics of each step; and where the time of the last went, which is recorded and not among them."""
     config = config_of(
         {"path": str(taught)},
         sizes,
         device,
         rl={
-            "steps": steps,
+            "steps": steps + 1,
             "groups_per_step": sizes["groups"],
             "group_size": sizes["group_size"],
             "kl_coef": 0.0,
@@ -85,6 +122,10 @@ def rl_steps(taught: Path, sizes: dict[str, int], device: str, steps: int) -> li
         },
     )
     found: list[dict[str, Any]] = []
+    environments = Clock()
+    for name in ("reset", "step"):
+        setattr(TextCraft, name, environments.around(getattr(TextCraft, name)))
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if device == "cuda" else None
 
     async def run() -> None:
         pool = wiring.EnvironmentsPool(config.environments, config.agent)
@@ -95,17 +136,26 @@ def rl_steps(taught: Path, sizes: dict[str, int], device: str, steps: int) -> li
         state = RLState(TaskSource(numbers, 0, {"textcraft": 1.0}), {"textcraft": make_horizon(config.horizon)})
 
         async def after_step(step: int) -> None:
-            pass
+            environments.end_step()
+            if profiler is not None and step == steps:
+                profiler.start()
 
         hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: found.append(metrics), after_step)
         limits = {"textcraft": wiring.limits_of(config.agent, 1, workers.room)}
         collect = workers.collector("bench-", None, 1.0)
         await train_rl(state, workers.learner, collect, workers.publish, limits, config.rl, hooks, 0)
+        if profiler is not None:
+            torch.cuda.synchronize()
+            profiler.stop()
         await workers.close()
         await pool.close()
 
     asyncio.run(run())
-    return found
+    split = {"environments_s": statistics.median(environments.by_step[min(2, steps - 1) : steps])}
+    if profiler is not None:
+        busy = busy_seconds(profiler, float(found[-1]["time/rollout_s"]))
+        split |= {"kernels_playing_s": busy[0], "kernels_learning_s": busy[1], "profiled_s": found[-1]["time/step_s"]}
+    return found[:steps], split
 
 
 def main() -> None:
@@ -122,7 +172,7 @@ def main() -> None:
     summary = json.loads((options.work / "teach" / "summary.json").read_text())
     told = {"folder": str(taught), "instruction": INSTRUCTION, "subsets": SUBSETS, **sizes}
     (options.work / "taught.json").write_text(json.dumps(told))
-    metrics = rl_steps(taught, sizes, options.device, options.steps)
+    metrics, split = rl_steps(taught, sizes, options.device, options.steps)
     counted = metrics[min(2, len(metrics) - 1) :]
     episodes = sizes["groups"] * sizes["group_size"]
     step_s = statistics.median(m["time/step_s"] for m in counted)
@@ -140,6 +190,7 @@ def main() -> None:
         mismatch=statistics.mean(m["mismatch/abs"] for m in counted),
         all_seconds=[m["time/step_s"] for m in metrics],
         taught_success=summary["before"]["success"],
+        **split,
     )
 
 

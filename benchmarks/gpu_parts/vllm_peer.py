@@ -1,6 +1,9 @@
-"""Part rollout, vLLM: the same episodes through `LLM.generate`, all episodes a call, one call a turn.
+"""Part rollout, vLLM: the same episodes in two ways, of which the faster one counts.
 
-Every reply has the same forced length, so that lock-step costs vLLM nothing and its offline batch is its fastest way.
+vllm          `LLM.generate`, all episodes a call, one call a turn. Every reply has the same forced length, so that
+              lock-step costs it little, and its offline batch has the least to do for each request.
+vllm, async   `AsyncLLM`, each episode by itself, one request after the other, as most trainers use it.
+
 Prefix caching keeps a turn's keys and values for the next, CUDA graphs and compilation are on, log-probabilities of
 sampled tokens are returned, weights are dummies, no tokenizer is loaded. Runs where vLLM can be imported, which need
 not be where the rest runs.
@@ -9,29 +12,58 @@ not be where the rest runs.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from loads import Load, load_of
 from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+Prompts = list[list[int]]
 
 
-def run(engine: Any, load: Load, vocabulary: int, sampling: Any, seed: int) -> float:
-    """Seconds. `seed` sets these prompts apart from those of other runs, which are still in the cache."""
+def in_lock_step(engine: Any, load: Load, prompts: Prompts, observations: list[Prompts], sampling: Any) -> None:
+    for turn in range(load.turns):
+        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        replies = [_reply(one, load) for one in found]
+        prompts = [ids + reply + news for ids, reply, news in zip(prompts, replies, observations[turn])]  # noqa: B905
+
+
+async def by_themselves(engine: Any, load: Load, prompts: Prompts, observations: list[Prompts], sampling: Any) -> None:
+    async def episode(place: int, ids: list[int]) -> None:
+        for turn in range(load.turns):
+            output = None
+            async for output in engine.generate(  # noqa: B007 - there is one, the last
+                {"prompt_token_ids": ids}, sampling, request_id=f"{ids[0]}-{ids[-1]}-{place}-{turn}"
+            ):
+                pass
+            ids = ids + _reply(output, load) + observations[turn][place]
+
+    await asyncio.gather(*(episode(place, ids) for place, ids in enumerate(prompts)))
+
+
+def _reply(output: Any, load: Load) -> list[int]:
+    reply = output.outputs[0]
+    if len(reply.token_ids) != load.new or reply.logprobs is None:
+        raise RuntimeError(f"replies of {load.new} tokens with log-probabilities were asked for, others came")
+    return list(reply.token_ids)
+
+
+def seconds_of(play: Callable[[Prompts, list[Prompts]], None], load: Load, vocabulary: int, seed: int) -> float:
+    """`seed` sets these prompts apart from those of other runs, which are still in the cache."""
     prompts = [[(token + seed) % vocabulary for token in ids] for ids in load.prompts(vocabulary)]
     observations = load.observations(vocabulary)
     started = time.perf_counter()
-    for turn in range(load.turns):
-        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
-        replies = [list(one.outputs[0].token_ids) for one in found]
-        if any(len(reply) != load.new or one.outputs[0].logprobs is None for reply, one in zip(replies, found)):  # noqa: B905
-            raise RuntimeError(f"replies of {load.new} tokens with log-probabilities were asked for, others came")
-        prompts = [ids + reply + news for ids, reply, news in zip(prompts, replies, observations[turn])]  # noqa: B905
+    play(prompts, observations)
     return time.perf_counter() - started
 
 
@@ -43,34 +75,53 @@ def main() -> None:
     parser.add_argument("--episodes", nargs="+", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--asynchronous", action="store_true", help="each episode by itself")
     options = parser.parse_args()
     loads = [load_of(episodes, tiny=options.model == "tiny") for episodes in options.episodes]
     started = time.perf_counter()
     config = json.loads(options.config)
+    loop = asyncio.new_event_loop()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        engine = LLM(
-            model=folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=options.dtype,
-            enable_prefix_caching=True,
-            max_num_seqs=max(options.episodes),
-            max_model_len=max(load.context for load in loads) + 16,
-            enforce_eager=options.eager,
-            generation_config="vllm",
-        )
+        arguments: dict[str, Any] = {
+            "model": folder,
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "dtype": options.dtype,
+            "enable_prefix_caching": True,
+            "max_num_seqs": max(options.episodes),
+            "max_model_len": max(load.context for load in loads) + 16,
+            "enforce_eager": options.eager,
+            "generation_config": "vllm",
+        }
+        if options.asynchronous:
+
+            async def start() -> Any:
+                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments, enable_log_requests=False))
+
+            engine = loop.run_until_complete(start())
+        else:
+            engine = LLM(**arguments)
     ready_s = time.perf_counter() - started
+    forced = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
     for load in loads:
         sampling = SamplingParams(
-            temperature=1.0, max_tokens=load.new, min_tokens=load.new, ignore_eos=True, logprobs=0, detokenize=False
+            **forced, max_tokens=load.new, min_tokens=load.new, output_kind=RequestOutputKind.FINAL_ONLY
         )
-        run(engine, replace(load, turns=1), config["vocab_size"], sampling, seed=1)  # compiles what it has not yet
-        seconds = [run(engine, load, config["vocab_size"], sampling, seed) for seed in (2, 3)]
+
+        def play(prompts: Prompts, observations: list[Prompts], load: Load = load, sampling: Any = sampling) -> None:
+            if options.asynchronous:
+                loop.run_until_complete(by_themselves(engine, load, prompts, observations, sampling))
+            else:
+                in_lock_step(engine, load, prompts, observations, sampling)
+
+        once = replace(load, turns=1)  # compiles what it has not yet
+        seconds_of(lambda prompts, observations: play(prompts, observations, once), once, config["vocab_size"], 1)  # noqa: B023
+        seconds = [seconds_of(play, load, config["vocab_size"], seed) for seed in (2, 3)]
         line = {
             "part": "rollout",
             "case": f"{options.model} x {load.episodes}",
-            "who": "vllm",
+            "who": "vllm, async" if options.asynchronous else "vllm",
             "tokens_per_s": load.new_tokens / min(seconds),
             "seconds": min(seconds),
             "all_seconds": seconds,
@@ -78,7 +129,9 @@ def main() -> None:
         }
         with options.lines.open("a") as file:
             file.write(json.dumps(line) + "\n")
-        print(f"vLLM, {line['case']}: {line['tokens_per_s']:.0f} tokens/s, started in {ready_s:.0f} s", flush=True)
+        print(
+            f"{line['who']}, {line['case']}: {line['tokens_per_s']:.0f} tokens/s, ready in {ready_s:.0f} s", flush=True
+        )
     os._exit(0)  # all is written, and taking its processes down in order can last minutes
 
 

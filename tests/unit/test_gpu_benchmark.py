@@ -7,11 +7,13 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
-from scripts_for_tests import load_script
+from scripts_for_tests import ROOT, load_script
+from torch.autograd import DeviceType
 
 
 @pytest.fixture
@@ -56,6 +58,23 @@ def test_a_measurement_that_fails_leaves_what_it_had(
     assert gpu.read_lines(tmp_path / "lines.jsonl") == [json.loads('{"part": "rollout"}')]
     late = gpu.run_job(gpu.Job("two", "breaks.py", [], needs=tmp_path / "taught.json"), options)
     assert late["outcome"] == "left out, for want of taught.json"
+
+
+def test_a_steps_kernels_are_told_apart_by_when_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu_parts"))
+    step = load_script("benchmarks/gpu_parts/step.py", monkeypatch)
+
+    def event(start: float, end: float, where: DeviceType = DeviceType.CUDA) -> SimpleNamespace:
+        spent = SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start)
+        return SimpleNamespace(time_range=spent, device_type=where)
+
+    events = [event(5e6, 5.1e6), event(5e6, 9e6, DeviceType.CPU), event(5.9e6, 6.1e6), event(6.5e6, 6.9e6)]
+    assert step.busy_seconds(SimpleNamespace(events=lambda: events), 1.0) == pytest.approx((0.3, 0.4))
+    clock = step.Clock()
+    clock.around(time.sleep)(0.01)
+    clock.end_step()
+    clock.end_step()
+    assert clock.by_step[0] >= 0.01 > clock.by_step[1] == 0.0
 
 
 @pytest.mark.long
