@@ -79,7 +79,7 @@ class RunLog:
         self._tensorboard = tensorboard
         self._say = say
         self._writer = disk.PatientWriter(self._disk_is_full)
-        self._begun: set[Path] = set()
+        self._begun: set[str] = set()
         self._status_is_written = False
         self._status: dict[str, Any] = {
             "state": "running",
@@ -200,10 +200,10 @@ class RunLog:
         """
         path = self.trajectories_path(step, kind)
         line = f'{{"step": {step}, "kind": "{kind}", {trajectory.to_json()[1:]}\n'
-        if path not in self._begun:
+        if path.name not in self._begun:  # a name is a sixth of a path, and all of a run's are kept
             path.unlink(missing_ok=True)
             self._writer.forget(path)
-            self._begun.add(path)
+            self._begun.add(path.name)
         self._writer.append(path, line.encode(), spare=True)
 
     def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
@@ -231,7 +231,7 @@ class RunLog:
             if int(path.stem.rpartition("_")[2]) > step and path not in keep:
                 path.unlink()
                 self._writer.forget(path)
-                self._begun.discard(path)
+                self._begun.discard(path.name)
         for path in (self.metrics_path, self.doctor_path):
             if path.is_file():
                 _rewrite_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])

@@ -102,7 +102,8 @@ def paying(**rules: Any) -> type[Paying]:
 
 async def test_a_run_that_learns_is_healthy(tmp_path: Path) -> None:
     doctor = await drive(tmp_path / "run", steps=14, turns=6)
-    assert doctor.rows[-1]["reward/mean"] > doctor.rows[0]["reward/mean"] + 0.1
+    metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert metrics[-1]["reward/mean"] > metrics[0]["reward/mean"] + 0.1
     assert doctor.findings == []
     result = CliRunner().invoke(app, ["doctor", str(tmp_path / "run")])
     assert (result.exit_code, "healthy: none of" in result.output) == (0, True), result.output

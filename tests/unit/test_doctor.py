@@ -7,6 +7,7 @@ import json
 import random
 import re
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
@@ -229,6 +230,45 @@ def test_a_long_run_is_examined_quickly() -> None:
     started = time.process_time()
     Doctor(rows(2000, groups__zero_variance=1.0))
     assert time.process_time() - started < 5.0
+
+
+def kept_bytes(steps: int, others: int) -> int:
+    """What a doctor holds in the end, of rows with so many metrics that no rule reads."""
+    names = [*HEALTHY, *(f"other/{number}" for number in range(others))]
+    tracemalloc.start()
+    try:
+        doctor = Doctor()
+        for step in range(1, steps + 1):
+            luck = 1.0 + step % 7 * 1e-3
+            doctor.observe({"step": step} | {name: luck * HEALTHY.get(name, 1.0) for name in names})
+        assert doctor.steps == steps
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_what_a_doctor_keeps_grows_neither_with_steps_nor_with_metrics_that_no_rule_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agentgym_rl.training.doctor.RULES", {})  # they keep nothing, and are slow to trace
+    whole = kept_bytes(2 * symptoms.MEMORY, 0)
+    assert kept_bytes(6 * symptoms.MEMORY, 0) < 1.05 * whole
+    assert kept_bytes(2 * symptoms.MEMORY, 100) < 1.05 * whole
+    assert kept_bytes(symptoms.MEMORY, 0) < 0.6 * whole
+
+
+def test_a_doctor_keeps_what_its_rules_name() -> None:
+    rules = [node for node in ast.parse(Path(symptoms.__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
+    words = {node.value for rule in rules for node in ast.walk(rule) if isinstance(node, ast.Constant)}
+    assert words & {*HEALTHY, *SIGNALS, *symptoms.READ} == symptoms.READ
+    assert words >= {name.removesuffix("/turn_") for name in symptoms.READ_BY_TURN}
+
+
+def test_the_start_of_a_run_is_remembered_when_its_rows_are_gone() -> None:
+    made = [row | {"entropy/mean": 0.02 if row["step"] > 500 else 0.7} for row in rows(520)]
+    (finding,) = Doctor(made).findings
+    assert "entropy fell from 0.70" in finding.message
+    assert 496 <= finding.since <= 501
 
 
 def test_every_rule_is_short_and_every_signal_is_documented() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -62,7 +62,8 @@ class Doctor:
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.findings: list[Finding] = []
-        self.rows: list[Mapping[str, Any]] = []
+        self.steps = 0
+        self._rows = Rows()
         self._open: dict[str, Finding] = {}
         self._last_held: dict[str, int] = {}
         for row in _by_step(rows):
@@ -70,10 +71,11 @@ class Doctor:
 
     def observe(self, row: Mapping[str, Any]) -> list[Finding]:
         """What begins with this step. `row` has `step` and the step's metrics."""
-        self.rows.append(row)
+        self._rows.add(row)
+        self.steps += 1
         step, begun = int(row["step"]), []
         for name, (severity, rule) in RULES.items():
-            symptom = rule(self.rows)
+            symptom = rule(self._rows)
             finding = self._open.get(name)
             if symptom is not None:
                 self._last_held[name] = step
@@ -87,7 +89,7 @@ class Doctor:
         return begun
 
 
-def signals(rows: Rows) -> dict[str, dict[str, float | None]]:
+def signals(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
     """First, best and last of every signal that the rows have: means over the first, the best and the last window."""
     table: dict[str, dict[str, float | None]] = {}
     for name, good in SIGNALS.items():
@@ -103,19 +105,20 @@ def signals(rows: Rows) -> dict[str, dict[str, float | None]]:
 
 def diagnose(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """The diagnosis of a run: `steps`, `healthy`, `verdict`, `signals` and `findings`; ready for JSON."""
-    doctor = Doctor(rows)
+    by_step = _by_step(rows)
+    doctor = Doctor(by_step)
     findings = [finding.line() | {"until": finding.until} for finding in doctor.findings]
     return {
-        "steps": len(doctor.rows),
+        "steps": doctor.steps,
         "healthy": not findings,
         "verdict": _verdict(doctor),
-        "signals": signals(doctor.rows),
+        "signals": signals(by_step),
         "findings": findings,
     }
 
 
 def _verdict(doctor: Doctor) -> str:
-    steps = len(doctor.rows)
+    steps = doctor.steps
     if not doctor.findings:
         if steps < WINDOW:
             return f"too short to judge: {steps} steps, and most rules need {WINDOW}"

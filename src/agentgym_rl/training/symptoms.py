@@ -8,13 +8,13 @@ every task is solved a policy may well be certain, uniform and without contrast,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from statistics import fmean, median
 from typing import Any, Literal
 
-Rows = Sequence[Mapping[str, Any]]
 Severity = Literal["warning", "severe"]
 """severe: nothing is learned any more, or what is learned is wrong."""
 
@@ -25,6 +25,53 @@ MEMORY = 100
 """Steps that are looked back on for the best of a signal, which bounds the cost of long runs."""
 SOLVED = 0.9
 """Success above which certainty and equal episodes are what one wants."""
+READ = frozenset(
+    {
+        "success/mean",
+        "reward/mean",
+        "groups/zero_variance",
+        "entropy/mean",
+        "surprise/mean",
+        "replies/dependence",
+        "actions/repeated_rate",
+        "actions/alternating_rate",
+        "actions/invalid_rate",
+        "truncated/horizon_rate",
+        "truncated/length_rate",
+        "truncated/context_rate",
+        "tokens/per_reply",
+        "mismatch/abs",
+        "mismatch/kl",
+        "kl/reference",
+        "grad/norm",
+        "clip/fraction",
+        "skipped",
+        "episodes/usable",
+        "episodes/error",
+    }
+)
+READ_BY_TURN = ("entropy/turn_", "mismatch/turn_")
+"""How the other metrics begin that a rule reads."""
+
+
+class Rows:
+    """The metric rows so far, as much of them as rules read: it does not grow with the length of a run."""
+
+    def __init__(self) -> None:
+        self.recent: list[dict[str, Any]] = []
+        """The last steps, with the metrics that are read."""
+        self.first: dict[str, list[float]] = {}
+        """The first WINDOW values of each of these metrics."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        read = [name for name in row if name in READ or name.startswith(READ_BY_TURN)]
+        # A run makes names anew at every step; interned, all rows share one.
+        self.recent.append({"step": row["step"]} | {sys.intern(name): row[name] for name in read})
+        del self.recent[: -2 * MEMORY]
+        for name in read:
+            first = self.first.setdefault(sys.intern(name), [])
+            if len(first) < WINDOW and is_number(row[name]):
+                first.append(float(row[name]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +430,7 @@ def is_number(value: Any) -> bool:
 def _last(rows: Rows, name: str, count: int) -> list[tuple[int, float]]:
     """(step, value) of the last `count` rows that have the metric; rows far back are not searched for it."""
     found: list[tuple[int, float]] = []
-    for row in reversed(rows[-2 * count :]):
+    for row in reversed(rows.recent[-2 * count :]):
         if is_number(row.get(name)):
             found.append((row["step"], float(row[name])))
         if len(found) == count:
@@ -399,13 +446,8 @@ def _now(rows: Rows, name: str, window: int = WINDOW) -> float | None:
 
 def _start(rows: Rows, name: str, of: Callable[[list[float]], float]) -> float | None:
     """`of` the first WINDOW values."""
-    first: list[float] = []
-    for row in rows:
-        if is_number(row.get(name)):
-            first.append(float(row[name]))
-        if len(first) == WINDOW:
-            return of(first)
-    return None
+    first = rows.first.get(name, [])
+    return of(first) if len(first) == WINDOW else None
 
 
 def _window_means(rows: Rows, name: str, window: int = WINDOW) -> list[tuple[int, float]]:
@@ -434,7 +476,7 @@ def _since_below(rows: Rows, name: str, limit: float, window: int = WINDOW) -> i
 
 
 def _since(rows: Rows, held: list[tuple[int, bool]]) -> int:
-    since = int(rows[-1]["step"])
+    since = int(rows.recent[-1]["step"])
     for step, holds in reversed(held):
         if not holds:
             break
@@ -454,7 +496,7 @@ def _solved(rows: Rows) -> bool:
 
 def _turns(rows: Rows, signal: str) -> list[str]:
     """Names such as entropy/turn_3 in the last row, in order of turns."""
-    names = [name for name in rows[-1] if name.startswith(f"{signal}/turn_")]
+    names = [name for name in rows.recent[-1] if name.startswith(f"{signal}/turn_")]
     return sorted(names, key=lambda name: int(name.rpartition("_")[2].rstrip("+")))
 
 
