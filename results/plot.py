@@ -67,6 +67,7 @@ PANELS = (
     ("truncated/rate", "share of episodes cut"),
     ("entropy/mean", "entropy of a token"),
     ("actions/repeated_rate", "actions repeated"),
+    ("groups/zero_variance", "groups all alike"),
 )
 TRIES, TRY_TURNS = (1, 2, 4), 4
 """pass@k: so many tries of so many turns."""
@@ -166,12 +167,13 @@ def draw_sizes(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str,
             mean = [statistics.fmean(success_at(r, turns) for r in by_size[size]) for size in sizes]
             places = [float(size.removesuffix("M")) for size in sizes]
             axes.plot(places, mean, style, color=INK, alpha=0.25 + 0.15 * math.log2(turns), marker="o", markersize=4)
-            if arm == "staged":
-                axes.annotate(f"{turns} turns", (places[-1], mean[-1]), (6, -3), textcoords="offset points", fontsize=8)
+            side, place, away = (-1, 6, "left") if arm == "staged" else (0, -6, "right")
+            told = {"textcoords": "offset points", "fontsize": 8, "ha": away}
+            axes.annotate(f"{turns} turns", (places[side], mean[side]), (place, -3), **told)
     axes.set_xscale("log")
     axes.set_xticks([float(size.removesuffix("M")) for size in SIZE_COLOURS], list(SIZE_COLOURS))
     axes.minorticks_off()
-    axes.set_xlim(0.8, 60)
+    axes.set_xlim(0.4, 60)
     axes.set_xlabel("parameters (solid: trained, dashed: base)", fontsize=9, color=INK)
 
 
@@ -331,7 +333,7 @@ def interaction(records: list[Record], out: Path) -> list[str]:
     draw_turns(by_turns, evaluated, arms)
     title(by_turns, "held-out success against turns, bars from lowest to highest seed")
     draw_sizes(by_size, evaluated, arms)
-    title(by_size, "the same against size")
+    title(by_size, "the same against size; left: base, right: trained")
     draw_tries(tries, trained)
     title(tries, f"trained: one long episode, or tries of {TRY_TURNS} turns (pass@k)")
     for axes in grid[0]:
@@ -414,9 +416,9 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
         rows = -(-len(panels) // columns)
         figure, grid = new_figure(rows, columns, 3.9 * columns, 3.4 * rows)
         places = [axes for row in grid for axes in row]
-        for axes, draw in zip(places, panels, strict=False):
+        for place, (axes, draw) in enumerate(zip(places, panels, strict=False)):
             draw(axes)
-            in_percent(axes)
+            in_percent(axes, "" if place % columns else "held-out success")
         for axes in places[len(panels) :]:
             figure.delaxes(axes)
         figure.savefig(path)

@@ -58,30 +58,30 @@ def arms_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
 def stages_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
     """What each horizon got for its tokens: groups that do not all end alike (they alone teach), and entropy."""
     lines = [
-        "| task | arm | turns | share of tokens | groups with contrast | of all | entropy |",
-        "|---|---|---|---|---|---|---|",
+        "| task | arm | turns | share of tokens | groups with contrast | of all | per 100k tokens | entropy |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for task in sorted({r["task"] for r in records}):
         for arm in arms:
             runs = [r for r in records if (r["task"], r["arm"]) == (task, arm)]
             for stage in range(max((len(r["stages"]) for r in runs), default=0)):
                 of_runs = [_stage(r, stage) for r in runs if stage < len(r["stages"])]
-                turns, tokens, contrast, share, entropy = map(statistics.fmean, zip(*of_runs, strict=True))
-                row = f"{turns:.0f} | {tokens:.0%} | {contrast:.0f} | {share:.0%} | {entropy:.2f}"
+                turns, spent, contrast, share, density, entropy = map(statistics.fmean, zip(*of_runs, strict=True))
+                row = f"{turns:.0f} | {spent:.0%} | {contrast:.0f} | {share:.0%} | {density:.0f} | {entropy:.2f}"
                 lines.append(f"| {task} | {arm} | {row} |")
     return lines
 
 
-def _stage(record: Record, number: int) -> tuple[float, float, float, float, float]:
-    """Turns, its share of the tokens, groups with contrast, their share and the mean entropy of a token."""
+def _stage(record: Record, number: int) -> tuple[float, ...]:
+    """Turns, share of the tokens, groups with contrast, of all groups, per 100k tokens, and a token's entropy."""
     stage, curves = record["stages"][number], record["curves"]
     first, end = stage["first_step"] - 1, stage["last_step"]
     tokens = [0.0, *curves["tokens/total"]]
     contrast = [1 - alike for alike in curves["groups/zero_variance"][first:end]]
     groups = sum(contrast) * record["config"]["rl"]["groups_per_step"]
     entropy = statistics.fmean(value for value in curves["entropy/mean"][first:end] if value is not None)
-    spent = (tokens[end] - tokens[first]) / tokens[-1]
-    return stage["turns"], spent, groups, statistics.fmean(contrast), entropy
+    spent = tokens[end] - tokens[first]
+    return stage["turns"], spent / tokens[-1], groups, statistics.fmean(contrast), 1e5 * groups / spent, entropy
 
 
 def paired_table(

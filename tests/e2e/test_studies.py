@@ -177,7 +177,10 @@ def test_arms_are_compared_within_a_task_and_seed(tmp_path: Path) -> None:
     text = "\n".join(plot.horizons(runs, tmp_path))
     assert "| babyai | staged | 6 | 52.5% (50.0%–55.0%) |" in text
     assert "| babyai | fixed-long | 5 | 1 |" in text, "the doctor spoke up in one of five"
-    assert "| babyai | staged | 4 | 25% | 2 | 25% | 0.40 |\n| babyai | staged | 8 | 75% | 6 | 75% | 0.60 |" in text
+    assert (
+        "| babyai | staged | 4 | 25% | 2 | 25% | 400 | 0.40 |\n| babyai | staged | 8 | 75% | 6 | 75% | 400 | 0.60 |"
+        in text
+    )
     assert (tmp_path / "evidence-horizons.png").stat().st_size > 10_000
 
 
