@@ -367,7 +367,7 @@ class Cluster:
                 ),
             )
             made = cls(config, app, folder)
-            console.note(f"weights go to engines {await app.publish(0)}")
+            console.note(f"weights go to engines {await app.weights.publish(0)}")
         except BaseException:
             await app.close()
             raise
@@ -375,7 +375,7 @@ class Cluster:
 
     @property
     def version(self) -> int:
-        return self._app.version
+        return self._app.weights.version
 
     def collector(self, prefix: str, group_size: int | None, temperature: float, heard: Heard | None = None) -> Collect:
         config = self._config
@@ -413,7 +413,7 @@ class Cluster:
 
     async def publish(self, version: int) -> None:
         if version != self.version:
-            await self._app.publish(version)
+            await self._app.weights.publish(version)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         with staged(root, step, keep) as folder:

@@ -12,6 +12,7 @@ import torch
 
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.handover import HostMemory, HostWeights
+from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
 from agentgym_rl.config import Config
@@ -128,13 +129,23 @@ class VllmSeat:
     async def wake(self) -> None:
         await self.engine.wake()
 
+    async def expect(self) -> Door:
+        await self.engine.start()
+        await self.engine.wake()
+        return await self.engine.expect()
+
     async def load(self, arrived: Arrived, version: int, probe: Probe | None = None) -> str:
         await self.engine.start()
         await self.engine.wake()
-        weights = arrived[0]
-        if not isinstance(weights, HostWeights):
-            self._memory = self._memory or HostMemory()  # vLLM's workers cannot read Ray's
-            tensors = (pair for bucket in arrived for pair in bucket.tensors())
-            weights = await asyncio.to_thread(self._memory.fill, tensors)
-        await self.engine.update_weights(weights, version, probe=probe)
+        await self.engine.update_weights(await self._readable(arrived), version, probe=probe)
         return self.engine.remark
+
+    async def _readable(self, arrived: Arrived) -> HostWeights | LentWeights:
+        """By vLLM's workers, who cannot read Ray's memory."""
+        if isinstance(arrived, LentWeights):
+            return arrived
+        if isinstance(arrived[0], HostWeights):
+            return arrived[0]
+        self._memory = self._memory or HostMemory()
+        tensors = (pair for bucket in arrived for pair in bucket.tensors())
+        return await asyncio.to_thread(self._memory.fill, tensors)

@@ -22,12 +22,14 @@ from runs_for_tests import counting_config, quiet
 from servers_for_tests import server_in_thread
 from training_for_tests import counting_conversations
 
+from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine
 from agentgym_rl.cluster import Cluster
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.runlog import read_metrics, read_trajectories
 from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.publisher import LEND
 from agentgym_rl.scale.routing import Homes
 from agentgym_rl.starting import words_of
 from agentgym_rl.train import train
@@ -81,6 +83,48 @@ class Seat:
         self.notes.append("wake")
 
 
+class LendingRank(Rank):
+    """Has several weights, another value in each version; the last rank dies where a file says so."""
+
+    def __init__(self, deadly: Path, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._deadly, self._last, self._value = deadly, rank == size - 1, 0.0
+
+    def learn(self) -> None:
+        self._value += 1.0
+
+    def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(4):
+            if number == 3 and self._last and self._deadly.exists():
+                os._exit(1)
+            yield str(number), torch.full((1000,), self._value + number)  # 4,000 bytes
+
+
+class Borrowing(Seat):
+    """Is killed in the middle of the first version that it is lent while there is no file."""
+
+    def __init__(self, once: Path) -> None:
+        super().__init__()
+        self._once = once
+
+    async def expect(self) -> Door:
+        self.notes.append("expect")
+        return expect()
+
+    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
+        lent = isinstance(arrived, LentWeights)
+        pairs = arrived.tensors() if lent else (pair for some in arrived for pair in some.tensors())
+        found = []
+        for name, tensor in pairs:
+            found.append(f"{name}={tensor[0]:g}")
+            assert (tensor == tensor[0]).all()
+            del tensor
+            if lent and name == "1":
+                die_unless(self._once)
+        self.notes.append(f"{' '.join(found)} {'lent' if lent else 'read'} as version {version} with {probe}")
+        self.engine.version = version
+
+
 class Hopeless(Seat):
     """Dies of its second version, however often it is made again."""
 
@@ -105,9 +149,12 @@ class Fragile(Seat):
 
 
 def die_unless(once: Path) -> None:
-    if not once.exists():
-        once.touch()
-        os._exit(1)
+    """One of several processes, if they come at the same time."""
+    try:
+        once.touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os._exit(1)
 
 
 class Player:
@@ -154,13 +201,13 @@ def on_this_machine() -> Iterator[None]:
         ray.shutdown()
 
 
-async def started(of: Plan, make_engine: Any = Seat, make_player: Any = make_player) -> Any:
+async def started(of: Plan, make_engine: Any = Seat, make_player: Any = make_player, make_rank: Any = Rank) -> Any:
     from agentgym_rl.scale.ray_app import RayApp
 
     app = RayApp(of)
     try:
         app.connect()
-        await app.start_learners(Rank)
+        await app.start_learners(make_rank)
         await app.start_players(make_engine, make_player)
     except BaseException:
         await app.close()
@@ -193,18 +240,18 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
         assert places[0] != places[1]
         waits_s = await app.learners[0].__ray_call__.remote(seconds_for_other_ranks)
         assert waits_s > app.plan.worker_timeout_s, "a rank that died is heard of, one that works is waited for"
-        await app.publish(0)
+        await app.weights.publish(0)
         await asyncio.to_thread(app.rest_engines)
         said = await app.engines[0].generate.remote([1], Sampling(4), "a")
         assert (said.token_ids, said.version) == ([7, 8], 0)
         await asyncio.to_thread(app.rest_engines)
-        await app.publish(1)
+        await app.weights.publish(1)
         await app.engines[0].generate.remote([1], Sampling(4), "a")
         first, second = (f"weight [1.0, 2.0] of version {version} with a probe" for version in (0, 1))
         assert await notes(app) == [[first, "rest", "wake", "rest", second], [first, "rest", "rest", second]]
         # Engines that outlive the processes they sample with are started again, and take what they missed.
-        await app.publish(2)
-        await asyncio.gather(*app._behind.values())
+        await app.weights.publish(2)
+        await asyncio.gather(*app.weights.behind.values())
         assert (await app.engines[0].generate.remote([1], Sampling(4), "a")).version == 2
         assert await notes(app) == [["weight [1.0, 2.0] of version 2 with a probe"]] * 2
         kinds = sorted(event["kind"] for event in await app.events())
@@ -213,15 +260,50 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
         await app.close()
 
 
+async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_made_up_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LEND, "always")
+    app = await started(
+        plan(), partial(Borrowing, tmp_path / "once"), make_rank=partial(LendingRank, tmp_path / "deadly")
+    )
+    try:
+        (tmp_path / "once").touch()
+        assert await app.weights.publish(0) == "on the device that each shares with a learner"
+        await app.weights._whole
+        assert (await app.board.published.remote()).host is not None, "for an engine that is started again"
+        await asyncio.to_thread(app.rest_engines)
+        await asyncio.to_thread(app.on_all, "learn")
+        (tmp_path / "once").unlink()
+        await app.weights.publish(1)  # one of the engines, whichever came first, dies in the middle of it
+        (lost,) = app.weights.behind
+        await app.engine_back(lost)
+        said = await app.engines[lost].generate.remote([1], Sampling(4), "a", 1)
+        assert said.version == 1
+        await app.weights.behind[lost]
+        await asyncio.to_thread(app.on_all, "learn")
+        await app.weights.publish(2)
+        lent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} lent as version {v} with a probe" for v in range(3)]
+        every = await notes(app)
+        assert every[lost] == [lent[1].replace("lent", "read"), "expect", lent[2]]
+        assert every[1 - lost] == ["expect", lent[0], "rest", "expect", lent[1], "expect", lent[2]]
+        assert [event["kind"] for event in await app.events()] == ["engine_started"]
+        (tmp_path / "deadly").touch()
+        with pytest.raises(WorkerLost, match="learner rank 1 of 2 died: run the same command with --resume"):
+            await app.weights.publish(3)
+    finally:
+        await app.close()
+
+
 async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -> None:
     app = await started(plan(learners=1, engines=1), Hopeless)
     try:
-        assert await app.publish(0) == "through 1.28e-07 GB of the node's memory, which all of them map"
-        await app.publish(1)  # it is down, and may come back
-        while not app._behind[0].done():
-            await asyncio.wait([app._behind[0]])
+        assert await app.weights.publish(0) == "through 1.28e-07 GB of the node's memory, which all of them map"
+        await app.weights.publish(1)  # it is down, and may come back
+        while not app.weights.behind[0].done():
+            await asyncio.wait([app.weights.behind[0]])
         why = "engine 0: given up: 3 times in a row it did not live through taking weights, at last: its worker ran out"
-        for call in (app.play(None, 1), app.publish(2)):
+        for call in (app.play(None, 1), app.weights.publish(2)):
             with pytest.raises(EngineError, match=why):
                 await call
     finally:
@@ -232,16 +314,21 @@ async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> N
     """Also where its death is an engine's or a host's answer, who are alive."""
     app = await started(plan(learners=1, engines=1), make_player=Reporting)
     try:
-        await app.publish(0)
+        await app.weights.publish(0)
         (tmp_path / "group").touch()
         assert await app.play(tmp_path / "group", 1)
         os.kill(await app.board.pid.remote(), signal.SIGKILL)
         newer = await app.learners[0].put_weights.remote(1, 1 << 20, True)
-        for call in (app.publish(1), app._load(0, newer), app.play(tmp_path / "group", 1), app.events()):
+        for call in (
+            app.weights.publish(1),
+            app.weights._load(0, newer),
+            app.play(tmp_path / "group", 1),
+            app.events(),
+        ):
             with pytest.raises(WorkerLost, match=r"^the board died, .*: run the same command with --resume$"):
                 await asyncio.wait_for(call, 120)
         assert not app._down
-        assert not app._behind
+        assert not app.weights.behind
     finally:
         await app.close()
 
@@ -253,7 +340,7 @@ async def test_a_death_long_after_a_call_began_ends_no_run(tmp_path: Path, monke
     of = plan(learners=1, env_hosts=2, layout="disaggregated")
     app = await started(of, partial(Fragile, tmp_path / "prompt"))
     try:
-        await app.publish(0)
+        await app.weights.publish(0)
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
         assert await app.play(tmp_path / "group", 1), "by whoever is alive"
         engines = ray_app.RemoteEngine(app.engines, app.board, timeout_s=0.0)
@@ -305,15 +392,17 @@ def write_what_a_recipe_names(folder: Path) -> None:
 async def test_a_run_elsewhere_than_its_workers_in_bfloat16_on_shared_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks and two native engines in pairs; a recipe of relative paths and a token that only the driver has."""
+    """Two ranks that lend to two native engines; a recipe of relative paths and a token that only the driver has."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COUNTING_TOKEN", "secret")  # after Ray was started, as on a cluster
+    monkeypatch.setenv(LEND, "always")
     write_what_a_recipe_names(tmp_path)
     seen: list[tuple[Any, ...]] = []
     close = Cluster.close
 
     async def look_and_close(self: Cluster) -> None:
         rank, engine = self._app.learners[1], self._app.engines[1]
+        assert len(self._app.weights._devices) == 2, "ranks looked for engines on their device"
         seen.append(await rank.__ray_call__.remote(lambda r: (r._work._config.model.device, torch.get_num_threads())))
         seen.append(await engine.__ray_call__.remote(lambda e: (e._seat._model.dtype, torch.get_num_threads())))
         await close(self)

@@ -93,12 +93,16 @@ def test_a_pair_on_one_device_takes_turns() -> None:
     learner, engine = learner_memory(pair), engine_memory(pair)
     assert found["device, learning"].total == learner.total + engine.total - engine.parts["KV cache"]
     passing = sum(learner.parts[name] for name in PASSING)
-    assert found["device, playing"].total == learner.total - passing + engine.total
+    embedding = 152_064 * 3584
+    assert found["device, playing"].total == learner.total - passing + engine.total + 8 * embedding
     assert max(m.total for m in found.values()) < learner.total + engine.total
     assert found["device, loading"].parts["reference, whole"] == 8 * learner.parts["reference"]
     asleep = on_each_device(replace(pair, engine="vllm", memory_share=0.5), 80 * GIB)
     assert asleep["device, learning"].total == learner.total + CONTEXT, "vLLM gives everything back"
-    assert asleep["device, playing"].total == learner.total - passing + 40 * GIB + CONTEXT
+    assert asleep["device, playing"].total == learner.total - passing + 40 * GIB + CONTEXT + 10 * embedding
+    on_cpus, adapters = replace(pair, gpu=False), replace(pair, trained=1000)
+    assert "learner weights on their way" not in on_each_device(on_cpus)["device, playing"].parts
+    assert on_each_device(adapters)["device, playing"].parts["learner weights on their way"] == 2 * embedding
 
 
 def test_vllm_takes_its_share_of_the_whole_device() -> None:

@@ -13,6 +13,7 @@ import pytest_asyncio
 from vllm_for_tests import SMALL, gap, greedy, prompt, scored, vllm_processes
 
 from agentgym_rl.agent.engines.handover import HostMemories
+from agentgym_rl.agent.engines.lending import LentWeights, device_id, lend
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.errors import EngineError
@@ -156,6 +157,20 @@ async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabular
             assert found["model.embed_tokens.weight"] == probe.checksums["model.embed_tokens.weight"]
             assert gap(models[name], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
     memories.close()
+
+
+async def test_weights_are_lent_by_who_works_on_the_same_device(engine: Any, models: Any, vocabulary: int) -> None:
+    """Bucket by bucket, as ranks and engines of a cluster do: here through memory of the machine. vLLM keeps tensors
+    until it has all of a layer; a bucket has half of one."""
+    ids, seat = prompt(50, vocabulary), VllmSeat(engine)
+    for name in "BCA":
+        version, probe, door = engine.version + 1, probe_model(models[name]), await seat.expect()
+        assert door.device == device_id()
+        lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(models[name]), version, [door], 20_000))
+        assert await seat.load(LentWeights(door, version), version, probe) == ""
+        assert await lending == {}
+        reply = await engine.generate(ids, Sampling(8, seed=1), "a")
+        assert (reply.version, gap(models[name], ids, reply) < 1e-4) == (version, True)
 
 
 async def test_a_reply_under_way_keeps_its_weights(engine: Any, models: Any, folders: Any, vocabulary: int) -> None:

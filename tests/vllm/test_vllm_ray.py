@@ -1,4 +1,5 @@
-"""Engine actors on Ray that are vLLM: weights come through memory of the machine, replies through Ray's calls."""
+"""Engine actors on Ray that are vLLM: weights are lent by the rank beside it, or read from memory of the machine where
+it was started again, and replies come through Ray's calls."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from runs_for_tests import counting_config, quiet
 from vllm_for_tests import vllm_processes
 
 from agentgym_rl.runlog import read_metrics, read_trajectories
+from agentgym_rl.scale.publisher import LEND
 from agentgym_rl.train import train
 from agentgym_rl.types import StopReason
 
@@ -37,6 +39,7 @@ def kill_the_scheduler(folder: Path) -> None:
 async def test_a_run_goes_on_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PATIENT.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv(LEND, "always")
     config = counting_config(
         model__scratch__hidden_size=64,
         environments=[{"name": "keydoor", "subsets": ["near"]}],

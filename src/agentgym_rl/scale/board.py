@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentgym_rl.agent.engines.handover import HostWeights
+from agentgym_rl.agent.engines.lending import LentWeights
 from agentgym_rl.scale.weights import Arrived
 
 MOST_LOADS = 3
@@ -17,7 +18,7 @@ MOST_LOADS = 3
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A version of the weights and the way to it: one of two."""
+    """A version of the weights and the way to it: at most one of three."""
 
     version: int
     node: str
@@ -25,9 +26,16 @@ class Published:
     host: HostWeights | None
     """Where every engine is on that node."""
     refs: list[Any]
-    """Else: to buckets in Ray's object store."""
+    """Or: to buckets in Ray's object store."""
     probe: Any
     """What the learner says of some tokens."""
+    lent: LentWeights | None = None
+    """Or: for one engine, as a rank on its device lends it."""
+
+    @property
+    def coming(self) -> bool:
+        """Whether engines other than those that were lent it have to wait for a way."""
+        return self.host is None and not self.refs and self.lent is None
 
     @property
     def way(self) -> str:
@@ -39,6 +47,9 @@ class Published:
     async def arrived(self, node: str) -> AsyncIterator[Arrived | None]:
         """What an engine on `node` reads; None if it is no longer there, since another version is."""
         with contextlib.ExitStack() as opened:
+            if self.lent is not None:
+                yield self.lent
+                return
             if self.host is None:
                 yield [await ref for ref in self.refs]
                 return

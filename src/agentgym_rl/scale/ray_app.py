@@ -30,9 +30,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from agentgym_rl.agent.engines.handover import HostMemories
+from agentgym_rl.agent.engines.lending import Door, device_id, lend
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.board import Board, Published
 from agentgym_rl.scale.plan import Plan, bundles
+from agentgym_rl.scale.publisher import EngineGone, Publisher
 from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.routing import Homes
 from agentgym_rl.scale.turns import Turns
@@ -74,13 +76,21 @@ class LearnerRank:
     def call(self, method: str, *arguments: Any) -> Any:
         return getattr(self._work, method)(*arguments)
 
-    def put_weights(self, version: int, bucket_bytes: int, one_node: bool) -> Published | None:
+    def put_weights(self, version: int, bucket_bytes: int, one_node: bool, probe: Any = None) -> Published | None:
         """The whole state from rank 0, for engines on its node or anywhere; the others take part in it."""
         first, whole = self._rank == 0, self._work.whole_state()
         host = self._memories.fill(whole) if first and one_node else None
         made = buckets(whole, bucket_bytes, keep=first, staging=self._staging)  # of what was not read yet
-        refs, probe = [ray.put(bucket) for bucket in made], self._work.probe()
+        refs = [ray.put(bucket) for bucket in made]
+        probe = self._work.probe() if probe is None else probe
         return Published(version, node_id(), host, refs, probe) if first else None
+
+    def device(self) -> str:
+        return device_id()
+
+    def lend(self, version: int, bucket_bytes: int, doors: list[Door]) -> dict[str, str]:
+        """The whole state to engines on this device. Says which doors were not served, and why."""
+        return lend(self._work.whole_state(), version, doors, bucket_bytes)
 
     def node(self) -> str:
         return node_id()
@@ -143,6 +153,16 @@ class EngineReplica:
                 self._fresh.set()
         return self._seat.version
 
+    async def expect(self, version: int) -> Door:
+        """Be ready to be lent it by a rank on the same device."""
+        self._loading = self._loading or asyncio.Lock()
+        async with self._loading, self._or_again():
+            if version <= self._seat.version:
+                raise EngineError(f"has version {self._seat.version} of the weights, {version} is not newer")
+            door = await self._seat.expect()
+            self._resting = False
+            return door
+
     async def rest(self) -> None:
         """Leave the device to the learner it is shared with, until weights or a request come."""
         self._loading = self._loading or asyncio.Lock()
@@ -174,6 +194,9 @@ class EngineReplica:
     async def _fetch(self) -> None:
         tried = -1
         while (published := await self._board.published.remote()) is not None:
+            if published.coming:
+                await asyncio.sleep(RETRY_S)
+                continue
             if await self.load(published) >= published.version:
                 return
             if published.version == tried:
@@ -314,7 +337,6 @@ class RayApp:
         self.engines: list[Any] = []
         self.hosts: list[Any] = []
         self.room = 0
-        self.version = -1
         self._groups: list[Any] = []
         self._places: dict[str, list[dict[str, Any]]] = {}
         self._started_ray = False
@@ -322,11 +344,7 @@ class RayApp:
         self._turns = Turns(plan.env_hosts, plan.episodes_per_host, plan.worker_timeout_s)
         self._down: dict[int, asyncio.Task[None]] = {}
         """Hosts that died, and who waits for each to be back."""
-        self._behind: dict[int, asyncio.Task[None]] = {}
-        """Engines that missed an update, likewise."""
-        self._one_node = False
-        """Whether engines and the first learner are on one."""
-        self._threads, self._nodes = Threads(), Nodes()
+        self._threads, self._nodes, self.weights = Threads(), Nodes(), Publisher(self)
 
     def connect(self) -> None:
         """Join the cluster, or start one, and decide by what it has."""
@@ -374,13 +392,13 @@ class RayApp:
             await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
             rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
         except RayActorError:
-            await self._on_board("pid")
+            await self.on_board("pid")
             raise
         self.room = min(rooms)
         self._nodes.changes(ray.nodes())
         beside = await self.learners[0].node.remote()
         nodes = await asyncio.gather(*(engine.node.remote() for engine in self.engines))
-        self._one_node = set(nodes) == {beside} and hasattr(os, "memfd_create")
+        self.weights.one_node = set(nodes) == {beside} and hasattr(os, "memfd_create")
 
     def _join(self) -> None:
         plan = self.plan
@@ -479,38 +497,25 @@ class RayApp:
             return WorkerLost(f"learner rank {ranks} of {len(refs)} died: run the same command with --resume")
         return error.cause if isinstance(error, RayTaskError) and isinstance(error.cause, Exception) else error
 
-    # Weights: learner -> engines, through memory of the node where all are on one, else through Ray's object store.
+    # Weights: learner -> engines (scale/publisher.py).
 
-    async def publish(self, version: int) -> str:
-        """When this returns every engine samples with the learner's weights; one that is down asks for them later.
-        Says how they went."""
-        require_none_failed(self._behind.values())
-        size = self.plan.bucket_mb << 20
-        refs = [rank.put_weights.remote(version, size, self._one_node) for rank in self.learners]
-        (published, *_) = await self._threads.run(self._finish, refs)
-        await self._on_board("publish", published)
-        await asyncio.gather(*(self._load(i, published) for i in range(len(self.engines))))
-        self.version = version
-        return published.way
+    def ask_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        return [getattr(rank, method).remote(*some) for rank, some in zip(self.learners, arguments, strict=True)]
 
-    async def _load(self, index: int, published: Published) -> None:
-        version = published.version
+    async def answers_of(self, asked: list[Any]) -> list[Any]:
+        return await self._threads.run(self._finish, asked)
+
+    async def ask_engine(self, index: int, method: str, *arguments: Any) -> Any:
         try:
-            found = await self.engines[index].load.remote(published)
-        except RayActorError:
-            await self._on_board("pid")
-            # Started again it asks the board; if it was only out of reach, it has to be told.
-            self._behind[index] = asyncio.create_task(self._load_later(index, published))
-            return
+            return await getattr(self.engines[index], method).remote(*arguments)
+        except RayActorError as error:
+            await self.on_board("pid")
+            raise EngineGone(str(error)) from error
         except RayTaskError as error:
             raise EngineError(f"engine {index}: {error.cause}") from error
-        if found != version:
-            raise EngineError(f"engine {index} should have taken version {version} of the weights, it has {found}")
 
-    async def _load_later(self, index: int, published: Published) -> None:
+    async def engine_back(self, index: int) -> None:
         await answers(self.engines[index])
-        if published.version >= self.version:  # greater while other engines still take it
-            await self._load(index, published)
 
     # Groups: driver -> host.
 
@@ -519,12 +524,12 @@ class RayApp:
         what the dead one had of it is nowhere, so nothing is twice in a batch."""
         deaths = 0
         while True:
-            require_none_failed(self._behind.values())
+            require_none_failed(self.weights.tasks())
             async with self._turns.host(episodes) as index:
                 try:
                     return await self.hosts[index].play.remote(job)
                 except RayActorError as error:
-                    await self._on_board("pid")
+                    await self.on_board("pid")
                     self._host_lost(index)
                     deaths += 1
                     if deaths >= MOST_DEATHS:
@@ -548,9 +553,9 @@ class RayApp:
     async def events(self) -> list[dict[str, Any]]:
         nodes = self._nodes.changes(await asyncio.to_thread(ray.nodes))
         events, self._events = self._events, []
-        return nodes + events + await self._on_board("drain")
+        return nodes + events + await self.on_board("drain")
 
-    async def _on_board(self, method: str, *arguments: Any) -> Any:
+    async def on_board(self, method: str, *arguments: Any) -> Any:
         """What it answers. Engines and hosts call it too: to whoever calls them its death looks like theirs."""
         try:
             return await getattr(self.board, method).remote(*arguments)
@@ -561,7 +566,7 @@ class RayApp:
 
     async def close(self) -> None:
         """Close what actors hold, end them, give their places back."""
-        waiting = (*self._down.values(), *self._behind.values())
+        waiting = (*self._down.values(), *self.weights.tasks())
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)  # what they failed of has been told, or something worse

@@ -76,7 +76,7 @@ class Threads:
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
-def require_none_failed(tasks: Iterable[asyncio.Task[None]]) -> None:
+def require_none_failed(tasks: Iterable[asyncio.Future[Any]]) -> None:
     """What nobody waits for must not fail unseen."""
     for task in tasks:
         if task.done() and not task.cancelled():

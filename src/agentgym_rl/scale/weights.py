@@ -2,11 +2,13 @@
 
 A bucket travels as one message through an object store, whatever types its tensors have, and is copied into an engine's
 tensors in place. An engine takes all buckets of a version or none. Where all are on one machine the tensors are in
-memory that engines map instead (HostWeights), which is read the same way.
+memory that engines map instead (HostWeights), which is read the same way. From a learner on its own device an engine
+is lent them there (LentWeights); if that breaks off it has no version until it has taken a whole one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 
 from agentgym_rl.agent.engines.handover import HostWeights, copies_done, padded, refused
+from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.errors import EngineError
 
 
@@ -40,8 +43,8 @@ class Bucket:
             yield name, whole[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
 
 
-Arrived = Sequence[Bucket | HostWeights]
-"""All buckets of a version, or all of it in memory of the machine."""
+Arrived = Sequence[Bucket | HostWeights] | LentWeights
+"""All buckets of a version, or all of it in memory of the machine, or as a learner is about to lend it."""
 
 
 class Receiver(Protocol):
@@ -61,6 +64,10 @@ class Receiver(Protocol):
     async def load(self, arrived: Arrived, version: int, probe: Any = None) -> str:
         """Use these weights from now on; nothing is sampled while they are half there. A `probe` is what the learner
         says of some tokens, for engines that are to be checked. Returns why it takes longer than it should, if so."""
+        ...
+
+    async def expect(self) -> Door:
+        """Be ready, awake if it rests, to `load` weights that a learner on the same device lends."""
         ...
 
     async def rest(self) -> None:
@@ -110,21 +117,39 @@ def load_buckets(own: Mapping[str, Tensor], arrived: Iterable[Bucket | HostWeigh
     missing only where its tensor is tied to one that is there."""
     arrived = list(arrived)
     shapes = {name: shape for bucket in arrived for name, _, shape, _ in bucket.entries}
-    loaded = {own[name].data_ptr() for name in shapes if name in own}
+    _require_fit(own, shapes, whole=True)
+    for bucket in arrived:
+        for name, tensor in bucket.tensors():
+            own[name].copy_(tensor, non_blocking=True)
+    copies_done()
+
+
+@torch.no_grad()
+def load_lent(own: Mapping[str, Tensor], lent: LentWeights) -> None:
+    """Likewise, as a learner lends them: each is checked before it is written, that all were there afterwards."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    with contextlib.closing(lent.tensors()) as named:
+        for name, tensor in named:
+            shapes[name] = tuple(tensor.shape)
+            _require_fit(own, {name: shapes[name]}, whole=False)
+            own[name].copy_(tensor, non_blocking=True)
+            del tensor  # the lender frees it when it is told that all is taken
+    _require_fit(own, shapes, whole=True)
+
+
+def _require_fit(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], *, whole: bool) -> None:
     problems = [f"unexpected {name}" for name in shapes if name not in own]
     problems += [
         f"{name} has shape {shape}, needed {tuple(own[name].shape)}"
         for name, shape in shapes.items()
         if name in own and shape != tuple(own[name].shape)
     ]
-    problems += [f"missing {n}" for n, tensor in own.items() if n not in shapes and tensor.data_ptr() not in loaded]
+    if whole:
+        loaded = {own[name].data_ptr() for name in shapes if name in own}
+        problems += [f"missing {n}" for n, tensor in own.items() if n not in shapes and tensor.data_ptr() not in loaded]
     if problems:
         more = f"; and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise EngineError(f"the weights do not fit the engine's model: {'; '.join(problems[:3])}{more}")
-    for bucket in arrived:
-        for name, tensor in bucket.tensors():
-            own[name].copy_(tensor, non_blocking=True)
-    copies_done()
 
 
 class InPlace:
@@ -143,9 +168,16 @@ class InPlace:
 
     async def load(self, arrived: Arrived, version: int, probe: Any = None) -> str:
         # No await between the first copy and the new version: no token is sampled from a mixture.
-        load_buckets(self._model.state_dict(), arrived)
+        if isinstance(arrived, LentWeights):
+            self.engine.version = -1  # should it break off
+            load_lent(self._model.state_dict(), arrived)
+        else:
+            load_buckets(self._model.state_dict(), arrived)
         await self.engine.update_weights(None, version)
         return refused()
+
+    async def expect(self) -> Door:
+        return expect()
 
     async def rest(self) -> None:
         await self.engine.rest()

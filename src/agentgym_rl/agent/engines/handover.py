@@ -207,10 +207,7 @@ class Window:
                 torch.zeros(1, device="cuda").add_(1)
 
     def tensor(self, entry: Entry) -> torch.Tensor:
-        _, dtype, shape, start = entry
-        kind = getattr(torch, dtype)
-        count = torch.Size(shape).numel() * kind.itemsize
-        return self._bytes[start : start + count].view(kind).view(shape) if count else torch.empty(shape, dtype=kind)
+        return part(self._bytes, entry)
 
     def close(self) -> None:
         """The memory is unmapped when nobody has a tensor of it any more."""
@@ -232,12 +229,22 @@ def pack(state: Mapping[str, torch.Tensor] | HostWeights, memory: HostMemory | N
     return bytes(ForkingPickler.dumps((weights, lent))), (memory, lent)
 
 
-def unpack(message: bytes) -> Iterable[tuple[str, torch.Tensor]]:
+def unpack(message: bytes) -> Iterator[tuple[str, torch.Tensor]]:
     """Only ever called on what `pack` of the parent process wrote."""
     loaded: Any = pickle.loads(message)
     weights, lent = loaded
     yield from weights.tensors()
     yield from lent.items()
+
+
+def part(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """A tensor in these bytes: they themselves, unless it is empty."""
+    _, dtype, shape, start = entry
+    kind = getattr(torch, dtype)
+    count = torch.Size(shape).numel() * kind.itemsize
+    if not count:
+        return torch.empty(shape, dtype=kind, device=memory.device)
+    return memory[start : start + count].view(kind).view(shape)
 
 
 def copies_done() -> None:

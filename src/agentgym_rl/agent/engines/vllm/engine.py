@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from agentgym_rl.agent.engines.handover import HostMemory, HostWeights, pack
+from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.agent.engines.vllm.checks import EXTENSION, lora_room, reply_room, require_vllm, signed_64
 from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.agent.engines.vllm.probe import Probe
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
-Source = str | Path | Mapping[str, Any] | HostWeights
-"""Weights: a Hugging Face folder, a peft adapter's folder, a state dict of this process, or tensors in memory that
-another process of this machine lends."""
+Source = str | Path | Mapping[str, Any] | HostWeights | LentWeights
+"""Weights: a Hugging Face folder, a peft adapter's folder, a state dict of this process, tensors in memory that another
+process of this machine lends, or such as come through the door of `expect()`, from a process on the same device."""
 LOOK_S = 1.0
 """Between looks whether vLLM's processes live, where it would not say."""
 
@@ -162,6 +163,14 @@ class VllmEngine:
                 raise EngineError(f"vLLM could not take weights {version}: {_words(error)}") from error
             self._open.set()
 
+    async def expect(self) -> Door:
+        """Where another process on the same device may lend weights, once: hand it to `lending.lend` there, and to
+        `update_weights` as LentWeights."""
+        async with self._lock:
+            await self._gate()
+            (found,) = await self._unless_it_dies(self._llm.collective_rpc("agentgym_expect"))
+            return Door(*found)
+
     def stats(self) -> dict[str, int]:
         """Counters since the last reset; reused prompt tokens were in the cache already."""
         return dict(self._stats)
@@ -225,7 +234,11 @@ class VllmEngine:
             probe.check(await self._score(probe.token_ids), version)
 
     async def _load(self, source: Source, version: int) -> None:
-        if isinstance(source, (Mapping, HostWeights)):
+        if isinstance(source, LentWeights):
+            await self._drop_adapter()
+            await self._llm.collective_rpc("agentgym_load_lent", args=(list(source.door), source.version))
+            self.remark = ""
+        elif isinstance(source, (Mapping, HostWeights)):
             await self._drop_adapter()
             if isinstance(source, Mapping):
                 self._memory = self._memory or HostMemory()
@@ -282,7 +295,7 @@ class VllmEngine:
             raise EngineError("vLLM gave no reply.")
         return output
 
-    async def _unless_it_dies(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_it_dies(self, work: Coroutine[Any, Any, Any]) -> Any:
         """vLLM's processes may die with an answer owed, and vLLM then waits for it for ever."""
         task = asyncio.create_task(work)
         try:
@@ -290,7 +303,7 @@ class VllmEngine:
                 await asyncio.wait([task], timeout=LOOK_S)
                 if self.died and not task.done():
                     raise EngineError("vLLM's processes died.")
-            task.result()
+            return task.result()
         finally:
             task.cancel()
 

@@ -6,9 +6,11 @@ Nobody else imports this module: its import is the first that a worker does of o
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from agentgym_rl.agent.engines.handover import copies_done, refused, unpack
+from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.agent.engines.vllm.guard import end_with_owner
 from agentgym_rl.agent.engines.vllm.probe import held
 
@@ -33,6 +35,18 @@ class WorkerExtension:
         self._agentgym_pack_heads()
         copies_done()
         return refused()
+
+    def agentgym_expect(self) -> list[str]:
+        """Be ready for weights that a learner on this device lends; returns the Door."""
+        return list(expect())
+
+    def agentgym_load_lent(self, door: list[str], version: int) -> None:
+        """As such a learner lends them."""
+        # vLLM keeps tensors until it has all of a layer, and padded ones until the end: no lender would wait so long.
+        with contextlib.closing(LentWeights(Door(*door), version).copies()) as weights:
+            self.reload_weights(weights_iterator=weights)
+        self._agentgym_pack_heads()
+        copies_done()
 
     def agentgym_held(self, shapes: dict[str, list[int]]) -> dict[str, str]:
         """Checksums of the model's tensors, for the learner to compare with its own."""

@@ -1,0 +1,319 @@
+"""Weights from a learner's process to an engine's on the same device, without leaving it.
+
+    engine      `expect()`: a door, of which only this process and whoever is told of it know
+    learner     `lend(tensors, version, doors, ...)`: knocks, writes tensors into a room as they are gathered, and when
+                it is full says so; writes on when every engine said that it has taken what is there
+    engine      `LentWeights(door, version).tensors()`: the room's tensors, one after the other, to be copied in place
+
+A room is memory of the CUDA device, which other processes open through CUDA IPC, or on a CPU memory that they map: the
+same protocol, so that it is tested where there is no device. There is one, of a bucket's size or that of the largest
+tensor. Whoever dies closes its end of the line: an engine that is gone is left out, since gathering takes every rank;
+one whose learner is gone has half of a version and raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from agentgym_rl.agent.engines.handover import Entry, copies_done, padded, part
+from agentgym_rl.errors import EngineError
+
+TAKEN = b"taken"
+"""What an engine answers to each message."""
+BROKEN = (OSError, EOFError, AuthenticationError)
+"""What a line fails with when the process at its other end is gone."""
+DEVICE, COUNTER, COUNTER_OFFSET = 6, 11, 12
+"""Places in what torch rebuilds a CUDA tensor from."""
+
+
+class Door(NamedTuple):
+    """Where an engine waits for a learner."""
+
+    name: str
+    """Of a Unix socket without a file, which is gone with its process."""
+    key: str
+    device: str
+    """As `device_id` names it: only who works on the same one may lend."""
+
+
+def device_id() -> str:
+    """The same in all processes that work on one device, however each of them numbers it, and in no other."""
+    if torch.cuda.is_initialized():
+        return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+    return f"CPU-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+def is_gpu(device: str) -> bool:
+    return device.startswith("GPU-")
+
+
+_door: tuple[str, Listener] | None = None
+"""Of this process: a new one replaces it."""
+
+
+def expect() -> Door:
+    """Open the door for one version of the weights."""
+    global _door
+    _shut()
+    door = Door(f"\0agentgym-rl-{secrets.token_hex(16)}", secrets.token_hex(32), device_id())
+    _door = (door.name, Listener(door.name, "AF_UNIX", authkey=bytes.fromhex(door.key)))
+    return door
+
+
+def _shut() -> None:
+    global _door
+    if _door is not None:
+        _door[1].close()
+    _door = None
+
+
+@dataclass(frozen=True, slots=True)
+class LentWeights:
+    """A version of the weights that a learner on this device is about to lend, in the process that expects it."""
+
+    door: Door
+    version: int
+
+    def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
+        """One after the other, each to be copied and let go of before the next is asked for: it is the lender's memory,
+        which is written anew. EngineError where the lender is gone."""
+        if _door is None or _door[0] != self.door.name:
+            raise EngineError(f"weights {self.version} are not expected here: call expect() first, once for a version")
+        try:
+            with _door[1].accept() as line:
+                yield from self._taken(line)
+        except BROKEN as error:
+            raise EngineError(
+                f"the learner that lent weights {self.version} is gone before all of them were there ({error!r})"
+            ) from error
+        finally:
+            _shut()
+
+    def copies(self) -> Generator[tuple[str, torch.Tensor]]:
+        """Likewise, for who keeps them longer."""
+        for name, tensor in self.tensors():
+            copy = tensor.clone()
+            del tensor
+            yield name, copy
+
+    def _taken(self, line: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        room: torch.Tensor | None = None
+        while True:
+            kind, what = line.recv()
+            if kind == "version" and what != self.version:
+                raise EngineError(f"weights {self.version} were expected, the learner lends {what}")
+            if kind == "room":
+                room = None  # closed before the next is opened, or the lender frees it
+                room = None if what is None else _opened(what)
+            if kind == "take":
+                assert room is not None
+                for entry in what:
+                    yield entry[0], part(room, entry)
+                copies_done()
+            line.send_bytes(TAKEN)
+            if kind == "end":
+                return
+
+
+class Room(Protocol):
+    """Memory that a lender writes and others read."""
+
+    bytes: torch.Tensor
+
+    def lent(self) -> Any:
+        """What another process opens it by; asked for once for each."""
+        ...
+
+    def take_back(self, lent: Any) -> None:
+        """From a process that died, or might never say that it is done."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DeviceRoom:
+    """Of this process's CUDA device. Torch counts who has it open, and frees it when nobody has."""
+
+    def __init__(self, size: int) -> None:
+        with _plain_segments():
+            self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def lent(self) -> Any:
+        return reduce_tensor(self.bytes)[1]
+
+    def take_back(self, lent: Any) -> None:
+        torch.UntypedStorage._release_ipc_counter(lent[COUNTER], lent[COUNTER_OFFSET], device=lent[DEVICE])
+
+    def close(self) -> None:
+        del self.bytes
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()  # an engine needs it more than torch's cache does
+
+
+class HostRoom:
+    """Of the machine, without a name. It is gone with the last process that maps it."""
+
+    def __init__(self, size: int) -> None:
+        self._file = os.memfd_create("agentgym-rl-lent")
+        os.truncate(self._file, size)
+        self.bytes = _mapped(self._file, size)
+
+    def lent(self) -> Any:
+        return f"/proc/{os.getpid()}/fd/{self._file}", len(self.bytes)
+
+    def take_back(self, lent: Any) -> None:
+        """Nothing: the machine knows who died."""
+
+    def close(self) -> None:
+        del self.bytes
+        os.close(self._file)
+
+
+def _mapped(file: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+
+
+def _opened(lent: Any) -> torch.Tensor:
+    if isinstance(lent[0], str):
+        with open(lent[0], "r+b", buffering=0) as file:
+            return _mapped(file.fileno(), lent[1])
+    # The lender's number of the device need not be ours; that it is the same device was found out before.
+    parts = [*lent]
+    parts[DEVICE] = torch.cuda.current_device()
+    return cast(torch.Tensor, rebuild_cuda_tensor(*parts))
+
+
+@contextlib.contextmanager
+def _plain_segments() -> Iterator[None]:
+    """Of torch's memory. Segments that can grow are opened by other processes only where these may trace each other."""
+    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
+    if not any("expandable_segments:true" in text.lower() for text in settings):
+        yield
+        return
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+
+
+class Lender:
+    """Lines to engines and the room between them. `failed`: {door's name: why} of engines that are left out."""
+
+    def __init__(self, doors: Sequence[Door], version: int) -> None:
+        self.failed: dict[str, str] = {}
+        self._lines: dict[str, Connection] = {}
+        self._room: Room | None = None
+        self._lent: dict[str, Any] = {}
+        for door in doors:
+            with self._or_without(door.name):
+                self._lines[door.name] = Client(door.name, "AF_UNIX", authkey=bytes.fromhex(door.key))
+        self._say(dict.fromkeys(self._lines, ("version", version)))
+
+    def need(self, size: int) -> None:
+        """Of the room, when nothing is in it that anybody still has to take."""
+        if self._room is None or len(self._room.bytes) < size:
+            self._clear()
+            room = self._room = DeviceRoom(size) if torch.cuda.is_initialized() else HostRoom(size)
+            self._lent = {name: room.lent() for name in self._lines}
+            self._say({name: ("room", lent) for name, lent in self._lent.items()})
+
+    def write(self, tensor: torch.Tensor, entry: Entry) -> None:
+        assert self._room is not None
+        part(self._room.bytes, entry).copy_(tensor.detach(), non_blocking=True)
+
+    def hand_over(self, entries: list[Entry]) -> None:
+        """Returns when every engine has taken these tensors of the room."""
+        copies_done()
+        self._say(dict.fromkeys(self._lines, ("take", entries)))
+
+    def end(self) -> None:
+        """When there is no more."""
+        self._clear()
+        self._say(dict.fromkeys(self._lines, ("end", None)))
+
+    def close(self) -> None:
+        """Whatever came to pass; engines that were told of no end know that there is more."""
+        for name in list(self._lines):
+            self._leave(name)
+        if self._room is not None:
+            self._room.close()
+        self._room = None
+
+    def __bool__(self) -> bool:
+        """Whether there is anybody to lend to."""
+        return bool(self._lines)
+
+    def _clear(self) -> None:
+        self._say(dict.fromkeys(self._lines, ("room", None)))
+        self._lent = {}
+        if self._room is not None:
+            self._room.close()
+        self._room = None
+
+    def _say(self, messages: dict[str, Any]) -> None:
+        """To all, before the first is waited for."""
+        for name, message in messages.items():
+            with self._or_without(name):
+                self._lines[name].send(message)
+        for name in messages:
+            if name in self._lines:
+                with self._or_without(name):
+                    self._lines[name].recv_bytes()
+
+    @contextlib.contextmanager
+    def _or_without(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except BROKEN as error:
+            self.failed[name] = f"it could not be reached, or broke off ({error!r})"
+            self._leave(name)
+
+    def _leave(self, name: str) -> None:
+        line = self._lines.pop(name, None)
+        if line is not None:
+            line.close()
+        if name in self._lent and self._room is not None:
+            self._room.take_back(self._lent.pop(name))
+
+
+@torch.no_grad()
+def lend(
+    named: Iterable[tuple[str, torch.Tensor]], version: int, doors: Sequence[Door], bucket_bytes: int
+) -> dict[str, str]:
+    """All tensors to the engines behind these doors, in rooms of `bucket_bytes` or of the largest tensor's size. Every
+    tensor is asked for even where nobody takes it. Returns which doors were not served, and why."""
+    lender = Lender(doors, version)
+    try:
+        entries: list[Entry] = []
+        start = 0
+        for name, tensor in named:
+            if not lender:
+                continue
+            length = padded(tensor)
+            if entries and start + length > bucket_bytes:
+                lender.hand_over(entries)
+                entries, start = [], 0
+            if not entries:
+                lender.need(max(bucket_bytes, length))
+            entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
+            lender.write(tensor, entries[-1])
+            start += length
+        if entries:
+            lender.hand_over(entries)
+        lender.end()
+    finally:
+        lender.close()
+    return lender.failed

@@ -1,0 +1,130 @@
+"""Weights lent from one process to another on one CUDA device: bits, memory, and what a death leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from borrower_for_tests import borrower
+
+from agentgym_rl.agent.engines.lending import device_id, lend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+BUCKET = 64 << 20
+SLACK = 48 << 20
+"""Of the device: what a context or an allocator may take once."""
+
+
+def a_state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return {
+        "a": torch.randn(4096, 2049, device="cuda", generator=generator).to(torch.bfloat16),
+        "b": torch.randn(7, device="cuda", generator=generator),
+        "c": torch.empty(0, 2, device="cuda"),
+        "d": torch.randn(33, 5, device="cuda", generator=generator).t(),
+        "e": torch.randn(9000, 4096, device="cuda", generator=generator).to(torch.bfloat16),  # more than a bucket
+        "f": torch.randn(4096, 2048, device="cuda", generator=generator),
+    }
+
+
+def as_gathered(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each is gone as soon as the next is asked for, and its memory used again."""
+    for name, tensor in state.items():
+        yield name, tensor.clone()
+
+
+def same(found: Any, state: dict[str, torch.Tensor]) -> bool:
+    assert not isinstance(found, str), found
+    return found.keys() == state.keys() and all(
+        torch.equal(torch.from_numpy(found[name]), t.cpu().contiguous().view(-1).view(torch.uint8))
+        for name, t in state.items()
+    )
+
+
+def used() -> int:
+    """Bytes of the device, whoever has them."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.fixture
+def bases() -> Iterator[None]:
+    torch.zeros(1, device="cuda")
+    yield
+    torch.cuda.empty_cache()
+
+
+def test_every_version_has_the_same_bits_and_twenty_take_no_more_memory_than_two(bases: None) -> None:
+    with borrower(a_state(0), "cuda") as engine:
+        memory = []
+        for version in range(20):
+            state, door = a_state(version), engine.expect()
+            assert door.device == device_id()
+            assert door.device.startswith("GPU-")
+            engine.begin(door, version)
+            assert lend(as_gathered(state), version, [door], BUCKET) == {}
+            assert same(engine.result(), state)
+            memory.append(used())
+        assert max(memory[2:]) - memory[1] < SLACK, [m >> 20 for m in memory]
+
+
+def test_there_is_about_a_bucket_of_extra_memory_or_the_largest_tensor(bases: None) -> None:
+    state = a_state(3)
+    largest = max(t.numel() * t.element_size() for t in state.values())
+    with borrower(state, "cuda") as engine:
+        door = engine.expect()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        engine.begin(door, 0)
+        assert lend(state.items(), 0, [door], BUCKET) == {}
+        assert torch.cuda.max_memory_allocated() - before <= max(BUCKET, largest) + (2 << 20)
+        assert torch.cuda.memory_allocated() <= before
+        assert same(engine.result(), state)
+
+
+def test_two_engines_take_at_the_same_time_and_one_that_is_killed_leaves_no_memory_behind(bases: None) -> None:
+    state = a_state(5)
+    with borrower(state, "cuda") as stays:
+        for version in range(6):
+            before, allocated = used(), torch.cuda.memory_allocated()
+            with borrower(state, "cuda") as dies:
+                doors = [stays.expect(), dies.expect()]
+                stays.begin(doors[0], version)
+                dies.begin(doors[1], version, dies_of="f")
+                assert lend(as_gathered(state), version, doors, BUCKET).keys() == {doors[1].name}
+                assert same(stays.result(), state)
+                dies.process.join(60)
+            torch.cuda.ipc_collect()
+            assert torch.cuda.memory_allocated() <= allocated, "the room that it had open is freed"
+            if version > 1:
+                assert used() - before < SLACK
+
+
+def test_expandable_segments_do_not_keep_memory_from_being_lent(bases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    torch.cuda.empty_cache()
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    try:
+        state = a_state(6)
+        with borrower(state, "cuda") as engine:
+            door = engine.expect()
+            engine.begin(door, 0)
+            assert lend(as_gathered(state), 0, [door], BUCKET) == {}
+            assert same(engine.result(), state)
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+
+
+def test_float32_that_is_on_the_host_arrives_on_the_device_too(bases: None) -> None:
+    """As parameters do that a learner keeps there."""
+    state = {name: tensor.cpu() for name, tensor in a_state(7).items()}
+    with borrower(state, "cuda") as engine:
+        door = engine.expect()
+        engine.begin(door, 0)
+        assert lend(((n, t.clone()) for n, t in state.items()), 0, [door], BUCKET) == {}
+        assert same(engine.result(), state)

@@ -1,0 +1,256 @@
+"""Weights that a learner lends to engines on its device, in the form that needs none: what arrives, bucket by bucket,
+and what becomes of whom when one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from borrower_for_tests import borrower
+from processes_for_tests import CONTEXT
+from ranks_for_tests import on_ranks
+from training_for_tests import tiny_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from agentgym_rl.agent.engines.lending import Door, LentWeights, device_id, expect, lend
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.errors import EngineError
+from agentgym_rl.scale.ranks import ProcessRanks, whole_state
+from agentgym_rl.scale.weights import InPlace, load_lent
+from agentgym_rl.types import Sampling
+
+
+def a_state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(3, 5, generator=generator),
+        "b": torch.randn(7, generator=generator).to(torch.bfloat16),
+        "c": torch.empty(0, 2),
+        "d": torch.randn((), generator=generator),
+        "e": torch.randn(40, 30, generator=generator),
+        "f": torch.randn(2, 3, generator=generator).t(),
+    }
+
+
+def has(found: Any, state: dict[str, torch.Tensor]) -> bool:
+    """Bit for bit."""
+    assert not isinstance(found, str), found
+    wanted = {name: t.contiguous().view(-1).view(torch.uint8).tolist() for name, t in state.items()}
+    return {name: values.tolist() for name, values in found.items()} == wanted
+
+
+def rooms_open() -> list[str]:
+    """Of this process."""
+    found = []
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            target = os.readlink(file)
+        except FileNotFoundError:
+            continue  # that of this look itself
+        if "agentgym-rl-lent" in target:
+            found.append(target)
+    return found
+
+
+def test_another_process_has_every_version_bit_for_bit_whatever_the_buckets() -> None:
+    with borrower(a_state(0)) as engine:
+        for version, bucket_bytes in enumerate((1, 200, 4096, 1 << 20)):
+            state, door = a_state(version), engine.expect()
+            assert door.device == device_id()
+            engine.begin(door, version)
+            assert lend(state.items(), version, [door], bucket_bytes) == {}
+            assert has(engine.result(), state)
+    assert not rooms_open()
+
+
+def test_a_bucket_is_written_when_the_one_before_it_is_taken() -> None:
+    asked: list[int] = []
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(12):
+            asked.append(number)
+            yield str(number), torch.full((16,), float(number))  # 64 bytes: four in a bucket
+
+    door = expect()
+    lender = threading.Thread(target=lend, args=(named(), 3, [door], 256), daemon=True)
+    lender.start()
+    for number, (name, tensor) in enumerate(LentWeights(door, 3).tensors()):
+        assert name == str(number)
+        assert tensor.tolist() == [float(number)] * 16
+        assert max(asked) <= number // 4 * 4 + 4, "one tensor beyond the bucket is gathered, and none written"
+        del tensor
+    lender.join(60)
+    assert asked == list(range(12))
+    assert not rooms_open()
+
+
+async def test_a_native_engine_samples_with_what_it_was_lent_and_a_tied_head_travels_once() -> None:
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
+    learner, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    assert "lm_head.weight" not in dict(whole_state(learner))
+    seat, wanted = InPlace(NativeEngine(model, max_sessions=2), model), NativeEngine(learner, max_sessions=2)
+    door = await seat.expect()
+    lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(learner), 7, [door], 1000))
+    await asyncio.sleep(0)
+    assert await seat.load(LentWeights(door, 7), 7) == ""
+    assert await lending == {}
+    assert torch.equal(model.lm_head.weight, learner.lm_head.weight)
+    sampling = Sampling(6, temperature=1.0, seed=3)
+    found, expected = [await e.generate([1, 2, 3], sampling, "s") for e in (seat.engine, wanted)]
+    assert (found.token_ids, found.logprobs, found.version) == (expected.token_ids, expected.logprobs, 7)
+    await seat.engine.close()
+    await wanted.close()
+
+
+def test_an_engine_that_is_killed_is_left_out_and_the_others_have_everything() -> None:
+    state, asked = a_state(1), []
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in state.items():
+            asked.append(name)
+            yield name, tensor
+
+    with borrower(state) as first, borrower(state) as second, borrower(state) as absent:
+        doors = [first.expect(), second.expect(), absent.expect()]
+        absent.process.kill()
+        absent.process.join(60)
+        first.begin(doors[0], 5, dies_of="b")
+        second.begin(doors[1], 5)
+        failed = lend(named(), 5, doors, 64)
+        assert failed.keys() == {doors[0].name, doors[2].name}
+        assert "could not be reached, or broke off (ConnectionRefused" in failed[doors[2].name]
+        assert has(second.result(), state)
+        first.process.join(60)
+        assert not first.process.is_alive()
+        for door in (doors[0], doors[2]):
+            asked.clear()
+            assert lend(named(), 6, [door], 64).keys() == {door.name}
+            assert asked == list(state), "gathering takes every rank, whether or not its engine is there"
+    assert not rooms_open()
+
+
+def lend_and_die(door: Door) -> None:
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "a", torch.ones(4)
+        yield "b", torch.ones(4)
+        yield "c", torch.ones(4)
+        os._exit(9)
+
+    lend(named(), 2, [door], 64)
+
+
+async def test_an_engine_whose_learner_dies_half_way_has_no_version_until_it_has_a_whole_one() -> None:
+    model = tiny_model(1)
+    seat = InPlace(NativeEngine(model, max_sessions=2), model)
+    seat.engine.version = 1
+    own = {name: torch.zeros(4) for name in "abcd"}
+    seat._model = type("Model", (), {"state_dict": lambda self: own})()
+    door = await seat.expect()
+    process = CONTEXT.Process(target=lend_and_die, args=(door,))
+    process.start()
+    with pytest.raises(EngineError, match="the learner that lent weights 2 is gone before all of them were there"):
+        await seat.load(LentWeights(door, 2), 2)
+    assert seat.version == -1
+    assert own["a"].all(), "it was not for nothing that it lost its version"
+    process.join(60)
+    assert process.exitcode == 9
+    door = await seat.expect()
+    lender = threading.Thread(target=lend, args=({n: torch.full((4,), 2.0) for n in own}.items(), 3, [door], 64))
+    lender.start()
+    await seat.load(LentWeights(door, 3), 3)
+    lender.join(60)
+    assert seat.version == 3
+    assert all(tensor.tolist() == [2.0] * 4 for tensor in own.values())
+
+
+@pytest.mark.parametrize(
+    ("sent", "version", "message"),
+    [
+        ({"a": torch.ones(2), "b": torch.ones(4)}, 4, r"b has shape \(4,\), needed \(3,\)"),
+        ({"a": torch.ones(2), "c": torch.ones(3)}, 4, "unexpected c"),
+        ({"a": torch.ones(2)}, 4, "missing b"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, 5, "weights 4 were expected, the learner lends 5"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_the_lender_does_not_wait_for_ever(
+    sent: dict[str, torch.Tensor], version: int, message: str
+) -> None:
+    own = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    door, failed = expect(), []
+    lender = threading.Thread(target=lambda: failed.append(lend(sent.items(), version, [door], 1)), daemon=True)
+    lender.start()
+    with pytest.raises(EngineError, match=message):
+        load_lent(own, LentWeights(door, 4))
+    lender.join(60)
+    assert not lender.is_alive()
+    assert bool(failed[0]) == ("missing" not in message)
+    assert not own["b"].any()
+
+
+def test_a_door_is_for_one_version_and_for_who_was_told_of_it() -> None:
+    with pytest.raises(EngineError, match="weights 1 are not expected here"):
+        next(LentWeights(Door("elsewhere", "00", device_id()), 1).tensors())
+    old = expect()
+    door = expect()
+    with pytest.raises(EngineError, match="not expected here"):
+        next(LentWeights(old, 1).tensors())
+    assert "ConnectionRefused" in lend([], 1, [old], 1)[old.name], "nobody is there any more"
+    failed: list[dict[str, str]] = []
+    stranger = threading.Thread(target=lambda: failed.append(lend([], 1, [door._replace(key="00")], 1)))
+    stranger.start()
+    with pytest.raises(EngineError, match="AuthenticationError"):
+        next(LentWeights(door, 1).tensors())
+    stranger.join(60)
+    assert failed[0].keys() == {door.name}
+
+
+def lent_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
+    """Three versions, each rank to an engine in its own process; of the second the last rank's engine has enough."""
+    learner, engine = tiny_model(1), tiny_model(2)
+    ranks.place(learner)
+    found = []
+    for version in range(3):
+        with torch.no_grad():
+            for parameter in learner.parameters():
+                parameter.mul_(-1.5)
+        door, failed = expect(), []
+        broken = version == 1 and ranks.rank == ranks.size - 1
+
+        def take(door: Door = door, version: int = version, broken: bool = broken, failed: Any = failed) -> None:
+            own = engine.state_dict()
+            if broken:
+                own.pop("model.norm.weight")
+            try:
+                load_lent(own, LentWeights(door, version))
+            except EngineError as error:
+                failed.append(str(error))
+
+        taker = threading.Thread(target=take)
+        taker.start()
+        left_out = lend(whole_state(learner), version, [door], 3000)
+        taker.join(300)
+        whole = dict(whole_state(learner))
+        same = all(torch.equal(tensor, whole[name]) for name, tensor in engine.state_dict().items())
+        mine = (same, len(left_out), failed)
+        every: list[Any] = [None] * ranks.size
+        torch.distributed.all_gather_object(every, mine)
+        found.append(every)
+    return found
+
+
+@pytest.mark.timeout(900)
+def test_two_ranks_lend_to_two_engines_and_one_that_fails_does_not_hold_up_the_other(tmp_path: Path) -> None:
+    fine = (True, 0, [])
+    first, second, third = on_ranks(2, lent_on_ranks, tmp_path)
+    assert first == third == [fine, fine]
+    assert second[0] == fine
+    same, left_out, why = second[1]
+    assert (same, left_out) == (False, 1)
+    assert why == ["the weights do not fit the engine's model: unexpected model.norm.weight"]

@@ -1,0 +1,167 @@
+"""Which engine gets weights by which way, and that nobody waits for ever when one of many fails. Processes are tasks
+here; tests/e2e/test_ray_app.py has real ones."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from agentgym_rl.agent.engines.lending import Door
+from agentgym_rl.errors import EngineError, WorkerLost
+from agentgym_rl.scale import publisher
+from agentgym_rl.scale.board import Published
+from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.publisher import LEND, EngineGone, Publisher, lends, pairs
+
+
+def plan(**changes: Any) -> Plan:
+    common: dict[str, Any] = {"learners": 2, "engines": 3, "env_hosts": 1, "layout": "colocated", "device": "cuda"}
+    cpus = {"learner_cpus": 1.0, "engine_cpus": 1.0, "env_host_cpus": 1.0}
+    rest = {"episodes_per_host": 1, "object_store_mb": 100, "bucket_mb": 1, "worker_timeout_s": 300.0, "address": None}
+    return Plan(**(common | cpus | rest | changes))
+
+
+def door(device: str) -> Door:
+    return Door(f"door of {device}", "", device)
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "expected"),
+    [
+        ("", {}, True),
+        ("", {"device": "cpu"}, False),
+        ("", {"layout": "disaggregated"}, False),
+        ("never", {}, False),
+        ("always", {"device": "cpu"}, True),
+        ("always", {"layout": "disaggregated"}, False),
+    ],
+)
+def test_ranks_lend_where_they_share_devices(
+    said: str, changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(LEND, said)
+    assert lends(plan(**changes)) is expected
+
+
+def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEND, "sometimes")
+    with pytest.raises(EngineError, match="AGENTGYM_RL_LEND = 'sometimes': set it to never or always"):
+        lends(plan())
+
+
+def test_a_rank_lends_to_engines_on_its_own_device_whatever_the_order() -> None:
+    doors = {0: door("GPU-b"), 1: door("GPU-a"), 3: door("GPU-c")}
+    assert pairs(["GPU-a", "GPU-b"], doors) == {0: 1, 1: 0}
+    assert pairs(["one", "one"], dict.fromkeys(range(4), door("one"))) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert pairs(["one", "two"], dict.fromkeys(range(2), door("one"))) == {0: 0, 1: 0}
+
+
+class Processes:
+    """Two ranks and three engines that do as they are told: the third engine is on a device of its own."""
+
+    plan = plan()
+
+    def __init__(self) -> None:
+        self.did: list[str] = []
+        self.rank_waits = asyncio.Event()
+        self.rank_error: Exception | None = None
+        self.left_out: dict[str, str] = {}
+        self.devices = ["GPU-a", "GPU-b", "GPU-c"]
+        self.load_error: dict[int, Exception] = {}
+        self.load_waits: set[int] = set()
+        self.board: list[Published] = []
+
+    def ask_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        self.did.append(f"{method} {arguments[0][0]}" if arguments[0] else method)
+        return [(method, some) for some in arguments]
+
+    async def answers_of(self, asked: list[Any]) -> list[Any]:
+        method, some = asked[0]
+        if method == "lend":
+            assert [[d.device for d in arguments[2]] for _, arguments in asked] == [["GPU-a"], ["GPU-b"]]
+            await self.rank_waits.wait()
+            if self.rank_error is not None:
+                raise self.rank_error
+            return [self.left_out, {}]
+        if method == "put_weights":
+            return [Published(some[0], "node", None, ["bucket"], some[3]), None]
+        return {"device": self.devices[:2], "call": ["a probe", "a probe"]}[method]
+
+    async def ask_engine(self, index: int, method: str, *arguments: Any) -> Any:
+        if method == "expect":
+            return door(self.devices[index])
+        (published,) = arguments
+        way = "lent" if published.lent else "read"
+        self.did.append(f"{way} {index}: {published.version} with {published.probe}")
+        if index in self.load_waits:
+            await asyncio.Event().wait()
+        if index in self.load_error:
+            raise self.load_error.pop(index)
+        return published.version
+
+    async def engine_back(self, index: int) -> None:
+        await asyncio.sleep(0)
+
+    async def on_board(self, method: str, *arguments: Any) -> None:
+        self.board += arguments
+
+
+@pytest.fixture(autouse=True)
+def usual(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(LEND, raising=False)
+    monkeypatch.setattr(publisher, "POLITE_S", 0.1)
+
+
+async def test_an_engine_without_a_rank_on_its_device_reads_and_the_others_are_lent() -> None:
+    there = Processes()
+    there.rank_waits.set()
+    weights = Publisher(there)
+    told = await weights.publish(4)
+    assert told == "2 in 1 buckets through Ray's object store; 0, 1 on the device that each shares with a learner"
+    read, lent = ["put_weights 4", "read 2: 4 with a probe"], ["lent 0: 4 with a probe", "lent 1: 4 with a probe"]
+    assert there.did == ["device", "call probe", *read, "lend 4", *lent]
+    assert [published.coming for published in there.board] == [False]
+    assert weights.version == 4
+
+
+async def test_what_was_lent_to_all_is_written_before_ranks_learn_on_and_until_then_it_is_said_to_come() -> None:
+    there = Processes()
+    there.plan = plan(engines=2)
+    there.rank_waits.set()
+    weights = Publisher(there)
+    there.load_error = {1: EngineGone()}
+    assert await weights.publish(0) == "on the device that each shares with a learner"
+    assert there.did[-1] == "put_weights 0", "asked before publishing is over"
+    assert [published.coming for published in there.board] == [True]
+    await weights.behind[1]
+    assert [published.coming for published in there.board] == [True, False]
+    assert there.did[-1] == "read 1: 0 with a probe"
+    await weights.publish(1)
+    assert [published.version for published in there.board] == [0, 0, 1]
+
+
+async def test_a_rank_that_died_is_the_reason_and_not_the_engine_that_waited_for_it() -> None:
+    there = Processes()
+    there.load_error = {0: EngineError("the learner is gone")}
+    there.rank_error = WorkerLost("learner rank 0 of 2 died")
+    asyncio.get_running_loop().call_later(0.05, there.rank_waits.set)
+    with pytest.raises(WorkerLost, match="rank 0 of 2 died"):
+        await Publisher(there).publish(0)
+
+
+async def test_an_engine_that_takes_nothing_is_the_reason_where_a_rank_waits_for_it() -> None:
+    there = Processes()
+    there.load_error = {0: EngineError("engine 0: given up")}
+    there.load_waits = {1}
+    with pytest.raises(EngineError, match="engine 0: given up"):
+        await asyncio.wait_for(Publisher(there).publish(0), 60)
+
+
+async def test_an_engine_that_no_rank_reached_is_not_waited_for() -> None:
+    there = Processes()
+    there.rank_waits.set()
+    there.load_waits, there.left_out = {0}, {"door of GPU-a": "it could not be reached"}
+    with pytest.raises(EngineError, match="engine 0 was not lent weights 0: it could not be reached"):
+        await asyncio.wait_for(Publisher(there).publish(0), 60)
