@@ -18,6 +18,7 @@ from ranks_for_tests import on_ranks
 from training_for_tests import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from agentgym_rl.agent.engines import lending
 from agentgym_rl.agent.engines.lending import Door, LentWeights, device_id, expect, lend
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.errors import EngineError
@@ -209,6 +210,14 @@ def test_a_door_is_for_one_version_and_for_who_was_told_of_it() -> None:
         next(LentWeights(door, 1).tensors())
     stranger.join(60)
     assert failed[0].keys() == {door.name}
+
+
+def test_torch_still_rebuilds_tensors_of_a_device_from_what_is_changed_and_taken_back_here() -> None:
+    """Its own names; that they do what they say is tested in tests/gpu."""
+    assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} < lending.PLACES.keys()
+    assert lending.PLACES["tensor_cls"] == 0
+    assert callable(torch.UntypedStorage._release_ipc_counter)
+    assert callable(torch.cuda.memory._set_allocator_settings)
 
 
 def lent_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:

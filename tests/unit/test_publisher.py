@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentgym_rl.agent.engines.lending import Door
-from agentgym_rl.errors import EngineError, WorkerLost
+from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale import publisher
 from agentgym_rl.scale.board import Published
 from agentgym_rl.scale.plan import Plan
@@ -47,7 +47,7 @@ def test_ranks_lend_where_they_share_devices(
 
 def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LEND, "sometimes")
-    with pytest.raises(EngineError, match="AGENTGYM_RL_LEND = 'sometimes': set it to never or always"):
+    with pytest.raises(ConfigError, match="AGENTGYM_RL_LEND = 'sometimes': set it to never or always"):
         lends(plan())
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from agentgym_rl.agent.engines.lending import Door, LentWeights
-from agentgym_rl.errors import EngineError
+from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.scale.board import Published
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.watch import require_none_failed
@@ -53,7 +53,7 @@ def lends(plan: Plan) -> bool:
     """Whether ranks and engines are to look for each other on devices."""
     said = os.environ.get(LEND, "")
     if said not in ("", "never", "always"):
-        raise EngineError(f"{LEND} = {said!r}: set it to never or always, or not at all")
+        raise ConfigError(f"{LEND} = {said!r}: set it to never or always, or not at all")
     return plan.layout == "colocated" and (said == "always" or (said == "" and plan.device == "cuda"))
 
 

@@ -14,6 +14,7 @@ one whose learner is gone has half of a version and raises.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import mmap
 import os
 import secrets
@@ -34,8 +35,8 @@ TAKEN = b"taken"
 """What an engine answers to each message."""
 BROKEN = (OSError, EOFError, AuthenticationError)
 """What a line fails with when the process at its other end is gone."""
-DEVICE, COUNTER, COUNTER_OFFSET = 6, 11, 12
-"""Places in what torch rebuilds a CUDA tensor from."""
+PLACES = {name: place for place, name in enumerate(inspect.signature(rebuild_cuda_tensor).parameters)}
+"""Of what torch rebuilds a CUDA tensor from; the device's number, and a counter of who has it open, are read here."""
 
 
 class Door(NamedTuple):
@@ -154,7 +155,10 @@ class DeviceRoom:
         return reduce_tensor(self.bytes)[1]
 
     def take_back(self, lent: Any) -> None:
-        torch.UntypedStorage._release_ipc_counter(lent[COUNTER], lent[COUNTER_OFFSET], device=lent[DEVICE])
+        counter, offset, device = (
+            lent[PLACES[name]] for name in ("ref_counter_handle", "ref_counter_offset", "storage_device")
+        )
+        torch.UntypedStorage._release_ipc_counter(counter, offset, device=device)
 
     def close(self) -> None:
         del self.bytes
@@ -191,7 +195,7 @@ def _opened(lent: Any) -> torch.Tensor:
             return _mapped(file.fileno(), lent[1])
     # The lender's number of the device need not be ours; that it is the same device was found out before.
     parts = [*lent]
-    parts[DEVICE] = torch.cuda.current_device()
+    parts[PLACES["storage_device"]] = torch.cuda.current_device()
     return cast(torch.Tensor, rebuild_cuda_tensor(*parts))
 
 
