@@ -3,10 +3,12 @@
     python benchmarks/handover.py [--model qwen2.5-1.5b | smollm2-135m | tiny] [--versions 5] [--out FILE]
 
 A state of the model's shape in bfloat16, on the CUDA device if there is one, else on the host. `node` is what engines
-on the learner's node get: memory that the learner writes and the engine's process maps. `buckets` is what those on
-other nodes get, less the network: the learner cuts buckets, which are copied once as into an object store, and the
-engine puts them into such memory for vLLM's worker. Reading is a process of its own that copies everything into tensors
-on its own device, which must be what the learner has.
+on the learner's node get: memory that the learner writes and the engine's process maps. `lent` is what an engine gets
+that shares the learner's device: buckets that it opens there through CUDA IPC, or on a CPU in memory that it maps; both
+work at the same time, so there is one figure for both. `buckets` is what those on other nodes get, less the network:
+the learner cuts buckets, which are copied once as into an object store, and the engine puts them into such memory for
+vLLM's worker. Reading is a process of its own that copies everything into tensors on its own device, which must be what
+the learner has.
 """
 
 from __future__ import annotations
@@ -24,9 +26,12 @@ from vllm_weights import BUCKET_BYTES, Store, make_model
 
 from agentgym_rl.agent.engines import handover
 from agentgym_rl.agent.engines.handover import HostMemories, HostMemory, HostWeights
-from agentgym_rl.scale.weights import Staging, buckets, load_buckets
+from agentgym_rl.agent.engines.lending import LentWeights, expect, lend
+from agentgym_rl.scale.weights import Staging, buckets, load_buckets, load_lent
 
 State = dict[str, torch.Tensor]
+Send = Callable[[State], dict[str, float]]
+"""Hands a state to the engine's process, which then says how long it read; gives the seconds before that."""
 
 
 def make_state(name: str, device: str) -> State:
@@ -43,64 +48,85 @@ def total(state: State) -> float:
 
 def read(connection: Any, device: str) -> None:
     """An engine's process."""
-    own: State = {}
     torch.zeros(1, device=device)
+    own: State = {n: torch.zeros(s, dtype=torch.bfloat16, device=device) for n, s in connection.recv().items()}
     while True:
         try:
-            weights: HostWeights = connection.recv()
+            weights: HostWeights | LentWeights | None = connection.recv()
         except EOFError:
             return
-        own = own or {n: torch.zeros(s, dtype=torch.bfloat16, device=device) for n, _, s, _ in weights.entries}
+        if weights is None:
+            connection.send(expect())
+            continue
         started = time.perf_counter()
-        with weights.held() as held:
-            load_buckets(own, [held])
+        if isinstance(weights, LentWeights):
+            load_lent(own, weights)
+        else:
+            with weights.held() as held:
+                load_buckets(own, [held])
         connection.send((time.perf_counter() - started, total(own), handover.refused()))
 
 
-def node() -> Callable[[State], tuple[dict[str, float], HostWeights]]:
+def node(engine: Any) -> Send:
     memories = HostMemories()
 
-    def send(state: State) -> tuple[dict[str, float], HostWeights]:
+    def send(state: State) -> dict[str, float]:
         started = time.perf_counter()
         weights = memories.fill(state.items())
-        return {"write": time.perf_counter() - started}, weights
+        engine.send(weights)
+        if weights.refused:
+            print(weights.refused)
+        return {"write": time.perf_counter() - started}
 
     return send
 
 
-def in_buckets() -> Callable[[State], tuple[dict[str, float], HostWeights]]:
+def lent(engine: Any) -> Send:
+    def send(state: State) -> dict[str, float]:
+        engine.send(None)
+        door = engine.recv()
+        engine.send(LentWeights(door, 0))
+        for why in lend(state.items(), 0, [door], BUCKET_BYTES).values():
+            raise SystemExit(f"the engine was not lent them: {why}")
+        return {}
+
+    return send
+
+
+def in_buckets(engine: Any) -> Send:
     memory, staging, store = HostMemory(), Staging(), Store()
 
-    def send(state: State) -> tuple[dict[str, float], HostWeights]:
+    def send(state: State) -> dict[str, float]:
         started = time.perf_counter()
         cut = buckets(state.items(), BUCKET_BYTES, staging=staging)
         stored = [store.put(number, bucket) for number, bucket in enumerate(cut)]
         halfway = time.perf_counter()
         weights = memory.fill(pair for bucket in stored for pair in bucket.tensors())
-        return {"cut": halfway - started, "put": time.perf_counter() - halfway}, weights
+        engine.send(weights)
+        return {"cut": halfway - started, "put": time.perf_counter() - halfway}
 
     return send
 
 
-def measure(state: State, device: str, versions: int, way: Callable[[], Any]) -> list[dict[str, float]]:
+def measure(state: State, device: str, versions: int, way: Callable[[Any], Send]) -> list[dict[str, float]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     reader = context.Process(target=read, args=(theirs, device), daemon=True)
     reader.start()
     theirs.close()
-    send, rows = way(), []
+    ours.send({name: tensor.shape for name, tensor in state.items()})
+    send, rows = way(ours), []
     for _ in range(versions):
         for tensor in state.values():
             tensor.mul_(-1.5)
         if device == "cuda":
             torch.cuda.synchronize()
-        seconds, weights = send(state)
-        ours.send(weights)
+        seconds = send(state)
         seconds["read"], found, refused = ours.recv()
         if found != total(state):
             raise SystemExit(f"what was read adds up to {found}, not to {total(state)}: it is not what was written")
-        for remark in filter(None, (weights.refused, refused)):
-            print(remark)
+        if refused:
+            print(refused)
         rows.append(seconds)
     ours.close()
     reader.join(60)
@@ -118,7 +144,7 @@ def main() -> None:
     size = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) / 1e9
     print(f"{options.model}, {size:.3g} GB, bfloat16, {device}")
     found: dict[str, Any] = {"model": options.model, "gigabytes": size, "device": device}
-    for name, way in (("node", node), ("buckets", in_buckets)):
+    for name, way in (("lent", lent), ("node", node), ("buckets", in_buckets)):
         found[name] = measure(state, device, options.versions, way)
         for version, row in enumerate(found[name]):
             parts = "  ".join(f"{part} {seconds:.3f} s" for part, seconds in row.items())

@@ -7,10 +7,12 @@ Random weights of the model's shape. Each update changes every tensor, and log-p
 as engine and learner may differ; the engine must then have the learner's bits and agree with it, which is part of the
 time, and it must have moved. A step is a rollout (two turns of every episode: prompts of 256 tokens, replies of 64) and
 a plain forward and backward pass over what was played; updates are given as shares of it. `memory` lends the state of
-this process (CUDA IPC), `node` and `buckets` are what a cluster does, on one node and on several. The first two of each
-are slower, they make what later ones use again, so figures are medians of the rest. On CUDA vLLM also sleeps: its
-memory before, while and after, and how far log-probabilities are from what they were. Adapters need an engine with room
-for them, so they come last, on one that is started eagerly. On a CPU everything runs in float32 and nothing sleeps.
+this process (CUDA IPC). The others are what a cluster does: `lent` where a rank and an engine share a device, bucket by
+bucket through CUDA IPC, `node` where all are on one node, `buckets` elsewhere. The first two of each are slower, they
+make what later ones use again, so figures are medians of the rest. On CUDA vLLM also sleeps: its memory before, while
+and after, and how far log-probabilities are from what they were. Adapters need an engine with room for them, so they
+come last, on one that is started eagerly. On a CPU everything runs in float32, lent memory is shared memory of the
+machine, and nothing sleeps.
 
 How far an engine is from the learner is told apart: at the start, after the first update by each way, after a sleep;
 for a reply's first token (what a prompt's pass gave) and later ones (decoded, with CUDA graphs unless `--eager`); for
@@ -41,6 +43,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.handover import HostMemories
+from agentgym_rl.agent.engines.lending import LentWeights, lend
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.agent.engines.vllm.checks import require_vllm
@@ -56,6 +59,7 @@ CONTEXT = TURNS * (PROMPT_TOKENS + NEW_TOKENS)
 PASS_TOKENS = 8192
 """Of one forward and backward pass."""
 BUCKET_BYTES = 256 << 20
+WAYS = ("files", "memory", "lent", "node", "buckets")
 COMPARED = 8
 """Episodes whose log-probabilities are compared."""
 FACTOR, NORM_FACTOR = 1.03125, 1.5
@@ -270,6 +274,14 @@ async def updates(
         note(weights.refused)
         note(await seat.load([weights], engine.version + 1, probe_model(model)))
 
+    async def on_the_device() -> None:
+        """As on a cluster where they share it: the learner's rank lends, vLLM's worker copies."""
+        version = engine.version + 1
+        probe, door = probe_model(model), await seat.expect()
+        lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(model), version, [door], BUCKET_BYTES))
+        await seat.load(LentWeights(door, version), version, probe)
+        await lending
+
     def note(remark: str) -> None:
         if remark and remark not in remarks:
             remarks.append(remark)
@@ -283,7 +295,8 @@ async def updates(
     differ("at the start", await compare(model, engine, options.episodes))
     await play()  # the first one warms up
     await passes()
-    ways: dict[str, Work] = {"files": by_folder, "memory": in_memory, "node": on_the_node, "buckets": in_buckets}
+    works = (by_folder, in_memory, on_the_device, on_the_node, in_buckets)
+    ways: dict[str, Work] = dict(zip(WAYS, works, strict=True))
     remarks: list[str] = []
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "rollout", "learn")}
     moves, back = Moves(engine, probe_model(model)), False
@@ -379,7 +392,7 @@ def say(found: Report) -> None:
     print(f"learn        {seconds['learn']:8.2f} s   forward and backward over what was played")
     for remark in found["remarks"]:
         print(remark)
-    for name in ("files", "memory", "node", "buckets"):
+    for name in WAYS:
         rate, first = found["gigabytes"] / seconds[name], found["each"][name][0]
         share = seconds[name] / (step + seconds[name])
         print(f"{name:12} {seconds[name]:8.2f} s   {share:.1%} of a step, {rate:.2f} GB/s, the first {first:.2f} s")
