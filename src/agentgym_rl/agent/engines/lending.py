@@ -56,10 +56,6 @@ def device_id() -> str:
     return f"CPU-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
-def is_gpu(device: str) -> bool:
-    return device.startswith("GPU-")
-
-
 _door: tuple[str, Listener] | None = None
 """Of this process: a new one replaces it."""
 
