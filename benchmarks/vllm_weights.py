@@ -279,8 +279,10 @@ async def updates(
         version = engine.version + 1
         probe, door = probe_model(model), await seat.expect()
         lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(model), version, [door], BUCKET_BYTES))
-        await seat.load(LentWeights(door, version), version, probe)
-        await lending
+        loading = asyncio.create_task(seat.load(LentWeights(door, version), version, probe))
+        if failed := await lending:
+            raise RuntimeError(f"vLLM was not lent weights: {failed}")
+        await loading
 
     def note(remark: str) -> None:
         if remark and remark not in remarks:

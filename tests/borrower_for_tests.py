@@ -15,7 +15,7 @@ from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.errors import EngineError
 from agentgym_rl.scale.weights import load_lent
 
-PATIENCE_S = 300.0
+PATIENCE_S = 120.0
 
 
 class Borrower:
@@ -53,7 +53,8 @@ def borrower(state: dict[str, torch.Tensor], device: str = "cpu") -> Iterator[Bo
         yield Borrower(ours, process, state)
     finally:
         ours.close()
-        process.join(60)
+        process.join(10)
+        process.kill()
 
 
 class _Deadly(dict[str, torch.Tensor]):

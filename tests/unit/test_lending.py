@@ -27,6 +27,12 @@ from agentgym_rl.scale.weights import InPlace, load_lent
 from agentgym_rl.types import Sampling
 
 
+@pytest.fixture(autouse=True)
+def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where other tests of this process have begun to use it: a process cannot lend it to itself."""
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+
+
 def a_state(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -263,3 +269,22 @@ def test_two_ranks_lend_to_two_engines_and_one_that_fails_does_not_hold_up_the_o
     same, left_out, why = second[1]
     assert (same, left_out) == (False, 1)
     assert why == ["the weights do not fit the engine's model: unexpected model.norm.weight"]
+
+
+def test_a_learner_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "PATIENCE_S", 0.05)
+    lent = LentWeights(expect(), 3)
+    with pytest.raises(EngineError, match="the learner that lends weights 3 did not come within 0 s"):
+        load_lent({}, lent)
+
+
+def test_other_settings_of_the_allocator_survive_a_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", told.append)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
+    with lending._plain_segments():
+        assert told == ["max_split_size_mb:128,expandable_segments:True,expandable_segments:False"]
+    assert told[1:] == ["max_split_size_mb:128,expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")  # this one counts, where both are set
+    with lending._plain_segments():
+        assert len(told) == 2

@@ -99,7 +99,7 @@ def test_a_pair_on_one_device_takes_turns() -> None:
     assert found["device, loading"].parts["reference, whole"] == 8 * learner.parts["reference"]
     asleep = on_each_device(replace(pair, engine="vllm", memory_share=0.5), 80 * GIB)
     assert asleep["device, learning"].total == learner.total + CONTEXT, "vLLM gives everything back"
-    assert asleep["device, playing"].total == learner.total - passing + 40 * GIB + CONTEXT + 10 * embedding
+    assert asleep["device, playing"].total == learner.total - passing + 40 * GIB + CONTEXT + 12 * embedding
     on_cpus, adapters = replace(pair, gpu=False), replace(pair, trained=1000)
     assert "learner weights on their way" not in on_each_device(on_cpus)["device, playing"].parts
     assert on_each_device(adapters)["device, playing"].parts["learner weights on their way"] == 2 * embedding

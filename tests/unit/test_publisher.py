@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentgym_rl.agent.engines.lending import Door
+from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale import publisher
 from agentgym_rl.scale.board import Published
@@ -70,6 +70,8 @@ class Processes:
         self.left_out: dict[str, str] = {}
         self.devices = ["GPU-a", "GPU-b", "GPU-c"]
         self.load_error: dict[int, Exception] = {}
+        self.has: dict[int, int] = {}
+        """Versions of engines that do not take what they are told to."""
         self.load_waits: set[int] = set()
         self.board: list[Published] = []
 
@@ -99,7 +101,7 @@ class Processes:
             await asyncio.Event().wait()
         if index in self.load_error:
             raise self.load_error.pop(index)
-        return published.version
+        return self.has.pop(index, published.version)
 
     async def engine_back(self, index: int) -> None:
         await asyncio.sleep(0)
@@ -140,6 +142,34 @@ async def test_what_was_lent_to_all_is_written_before_ranks_learn_on_and_until_t
     assert there.did[-1] == "read 1: 0 with a probe"
     await weights.publish(1)
     assert [published.version for published in there.board] == [0, 0, 1]
+
+
+async def test_an_engine_that_died_and_is_back_behind_another_door_reads_instead() -> None:
+    there = Processes()
+    there.plan = plan(engines=2)
+    there.rank_waits.set()
+    there.has = {1: -1}
+    weights = Publisher(there)
+    await weights.publish(0)
+    await weights.behind[1]
+    assert there.did[-1] == "read 1: 0 with a probe"
+    lent = Published(0, "", None, [], None, LentWeights(door("GPU-a"), 0))
+    assert lent.is_for(door("GPU-a"))
+    assert not lent.is_for(Door("another door", "", "GPU-a"))
+    assert Published(0, "node", None, ["bucket"], None).is_for(None)
+
+
+@pytest.mark.parametrize(("has", "refused"), [(3, True), (4, False), (5, False)])
+async def test_an_engine_that_read_has_that_version_or_a_later_one(has: int, refused: bool) -> None:
+    there = Processes()
+    there.rank_waits.set()
+    there.has = {2: has}
+    publishing = Publisher(there).publish(4)
+    if not refused:
+        await publishing
+        return
+    with pytest.raises(EngineError, match="engine 2 should have taken version 4 of the weights, it has 3"):
+        await publishing
 
 
 async def test_a_rank_that_died_is_the_reason_and_not_the_engine_that_waited_for_it() -> None:

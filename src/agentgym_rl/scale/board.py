@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentgym_rl.agent.engines.handover import HostWeights
-from agentgym_rl.agent.engines.lending import LentWeights
+from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.scale.weights import Arrived
 
 MOST_LOADS = 3
@@ -36,6 +36,10 @@ class Published:
     def coming(self) -> bool:
         """Whether engines other than those that were lent it have to wait for a way."""
         return self.host is None and not self.refs and self.lent is None
+
+    def is_for(self, door: Door | None) -> bool:
+        """Whether an engine that opened this door last can take it."""
+        return self.lent is None or self.lent.door == door
 
     @property
     def way(self) -> str:

@@ -18,8 +18,8 @@ and key/value heads of width w:
                                    its process, since it starts only where its share is free when CUDA is up
     reference                      bP / D, and whole before it is spread;    critic: another learner, without the head
     warm start                     a learner without reference and critic, before there are engines
-    weights, colocated             (4 + 2b) V, and b V more for vLLM, with V parameters of the embedding: gathered in
-                                   float32, in the engine's type, in the room it is lent in, and as vLLM keeps it
+    weights, colocated             (4 + 2b) V, and 2b V more for vLLM, with V parameters of the embedding: gathered in
+                                   float32, in the engine's type, in the room it is lent in, and as vLLM keeps it twice
     host                           `on_each_host`
 
 They are estimates: allocators and libraries take a share of their own, for which `RESERVE` is set aside.
@@ -265,7 +265,7 @@ def _lent_bytes(d: Demand) -> int:
     """Beside an engine that is awake: the largest tensor, wherever it is at once. Frozen weights are whole already."""
     largest = d.shape.vocabulary * d.shape.hidden
     gathered = 0 if d.trained is not None else 4 + d.dtype_bytes
-    return largest * (gathered + d.dtype_bytes * (2 if d.engine == "vllm" else 1))
+    return largest * (gathered + d.dtype_bytes * (3 if d.engine == "vllm" else 1))
 
 
 def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:

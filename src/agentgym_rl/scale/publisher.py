@@ -161,12 +161,14 @@ class Publisher:
             await asyncio.gather(ranks, *loads.values(), taken, return_exceptions=True)
 
     async def _taken(self, index: int, published: Published) -> bool:
-        """Whether the engine is alive, and then has these weights."""
+        """Whether the engine is alive, and then has these weights or later ones."""
         try:
             found = await self._reach.ask_engine(index, "load", published)
         except EngineGone:
             return False
-        if found != published.version:
+        if found < published.version and published.lent is not None:
+            return False  # it died since it opened its door, and is back already
+        if found < published.version:
             raise EngineError(
                 f"engine {index} should have taken version {published.version} of the weights, it has {found}"
             )

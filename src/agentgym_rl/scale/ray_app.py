@@ -112,6 +112,7 @@ class EngineReplica:
         self._fresh = asyncio.Event()
         self._loading: asyncio.Lock | None = None
         self._resting = False
+        self._door: Door | None = None
         self._seat.engine.version = -1  # whatever it was made with, it has not been told to use it
 
     async def begin(self) -> int:
@@ -137,7 +138,7 @@ class EngineReplica:
         version = published.version
         self._loading = self._loading or asyncio.Lock()
         async with self._loading, self._or_again():
-            if version > self._seat.version:
+            if version > self._seat.version and published.is_for(self._door):
                 async with published.arrived(node_id()) as arrived:
                     if arrived is None:
                         return self._seat.version
@@ -159,9 +160,9 @@ class EngineReplica:
         async with self._loading, self._or_again():
             if version <= self._seat.version:
                 raise EngineError(f"has version {self._seat.version} of the weights, {version} is not newer")
-            door = await self._seat.expect()
+            self._door = await self._seat.expect()
             self._resting = False
-            return door
+            return self._door
 
     async def rest(self) -> None:
         """Leave the device to the learner it is shared with, until weights or a request come."""

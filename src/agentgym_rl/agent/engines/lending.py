@@ -35,6 +35,8 @@ TAKEN = b"taken"
 """What an engine answers to each message."""
 BROKEN = (OSError, EOFError, AuthenticationError)
 """What a line fails with when the process at its other end is gone."""
+PATIENCE_S = 600.0
+"""Granted to a learner to come: it may have much to gather for others first."""
 PLACES = {name: place for place, name in enumerate(inspect.signature(rebuild_cuda_tensor).parameters)}
 """Of what torch rebuilds a CUDA tensor from; the device's number, and a counter of who has it open, are read here."""
 
@@ -65,7 +67,9 @@ def expect() -> Door:
     global _door
     _shut()
     door = Door(f"\0agentgym-rl-{secrets.token_hex(16)}", secrets.token_hex(32), device_id())
-    _door = (door.name, Listener(door.name, "AF_UNIX", authkey=bytes.fromhex(door.key)))
+    listener = Listener(door.name, "AF_UNIX", authkey=bytes.fromhex(door.key))
+    listener._listener._socket.settimeout(PATIENCE_S)  # type: ignore[attr-defined]
+    _door = (door.name, listener)
     return door
 
 
@@ -93,7 +97,9 @@ class LentWeights:
                 yield from self._taken(line)
         except BROKEN as error:
             raise EngineError(
-                f"the learner that lent weights {self.version} is gone before all of them were there ({error!r})"
+                f"the learner that lends weights {self.version} did not come within {PATIENCE_S:.0f} s"
+                if isinstance(error, TimeoutError)
+                else f"the learner that lent weights {self.version} is gone before all of them were there ({error!r})"
             ) from error
         finally:
             _shut()
@@ -104,6 +110,7 @@ class LentWeights:
             copy = tensor.clone()
             del tensor
             yield name, copy
+            del copy
 
     def _taken(self, line: Any) -> Iterator[tuple[str, torch.Tensor]]:
         room: torch.Tensor | None = None
@@ -189,24 +196,33 @@ def _opened(lent: Any) -> torch.Tensor:
     if isinstance(lent[0], str):
         with open(lent[0], "r+b", buffering=0) as file:
             return _mapped(file.fileno(), lent[1])
-    # The lender's number of the device need not be ours; that it is the same device was found out before.
+    # The lender's number of the device need not be ours; that it is the same device was found out before. Its event is
+    # not waited for, since it says when all is written.
     parts = [*lent]
     parts[PLACES["storage_device"]] = torch.cuda.current_device()
-    return cast(torch.Tensor, rebuild_cuda_tensor(*parts))
+    parts[PLACES["event_sync_required"]] = False
+    try:
+        return cast(torch.Tensor, rebuild_cuda_tensor(*parts))
+    except RuntimeError as error:
+        message = (
+            f"memory of the learner on this device could not be opened ({error}); AGENTGYM_RL_LEND=never does without"
+        )
+        raise EngineError(message) from error
 
 
 @contextlib.contextmanager
 def _plain_segments() -> Iterator[None]:
     """Of torch's memory. Segments that can grow are opened by other processes only where these may trace each other."""
-    settings = [os.environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")]
-    if not any("expandable_segments:true" in text.lower() for text in settings):
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    if "expandable_segments:true" not in settings.lower():
         yield
         return
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    # Of a setting that is named twice the latter counts; one that is not named is lost.
+    torch.cuda.memory._set_allocator_settings(f"{settings},expandable_segments:False")
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        torch.cuda.memory._set_allocator_settings(settings)
 
 
 class Lender:
