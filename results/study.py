@@ -120,6 +120,10 @@ class Study:
                     f"from it: bring its folder back, or remove the records of all that started from it"
                 )
 
+    def begun_at(self, job: Job) -> Path:
+        """A file with the commit whose code runs it: by the time it ends there may be others."""
+        return self.work / f"{job.name}.commit"
+
     def record(self, job: Job) -> dict[str, Any]:
         """What is kept of a finished job."""
         kept = {
@@ -128,7 +132,7 @@ class Study:
             "arm": job.arm,
             "task": job.task,
             "seed": job.seed,
-            "commit": commit(),
+            "commit": self.begun_at(job).read_text() if self.begun_at(job).is_file() else commit(),
             "hardware": hardware(self.device),
             "command": " ".join(["agentgym-rl", job.kind, job.recipe, *job.words]),
         }
@@ -280,6 +284,7 @@ def _next(studies: Sequence[Study], running: Sequence[str], failed: Sequence[str
 def start(study: Study, job: Job) -> subprocess.Popen[bytes]:
     """In a process group of its own, with one thread: there are many of them."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    study.begun_at(job).write_text(commit())
     with (study.work / f"{job.name}.log").open("ab") as log:
         return subprocess.Popen(
             study.command(job), stdout=log, stderr=log, env=environment, cwd=ROOT, start_new_session=True

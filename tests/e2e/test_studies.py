@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,14 @@ JOBS = [
 ]
 
 
-def test_a_study_stopped_goes_on_and_leaves_small_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_study_stopped_goes_on_and_leaves_small_records(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def again() -> list[study.Study]:
         return [study.Study("test", JOBS, tmp_path / "work", tmp_path / "results", "cpu")]
 
+    commits = (f"commit {number}" for number in count())
+    monkeypatch.setattr(study, "commit", lambda: next(commits))
     assert study.run(again(), jobs=2, limit_s=0.0) == 0
     assert "0 of 2 done, left: turns, tiny" in capsys.readouterr().out
     assert not (tmp_path / "work" / "turns").exists(), "it needs the other's model"
@@ -48,7 +52,8 @@ def test_a_study_stopped_goes_on_and_leaves_small_records(tmp_path: Path, capsys
     )
     assert (trained["seed"], trained["arm"], trained["steps"]) == (5, "staged", 2)
     assert trained["curves"]["tokens/total"][-1] == trained["sampled_tokens"] > 0
-    assert {"commit", "hardware", "command", "config", "seconds", "evaluations", "findings"} <= trained.keys()
+    assert (trained["commit"], evaluated["commit"]) == ("commit 0", "commit 1"), "that of its start"
+    assert {"hardware", "command", "config", "seconds", "evaluations", "findings"} <= trained.keys()
     assert trained["config"]["seed"] == 5
     assert [row["max_turns"] for row in evaluated["results"]] == [1, 6]
     assert evaluated["config"]["tasks"][0]["items"] == 4
