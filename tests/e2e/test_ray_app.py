@@ -295,6 +295,7 @@ async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_m
         await app.close()
 
 
+@pytest.mark.long
 async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -> None:
     app = await started(plan(learners=1, engines=1), Hopeless)
     try:
@@ -333,6 +334,7 @@ async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> N
         await app.close()
 
 
+@pytest.mark.long
 async def test_a_death_long_after_a_call_began_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an environment host or an engine, while another is alive; only what everybody dies of is given up."""
     from agentgym_rl.scale import ray_app
