@@ -32,6 +32,7 @@ from studies import NO_EXAMPLES, RANDOM, SIZES
 from tables import (
     agents_table,
     arms_table,
+    by_arm,
     gains,
     items_table,
     kinds_table,
@@ -312,12 +313,10 @@ def findings_table(runs: Sequence[Record]) -> list[str]:
     if not kinds:
         return ["Nothing, in any run."]
     lines = [f"| task | arm | runs | {' | '.join(kinds)} |", "|---|---|---|" + "---|" * len(kinds)]
-    for task in sorted({r["task"] for r in runs}):
-        for arm in HORIZONS:
-            some = [{f["rule"] for f in r["findings"]} for r in runs if (r["task"], r["arm"]) == (task, arm)]
-            if some:
-                counts = " | ".join(str(sum(kind in found for found in some)) for kind in kinds)
-                lines.append(f"| {task} | {arm} | {len(some)} | {counts} |")
+    for task, arm, some in by_arm(runs, list(HORIZONS)):
+        rules = [{f["rule"] for f in r["findings"]} for r in some]
+        counts = " | ".join(str(sum(kind in found for found in rules)) for kind in kinds)
+        lines.append(f"| {task} | {arm} | {len(some)} | {counts} |")
     return lines
 
 

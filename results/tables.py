@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from records import Record, fall, first_evaluation, item_rates, last, over_curve, success_at, turns_of, whole_cell
 
@@ -36,6 +36,14 @@ def since_all(records: Sequence[Record]) -> Callable[[Record], float]:
     return lambda record: over_curve(record, starts[record["task"]])
 
 
+def by_arm(records: Sequence[Record], arms: Sequence[str]) -> Iterator[tuple[str, str, list[Record]]]:
+    """(task, arm, its records), of arms that have some."""
+    for task in sorted({r["task"] for r in records}):
+        for arm in arms:
+            if some := [r for r in records if (r["task"], r["arm"]) == (task, arm)]:
+                yield task, arm, some
+
+
 def arms_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
     """A row per task and arm."""
     over = since_all(records)
@@ -43,15 +51,12 @@ def arms_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
         "| task | arm | seeds | success at the end (lowest–highest) | over the run | fall | steps | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for task in sorted({r["task"] for r in records}):
-        for arm in arms:
-            runs = [r for r in records if (r["task"], r["arm"]) == (task, arm)]
-            if runs:
-                steps, seconds = (statistics.fmean(r[n] for r in runs) for n in ("steps", "seconds"))
-                numbers = [spread_of([value(r) for r in runs]) for value in (last, over)]
-                falls = statistics.fmean(fall(r) for r in runs)
-                numbers += [f"{falls:.1%}", f"{steps:.0f}", f"{seconds:.0f}"]
-                lines.append(f"| {task} | {arm} | {len(runs)} | {' | '.join(numbers)} |")
+    for task, arm, runs in by_arm(records, arms):
+        steps, seconds = (statistics.fmean(r[n] for r in runs) for n in ("steps", "seconds"))
+        numbers = [spread_of([value(r) for r in runs]) for value in (last, over)]
+        falls = statistics.fmean(fall(r) for r in runs)
+        numbers += [f"{falls:.1%}", f"{steps:.0f}", f"{seconds:.0f}"]
+        lines.append(f"| {task} | {arm} | {len(runs)} | {' | '.join(numbers)} |")
     return lines
 
 
@@ -61,14 +66,12 @@ def stages_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
         "| task | arm | turns | share of tokens | groups with contrast | of all | per 100k tokens | entropy |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for task in sorted({r["task"] for r in records}):
-        for arm in arms:
-            runs = [r for r in records if (r["task"], r["arm"]) == (task, arm)]
-            for stage in range(max((len(r["stages"]) for r in runs), default=0)):
-                of_runs = [_stage(r, stage) for r in runs if stage < len(r["stages"])]
-                turns, spent, contrast, share, density, entropy = map(statistics.fmean, zip(*of_runs, strict=True))
-                row = f"{turns:.0f} | {spent:.0%} | {contrast:.0f} | {share:.0%} | {density:.0f} | {entropy:.2f}"
-                lines.append(f"| {task} | {arm} | {row} |")
+    for task, arm, runs in by_arm(records, arms):
+        for stage in range(max(len(r["stages"]) for r in runs)):
+            of_runs = [_stage(r, stage) for r in runs if stage < len(r["stages"])]
+            turns, spent, contrast, share, density, entropy = map(statistics.fmean, zip(*of_runs, strict=True))
+            row = f"{turns:.0f} | {spent:.0%} | {contrast:.0f} | {share:.0%} | {density:.0f} | {entropy:.2f}"
+            lines.append(f"| {task} | {arm} | {row} |")
     return lines
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from processes_for_tests import beside
 
 from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.errors import EngineError
@@ -44,17 +44,8 @@ class Borrower:
 
 @contextmanager
 def borrower(state: dict[str, torch.Tensor], device: str = "cpu") -> Iterator[Borrower]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, device), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield Borrower(ours, process, state)
-    finally:
-        ours.close()
-        process.join(10)
-        process.kill()
+    with beside(_serve, device) as (connection, process):
+        yield Borrower(connection, process, state)
 
 
 class _Deadly(dict[str, torch.Tensor]):

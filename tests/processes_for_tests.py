@@ -7,7 +7,9 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 PRELOADED = [
     "agentgym_rl.cli",
@@ -30,6 +32,23 @@ PRELOADED = [
 # holds: so this is the only place that sets it.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)
+
+
+@contextlib.contextmanager
+def beside(serve: Callable[[Any, str], None], device: str) -> Iterator[tuple[Any, Any]]:
+    """(A connection to it, the process) that runs `serve(its connection, device)` until ours is closed; made anew, not
+    forked, so that it may use CUDA."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs, device), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours, process
+    finally:
+        ours.close()
+        process.join(10)
+        process.kill()
 
 
 def exit_code_if_preloaded() -> None:

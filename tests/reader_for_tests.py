@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from processes_for_tests import beside
 
 from agentgym_rl.agent.engines import handover
+
+
+def on_device(seed: int) -> dict[str, torch.Tensor]:
+    """Tensors of several types and shapes, one of them empty and one not contiguous."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return {
+        "a": torch.randn(4096, 2049, device="cuda", generator=generator).to(torch.bfloat16),
+        "b": torch.randn(7, device="cuda", generator=generator),
+        "c": torch.empty(0, 2, device="cuda"),
+        "d": torch.randn(33, 5, device="cuda", generator=generator).t(),
+    }
 
 
 @contextmanager
 def reader(device: str = "cpu") -> Iterator[Any]:
     """Gives a connection: HostWeights in; ({name: tensor}, how many memories it has mapped, remark) out."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, device), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield ours
-    finally:
-        ours.close()
-        process.join(60)
+    with beside(_serve, device) as (connection, _):
+        yield connection
 
 
 def _serve(connection: Any, device: str) -> None:

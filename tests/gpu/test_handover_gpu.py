@@ -6,23 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from reader_for_tests import reader
+from reader_for_tests import on_device, reader
 
 from agentgym_rl.agent.engines import handover
 from agentgym_rl.agent.engines.handover import HostMemories, HostMemory
 from agentgym_rl.scale.weights import Staging, buckets, load_buckets
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-def a_state(seed: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return {
-        "a": torch.randn(4096, 2049, device="cuda", generator=generator).to(torch.bfloat16),
-        "b": torch.randn(7, device="cuda", generator=generator),
-        "c": torch.empty(0, 2, device="cuda"),
-        "d": torch.randn(33, 5, device="cuda", generator=generator).t(),
-    }
 
 
 def same(found: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> bool:
@@ -33,7 +23,7 @@ def test_both_sides_have_the_memory_page_locked_and_every_version_arrives() -> N
     memories = HostMemories()
     with reader("cuda") as connection:
         for seed in range(5):
-            state = a_state(seed)
+            state = on_device(seed)
             connection.send(memories.fill(state.items()))
             assert connection.poll(300)
             found, mapped, remark = connection.recv()
@@ -55,25 +45,25 @@ def test_an_engine_copies_straight_from_it_and_tensors_may_be_thrown_away_while_
     memory = HostMemory()
     for seed in range(3):
         # Each is freed as soon as its copy is asked for, and its room used again by the next.
-        weights = memory.fill((name, tensor.clone()) for name, tensor in a_state(seed).items())
-        own = {name: torch.zeros_like(tensor) for name, tensor in a_state(seed).items()}
+        weights = memory.fill((name, tensor.clone()) for name, tensor in on_device(seed).items())
+        own = {name: torch.zeros_like(tensor) for name, tensor in on_device(seed).items()}
         with weights.held() as held:
             load_buckets(own, [held])
             assert next(iter(held.tensors()))[1].is_pinned()
-        assert same(own, a_state(seed))
+        assert same(own, on_device(seed))
     memory.close()
 
 
 def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
     memory = HostMemory()
-    memory.fill(a_state(0).items())
-    memory.fill(a_state(1).items())
+    memory.fill(on_device(0).items())
+    memory.fill(on_device(1).items())
     window = memory._window
     assert window is not None
     window._locked = False
     window.lock()  # a second time, which CUDA refuses
     assert "does not page-lock" in window.refused
-    state = a_state(2)
+    state = on_device(2)
     assert float(torch.ones(5, device="cuda").sum()) == 5.0, "the refusal is not found by whoever comes next"
     weights = memory.fill(state.items())
     assert weights.refused == window.refused
@@ -85,7 +75,7 @@ def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
 
 
 def test_buckets_are_cut_in_page_locked_memory() -> None:
-    staging, state = Staging(), a_state(3)
+    staging, state = Staging(), on_device(3)
     found: dict[str, torch.Tensor] = {}
     for bucket in buckets(state.items(), 1 << 20, staging=staging):
         found |= {name: tensor.cuda() for name, tensor in bucket.tensors()}
@@ -94,7 +84,7 @@ def test_buckets_are_cut_in_page_locked_memory() -> None:
 
 
 def test_a_state_on_the_device_is_lent_to_another_process_as_it_is() -> None:
-    state = a_state(4) | {"e": torch.arange(6.0)}  # one on the host among them
+    state = on_device(4) | {"e": torch.arange(6.0)}  # one on the host among them
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=borrow, args=(theirs,), daemon=True)

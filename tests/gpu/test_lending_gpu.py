@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from borrower_for_tests import borrower
+from reader_for_tests import on_device
 
 from agentgym_rl.agent.engines.lending import device_id, lend
 
@@ -20,11 +21,7 @@ SLACK = 48 << 20
 
 def a_state(seed: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator("cuda").manual_seed(seed)
-    return {
-        "a": torch.randn(4096, 2049, device="cuda", generator=generator).to(torch.bfloat16),
-        "b": torch.randn(7, device="cuda", generator=generator),
-        "c": torch.empty(0, 2, device="cuda"),
-        "d": torch.randn(33, 5, device="cuda", generator=generator).t(),
+    return on_device(seed) | {
         "e": torch.randn(9000, 4096, device="cuda", generator=generator).to(torch.bfloat16),  # more than a bucket
         "f": torch.randn(4096, 2048, device="cuda", generator=generator),
     }

@@ -19,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from agentgym_rl.agent.engines.handover import HostWeights, copies_done, padded, refused
+from agentgym_rl.agent.engines.handover import Entry, HostWeights, copies_done, cut, padded, part, refused
 from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.errors import EngineError
 
@@ -96,19 +96,16 @@ def buckets(
 ) -> Iterator[Bucket]:
     """Tensors in order, at most `max_bytes` in a bucket, or one tensor if it is larger. Without `keep` there are none,
     but all tensors are asked for: gathering them takes every rank. With `staging` each lasts until the next."""
-    held: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in named:
+    held: list[tuple[Entry, Tensor]] = []
+    for entry, tensor, begins in cut(named, max_bytes):
         if not keep:
             continue
-        length = padded(tensor)
-        if held and size + length > max_bytes:
-            yield _bucket(held, size, staging or Staging())
-            held, size = [], 0
-        held.append((name, tensor))
-        size += length
+        if begins and held:
+            yield _bucket(held, staging or Staging())
+            held = []
+        held.append((entry, tensor))
     if held:
-        yield _bucket(held, size, staging or Staging())
+        yield _bucket(held, staging or Staging())
 
 
 @torch.no_grad()
@@ -186,13 +183,10 @@ class InPlace:
         """Nothing: keys and values are made room for as they come."""
 
 
-def _bucket(held: list[tuple[str, Tensor]], size: int, staging: Staging) -> Bucket:
-    data = staging.room(size)
-    entries, start = [], 0
-    for name, tensor in held:
-        part = data[start : start + tensor.numel() * tensor.element_size()]
-        part.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach(), non_blocking=True)
-        entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
-        start += padded(tensor)
+def _bucket(held: list[tuple[Entry, Tensor]], staging: Staging) -> Bucket:
+    (*_, start), last = held[-1]
+    data = staging.room(start + padded(last))
+    for entry, tensor in held:
+        part(data, entry).copy_(tensor.detach(), non_blocking=True)
     copies_done()
-    return Bucket(entries, data.numpy())
+    return Bucket([entry for entry, _ in held], data.numpy())

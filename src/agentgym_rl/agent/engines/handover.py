@@ -129,7 +129,7 @@ class HostMemory:
             self._window = Window(self._file.fileno(), self._size)
         before, entries, start = self._entries, list[Entry](), HEADER
         for (name, tensor), expected in zip(named, itertools.chain(before, itertools.repeat(None)), strict=False):
-            entry = (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start)
+            entry = entry_of(name, tensor, start)
             if entry != expected:
                 self._forget_window()  # other tensors than last time, from here on
             if self._window is None:
@@ -245,6 +245,21 @@ def part(memory: torch.Tensor, entry: Entry) -> torch.Tensor:
     if not count:
         return torch.empty(shape, dtype=kind, device=memory.device)
     return memory[start : start + count].view(kind).view(shape)
+
+
+def entry_of(name: str, tensor: torch.Tensor, start: int) -> Entry:
+    return name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start
+
+
+def cut(named: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[tuple[Entry, torch.Tensor, bool]]:
+    """Each tensor with its place in a bucket of at most `max_bytes`, or of its own size if that is larger; and whether
+    a bucket begins with it."""
+    end: int | None = None
+    for name, tensor in named:
+        begins = end is None or end + padded(tensor) > max_bytes
+        start = 0 if end is None or begins else end
+        yield entry_of(name, tensor, start), tensor, begins
+        end = start + padded(tensor)
 
 
 def copies_done() -> None:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from agentgym_rl.agent.engines.handover import Entry, copies_done, padded, part
+from agentgym_rl.agent.engines.handover import Entry, copies_done, cut, padded, part
 from agentgym_rl.errors import EngineError
 
 TAKEN = b"taken"
@@ -314,19 +314,16 @@ def lend(
     lender = Lender(doors, version)
     try:
         entries: list[Entry] = []
-        start = 0
-        for name, tensor in named:
+        for entry, tensor, begins in cut(named, bucket_bytes):
             if not lender:
                 continue
-            length = padded(tensor)
-            if entries and start + length > bucket_bytes:
-                lender.hand_over(entries)
-                entries, start = [], 0
-            if not entries:
-                lender.need(max(bucket_bytes, length))
-            entries.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start))
-            lender.write(tensor, entries[-1])
-            start += length
+            if begins:
+                if entries:
+                    lender.hand_over(entries)
+                entries = []
+                lender.need(max(bucket_bytes, padded(tensor)))
+            lender.write(tensor, entry)
+            entries.append(entry)
         if entries:
             lender.hand_over(entries)
         lender.end()
