@@ -159,16 +159,15 @@ def _more(part: str, line: dict[str, Any], found: dict[str, dict[str, Any]]) -> 
         return "" if bound is None or line is bound else f"{line['tokens_per_s'] / bound['tokens_per_s']:.0%} of bound"
     if part == "learner":
         return f"{line['share_of_ceiling']:.0%} of ceiling, {line['allocated_gb']:.1f} GB"
-    return (
-        f"rollout {line['rollout_s']:.2f} s, learn {line['learn_s']:.2f} s, "
-        f"{line['sampled_tokens']:.0f} tokens sampled, {line['turns']:.1f} turns, success {line['success']:.0%}"
-        + (f", environments {line['environments_s']:.2f} s" if "environments_s" in line else "")
-        + (
-            f", kernels {line['kernels_playing_s']:.2f} + {line['kernels_learning_s']:.2f} s"
-            if "kernels_playing_s" in line
-            else ""
-        )
-    )
+    told = [
+        f"rollout {line['rollout_s']:.2f} s, learn {line['learn_s']:.2f} s, {line['sampled_tokens']:.0f} tokens sampled",
+        f"{line['turns']:.1f} turns, success {line['success']:.0%}",
+    ]
+    if "environments_s" in line:  # peers do not say
+        told.append(f"environments {line['environments_s']:.2f} s")
+    if "kernels_playing_s" in line:
+        told.append(f"kernels {line['kernels_playing_s']:.2f} + {line['kernels_learning_s']:.2f} s")
+    return ", ".join(told)
 
 
 def parse() -> argparse.Namespace:
