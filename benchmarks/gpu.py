@@ -160,8 +160,8 @@ def _more(part: str, line: dict[str, Any], found: dict[str, dict[str, Any]]) -> 
     if part == "learner":
         return f"{line['share_of_ceiling']:.0%} of ceiling, {line['allocated_gb']:.1f} GB"
     told = [
-        f"rollout {line['rollout_s']:.2f} s, learn {line['learn_s']:.2f} s, {line['sampled_tokens']:.0f} tokens sampled",
-        f"{line['turns']:.1f} turns, success {line['success']:.0%}",
+        f"rollout {line['rollout_s']:.2f} s, learn {line['learn_s']:.2f} s",
+        f"{line['sampled_tokens']:.0f} tokens sampled, {line['turns']:.1f} turns, success {line['success']:.0%}",
     ]
     if "environments_s" in line:  # peers do not say
         told.append(f"environments {line['environments_s']:.2f} s")
