@@ -4,8 +4,10 @@ and what becomes of whom when one of them dies."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +177,28 @@ async def test_an_engine_whose_learner_dies_half_way_has_no_version_until_it_has
     lender.join(60)
     assert seat.version == 3
     assert all(tensor.tolist() == [2.0] * 4 for tensor in own.values())
+
+
+def test_a_tensor_over_which_an_engine_dies_is_gone_without_a_collection_of_garbage() -> None:
+    state, clones = a_state(3), []
+
+    def named() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in state.items():
+            clone = tensor.clone()
+            clones.append(weakref.ref(clone))
+            yield name, clone
+            del clone
+
+    gc.disable()
+    try:
+        with borrower(state) as engine:
+            door = engine.expect()
+            engine.begin(door, 1, dies_of="f")
+            assert lend(named(), 1, [door], 64).keys() == {door.name}
+            assert len(clones) == len(state)
+            assert [clone() for clone in clones] == [None] * len(clones)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,9 @@ import inspect
 import mmap
 import os
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
@@ -234,8 +235,7 @@ class Lender:
         self._room: Room | None = None
         self._lent: dict[str, Any] = {}
         for door in doors:
-            with self._or_without(door.name):
-                self._lines[door.name] = Client(door.name, "AF_UNIX", authkey=bytes.fromhex(door.key))
+            self._or_without(door.name, partial(self._knock, door))
         self._say(dict.fromkeys(self._lines, ("version", version)))
 
     def need(self, size: int) -> None:
@@ -279,20 +279,22 @@ class Lender:
             self._room.close()
         self._room = None
 
+    def _knock(self, door: Door) -> None:
+        self._lines[door.name] = Client(door.name, "AF_UNIX", authkey=bytes.fromhex(door.key))
+
     def _say(self, messages: dict[str, Any]) -> None:
         """To all, before the first is waited for."""
         for name, message in messages.items():
-            with self._or_without(name):
-                self._lines[name].send(message)
+            self._or_without(name, partial(self._lines[name].send, message))
         for name in messages:
             if name in self._lines:
-                with self._or_without(name):
-                    self._lines[name].recv_bytes()
+                self._or_without(name, self._lines[name].recv_bytes)
 
-    @contextlib.contextmanager
-    def _or_without(self, name: str) -> Iterator[None]:
+    def _or_without(self, name: str, act: Callable[[], Any]) -> None:
+        """Not a context manager: from Python 3.12 on its error would keep the callers' frames, and with them a tensor,
+        until garbage is collected."""
         try:
-            yield
+            act()
         except BROKEN as error:
             self.failed[name] = f"it could not be reached, or broke off ({error!r})"
             self._leave(name)
