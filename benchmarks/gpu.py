@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -136,6 +137,12 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def write_results(out: Path, outcomes: dict[str, dict[str, Any]]) -> None:
+    lines = read_lines(out / "lines.jsonl")
+    (out / "results.json").write_text(json.dumps({"measured": lines, "runs": outcomes}, indent=1) + "\n")
+    (out / "table.md").write_text(table(lines, outcomes))
+
+
 def table(lines: list[dict[str, Any]], outcomes: dict[str, dict[str, Any]]) -> str:
     """Markdown: each case, each of its runners, and ours over it."""
     rows = ["| part | case | who | speed | ours ÷ it | more |", "|---|---|---|---|---|---|"]
@@ -197,14 +204,16 @@ def main() -> None:
     if any(options.out.iterdir()):
         sys.exit(f"--out {options.out} is not empty: name a new folder")
     sys.path.insert(0, str(HERE / "gpu_parts"))
+    # Processes of a peer that outlive this one keep the device's memory: they are ended on the way out.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     outcomes: dict[str, dict[str, Any]] = {}
     for job in jobs_of(options):
         print(f"{job.name} ...", flush=True)
-        outcomes[job.name] = run_job(job, options)
-        lines = read_lines(options.out / "lines.jsonl")
-        written = json.dumps({"measured": lines, "runs": outcomes}, indent=1)
-        (options.out / "results.json").write_text(written + "\n")
-        (options.out / "table.md").write_text(table(lines, outcomes))
+        outcomes[job.name] = {"outcome": "stopped", "seconds": 0.0}
+        try:
+            outcomes[job.name] = run_job(job, options)
+        finally:
+            write_results(options.out, outcomes)
         print(f"{job.name}: {outcomes[job.name]['outcome']}, {outcomes[job.name]['seconds']:.0f} s", flush=True)
     print("\n" + (options.out / "table.md").read_text())
     if broken := [name for name, one in outcomes.items() if not one["outcome"].startswith(("done", "left out"))]:

@@ -94,3 +94,10 @@ def _command_line(arguments: list[str], output: str, environment: dict[str, str]
     from agentgym_rl.cli import main
 
     main()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -68,6 +68,14 @@ def test_a_bad_config(recipe: str, overrides: list[str], words: list[str], tmp_p
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_package_is_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "agentgym_rl", "play", "chess"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "chess")
+
+
 def test_a_recipe_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
     done = command("train", str(tmp_path / "nowhere.toml"))
     assert done.returncode == 2

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from processes_for_tests import alive
 from scripts_for_tests import ROOT, load_script
+from servers_for_tests import wait_until
 from torch.autograd import DeviceType
 
 
@@ -58,6 +60,32 @@ def test_a_measurement_that_fails_leaves_what_it_had(
     assert gpu.read_lines(tmp_path / "lines.jsonl") == [json.loads('{"part": "rollout"}')]
     late = gpu.run_job(gpu.Job("two", "breaks.py", [], needs=tmp_path / "taught.json"), options)
     assert late["outcome"] == "left out, for want of taught.json"
+
+
+def test_a_stop_ends_the_processes_of_a_peer_and_keeps_what_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "gpu_parts").mkdir()
+    (tmp_path / "gpu_parts" / "starts_another.py").write_text(
+        "import subprocess, sys, time\n"
+        "open(sys.argv[2], 'a').write('{\"part\": \"machine\"}\\n')\n"
+        "other = subprocess.Popen(['sleep', '300'])\n"
+        f"open({str(tmp_path / 'other')!r}, 'w').write(f'{{other.pid}}\\n')\n"
+        "time.sleep(300)\n"
+    )
+    driver = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import gpu; from pathlib import Path\n"
+        f"gpu.HERE = Path({str(tmp_path)!r}); gpu.jobs_of = lambda _: [gpu.Job('one', 'starts_another.py', [])]\n"
+        "gpu.main()"
+    )
+    command = [sys.executable, "-c", driver, "--tiny", "--out", str(tmp_path / "out")]
+    told = tmp_path / "other"
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as benchmark:
+        wait_until(lambda: told.exists() and told.read_text().endswith("\n"))
+        benchmark.terminate()
+        _, said = benchmark.communicate(timeout=60)
+    assert "stopped by SIGTERM" in said
+    wait_until(lambda: not alive(int(told.read_text())))
+    kept = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert kept == {"measured": [{"part": "machine"}], "runs": {"one": {"outcome": "stopped", "seconds": 0.0}}}
 
 
 def test_a_steps_kernels_are_told_apart_by_when_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from vllm_for_tests import SMALL, alive, vllm_processes
+from processes_for_tests import alive
+from vllm_for_tests import SMALL, vllm_processes
 
 from agentgym_rl.agent.engines.vllm import VllmEngine
 from agentgym_rl.errors import EngineError
