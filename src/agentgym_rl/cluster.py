@@ -80,6 +80,8 @@ class Rank:
         self._learner: Any = None
         """RL's, or a trainer."""
         self._shares = config.scale.layout == "colocated"
+        self._merges = adapters and config.engine.kind == "vllm"
+        """vLLM takes adapters from disk alone, which nodes need not share: here it gets weights with them inside."""
 
     def untrained(self, folder: str) -> int:
         """The recipe's model as it is before it learns anything, with the tokenizer of `folder`; counts parameters."""
@@ -131,7 +133,8 @@ class Rank:
 
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What engines have, in the type that they have; every rank must read all of it."""
-        for name, tensor in self._policy():
+        named = lora.merged(self._model, self._policy()) if self._merges else self._policy()
+        for name, tensor in named:
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
         self._leave_the_device()
 

@@ -317,8 +317,6 @@ class Config(_Section):
                 )
             if self.engine.urls or self.engine.replicas > 1:
                 raise ValueError("[scale] starts vLLM itself: remove engine.urls and engine.replicas")
-            if self.model.lora is not None:
-                raise ValueError("[scale] sends whole weights, vLLM takes adapters by file: use engine.kind = 'native'")
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self

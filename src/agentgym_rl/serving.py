@@ -51,7 +51,7 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
                 memory_share=settings.memory_share,
                 kv_cache_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30),
                 eager=settings.eager,
-                lora_rank=None if lora is None else lora.rank,
+                lora_rank=None if lora is None or config.scale is not None else lora.rank,
                 options={"enable_sleep_mode": True} if sleeps else None,
             )
             for _ in range(settings.replicas)
@@ -100,7 +100,11 @@ def _forget_but(folder: Path) -> None:
 
 
 def vllm_seat(config: Config, folder: Path) -> VllmSeat:
-    """One engine of a cluster, which routes and starts as many as it wants."""
+    """One engine of a cluster, which routes and starts as many as it wants. Of a model with adapters it is sent weights
+    that have them inside."""
+    if config.model.lora is not None:
+        assert config.model.path is not None
+        folder = Path(config.model.path)
     engine = make_vllm(config, folder)
     assert isinstance(engine, VllmEngine)
     return VllmSeat(engine)

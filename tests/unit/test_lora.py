@@ -128,6 +128,21 @@ def test_adapters_are_saved_in_peft_format_and_load_by_name(tmp_path: Path) -> N
     torch.testing.assert_close(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
+def test_what_an_adapter_adds_can_be_put_into_the_weights() -> None:
+    model, plain = adapted(), tiny_model()
+    learn(RLLearner(model, RL, 1.0, lambda: lora.adapter(model, None)))
+    lora.copy_adapter(model, SETTINGS, lora.CRITIC)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = dict(lora.merged(model, model.state_dict().items()))
+    assert state.keys() == plain.state_dict().keys()
+    ids = torch.tensor([[1, 2, 3, 4]])
+    unlike = plain(input_ids=ids).logits
+    plain.load_state_dict(state)
+    torch.testing.assert_close(plain(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-5, rtol=0)
+    assert not torch.allclose(plain(input_ids=ids).logits, unlike, atol=1e-3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
 async def test_the_engine_samples_from_the_adapted_model() -> None:
     model = adapted()
     learn(RLLearner(model, RLSettings(kl_coef=0.0, optimizer=OptimizerSettings(lr=1e-1)), 1.0))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cluster_for_tests import PATIENT, events_of, steps_of, workers
 from runs_for_tests import counting_config, quiet
-from vllm_for_tests import vllm_processes
+from vllm_for_tests import make_model, save, vllm_processes
 
 from agentgym_rl.runlog import read_metrics, read_trajectories
 from agentgym_rl.scale.publisher import LEND
@@ -33,6 +33,33 @@ def kill_the_scheduler(folder: Path) -> None:
         time.sleep(0.05)
     (actor,) = workers("engine")
     os.kill(vllm_processes(actor)[0], signal.SIGKILL)
+
+
+@pytest.mark.timeout(1800)
+async def test_adapters_that_two_ranks_learn_reach_vllm_inside_the_weights(tmp_path: Path) -> None:
+    config = counting_config(
+        model={"path": str(save(make_model(0), tmp_path / "base")), "lora": {"rank": 4}},
+        warm_start=None,
+        engine={"kind": "vllm", "eager": True, "kv_cache_gib": 0.25, "memory_share": 0.2},
+        scale={"learners": 2, "object_store_mb": 100, "worker_timeout_s": 1500},
+        rl={
+            "steps": 3,
+            "groups_per_step": 2,
+            "group_size": 4,
+            "kl_coef": 0.0,
+            "entropy_coef": 0.1,
+            "zero_variance": "keep",
+            "optimizer": {"lr": 0.05},
+        },
+        horizon={"kind": "fixed", "turns": [2]},
+        environments=[{"name": "keydoor", "subsets": ["near"]}],
+        eval={"episodes": 4, "max_turns": 2},
+    )
+    await train(config, tmp_path / "run", console=quiet())
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(row["mismatch/abs"] < 1e-4 for row in rows)
+    assert all(row["grad/norm"] > 0 for row in rows)
 
 
 @pytest.mark.timeout(1800)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,6 +66,20 @@ def copy_adapter(model: Any, settings: LoraSettings, name: str) -> None:
             if f".{name}." in key:
                 parameter.copy_(parameters[key.replace(f".{name}.", f".{POLICY}.")])
     model.set_adapter(POLICY)
+
+
+@torch.no_grad()
+def merged(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's state as one without adapters has it: what the policy's adds is in the weights, in their type."""
+    for name, tensor in named:
+        path, base, leaf = name.rpartition(".base_layer.")
+        if not base:
+            if "lora_" not in name:
+                yield name, tensor
+            continue
+        layer = model.get_submodule(path)
+        added = layer.get_delta_weight(POLICY).float() if leaf == "weight" else 0.0
+        yield f"{path}.{leaf}", (tensor.float() + added).to(tensor.dtype)
 
 
 @contextmanager
