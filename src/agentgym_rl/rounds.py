@@ -2,7 +2,8 @@
 
     <root>/rounds/round_001.jsonl    a first line about the round, then one line per sample or pair
 
-Token ids are written as they are trained on; `trained` lists the stretches `[start, length]` that the loss is taken on.
+Token ids are written as they are trained on; `trained` lists the stretches `[start, length]` that the loss is taken on,
+`left_out`, where there are any, replies that are not imitated.
 The file is complete when it can be seen, so a run that was killed goes on with it instead of playing the round again.
 """
 
@@ -71,11 +72,13 @@ def _written(sample: Sample) -> dict[str, Any]:
         if trained:
             stretches.append([place, length])
         place += length
-    return {"id": sample.trajectory_id, "token_ids": sample.token_ids, "trained": stretches}
+    written = {"id": sample.trajectory_id, "token_ids": sample.token_ids, "trained": stretches}
+    return written | ({"left_out": sample.left_out} if sample.left_out else {})
 
 
 def _read(row: dict[str, Any]) -> Sample:
     mask = [False] * len(row["token_ids"])
     for start, length in row["trained"]:
         mask[start : start + length] = [True] * length
-    return Sample(row["token_ids"], mask, trajectory_id=row["id"])
+    left_out = [(start, length) for start, length in row.get("left_out", ())]
+    return Sample(row["token_ids"], mask, trajectory_id=row["id"], left_out=left_out)

@@ -67,7 +67,8 @@ class Step:
     done: bool = False
     info: dict[str, Any] = field(default_factory=dict)
     """Known keys: `success` (bool, on the last step), `valid` (bool: the action was understood and possible),
-    `state_key` (str: equal keys mean the same state, after this step). JSON-serialisable."""
+    `state_key` (str: equal keys mean the same state, after this step), `mistake` (bool: a demonstrator's, made on
+    purpose; it is not imitated). JSON-serialisable."""
 
 
 @dataclass(slots=True)
@@ -147,6 +148,12 @@ class Trajectory:
             turn += message.role == "assistant"
             turns += [turn if message.logprobs is not None else -1] * len(message.token_ids)
         return turns
+
+    @property
+    def imitated(self) -> list[bool]:
+        """One per message: True on replies, except mistakes that were made on purpose."""
+        infos = iter(self.infos)
+        return [m.role == "assistant" and not next(infos, {}).get("mistake", False) for m in self.messages]
 
     @property
     def versions(self) -> list[int]:
@@ -242,6 +249,8 @@ class Sample:
     last_value: float = 0.0
     """The critic's, of the state after the last token."""
     trajectory_id: str = ""
+    left_out: list[tuple[int, int]] = field(default_factory=list)
+    """(start, length) of replies that are not imitated: no loss is taken on them, not even on everything."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,12 +115,16 @@ class Renderer:
         token_ids = self.prompt(messages[: replies[0]])
         loss_mask = [False] * len(token_ids)
         wanted = [message.role == "assistant" for message in messages] if trained is None else trained
+        left_out: list[tuple[int, int]] = []
         for i in range(replies[0], replies[-1] + 1):
             message = messages[i]
-            ids = self.reply_ids(message.content) if message.role == "assistant" else self.follow_up(message.content)
+            is_reply = message.role == "assistant"
+            ids = self.reply_ids(message.content) if is_reply else self.follow_up(message.content)
+            if is_reply and not wanted[i]:
+                left_out.append((len(token_ids), len(ids)))
             token_ids += ids
-            loss_mask += [wanted[i] and message.role == "assistant"] * len(ids)
-        return Sample(token_ids=token_ids, loss_mask=loss_mask)
+            loss_mask += [wanted[i] and is_reply] * len(ids)
+        return Sample(token_ids=token_ids, loss_mask=loss_mask, left_out=left_out)
 
     def _render(self, messages: list[Message], generation_prompt: bool) -> str:
         if self.folds_system and messages[0].role == "system":

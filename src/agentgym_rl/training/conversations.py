@@ -37,10 +37,11 @@ class Conversation:
 
 
 def of_trajectory(trajectory: Trajectory) -> Conversation:
-    """Every reply is to be imitated. Ids and log-probabilities are left behind: they belong to one tokenizer."""
+    """Every reply is to be imitated but mistakes made on purpose. Ids and log-probabilities are left behind: they
+    belong to one tokenizer."""
     messages = [Message(m.role, m.content) for m in trajectory.messages]
     item_id = f"{trajectory.task.env}_{trajectory.task.item}"
-    return Conversation(item_id, messages, [m.role == "assistant" for m in messages])
+    return Conversation(item_id, messages, trajectory.imitated)
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:

@@ -26,7 +26,7 @@ class SFT(Imitator):
         if not samples:
             raise ConfigError("no demonstration to imitate: every one is empty or has no assistant turn")
         if settings.loss_on == "everything":
-            samples = [replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in samples]
+            samples = [replace(s, loss_mask=_everything(s)) for s in samples]
         self._samples, self._sft, self._seed = samples, settings, seed
         self._updates_per_epoch = -(-len(samples) // settings.batch_size)
         self.total = settings.epochs * self._updates_per_epoch
@@ -43,3 +43,11 @@ class SFT(Imitator):
         metrics = self.imitate(batch)
         tokens = float(sum(map(sum, (s.loss_mask for s in batch))))
         return metrics | {"epoch": epoch + 1.0, "samples": float(len(batch)), "tokens/trained": tokens}
+
+
+def _everything(sample: Sample) -> list[bool]:
+    """All but the first token, which nothing predicts, and replies that are not imitated."""
+    mask = [False] + [True] * (len(sample.token_ids) - 1)
+    for start, length in sample.left_out:
+        mask[start : start + length] = [False] * length
+    return mask
