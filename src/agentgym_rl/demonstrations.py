@@ -47,7 +47,7 @@ async def load_demonstrations(
         console.note(f"{len(found)} conversations from {len(paths)} files")
     if data.play is not None:
         found += await play_demonstrations(
-            config, pool, items, log, console, data.play, data.episodes, data.max_turns, "data"
+            config, pool, items, log, console, data.play, data.episodes, data.max_turns, data.mistakes, "data"
         )
     if not found:
         raise ConfigError("data: nothing to imitate was found: no success among the trajectories, no trained reply")
@@ -58,7 +58,7 @@ def load_trajectories(config: Config, items: wiring.Items, console: Console) -> 
     """Episodes of the trajectory files that `[data]` names, less those of held-out items."""
     held_out = {(env, item) for env, subsets in items.held_out.items() for some in subsets.values() for item in some}
     paths = [path for path in find_files(config.data.files if config.data else ()) if is_trajectory_file(path)]
-    read = list(read_trajectory_files(paths))
+    read = [t for t in read_trajectory_files(paths) if any(t.imitated)]
     kept = [t for t in read if (t.task.env, t.task.item) not in held_out]
     if len(kept) < len(read):
         console.warn(f"{len(read) - len(kept)} of {len(read)} episodes are of held-out items and left out")
@@ -85,7 +85,7 @@ def to_sample(one: Demonstration, renderer: Renderer) -> Sample:
         return sample
     if _sampled_with(renderer, one):
         return Sample(one.token_ids, one.loss_mask, trajectory_id=one.id)
-    sample = renderer.demonstration(one.messages)
+    sample = renderer.demonstration(one.messages, one.imitated)
     sample.trajectory_id = one.id
     return sample
 

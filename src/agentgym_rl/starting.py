@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -14,6 +15,7 @@ from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.errors import EnvError
 from agentgym_rl.heldout import spread
+from agentgym_rl.mistakes import Solutions, erring
 from agentgym_rl.runlog import Kind, RunLog
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
@@ -66,13 +68,13 @@ async def prepare(
     if warm is not None:
         console.stage("Warm start", f"{warm.episodes} episodes of {warm.policy} play")
         played = await play_demonstrations(
-            config, pool, items, log, console, warm.policy, warm.episodes, warm.max_turns, "warmstart"
+            config, pool, items, log, console, warm.policy, warm.episodes, warm.max_turns, warm.mistakes, "warmstart"
         )
         conversations = [trajectory.messages for trajectory in played]
     if tokenizer is None:
         tokenizer = words_of(conversations)
     renderer = Renderer(tokenizer, config.model.chat_template)
-    return Start(tokenizer, [renderer.demonstration(t.messages) for t in played if t.num_turns])
+    return Start(tokenizer, [renderer.demonstration(t.messages, t.imitated) for t in played if t.num_turns])
 
 
 async def imitate(trainer: Trainer, console: Console) -> None:
@@ -119,17 +121,27 @@ async def play_demonstrations(
     policy: str,
     episodes: int,
     max_turns: int,
+    mistakes: float,
     kind: Kind,
 ) -> list[Trajectory]:
     """Training items as `policy` plays them: of the oracle its successes, of others all that did not fail.
 
-    The oracle plays an item once; random play comes round to it again until there are enough episodes.
+    The oracle plays an item once; random play comes round to it again until there are enough episodes. With `mistakes`
+    the oracle plays all of them without any first, which is not kept: then it is known what it does at other times.
     """
+    if mistakes:
+        wiring.require_recovery(config.environments)
     share = -(-episodes // len(config.environments))
     played: list[Trajectory] = []
-    with console.progress(f"{policy} play", share * len(config.environments)) as advance:
-        collect = wiring.make_collector(
-            config, pool, wiring.demonstrators(policy), 1, f"{kind}-", on_trajectory=lambda _: advance()
+    with console.progress(f"{policy} play", share * len(config.environments) * (2 if mistakes else 1)) as advance:
+        collector = partial(
+            wiring.make_collector,
+            config,
+            pool,
+            wiring.demonstrators(policy),
+            1,
+            f"{kind}-",
+            on_trajectory=lambda _: advance(),
         )
         for env in config.environments:
             limits = wiring.limits_of(config.agent, max_turns, env=env)
@@ -137,7 +149,13 @@ async def play_demonstrations(
             tasks = [Task(env.name, item) for some in chosen.values() for item in some]
             if policy == "random":  # the oracle would do the same again
                 tasks = list(islice(cycle(tasks), max(share, len(tasks))))
-            groups = await collect(tasks, limits, derive_seed(config.seed, kind, env.name))
+            seed = derive_seed(config.seed, kind, env.name)
+            collect = collector()
+            if mistakes:
+                solutions: Solutions = {}
+                await collector(inner=erring(0.0, seed, solutions))(tasks, limits, seed)
+                collect = collector(inner=erring(mistakes, seed, solutions))
+            groups = await collect(tasks, limits, seed)
             played += [t for g in groups for t in g.trajectories]
     for trajectory in played:
         log.write_trajectory(0, trajectory, kind)
@@ -145,4 +163,18 @@ async def play_demonstrations(
     if not usable:
         what = "warm start" if kind == "warmstart" else kind
         raise EnvError(f"{what}: all {len(played)} episodes failed; the first: {played[0].error}")
-    return [t for t in usable if t.success] if policy == "oracle" else usable
+    if policy != "oracle":
+        return usable
+    if mistakes:
+        console.note(_told(played))
+    return [t for t in usable if t.success and any(t.imitated)]
+
+
+def _told(played: list[Trajectory]) -> str:
+    turns = [info for trajectory in played for info in trajectory.infos]
+    wrong = sum(info.get("mistake", False) for info in turns)
+    refused = sum(info.get("mistake", False) and info.get("valid") is False for info in turns)
+    return (
+        f"{wrong} of {len(turns)} turns were mistakes, {refused} of them refused; "
+        f"{sum(t.success for t in played)} of {len(played)} episodes succeeded all the same"
+    )

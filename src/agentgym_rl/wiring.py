@@ -27,7 +27,13 @@ from agentgym_rl.training import lora
 from agentgym_rl.training.model import load_model, require_folder
 from agentgym_rl.types import Collect, EnvPool, EnvSession, Group, Limits, Sampling, Task
 
+Wrap = Callable[[EnvSession], EnvSession]
+
 transformers_logging.disable_progress_bar()  # a checkpoint would draw one through the console's lines
+
+
+def _as_it_is(session: EnvSession) -> EnvSession:
+    return session
 
 
 class EnvironmentsPool:
@@ -152,8 +158,8 @@ def collect_each(
     return collect
 
 
-def wrap_of(agent: AgentConfig) -> Callable[[EnvSession], EnvSession]:
-    """Dresses a session in the config's style and instruction."""
+def wrap_of(agent: AgentConfig, inner: Wrap = _as_it_is) -> Wrap:
+    """Dresses a session, wrapped in `inner` first, in the config's style and instruction."""
     style: Style = STYLES[agent.style]
 
     def wrap(session: EnvSession) -> EnvSession:
@@ -161,7 +167,7 @@ def wrap_of(agent: AgentConfig) -> Callable[[EnvSession], EnvSession]:
             # Only the environment's part: how to write an action is still to be told.
             explain = action_format(style.action_format).explain
             session.instruction = "\n\n".join(text for text in (agent.instruction, explain) if text)
-        return style.wrap(session, agent.turns_per_attempt)
+        return style.wrap(inner(session), agent.turns_per_attempt)
 
     return wrap
 
@@ -180,8 +186,16 @@ def demonstrators(name: str) -> PolicyFactory:
 
 
 def make_collector(
-    config: Config, pool: EnvPool, make_policy: PolicyFactory, group_size: int, prefix: str, **options: Any
+    config: Config,
+    pool: EnvPool,
+    make_policy: PolicyFactory,
+    group_size: int,
+    prefix: str,
+    *,
+    inner: Wrap = _as_it_is,
+    **options: Any,
 ) -> Collector:
+    """`inner` wraps sessions before they are dressed in the agent's style."""
     agent = config.agent
     return Collector(
         pool,
@@ -190,7 +204,7 @@ def make_collector(
         agent.concurrency,
         agent.retries,
         agent.episode_timeout_s,
-        wrap=wrap_of(agent),
+        wrap=wrap_of(agent, inner),
         prefix=prefix,
         **options,
     )
@@ -203,6 +217,16 @@ def require_model(model: ModelConfig) -> None:
         lora.require_peft()
     if model.path is not None:
         require_folder(model.path)
+
+
+def require_recovery(environments: tuple[EnvironmentConfig, ...]) -> None:
+    """ConfigError where an oracle would fail after its first mistake. What a server's oracle can do is not known."""
+    for env in environments:
+        if env.url is None and not getattr(catalog.load(env.name), "oracle_recovers", True):
+            raise ConfigError(
+                f"mistakes: the oracle of {env.name} knows one way only and cannot go on once it has left it: "
+                "leave mistakes out, or the environment"
+            )
 
 
 @dataclass(frozen=True, slots=True)

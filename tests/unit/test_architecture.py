@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "fits": ALL,
     "starting": ALL,
     "heldout": ALL,
+    "mistakes": LEAVES | {"agent.policy", "environment.wire"},
     "demonstrations": ALL,
     "exploration": ALL,
     "rounds": ALL,

@@ -49,7 +49,11 @@ class HasActions(Protocol):
 @runtime_checkable
 class HasOracle(Protocol):
     def oracle(self) -> str:
-        """The next action of a solution from the present state."""
+        """The next action of a solution from the present state.
+
+        A class whose oracle knows one way only, and fails once it was left, says `oracle_recovers = False`: then it is
+        never asked for demonstrations with mistakes.
+        """
         ...
 
 

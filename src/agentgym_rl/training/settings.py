@@ -305,11 +305,19 @@ class DataSettings:
     """Of `play`, over all environments. The oracle plays an item once, random play comes round to it again."""
     max_turns: int = 30
     """Of `play`."""
+    mistakes: float = 0.0
+    """play = 'oracle': share of turns in which it plays something else; they are not imitated, how it goes on is."""
 
     def __post_init__(self) -> None:
         _require(self, episodes=1, max_turns=1)
         if not self.files and self.play is None:
             raise ValueError("needs files, or play = 'oracle' or 'random': got neither")
+        if not 0.0 <= self.mistakes < 1.0:
+            raise ValueError(f"mistakes must lie in [0, 1), got {self.mistakes}")
+        if self.mistakes and self.play != "oracle":
+            raise ValueError(
+                f"mistakes = {self.mistakes:g}: they are the oracle's, set play = 'oracle' or leave them out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,7 @@ class SciWorld:
     splits: ClassVar[Mapping[str, range]] = tasks.SPLITS
     subsets: ClassVar[tuple[str, ...]] = tasks.SUBSETS
     cheap: ClassVar[bool] = False
+    oracle_recovers: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self._world: World | None = None
