@@ -465,6 +465,7 @@ def plan_of(config: Config) -> Plan:
         object_store_mb=scale.object_store_mb,
         bucket_mb=scale.bucket_mb,
         worker_timeout_s=scale.worker_timeout_s,
+        devices_per_engine=config.engine.tensor_parallel,
     )
 
 

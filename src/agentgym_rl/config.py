@@ -127,6 +127,9 @@ class EngineConfig(_Section):
     """urls: name of the environment variable that holds the servers' key."""
     replicas: int = Field(1, ge=1)
     """vllm without urls: how many to start."""
+    tensor_parallel: int = Field(1, ge=1)
+    """vllm: devices that each spreads its weights over, for models that one cannot hold. With [scale] alone, which has
+    as many for every engine, on one node, where layout = 'disaggregated'."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """vllm: of its weights; auto is the learner's."""
     memory_share: float = Field(0.4, gt=0, allow_inf_nan=False)
@@ -150,7 +153,7 @@ class EngineConfig(_Section):
             )
         if self.kind == "native" and given:
             raise ValueError(f"engine.{min(given)} is read by kind = 'vllm', this is 'native': remove it or set kind")
-        here = given & {"replicas", "dtype", "memory_share", "kv_cache_gib", "eager", "weights"}
+        here = given & {"replicas", "tensor_parallel", "dtype", "memory_share", "kv_cache_gib", "eager", "weights"}
         if self.urls and here - {"dtype"}:
             raise ValueError(f"engine.{min(here - {'dtype'})} is for a vLLM started here; with urls the servers decide")
         return self
@@ -319,6 +322,11 @@ class Config(_Section):
             raise ValueError(
                 f"model.device = {self.model.device!r}: with [scale] each process is given a device of its own and "
                 "sees no other, use 'cuda' or 'auto'"
+            )
+        if self.engine.tensor_parallel > 1 and (self.scale is None or self.scale.layout == "colocated"):
+            raise ValueError(
+                f"engine.tensor_parallel = {self.engine.tensor_parallel}: devices that a learner has no part in are "
+                "given to an engine by [scale] with layout = 'disaggregated'"
             )
         if self.engine.kind == "vllm" and self.scale is not None:
             if self.engine.weights == "files":

@@ -45,6 +45,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         memory_share=engine.memory_share,
         cache_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * GIB),
         replicas=engine.replicas,
+        tensor_parallel=engine.tensor_parallel,
         warm_start=None if warm is None else _passes(warm.sft.optimizer),
         gpu=gpu,
     )
@@ -90,7 +91,8 @@ def diagnose_recipe(
     host_bytes = int(host_gib * GIB) if host_gib is not None else None if device_gib is not None else _host_bytes()
     demand = demand_of(config, gpu=gpu)
     # Without an address everybody is on one machine.
-    per_node = gpus_per_node if config.scale is not None and config.scale.address else demand.learners + demand.engines
+    everybody = demand.learners + demand.engines * demand.tensor_parallel
+    per_node = gpus_per_node if config.scale is not None and config.scale.address else everybody
     lines, fits = table(on_each_device(demand, device_bytes), device_bytes)
     on_hosts, hosts_fit = table(on_each_host(demand, per_node, host_bytes or 0), host_bytes)
     head = f"{config.name}: {demand.shape.count / 1e9:.3g}B parameters, {config.model.dtype}"

@@ -35,8 +35,13 @@ Vllm = VllmEngine | VllmServer | Replicas
 def make_vllm(config: Config, folder: Path) -> Vllm:
     """The recipe's vLLM, yet to be started, for the model in `folder` (with LoRA: the frozen weights)."""
     settings, agent, lora = config.engine, config.agent, config.model.lora
+    options: dict[str, Any] = {}
     # On a device of its own it has no reason to.
-    sleeps = config.scale is not None and config.scale.layout == "colocated" and torch.cuda.is_available()
+    if config.scale is not None and config.scale.layout == "colocated" and torch.cuda.is_available():
+        options["enable_sleep_mode"] = True
+    if settings.tensor_parallel > 1:
+        # Told to it outright: in an actor vLLM would ask Ray for processes of its own, and all devices are this one's.
+        options |= {"tensor_parallel_size": settings.tensor_parallel, "distributed_executor_backend": "mp"}
     max_context = max([agent.max_context, *(env.max_context or 0 for env in config.environments)])
     if settings.urls:
         key = settings.api_key_variable
@@ -52,7 +57,7 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
                 kv_cache_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30),
                 eager=settings.eager,
                 lora_rank=None if lora is None or config.scale is not None else lora.rank,
-                options={"enable_sleep_mode": True} if sleeps else None,
+                options=options,
             )
             for _ in range(settings.replicas)
         ]

@@ -155,6 +155,22 @@ def test_a_recipe_whose_model_reads_less_than_an_episode_needs_no_more_cache(tmp
     assert not any("kv_cache_gib" in line for line in lines), lines
 
 
+def test_a_vllm_over_several_devices_has_a_part_of_weights_and_heads_on_each() -> None:
+    demand = Demand(SHAPES["32B"], 2, learners=16, distributed=True, colocated=False, engine="vllm", context=16384)
+    demand = replace(demand, memory_share=0.8)
+    assert "vLLM needs 66.0 GiB" in engine_memory(demand, 80 * GIB).problem
+    two, eight = (engine_memory(replace(demand, tensor_parallel=n), 80 * GIB) for n in (2, 8))
+    assert (two.problem, eight.problem) == ("", "")
+    small = replace(demand, memory_share=0.05)
+    needs = [engine_memory(replace(small, tensor_parallel=n), 80 * GIB).problem.split("needs ")[1] for n in (2, 8)]
+    assert [need.partition(" GiB")[0] for need in needs] == ["33.5", "9.1"]
+    # More devices than key/value heads: each has one of them, whole.
+    cache = replace(demand, cache_bytes=1, tensor_parallel=8)
+    assert engine_memory(cache, 80 * GIB).problem == engine_memory(replace(cache, tensor_parallel=16), 80 * GIB).problem
+    nodes = on_each_host(replace(demand, engines=4, tensor_parallel=4), 8)
+    assert "copies of 2 vLLMs" in nodes["host of engines, running"].parts
+
+
 @pytest.mark.parametrize("share", [1.0, 1.5])
 def test_vllm_cannot_have_a_whole_device(share: float) -> None:
     recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}
@@ -246,6 +262,10 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     fewest = min(n for n, memory in sizes.items() if memory.fits(80 * GIB))
     each, sixteen, eight = (f"{sizes[n].total / GIB:.0f} GiB" for n in (fewest, 16, 8))
     assert f"at least {fewest} devices of 80 GiB ({each} each; {sixteen} with 16, {eight} with 8)" in flat
+    halves = replace(large, engine="vllm", memory_share=0.9, tensor_parallel=2)
+    cache = (0.9 * 80 * GIB - halves.engine_bytes * halves.shape.count / 2) / GIB - 1
+    assert f"leaves {cache:.0f} GiB of cache on each, {cache // 2:.0f} episodes of 16k tokens" in flat
+    assert "takes 2 GiB" in engine_memory(replace(halves, cache_bytes=1), 80 * GIB).problem
     beside_servers = on_each_device(replace(one, shape=SHAPES["32B"], engine="elsewhere", context=16384))["device"]
     assert f"at 32B it would take {beside_servers.total / GIB:.0f} GiB there" in flat
     warm = warm_start_memory(replace(seven, warm_start=(16384, True))).total / GIB
@@ -328,6 +348,9 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
     assert pairs.lacking({"GPU": 2, "CPU": 99}) is None
     assert "need 2 GPUs, a learner and an engine on each; there are 1" in (pairs.lacking({"GPU": 1, "CPU": 99}) or "")
     assert "need 5 GPUs; there are 0" in (apart.lacking({"CPU": 99}) or "")
+    wide = replace(apart, devices_per_engine=4)
+    assert wide.placement()[1][0]["engine"] == [{"CPU": 1.0, "GPU": 4.0}] * 3, "of one node each: a bundle is"
+    assert "need 14 GPUs; there are 13" in (wide.lacking({"GPU": 13, "CPU": 99}) or "")
     undecided = replace(pairs, device="auto", address="auto")
     assert undecided.decided({"GPU": 16.0, "CPU": 99.0}) == replace(pairs, address="auto"), "whatever the driver has"
     assert undecided.decided({"CPU": 99.0}).device == "cpu"

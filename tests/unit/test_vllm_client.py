@@ -248,6 +248,18 @@ def test_a_probe_tells_weights_apart() -> None:
         Probe([1, 2, 3], [-1.0, -1.0]).check([-1.0], 1)
 
 
+def test_of_a_model_that_is_split_only_what_every_worker_has_is_compared() -> None:
+    model = make_model()
+    embedding = model.get_input_embeddings().weight
+    shapes = {
+        name: list(p.shape) for name, p in model.named_parameters() if "embed" in name or name.endswith("norm.weight")
+    }
+    assert held(model, shapes).keys() == shapes.keys()
+    embedding.output_dim = 0  # as vLLM marks it
+    assert held(model, shapes).keys() == shapes.keys()
+    assert held(model, shapes, split=True).keys() == {name for name in shapes if "norm" in name} != set()
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -255,6 +267,9 @@ def test_a_probe_tells_weights_apart() -> None:
         ({"engine": {"kind": "vllm", "urls": ["http://a"], "eager": True}}, "the servers decide"),
         ({"engine": {"kind": "vllm", "replicas": 2}, "scale": {}}, "starts vLLM itself"),
         ({"engine": {"kind": "vllm", "urls": ["http://a"]}, "scale": {}}, "starts vLLM itself: remove engine.urls"),
+        ({"engine": {"tensor_parallel": 2}, "scale": {}}, "read by kind = 'vllm'"),
+        ({"engine": {"kind": "vllm", "tensor_parallel": 2}}, "by .scale. with layout = 'disaggregated'"),
+        ({"engine": {"kind": "vllm", "tensor_parallel": 2}, "scale": {"layout": "colocated"}}, "no part in"),
         ({"engine": {"kind": "vllm"}, "method": "sft", "data": {"play": "oracle"}}, "plays for method = 'rl'"),
     ],
 )

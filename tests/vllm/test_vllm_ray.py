@@ -36,11 +36,14 @@ def kill_the_scheduler(folder: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-async def test_adapters_that_two_ranks_learn_reach_vllm_inside_the_weights(tmp_path: Path) -> None:
+async def test_adapters_that_two_ranks_learn_reach_a_vllm_of_two_workers_inside_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else each worker wants a NUMA node of its own
     config = counting_config(
         model={"path": str(save(make_model(0), tmp_path / "base")), "lora": {"rank": 4}},
         warm_start=None,
-        engine={"kind": "vllm", "eager": True, "kv_cache_gib": 0.25, "memory_share": 0.2},
+        engine={"kind": "vllm", "tensor_parallel": 2, "eager": True, "kv_cache_gib": 0.25, "memory_share": 0.2},
         scale={"learners": 2, "object_store_mb": 100, "worker_timeout_s": 1500},
         rl={
             "steps": 3,

@@ -121,6 +121,8 @@ class Demand:
     """vLLM's cache, where it is set."""
     replicas: int = 1
     """vLLMs on the device of one process."""
+    tensor_parallel: int = 1
+    """Devices that one vLLM is spread over."""
     warm_start: tuple[int, bool] | None = None
     """(micro_batch_tokens, checkpoint_activations) of the imitation before RL."""
     gpu: bool = True
@@ -200,7 +202,8 @@ def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
     if d.engine == "elsewhere":
         return Memory()
     if d.engine == "vllm":
-        return _vllm_memory(d, per_token * d.engine_bytes * d.context, device_bytes)
+        heads = max(1, shape.kv_heads // d.tensor_parallel)  # on each device; fewer than devices are there twice
+        return _vllm_memory(d, per_token // shape.kv_heads * heads * d.engine_bytes * d.context, device_bytes)
     own = d.distributed or d.overlap
     parts = {"weights": b * shape.count if own else 0, "KV cache": per_token * b * d.sessions * d.context}
     return Memory(parts | {"process": CONTEXT if d.gpu and d.distributed else 0})
@@ -209,7 +212,7 @@ def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
 def _vllm_memory(d: Demand, episode: int, device_bytes: int) -> Memory:
     """`episode`: bytes of cache without which it refuses to start."""
     process = CONTEXT if d.gpu else 0
-    least = d.engine_bytes * d.shape.count + process  # weights, and its own buffers
+    least = d.engine_bytes * d.shape.count // d.tensor_parallel + process  # weights, and its own buffers
     share = int(d.memory_share * device_bytes)
     problem, more = "", 0
     if d.cache_bytes is not None:
@@ -280,8 +283,8 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
         return {"host, loading": Memory({"weights": b * shape.count})} if d.gpu else {}
-    ranks, engines = min(d.learners, per_node), min(d.engines, per_node)
-    one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines)
+    ranks, engines = min(d.learners, per_node), min(d.engines, max(1, per_node // d.tensor_parallel))
+    one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines * d.tensor_parallel)
     each = 4 * shape.count if d.trained is None else b * shape.count
     copied = b * shape.count if d.reference else 0
     if d.critic:

@@ -30,6 +30,8 @@ class Plan:
     object_store_mb: int | None
     bucket_mb: int
     worker_timeout_s: float
+    devices_per_engine: int = 1
+    """Where it shares none with a learner."""
 
     def decided(self, there: Mapping[str, float]) -> Plan:
         """The plan for a cluster with these resources."""
@@ -40,12 +42,13 @@ class Plan:
     def placement(self) -> list[tuple[dict[str, list[Needs]], str]]:
         """Placement groups: ({role: needs of each}, strategy). Roles of one group share its n-th bundle."""
         gpu = 1.0 if self.device == "cuda" else 0.0
-        shared = gpu / 2 if self.layout == "colocated" else gpu
-        learners = [{"CPU": self.learner_cpus, "GPU": shared}] * self.learners
-        engines = [{"CPU": self.engine_cpus, "GPU": shared}] * self.engines
+        colocated = self.layout == "colocated"
+        learners = [{"CPU": self.learner_cpus, "GPU": gpu / 2 if colocated else gpu}] * self.learners
+        devices = gpu / 2 if colocated else gpu * self.devices_per_engine
+        engines = [{"CPU": self.engine_cpus, "GPU": devices}] * self.engines
         hosts = [{"CPU": self.env_host_cpus}] * self.env_hosts
         # Ranks talk most, so they sit together; what can be lost one at a time is spread.
-        if self.layout == "colocated":
+        if colocated:
             return [({"learner": learners, "engine": engines}, "PACK"), ({"env_host": hosts}, "SPREAD")]
         return [({"learner": learners}, "PACK"), ({"engine": engines}, "SPREAD"), ({"env_host": hosts}, "SPREAD")]
 

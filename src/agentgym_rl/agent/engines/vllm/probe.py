@@ -98,13 +98,15 @@ def probe_model(
 
 
 @torch.no_grad()
-def held(model: Any, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+def held(model: Any, shapes: Mapping[str, Sequence[int]], *, split: bool = False) -> dict[str, str]:
     """Checksums of the parameters that an engine's model has under these names, less the rows it is padded with. What
-    it splits between devices or keeps packed is left out."""
+    it keeps packed is left out, and where it is `split` between devices all but what each of them has."""
     own = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()}
     found = {}
     for name, (rows, *rest) in shapes.items():
         mine = own.get(name)
+        if split and any(getattr(mine, side, None) is not None for side in ("input_dim", "output_dim")):
+            continue  # vLLM's marks of what it cuts
         if mine is not None and list(mine.shape[1:]) == rest and mine.dim() and mine.shape[0] >= rows:
             found[name] = checksum(mine.detach()[:rows])
     return found

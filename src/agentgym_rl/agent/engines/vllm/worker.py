@@ -22,6 +22,7 @@ class WorkerExtension:
 
     reload_weights: Any
     model_runner: Any
+    parallel_config: Any
 
     def agentgym_load_folder(self, folder: str) -> int:
         """Weights of a Hugging Face folder. Returns how many heads were packed again."""
@@ -50,7 +51,8 @@ class WorkerExtension:
 
     def agentgym_held(self, shapes: dict[str, list[int]]) -> dict[str, str]:
         """Checksums of the model's tensors, for the learner to compare with its own."""
-        return held(self.model_runner.get_model(), shapes)
+        split = self.parallel_config.tensor_parallel_size > 1
+        return held(self.model_runner.get_model(), shapes, split=split)
 
     def _agentgym_pack_heads(self) -> int:
         """A head tied to the embedding is not in the weights, so the reload passes it over; on the CPU its products use
