@@ -26,6 +26,7 @@ from agentgym_rl.console import Console
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.publisher import lends
 from agentgym_rl.scale.ranks import ProcessRanks, whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, spread
 from agentgym_rl.scale.weights import InPlace, Receiver
@@ -451,7 +452,7 @@ def plan_of(config: Config) -> Plan:
     device: Literal["cpu", "cuda", "auto"] = "auto"
     if scale.address is None or config.model.device != "auto":  # else the driver may have no GPU where nodes do
         device = "cuda" if wiring.choose_device(config.model)[0].startswith("cuda") else "cpu"
-    return Plan(
+    plan = Plan(
         learners=scale.learners,
         engines=scale.engines,
         env_hosts=scale.env_hosts,
@@ -467,6 +468,8 @@ def plan_of(config: Config) -> Plan:
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
     )
+    lends(plan)  # refuses what it cannot read before anybody is started
+    return plan
 
 
 def have_the_device(app: Any) -> None:

@@ -46,6 +46,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         cache_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * GIB),
         replicas=engine.replicas,
         tensor_parallel=engine.tensor_parallel,
+        bucket_bytes=scale.bucket_mb << 20 if scale else 0,
         warm_start=None if warm is None else _passes(warm.sft.optimizer),
         gpu=gpu,
     )

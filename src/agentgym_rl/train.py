@@ -85,6 +85,10 @@ async def _train(
         # Before the run directory is made: what cannot be leaves nothing behind.
         wiring.require_model(config.model)
         require_files(config)
+        if config.scale is not None:
+            from agentgym_rl.cluster import plan_of
+
+            plan_of(config)
         items = await wiring.all_items(playing, config.environments)
         with (
             room_or_error(folder),

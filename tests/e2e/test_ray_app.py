@@ -287,7 +287,7 @@ async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_m
         every = await notes(app)
         assert every[lost] == [lent[1].replace("lent", "read"), "expect", lent[2]]
         assert every[1 - lost] == ["expect", lent[0], "rest", "expect", lent[1], "expect", lent[2]]
-        assert [event["kind"] for event in await app.events()] == ["engine_started"]
+        assert [event["kind"] for event in await app.events()] == ["engine_lost", "engine_started"]
         (tmp_path / "deadly").touch()
         with pytest.raises(WorkerLost, match="learner rank 1 of 2 died: run the same command with --resume"):
             await app.weights.publish(3)

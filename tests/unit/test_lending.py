@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import signal
+import socket
 import threading
 import weakref
 from collections.abc import Iterator
@@ -225,7 +227,7 @@ def test_what_does_not_fit_is_refused_and_the_lender_does_not_wait_for_ever(
     assert not own["b"].any()
 
 
-def test_a_door_is_for_one_version_and_for_who_was_told_of_it() -> None:
+def test_a_door_is_for_one_version_and_for_who_was_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match="weights 1 are not expected here"):
         next(LentWeights(Door("elsewhere", "00", device_id()), 1).tensors())
     old = expect()
@@ -233,13 +235,48 @@ def test_a_door_is_for_one_version_and_for_who_was_told_of_it() -> None:
     with pytest.raises(EngineError, match="not expected here"):
         next(LentWeights(old, 1).tensors())
     assert "ConnectionRefused" in lend([], 1, [old], 1)[old.name], "nobody is there any more"
+    monkeypatch.setattr(lending, "KNOCK_S", 0.1)
     failed: list[dict[str, str]] = []
-    stranger = threading.Thread(target=lambda: failed.append(lend([], 1, [door._replace(key="00")], 1)))
-    stranger.start()
-    with pytest.raises(EngineError, match="AuthenticationError"):
-        next(LentWeights(door, 1).tensors())
-    stranger.join(60)
-    assert failed[0].keys() == {door.name}
+
+    def strangers() -> None:
+        with socket.socket(socket.AF_UNIX) as hangs_up, socket.socket(socket.AF_UNIX) as silent:
+            hangs_up.connect(door.name)
+            hangs_up.close()
+            silent.connect(door.name)
+            failed.append(lend([], 1, [door._replace(key="00")], 1))
+            failed.append(lend([("a", torch.ones(3))], 1, [door], 1))
+
+    others = threading.Thread(target=strangers)
+    others.start()
+    assert [(name, tensor.tolist()) for name, tensor in LentWeights(door, 1).copies()] == [("a", [1.0] * 3)]
+    others.join(60)
+    assert [list(one) for one in failed] == [[door.name], []]
+    with monkeypatch.context() as as_somebody_else:
+        door = expect()
+        as_somebody_else.setattr("os.getuid", lambda: -1)
+        assert "PermissionError" in lend([], 1, [door], 1)[door.name]
+
+
+def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lending, "PATIENCE_S", 0.2)
+    door = expect()  # and nobody looks who is there
+    assert "TimeoutError('no answer" in lend(a_state(0).items(), 1, [door], 64)[door.name]
+    state = a_state(1)
+    with borrower(state) as stays, borrower(state) as hangs:
+        doors = [stays.expect(), hangs.expect()]
+        monkeypatch.setattr(lending, "PATIENCE_S", 3.0)
+        stays.begin(doors[0], 1)
+        hangs.begin(doors[1], 1)
+
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in state.items():
+                if name == "e":
+                    os.kill(hangs.process.pid, signal.SIGSTOP)
+                yield name, tensor
+
+        assert "TimeoutError" in lend(named(), 1, doors, 64).pop(doors[1].name)
+        assert has(stays.result(), state)
+        hangs.process.kill()
 
 
 def test_torch_still_rebuilds_tensors_of_a_device_from_what_is_changed_and_taken_back_here() -> None:

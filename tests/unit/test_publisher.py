@@ -195,3 +195,28 @@ async def test_an_engine_that_no_rank_reached_is_not_waited_for() -> None:
     there.load_waits, there.left_out = {0}, {"door of GPU-a": "it could not be reached"}
     with pytest.raises(EngineError, match="engine 0 was not lent weights 0: it could not be reached"):
         await asyncio.wait_for(Publisher(there).publish(0), 60)
+
+
+async def test_one_task_waits_for_an_engine_that_is_away_however_many_versions_it_misses() -> None:
+    there = Processes()
+    there.plan = plan(engines=3, layout="disaggregated")
+    back = asyncio.Event()
+    there.engine_back = lambda _: back.wait()  # type: ignore[method-assign]
+    weights = Publisher(there)
+    before = asyncio.all_tasks()
+    for version in range(4):
+        there.load_error = {1: EngineGone()}
+        await weights.publish(version)
+        await asyncio.sleep(0)
+    assert asyncio.all_tasks() - before == set(weights.tasks()) - {weights._whole} == {weights.behind[1]}
+    back.set()
+    await weights.behind[1]
+    assert there.did[-1].startswith("read 1: 3 ")
+    weights.behind[1] = asyncio.create_task(_fail(EngineError("it cannot take them")))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineError, match="it cannot take them"):
+        weights._load_later(1, 4)
+
+
+async def _fail(error: Exception) -> None:
+    raise error

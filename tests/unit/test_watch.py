@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agentgym_rl.errors import ConfigError, WorkerLost
-from agentgym_rl.scale.watch import Nodes, Threads, reaching, sigterm_stays_ours
+from agentgym_rl.scale.watch import Nodes, Threads, reaching, sigterm_stays_ours, unless_one_fails
 
 
 def test_nobody_else_takes_sigterm_over() -> None:
@@ -59,6 +59,22 @@ def test_waiting_ends_in_time_or_with_what_was_waited_for() -> None:
     assert not threads.until(lambda seconds: bool(asked.append(seconds)), 0.0)
     assert asked == [0.0]
     assert threads.until(lambda seconds: 0 < seconds <= 0.5, 100.0)
+
+
+async def test_what_will_never_come_is_not_waited_for_when_a_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.scale.watch.NEW_TASKS_S", 0.05)
+    tasks: list[asyncio.Future[Any]] = []
+
+    async def fails_later() -> None:
+        await asyncio.sleep(0.1)
+        raise WorkerLost("a rank died")
+
+    assert await unless_one_fails(asyncio.sleep(0.01, "an answer"), lambda: tasks) == "an answer"
+    never = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_later(0.1, lambda: tasks.append(asyncio.ensure_future(fails_later())))
+    with pytest.raises(WorkerLost, match="a rank died"):
+        await asyncio.wait_for(unless_one_fails(never, lambda: tasks), 30)
+    assert never.cancelled()
 
 
 def test_nodes_that_come_and_go_are_events() -> None:

@@ -19,7 +19,8 @@ and key/value heads of width w:
     reference                      bP / D, and whole before it is spread;    critic: another learner, without the head
     warm start                     a learner without reference and critic, before there are engines
     weights, colocated             (4 + 2b) V, and 2b V more for vLLM, with V parameters of the embedding: gathered in
-                                   float32, in the engine's type, in the room it is lent in, and as vLLM keeps it twice
+                                   float32, in the engine's type, in the room it is lent in (a bucket's size at least),
+                                   and as vLLM keeps it twice
     host                           `on_each_host`
 
 They are estimates: allocators and libraries take a share of their own, for which `RESERVE` is set aside.
@@ -123,6 +124,8 @@ class Demand:
     """vLLMs on the device of one process."""
     tensor_parallel: int = 1
     """Devices that one vLLM is spread over."""
+    bucket_bytes: int = 256 << 20
+    """Of weights on their way."""
     warm_start: tuple[int, bool] | None = None
     """(micro_batch_tokens, checkpoint_activations) of the imitation before RL."""
     gpu: bool = True
@@ -268,7 +271,8 @@ def _lent_bytes(d: Demand) -> int:
     """Beside an engine that is awake: the largest tensor, wherever it is at once. Frozen weights are whole already."""
     largest = d.shape.vocabulary * d.shape.hidden
     gathered = 0 if d.trained is not None else 4 + d.dtype_bytes
-    return largest * (gathered + d.dtype_bytes * (3 if d.engine == "vllm" else 1))
+    room = max(d.dtype_bytes * largest, d.bucket_bytes)
+    return largest * gathered + room + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
 
 
 def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:

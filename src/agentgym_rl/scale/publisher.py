@@ -180,6 +180,9 @@ class Publisher:
 
     def _load_later(self, index: int, version: int) -> None:
         """Started again it asks the board; if it was only out of reach, it has to be told."""
+        if (earlier := self.behind.get(index)) is not None:
+            require_none_failed([earlier])
+            earlier.cancel()  # it would wait for the same engine, with weights that are old
         self.behind[index] = asyncio.create_task(self._loaded_when_back(index, version))
 
     async def _loaded_when_back(self, index: int, version: int) -> None:

@@ -38,7 +38,7 @@ from agentgym_rl.scale.publisher import EngineGone, Publisher
 from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.routing import Homes
 from agentgym_rl.scale.turns import Turns
-from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, reaching, require_none_failed, sigterm_stays_ours
+from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, reaching, sigterm_stays_ours, unless_one_fails
 from agentgym_rl.scale.weights import Receiver, Staging, buckets
 from agentgym_rl.types import Completion, Group, Sampling
 
@@ -139,6 +139,9 @@ class EngineReplica:
         self._loading = self._loading or asyncio.Lock()
         async with self._loading, self._or_again():
             if version > self._seat.version and published.is_for(self._door):
+                again = not self._fresh.is_set() and ray.get_runtime_context().was_current_actor_reconstructed
+                if again:  # perhaps nobody needed it while it was away
+                    self._board.report.remote(self._name, "engine_lost", "died")
                 async with published.arrived(node_id()) as arrived:
                     if arrived is None:
                         return self._seat.version
@@ -148,7 +151,7 @@ class EngineReplica:
                         self._board.report.remote(self._name, "weights_slow", slow)
                 self._board.loaded.remote(self._name)
                 self._resting = False
-                if not self._fresh.is_set() and ray.get_runtime_context().was_current_actor_reconstructed:
+                if again:
                     message = f"was started again and has version {version} of the weights"
                     self._board.report.remote(self._name, "engine_started", message)
                 self._fresh.set()
@@ -525,10 +528,9 @@ class RayApp:
         what the dead one had of it is nowhere, so nothing is twice in a batch."""
         deaths = 0
         while True:
-            require_none_failed(self.weights.tasks())
             async with self._turns.host(episodes) as index:
                 try:
-                    return await self.hosts[index].play.remote(job)
+                    return await unless_one_fails(self.hosts[index].play.remote(job), self.weights.tasks)
                 except RayActorError as error:
                     await self.on_board("pid")
                     self._host_lost(index)

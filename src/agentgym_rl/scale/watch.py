@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,8 @@ from agentgym_rl.errors import ConfigError, WorkerLost
 
 REACH_S = 30.0
 """Granted to a cluster's head to take a connection."""
+NEW_TASKS_S = 10.0
+"""Between looks whether there are others to watch."""
 LOOK_S = 0.5
 """Between looks of a thread that waits whether the run is being closed."""
 
@@ -81,6 +83,23 @@ def require_none_failed(tasks: Iterable[asyncio.Future[Any]]) -> None:
     for task in tasks:
         if task.done() and not task.cancelled():
             task.result()
+
+
+async def unless_one_fails(call: Awaitable[Any], tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> Any:
+    """What is waited for; or, as soon as one of the `tasks` fails, its error, since it may never come then."""
+    answer = asyncio.ensure_future(_of(call))
+    try:
+        while not answer.done():
+            require_none_failed(tasks())
+            others = [task for task in tasks() if not task.done()]
+            await asyncio.wait({answer, *others}, timeout=NEW_TASKS_S, return_when=asyncio.FIRST_COMPLETED)
+        return answer.result()
+    finally:
+        answer.cancel()
+
+
+async def _of(call: Awaitable[Any]) -> Any:
+    return await call
 
 
 class Nodes:

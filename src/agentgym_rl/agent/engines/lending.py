@@ -1,6 +1,6 @@
 """Weights from a learner's process to an engine's on the same device, without leaving it.
 
-    engine      `expect()`: a door, of which only this process and whoever is told of it know
+    engine      `expect()`: a door, which opens to who has its key
     learner     `lend(tensors, version, doors, ...)`: knocks, writes tensors into a room as they are gathered, and when
                 it is full says so; writes on when every engine said that it has taken what is there
     engine      `LentWeights(door, version).tensors()`: the room's tensors, one after the other, to be copied in place
@@ -14,15 +14,18 @@ one whose learner is gone has half of a version and raises.
 from __future__ import annotations
 
 import contextlib
+import hmac
 import inspect
 import mmap
 import os
 import secrets
+import socket
+import struct
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -34,10 +37,12 @@ from agentgym_rl.errors import EngineError
 
 TAKEN = b"taken"
 """What an engine answers to each message."""
-BROKEN = (OSError, EOFError, AuthenticationError)
-"""What a line fails with when the process at its other end is gone."""
+BROKEN = (OSError, EOFError)
+"""What a line fails with when the process at its other end is gone, or does not answer in time."""
 PATIENCE_S = 600.0
-"""Granted to a learner to come: it may have much to gather for others first."""
+"""Granted to a learner to come: it may have much to gather for others first. And to an engine to answer."""
+KNOCK_S = 5.0
+"""Granted to who knocks to show the key."""
 PLACES = {name: place for place, name in enumerate(inspect.signature(rebuild_cuda_tensor).parameters)}
 """Of what torch rebuilds a CUDA tensor from; the device's number, and a counter of who has it open, are read here."""
 
@@ -59,7 +64,7 @@ def device_id() -> str:
     return f"CPU-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
-_door: tuple[str, Listener] | None = None
+_door: tuple[Door, socket.socket] | None = None
 """Of this process: a new one replaces it."""
 
 
@@ -68,10 +73,43 @@ def expect() -> Door:
     global _door
     _shut()
     door = Door(f"\0agentgym-rl-{secrets.token_hex(16)}", secrets.token_hex(32), device_id())
-    listener = Listener(door.name, "AF_UNIX", authkey=bytes.fromhex(door.key))
-    listener._listener._socket.settimeout(PATIENCE_S)  # type: ignore[attr-defined]
-    _door = (door.name, listener)
+    entrance = socket.socket(socket.AF_UNIX)
+    entrance.bind(door.name)
+    entrance.listen()
+    _door = (door, entrance)
     return door
+
+
+def _opened_to(door: Door, entrance: socket.socket) -> Connection:
+    """A line to the first who comes with the key. Anybody on the machine can read the name, so others may come."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while True:
+        entrance.settimeout(max(0.001, give_up_at - time.monotonic()))
+        knocking, _ = entrance.accept()
+        line = Connection(knocking.detach())
+        with contextlib.suppress(*BROKEN):
+            if line.poll(KNOCK_S) and hmac.compare_digest(line.recv_bytes(len(door.key)), door.key.encode()):
+                line.send_bytes(TAKEN)
+                return line
+        line.close()
+
+
+def _knock(door: Door) -> Connection:
+    """The other end of it; the key is shown to a process of the same user alone."""
+    with socket.socket(socket.AF_UNIX) as found:
+        found.connect(door.name)
+        _, user, _ = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+        if user != os.getuid():
+            raise PermissionError(f"it belongs to user {user}")
+        line = Connection(found.detach())
+    line.send_bytes(door.key.encode())
+    return line
+
+
+def _answered(line: Connection) -> None:
+    if not line.poll(PATIENCE_S):
+        raise TimeoutError(f"no answer for {PATIENCE_S:.0f} s")
+    line.recv_bytes()
 
 
 def _shut() -> None:
@@ -91,10 +129,10 @@ class LentWeights:
     def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
         """One after the other, each to be copied and let go of before the next is asked for: it is the lender's memory,
         which is written anew. EngineError where the lender is gone."""
-        if _door is None or _door[0] != self.door.name:
+        if _door is None or _door[0].name != self.door.name:
             raise EngineError(f"weights {self.version} are not expected here: call expect() first, once for a version")
         try:
-            with _door[1].accept() as line:
+            with _opened_to(*_door) as line:
                 yield from self._taken(line)
         except BROKEN as error:
             raise EngineError(
@@ -156,7 +194,11 @@ class DeviceRoom:
             self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
 
     def lent(self) -> Any:
-        return reduce_tensor(self.bytes)[1]
+        try:
+            return reduce_tensor(self.bytes)[1]
+        except RuntimeError as error:
+            message = f"memory of this device cannot be lent ({error}); AGENTGYM_RL_LEND=never does without"
+            raise EngineError(message) from error
 
     def take_back(self, lent: Any) -> None:
         counter, offset, device = (
@@ -235,7 +277,7 @@ class Lender:
         self._room: Room | None = None
         self._lent: dict[str, Any] = {}
         for door in doors:
-            self._or_without(door.name, partial(self._knock, door))
+            self._or_without(door.name, partial(self._reach, door))
         self._say(dict.fromkeys(self._lines, ("version", version)))
 
     def need(self, size: int) -> None:
@@ -279,8 +321,9 @@ class Lender:
             self._room.close()
         self._room = None
 
-    def _knock(self, door: Door) -> None:
-        self._lines[door.name] = Client(door.name, "AF_UNIX", authkey=bytes.fromhex(door.key))
+    def _reach(self, door: Door) -> None:
+        self._lines[door.name] = _knock(door)
+        _answered(self._lines[door.name])
 
     def _say(self, messages: dict[str, Any]) -> None:
         """To all, before the first is waited for."""
@@ -288,7 +331,7 @@ class Lender:
             self._or_without(name, partial(self._lines[name].send, message))
         for name in messages:
             if name in self._lines:
-                self._or_without(name, self._lines[name].recv_bytes)
+                self._or_without(name, partial(_answered, self._lines[name]))
 
     def _or_without(self, name: str, act: Callable[[], Any]) -> None:
         """Not a context manager: from Python 3.12 on its error would keep the callers' frames, and with them a tensor,
