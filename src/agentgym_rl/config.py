@@ -364,6 +364,14 @@ class Config(_Section):
         return (same_seed or found)[-1] if resume else fresh
 
 
+def completed(saved: dict[str, Any]) -> dict[str, Any]:
+    """A config that an earlier version resolved, with what it had no keys for; as it is if this one cannot read it."""
+    try:
+        return Config.model_validate(saved).resolved()
+    except ValidationError:
+        return saved
+
+
 def _seed_of(run: Path) -> int | None:
     saved = run / "config.toml"
     return tomllib.loads(saved.read_text(encoding="utf-8")).get("seed") if saved.is_file() else None

@@ -96,12 +96,14 @@ class RunLog:
         *,
         resume: bool = False,
         may_change: Collection[str] = (),
+        completed: Callable[[dict[str, Any]], Mapping[str, Any]] = lambda saved: saved,
         trackers: Collection[str] = (),
         say: Callable[[str], None] = lambda text: None,
     ) -> RunLog:
         """Make `root` with its config.toml, or with `resume` go on with the run it holds.
 
-        A resumed run must have the saved config; keys in `may_change` (dotted; a table covers its keys) may differ.
+        A resumed run must have the saved config; keys in `may_change` (dotted; a table covers its keys) may differ, and
+        `completed` adds to a saved config what had no key yet when it was saved.
         `resume` on a directory without a run starts one, so that the same command is right after any kill. `say` is
         told at once of what may not get as far as events.jsonl: that the disk is full.
         """
@@ -115,7 +117,7 @@ class RunLog:
             _require_empty(root)
         resolved = _without_none(config)
         if exists:
-            _require_same(config_path, resolved, may_change)
+            _require_same(config_path, resolved, may_change, completed)
         for folder in (root, root / "trajectories", root / "checkpoints"):
             _make(folder)
         lock = _lock(root)
@@ -436,11 +438,17 @@ def _require_empty(root: Path) -> None:
         )
 
 
-def _require_same(config_path: Path, config: dict[str, Any], may_change: Collection[str]) -> None:
+def _require_same(
+    config_path: Path,
+    config: dict[str, Any],
+    may_change: Collection[str],
+    completed: Callable[[dict[str, Any]], Mapping[str, Any]],
+) -> None:
     try:
-        saved = _flatten(tomllib.loads(config_path.read_text(encoding="utf-8")))
+        raw = tomllib.loads(config_path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{config_path} is not readable TOML ({error}): restore it, or start a new run") from error
+    saved = _flatten(tomllib.loads(tomli_w.dumps(_without_none(completed(raw)))))
     given = _flatten(tomllib.loads(tomli_w.dumps(config)))
     changed = [
         f"{key} (saved {saved.get(key, 'nothing')}, given {given.get(key, 'nothing')})"

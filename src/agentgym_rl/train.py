@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from agentgym_rl import serving, wiring
-from agentgym_rl.config import Config
+from agentgym_rl.config import Config, completed
 from agentgym_rl.console import Console
 from agentgym_rl.demonstrations import require_files
 from agentgym_rl.endings import (
@@ -97,6 +97,7 @@ async def _train(
                 config.resolved(),
                 resume=resume,
                 may_change=MAY_CHANGE_ON_RESUME,
+                completed=completed,
                 trackers=config.trackers,
                 say=console.warn,
             ) as log,

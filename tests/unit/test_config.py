@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import tomli_w
 
-from agentgym_rl.config import Config, load_config
+from agentgym_rl.config import Config, completed, load_config
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.training.settings import INVALID, Algorithm, Credit
@@ -214,3 +214,12 @@ def test_configs_cannot_be_changed(recipe: Path) -> None:
         config.seed = 4  # type: ignore[misc]
     assert isinstance(Config.model_validate(config.model_dump()), Config)
     assert tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
+
+
+def test_a_config_of_an_earlier_version_is_completed_with_defaults(recipe: Path) -> None:
+    whole = load_config(recipe, []).resolved()
+    earlier = {**whole, "warm_start": {k: v for k, v in whole["warm_start"].items() if k != "mistakes"}}
+    del earlier["engine"]
+    assert completed(earlier) == whole
+    later = {**whole, "of_another_version": 1}
+    assert completed(later) == later, "the difference is what resuming names"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -89,6 +90,18 @@ def test_resume_names_every_key_that_differs(tmp_path: Path) -> None:
     assert "train.steps" not in message
     assert "seed" not in message
     assert tomllib.loads((tmp_path / "config.toml").read_text())["train"]["learning_rate"] == 1e-6
+
+
+def test_a_run_of_a_version_that_had_no_such_key_is_resumed_if_it_has_its_default(tmp_path: Path) -> None:
+    RunLog.create(tmp_path, CONFIG).close()
+
+    def completed(saved: dict[str, Any]) -> dict[str, Any]:
+        return {"groups": 32, **saved}
+
+    with pytest.raises(ConfigError, match=r"groups \(saved 32, given 64\)"):
+        RunLog.create(tmp_path, {**CONFIG, "groups": 64}, resume=True, completed=completed)
+    RunLog.create(tmp_path, {**CONFIG, "groups": 32}, resume=True, completed=completed).close()
+    assert tomllib.loads((tmp_path / "config.toml").read_text())["groups"] == 32
 
 
 def test_resume_takes_over_the_keys_that_may_change(tmp_path: Path) -> None:

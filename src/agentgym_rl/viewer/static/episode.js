@@ -46,6 +46,7 @@ export function block(name, text, kind) {
 function rewardLine(turn) {
   const facts = [h("span", { class: turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : "zero" }, `reward ${number(turn.reward)}`)];
   if (turn.info.valid === false) facts.push(h("span", { class: "invalid" }, "invalid action"));
+  if (turn.info.mistake) facts.push(h("span", { class: "invalid" }, "a mistake, not imitated"));
   if (turn.info.success !== undefined) facts.push(h("span", {}, turn.info.success ? "success" : "no success"));
   for (const name of ["attempt", "env_reward"]) if (turn.info[name] !== undefined) facts.push(h("span", {}, `${name.replace("_", " ")} ${turn.info[name]}`));
   return h("p", { class: "paid" }, facts);
