@@ -37,7 +37,8 @@ class AgentOptions:
     style: str | None = None
     chat_template: str | None = None
     device: str = "auto"
-    dtype: str = "float32"
+    dtype: str | None = None
+    """None: a run's own on a GPU, else float32."""
     base_url: str = "https://api.openai.com/v1"
     key_variable: str | None = "OPENAI_API_KEY"
     request_timeout_s: float = 120.0
@@ -113,7 +114,9 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
     candidate = _candidate(options, "run", f"{run.resolve().name}@{step}", identity, playing)
     candidate.own_style = candidate.own_context = True
     candidate.step = step
-    candidate.model = _model(options, str(folder), options.chat_template or config.model.chat_template)
+    candidate.model = _model(
+        options, str(folder), options.chat_template or config.model.chat_template, config.model.dtype
+    )
     return candidate
 
 
@@ -143,14 +146,16 @@ def _candidate(
     )
 
 
-def _model(options: AgentOptions, path: str, chat_template: str | None) -> ModelConfig:
-    given = {"path": path, "chat_template": chat_template, "device": options.device, "dtype": options.dtype}
+def _model(options: AgentOptions, path: str, chat_template: str | None, trained_in: str = "float32") -> ModelConfig:
+    given = {"path": path, "chat_template": chat_template, "device": options.device}
     try:
-        model = ModelConfig.model_validate(given)
+        model = ModelConfig.model_validate(given | {"dtype": options.dtype or "float32"})
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"--{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
-    wiring.choose_device(model)
+    device, _ = wiring.choose_device(model)
+    if options.dtype is None and device.startswith("cuda"):
+        model = ModelConfig.model_validate(given | {"dtype": trained_in})
     return model
 
 

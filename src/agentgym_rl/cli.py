@@ -227,7 +227,9 @@ def evaluate(
     style: Annotated[str | None, _option("Model", "act, react or plan; the scenario's or the run's own")] = None,
     chat_template: Annotated[str | None, _option("Model", "Instead of the tokenizer's own")] = None,
     device: Annotated[str, _option("Model", "auto, cpu, cuda or cuda:1")] = "auto",
-    dtype: Annotated[str, _option("Model", "float32 or bfloat16")] = "float32",
+    dtype: Annotated[
+        str | None, _option("Model", "float32 or bfloat16; float32, or on a GPU the type a run was trained in")
+    ] = None,
     base_url: Annotated[str, _option("API", "Where it is")] = "https://api.openai.com/v1",
     key_variable: Annotated[str, _option("API", "Variable that holds the key; empty for none")] = "OPENAI_API_KEY",
     price_prompt: Annotated[float | None, _option("API", "Dollars a million prompt tokens", min=0)] = None,

@@ -420,7 +420,7 @@ def _config(request: Request, candidate: Candidate, plans: Sequence[TaskPlan]) -
         "temperature": None if candidate.kind in ("oracle", "random") else playing.temperature,
         "max_new_tokens": playing.max_new_tokens,
         "instruction": playing.instruction,
-        "dtype": candidate.options.dtype if candidate.model is not None else None,
+        "dtype": candidate.model.dtype if candidate.model is not None else None,
         "tasks": [plan.to_json() for plan in plans],
     }
 

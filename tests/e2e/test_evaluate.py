@@ -19,7 +19,7 @@ from chat_for_tests import CACHED_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, Chat
 from runs_for_tests import TINY, Process, quiet
 
 from agentgym_rl.agent.engines.openai import Prices
-from agentgym_rl.agents import AgentOptions, fingerprint
+from agentgym_rl.agents import AgentOptions, find_agent, fingerprint
 from agentgym_rl.console import Console
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluate import Request, evaluate
@@ -156,6 +156,24 @@ async def test_a_model_folder_and_the_checkpoints_of_a_run(model: Path, tmp_path
     assert row["config"]["agent"]["step"] == 2
     with pytest.raises(ConfigError, match="no checkpoint of step 3: there is 2, 5"):
         await run(tmp_path / "third", f"{folder}@3")
+
+
+def test_a_run_plays_in_the_type_it_was_trained_in_where_that_is_fast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export(*untrained(), tmp_path / "checkpoints" / "step_000002" / "model")
+    (tmp_path / "config.toml").write_text(
+        TINY.replace("[model.scratch]", '[model]\ndtype = "bfloat16"\n[model.scratch]')
+    )
+
+    def dtypes() -> list[str]:
+        asked = (AgentOptions(str(tmp_path)), AgentOptions(str(tmp_path), dtype="float32"))
+        return [model.dtype for options in asked if (model := find_agent(options).model) is not None]
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert dtypes() == ["float32", "float32"]
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    assert dtypes() == ["bfloat16", "float32"]
 
 
 def test_other_weights_under_the_same_name_are_another_agent(model: Path, tmp_path: Path) -> None:
