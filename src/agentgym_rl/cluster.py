@@ -88,6 +88,8 @@ class Rank:
         """The recipe's model as it is before it learns anything, with the tokenizer of `folder`; counts parameters."""
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = untrained(self._loading, self._tokenizer)
+        if self._merges:
+            lora.require_mergeable(self._model)
         return self._model.num_parameters()
 
     def load(self, folder: str, reference_dir: str | None = None) -> None:
@@ -95,6 +97,8 @@ class Rank:
         self._learner = self._model = None
         give_memory_back()
         self._model, self._tokenizer = wiring.load_from(folder, self._loading.model)
+        if self._merges:
+            lora.require_mergeable(self._model)
         if reference_dir is not None:
             self._learner = make_learner(self._config, self._model, Path(reference_dir), self._ranks)
 

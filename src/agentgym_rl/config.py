@@ -365,11 +365,14 @@ class Config(_Section):
 
 
 def completed(saved: dict[str, Any]) -> dict[str, Any]:
-    """A config that an earlier version resolved, with what it had no keys for; as it is if this one cannot read it."""
+    """A config that an earlier version resolved, with what it had no keys for."""
     try:
         return Config.model_validate(saved).resolved()
-    except ValidationError:
-        return saved
+    except ValidationError as error:
+        raise ConfigError(
+            f"this version cannot read the config that the run was saved with ({_said(error)}): go on with the version "
+            "that saved it, or start a new run in another directory"
+        ) from error
 
 
 def _seed_of(run: Path) -> int | None:
@@ -392,14 +395,19 @@ def load_config(path: Path | None, overrides: list[str]) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"]) or "recipe"
-        more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-        got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-        reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            reason, got = "unknown key", ""
-        raise ConfigError(f"{place}: {reason}{got}{more}") from error
+        raise ConfigError(_said(error)) from error
+
+
+def _said(error: ValidationError) -> str:
+    """Of what is wrong the first, in one line."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"]) or "recipe"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
+    reason = first["msg"].removeprefix("Value error, ")
+    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        reason, got = "unknown key", ""
+    return f"{place}: {reason}{got}{more}"
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

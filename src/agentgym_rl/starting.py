@@ -129,8 +129,6 @@ async def play_demonstrations(
     The oracle plays an item once; random play comes round to it again until there are enough episodes. With `mistakes`
     the oracle plays all of them without any first, which is not kept: then it is known what it does at other times.
     """
-    if mistakes:
-        wiring.require_recovery(config.environments)
     share = -(-episodes // len(config.environments))
     played: list[Trajectory] = []
     with console.progress(f"{policy} play", share * len(config.environments) * (2 if mistakes else 1)) as advance:
@@ -167,7 +165,11 @@ async def play_demonstrations(
         return usable
     if mistakes:
         console.note(_told(played))
-    return [t for t in usable if t.success and any(t.imitated)]
+    found = [t for t in usable if t.success and any(t.imitated)]
+    if not found:
+        advice = "allow more turns" + (", or fewer mistakes" if mistakes else "")
+        raise EnvError(f"{kind}: of {len(played)} episodes the oracle won none in {max_turns} turns: {advice}")
+    return found
 
 
 def _told(played: list[Trajectory]) -> str:

@@ -85,6 +85,7 @@ async def _train(
         # Before the run directory is made: what cannot be leaves nothing behind.
         wiring.require_model(config.model)
         require_files(config)
+        wiring.require_recovery(config)
         if config.scale is not None:
             from agentgym_rl.cluster import plan_of
 

@@ -219,9 +219,10 @@ def require_model(model: ModelConfig) -> None:
         require_folder(model.path)
 
 
-def require_recovery(environments: tuple[EnvironmentConfig, ...]) -> None:
+def require_recovery(config: Config) -> None:
     """ConfigError where an oracle would fail after its first mistake. What a server's oracle can do is not known."""
-    for env in environments:
+    err = any(some is not None and some.mistakes for some in (config.warm_start, config.data))
+    for env in config.environments if err else ():
         if env.url is None and not getattr(catalog.load(env.name), "oracle_recovers", True):
             raise ConfigError(
                 f"mistakes: the oracle of {env.name} knows one way only and cannot go on once it has left it: "

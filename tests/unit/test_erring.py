@@ -26,11 +26,12 @@ from agentgym_rl.environment import catalog
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.wire import NotSupported
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.mistakes import ErringSession, Solutions, erring
 from agentgym_rl.rounds import Round, read_round, write_round
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.starting import play_demonstrations, prepare, words_of
+from agentgym_rl.train import train
 from agentgym_rl.training.conversations import convert, read_conversations
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.settings import SFTSettings
@@ -258,20 +259,19 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None
 async def test_an_oracle_that_cannot_go_on_is_not_led_astray(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.2)
     env = config.environments[0].model_copy(update={"name": "sciworld"})
-    pool = LocalPool({})
+    config = config.model_copy(update={"environments": (env,)})
+    with pytest.raises(ConfigError, match="the oracle of sciworld knows one way only"):
+        await train(config, tmp_path / "run", console=quiet(), pool=LocalPool({}))
+    assert not (tmp_path / "run").exists()
+
+
+async def test_demonstrations_of_which_none_succeeds_are_an_error_that_says_so(tmp_path: Path) -> None:
+    config = config_of("textcraft", 0.9)
+    pool = wiring.EnvironmentsPool(config.environments, config.agent)
+    items = await wiring.all_items(pool, config.environments)
     with (
         RunLog.create(tmp_path, config.resolved()) as log,
-        pytest.raises(ConfigError, match="the oracle of sciworld knows one way only"),
+        pytest.raises(EnvError, match="the oracle won none in 1 turns: allow more turns, or fewer mistakes"),
     ):
-        await play_demonstrations(
-            config.model_copy(update={"environments": (env,)}),
-            pool,
-            wiring.Items({}, {}),
-            log,
-            quiet(),
-            "oracle",
-            8,
-            8,
-            0.2,
-            "warmstart",
-        )
+        await play_demonstrations(config, pool, items, log, quiet(), "oracle", 8, 1, 0.9, "warmstart")
+    await pool.close()

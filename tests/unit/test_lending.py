@@ -239,10 +239,11 @@ def test_a_door_is_for_one_version_and_for_who_was_told_of_it(monkeypatch: pytes
     failed: list[dict[str, str]] = []
 
     def strangers() -> None:
-        with socket.socket(socket.AF_UNIX) as hangs_up, socket.socket(socket.AF_UNIX) as silent:
+        with socket.socket(socket.AF_UNIX) as hangs_up, socket.socket(socket.AF_UNIX) as slow:
             hangs_up.connect(door.name)
             hangs_up.close()
-            silent.connect(door.name)
+            slow.connect(door.name)
+            slow.send(door.key[:3].encode())
             failed.append(lend([], 1, [door._replace(key="00")], 1))
             failed.append(lend([("a", torch.ones(3))], 1, [door], 1))
 
@@ -253,8 +254,27 @@ def test_a_door_is_for_one_version_and_for_who_was_told_of_it(monkeypatch: pytes
     assert [list(one) for one in failed] == [[door.name], []]
     with monkeypatch.context() as as_somebody_else:
         door = expect()
-        as_somebody_else.setattr("os.getuid", lambda: -1)
+        as_somebody_else.setattr("os.geteuid", lambda: -1)
         assert "PermissionError" in lend([], 1, [door], 1)[door.name]
+
+
+def test_a_lender_that_is_gone_before_it_is_let_in_is_not_waited_for_and_a_late_end_leaves_the_next_door_open() -> None:
+    door = expect()
+    with socket.socket(socket.AF_UNIX) as lender:
+        lender.connect(door.name)
+        lender.sendall(door.key.encode())
+    with pytest.raises(EngineError, match="is gone before all of them were there"):
+        next(LentWeights(door, 1).tensors())
+    second = expect()
+    stale = LentWeights(second, 2).tensors()
+    others = threading.Thread(target=lend, args=([("a", torch.ones(3))], 2, [second], 1))
+    others.start()
+    next(stale)
+    third = expect()
+    stale.close()
+    others.join(60)
+    assert lending._door is not None
+    assert lending._door[0] == third
 
 
 def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from training_for_tests import group, slow_logprobs, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.errors import ConfigError
@@ -141,6 +141,21 @@ def test_what_an_adapter_adds_can_be_put_into_the_weights() -> None:
     torch.testing.assert_close(plain(input_ids=ids).logits, model.eval()(input_ids=ids).logits, atol=1e-5, rtol=0)
     assert not torch.allclose(plain(input_ids=ids).logits, unlike, atol=1e-3)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_of_weights_that_two_layers_share_nothing_can_be_put_into_one(target: str) -> None:
+    config = tiny_model().config
+    for tied in (True, False):
+        config.tie_word_embeddings = tied
+        model = LlamaForCausalLM(config)
+        lora.add_adapter(model, LoraSettings(target_modules=(target,)), 0)
+        if tied:
+            with pytest.raises(ConfigError, match="shares its weights with the embedding"):
+                lora.require_mergeable(model)
+        else:
+            lora.require_mergeable(model)
+    lora.require_mergeable(adapted())
 
 
 async def test_the_engine_samples_from_the_adapted_model() -> None:

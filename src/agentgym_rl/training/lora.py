@@ -68,6 +68,16 @@ def copy_adapter(model: Any, settings: LoraSettings, name: str) -> None:
     model.set_adapter(POLICY)
 
 
+def require_mergeable(model: Any) -> None:
+    """ConfigError where `merged` cannot be right: of two layers that share their weights only one has an adapter."""
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.tie_word_embeddings and any(hasattr(end, "base_layer") for end in ends):
+        raise ConfigError(
+            "model.lora.target_modules: with [scale] vLLM is sent weights with the adapters inside, and this model's "
+            "head shares its weights with the embedding: leave both out, or use engine.kind = 'native'"
+        )
+
+
 @torch.no_grad()
 def merged(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """A model's state as one without adapters has it: what the policy's adds is in the weights, in their type."""

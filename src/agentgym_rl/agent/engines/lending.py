@@ -86,24 +86,43 @@ def _opened_to(door: Door, entrance: socket.socket) -> Connection:
     while True:
         entrance.settimeout(max(0.001, give_up_at - time.monotonic()))
         knocking, _ = entrance.accept()
-        line = Connection(knocking.detach())
-        with contextlib.suppress(*BROKEN):
-            if line.poll(KNOCK_S) and hmac.compare_digest(line.recv_bytes(len(door.key)), door.key.encode()):
-                line.send_bytes(TAKEN)
-                return line
-        line.close()
+        with knocking:
+            if not _has_the_key(knocking, door.key.encode()):
+                continue
+            line = Connection(knocking.detach())
+        line.send_bytes(TAKEN)
+        return line
+
+
+def _has_the_key(knocking: socket.socket, key: bytes) -> bool:
+    if _user_of(knocking) != os.geteuid():
+        return False
+    give_up_at, shown = time.monotonic() + KNOCK_S, b""
+    with contextlib.suppress(OSError):
+        while len(shown) < len(key):
+            knocking.settimeout(max(0.001, give_up_at - time.monotonic()))
+            if not (more := knocking.recv(len(key) - len(shown))):
+                return False
+            shown += more
+        knocking.settimeout(None)
+    return hmac.compare_digest(shown, key)
+
+
+def _user_of(peer: socket.socket) -> int:
+    """Who is at the other end."""
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return user
 
 
 def _knock(door: Door) -> Connection:
     """The other end of it; the key is shown to a process of the same user alone."""
     with socket.socket(socket.AF_UNIX) as found:
         found.connect(door.name)
-        _, user, _ = struct.unpack("3i", found.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        if user != os.getuid():
-            raise PermissionError(f"it belongs to user {user}")
-        line = Connection(found.detach())
-    line.send_bytes(door.key.encode())
-    return line
+        if _user_of(found) != os.geteuid():
+            raise PermissionError(f"it belongs to user {_user_of(found)}")
+        found.sendall(door.key.encode())
+        return Connection(found.detach())
 
 
 def _answered(line: Connection) -> None:
@@ -131,8 +150,9 @@ class LentWeights:
         which is written anew. EngineError where the lender is gone."""
         if _door is None or _door[0].name != self.door.name:
             raise EngineError(f"weights {self.version} are not expected here: call expect() first, once for a version")
+        mine = _door
         try:
-            with _opened_to(*_door) as line:
+            with _opened_to(*mine) as line:
                 yield from self._taken(line)
         except BROKEN as error:
             raise EngineError(
@@ -141,7 +161,8 @@ class LentWeights:
                 else f"the learner that lent weights {self.version} is gone before all of them were there ({error!r})"
             ) from error
         finally:
-            _shut()
+            if _door is mine:
+                _shut()
 
     def copies(self) -> Generator[tuple[str, torch.Tensor]]:
         """Likewise, for who keeps them longer."""
