@@ -472,7 +472,7 @@ def plan_of(config: Config) -> Plan:
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
     )
-    lends(plan)  # refuses what it cannot read before anybody is started
+    lends(plan)  # refuses a word that it does not know
     return plan
 
 

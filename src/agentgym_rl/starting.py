@@ -158,8 +158,8 @@ async def play_demonstrations(
     for trajectory in played:
         log.write_trajectory(0, trajectory, kind)
     usable = [t for t in played if t.stop is not StopReason.ERROR]
+    what = "warm start" if kind == "warmstart" else kind
     if not usable:
-        what = "warm start" if kind == "warmstart" else kind
         raise EnvError(f"{what}: all {len(played)} episodes failed; the first: {played[0].error}")
     if policy != "oracle":
         return usable
@@ -168,7 +168,7 @@ async def play_demonstrations(
     found = [t for t in usable if t.success and any(t.imitated)]
     if not found:
         advice = "allow more turns" + (", or fewer mistakes" if mistakes else "")
-        raise EnvError(f"{kind}: of {len(played)} episodes the oracle won none in {max_turns} turns: {advice}")
+        raise EnvError(f"{what}: of {len(played)} episodes the oracle won none in {max_turns} turns: {advice}")
     return found
 
 

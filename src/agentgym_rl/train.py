@@ -89,7 +89,7 @@ async def _train(
         if config.scale is not None:
             from agentgym_rl.cluster import plan_of
 
-            plan_of(config)
+            plan_of(config)  # refuses what it cannot read of the environment's variables
         items = await wiring.all_items(playing, config.environments)
         with (
             room_or_error(folder),
