@@ -271,7 +271,7 @@ async def test_demonstrations_of_which_none_succeeds_are_an_error_that_says_so(t
     items = await wiring.all_items(pool, config.environments)
     with (
         RunLog.create(tmp_path, config.resolved()) as log,
-        pytest.raises(EnvError, match="^warm start: of 8 .* none in 1 turns: allow more turns, or fewer mistakes$"),
+        pytest.raises(EnvError, match=r"^warm start: of 8 .* none in 1 turns: allow more turns, or fewer mistakes$"),
     ):
         await play_demonstrations(config, pool, items, log, quiet(), "oracle", 8, 1, 0.9, "warmstart")
     await pool.close()
