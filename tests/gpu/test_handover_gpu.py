@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
     memory.fill(on_device(1).items())
     window = memory._window
     assert window is not None
-    window._locked = False
+    unlock, window._unlock = window._unlock, None
     window.lock()  # a second time, which CUDA refuses
     assert "does not page-lock" in window.refused
     state = on_device(2)
@@ -70,8 +71,27 @@ def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
     own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load_buckets(own, [weights])
     assert same(own, state)
-    window._locked = True
+    window._unlock = unlock
     memory.close()
+
+
+def test_memory_that_nobody_closes_is_unlocked_before_something_else_is_at_its_address() -> None:
+    state = {"a": torch.ones(8 << 20, device="cuda")}
+    memory = HostMemory()
+    for _ in range(2):
+        memory.fill(state.items())
+    window = memory._window
+    assert window is not None
+    assert window.tensor(memory._entries[0]).is_pinned()
+    address, size = window._bytes.data_ptr(), window.size
+    del window, memory
+    with mmap.mmap(-1, size) as later:  # the kernel gives the same place again
+        tensor = torch.frombuffer(later, dtype=torch.uint8)
+        there = tensor.data_ptr() == address
+        assert not tensor.is_pinned()
+        assert int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), size, 0)) == 0, f"same place: {there}"
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+        del tensor
 
 
 def test_buckets_are_cut_in_page_locked_memory() -> None:

@@ -239,3 +239,33 @@ def test_buckets_made_in_one_place_last_until_the_next_and_are_read_where_they_a
     first.data.flags.writeable = False  # as in an object store
     assert [t.data_ptr() for _, t in first.tensors()] == [place]
     assert {bucket.data.ctypes.data for bucket in made if bucket.data.size} == {place}
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_memory_that_cuda_page_locked_is_unlocked_once_whether_somebody_closes_it_or_not(
+    closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Cudart:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("lock", address))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("unlock", address))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", Cudart)
+    monkeypatch.setattr(handover, "copies_done", lambda: calls.append(("copies done", 0)))
+    memory = HostMemory()
+    for value in (1.0, 2.0):
+        memory.fill([("a", torch.full((4,), value))])
+    (address,) = (where for call, where in calls if call == "lock")
+    calls.clear()
+    if closed:
+        memory.close()
+        assert calls[-1] == ("unlock", address)
+    del memory
+    assert calls == [("copies done", 0), ("unlock", address)]

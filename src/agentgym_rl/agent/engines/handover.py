@@ -17,6 +17,7 @@ import logging
 import mmap
 import os
 import pickle
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
@@ -191,16 +192,19 @@ class Window:
         self.refused = ""
         flags, rights = mmap.MAP_SHARED | mmap.MAP_POPULATE, mmap.PROT_READ | mmap.PROT_WRITE
         self._bytes = torch.frombuffer(mmap.mmap(file, size, flags=flags, prot=rights), dtype=torch.uint8)
-        self._locked = False
+        self._unlock: weakref.finalize[..., Window] | None = None
         self.lock()
 
     def lock(self) -> None:
         """Does nothing a second time, or as long as CUDA is not in use."""
-        if self._locked or self.refused or not torch.cuda.is_initialized():
+        if self._unlock is not None or self.refused or not torch.cuda.is_initialized():
             return
         code = int(torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.size, 0))
-        self._locked = code == 0
-        if code:
+        if not code:
+            # Also where nobody closes it: CUDA would take the address for locked when something else is there.
+            self._unlock = weakref.finalize(self, _unlock, self._bytes.data_ptr())
+            self._unlock.atexit = False
+        else:
             self.refused = f"CUDA does not page-lock the memory that weights go through ({torch.cuda.CudaError(code)})"
             logger.warning("%s: it is copied through buffers, more slowly", self.refused)
             with contextlib.suppress(RuntimeError):  # CUDA tells it once more, to whoever comes next
@@ -211,11 +215,15 @@ class Window:
 
     def close(self) -> None:
         """The memory is unmapped when nobody has a tensor of it any more."""
-        if self._locked:
-            with contextlib.suppress(RuntimeError):  # of a device that failed, which does nothing any more
-                copies_done()  # what was not waited for, where writing was broken off
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self._locked = False
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+
+
+def _unlock(address: int) -> None:
+    with contextlib.suppress(RuntimeError):  # of a device that failed, which does nothing any more
+        copies_done()  # what was not waited for, where writing was broken off
+    torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def pack(state: Mapping[str, torch.Tensor] | HostWeights, memory: HostMemory | None = None) -> tuple[bytes, Any]:
