@@ -14,8 +14,8 @@ from agentgym_rl.agent.policy import stable_seed
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.types import EnvSession, Step
 
-Solutions = dict[int, dict[str, str]]
-"""Item -> the different actions its oracle was seen to take, in that order, and its thought when it first did."""
+Solutions = dict[int, dict[str, None]]
+"""Item -> the different actions its oracle was seen to take, in that order."""
 
 
 class ErringSession:
@@ -23,8 +23,8 @@ class ErringSession:
 
     One half of the mistakes are other actions that make sense now (`actions()`, where there is such a list): possible,
     and mostly useless. The other half are what the oracle does at another time of this item, too early or once more:
-    often refused, with what it thought then. Before the others stays the thought that is right. Every action of the
-    oracle is noted in `solutions`, so that of an item that was played through before all are known.
+    often refused. Every action of the oracle is noted in `solutions`, so that of an item that was played through before
+    all are known. The oracle's thought stays before the wrong action.
     """
 
     def __init__(self, env: EnvSession, share: float, seed: int, solutions: Solutions) -> None:
@@ -34,7 +34,7 @@ class ErringSession:
         self._share = share
         self._seed = seed
         self._solutions = solutions
-        self._solution: dict[str, str] = {}
+        self._solution: dict[str, None] = {}
         self._random = random.Random(seed)
         self._resets = 0
         self._erred = False
@@ -55,16 +55,15 @@ class ErringSession:
 
     async def advice(self) -> tuple[str, str]:
         thought, action = await self._env.advice()
-        self._solution.setdefault(action, thought)
+        self._solution[action] = None
         if self._random.random() >= self._share:
             return thought, action
-        elsewhere = [(why, other) for other, why in self._solution.items() if other != action]
-        possible = [(thought, other) for other in await self.actions() if other != action]
-        kinds = [kind for kind in (possible, elsewhere) if kind]
+        kinds = [[each for each in some if each != action] for some in (await self.actions(), self._solution)]
+        kinds = [kind for kind in kinds if kind]
         if not kinds:  # there is nothing else to do
             return thought, action
         self._erred = True
-        return self._random.choice(self._random.choice(kinds))
+        return thought, self._random.choice(self._random.choice(kinds))
 
     async def oracle(self) -> str:
         return (await self.advice())[1]
