@@ -14,8 +14,8 @@ step      a whole RL step on TextCraft, GRPO on a real chat model, against TRL's
 
 Every measurement is a process of its own with --limit-s seconds; one that fails or runs out of time is said so in the
 table and the others go on. FOLDER gets results.json and table.md, rewritten after each of them, and a log of each.
-vLLM and TRL are imported where they are installed; --vllm-path and --trl-path name folders of packages for those
-processes alone.
+vLLM and TRL fail like any other where they are not installed: leave them out with --peers, or name folders of packages
+for those processes alone with --vllm-path and --trl-path.
 """
 
 from __future__ import annotations

@@ -137,6 +137,19 @@ async def rested() -> None:
     assert all(position < positions for position, positions in seen), seen
 
 
+async def bucketed() -> None:
+    """Batches of similar sizes are steps of one size, which is captured once."""
+    device = captured(make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32), 5)
+    steps: Any = device._runner
+    sizes: list[int] = []
+    state = steps._state
+    steps._state = lambda bucket: (sizes.append(bucket), state(bucket))[1]
+    for rows in (3, 4, 5, 3):
+        made = [device.generate(prompt(4, row), Sampling(1, seed=row), str(row)) for row in range(rows)]
+        await asyncio.gather(*made)
+    assert sizes == [4, 8], sizes
+
+
 async def moved_weights() -> None:
     """Prompts that come while replies are handed out are not begun with weights that were replaced meanwhile."""
     model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=1)
@@ -203,7 +216,7 @@ async def logits() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (llama, qwen3, wide, out_of_memory, rested, moved_weights, float16, layers, logits)
+    for check in (llama, qwen3, wide, out_of_memory, rested, bucketed, moved_weights, float16, layers, logits)
 }
 
 if __name__ == "__main__":

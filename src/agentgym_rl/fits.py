@@ -81,6 +81,15 @@ def shape_of(model: ModelConfig) -> Shape:
         raise ConfigError(f"model.path = {model.path!r}: its config.json does not say {error}") from error
 
 
+def why_not_split(shape: Shape, devices: int) -> str:
+    """Why vLLM cannot spread such a model over so many devices; nothing if it can. Key/value heads that are fewer than
+    devices are there several times, as often on each."""
+    heads, kv_heads = shape.heads, shape.kv_heads
+    if heads % devices == 0 and (kv_heads % devices == 0 or devices % kv_heads == 0):
+        return ""
+    return f"engine.tensor_parallel = {devices} does not divide the model's heads, {heads} and {kv_heads} of keys"
+
+
 def diagnose_recipe(
     config: Config, device_gib: float | None, host_gib: float | None = None, gpus_per_node: int = GPUS_PER_NODE
 ) -> tuple[list[str], bool]:
@@ -96,10 +105,15 @@ def diagnose_recipe(
     per_node = gpus_per_node if config.scale is not None and config.scale.address else everybody
     lines, fits = table(on_each_device(demand, device_bytes), device_bytes)
     on_hosts, hosts_fit = table(on_each_host(demand, per_node, host_bytes or 0), host_bytes)
+    split = why_not_split(demand.shape, demand.tensor_parallel)
+    if not split and demand.tensor_parallel > per_node:
+        split = f"engine.tensor_parallel = {demand.tensor_parallel}: an engine is on one node, of {per_node} GPUs"
+    if split:
+        lines.append(f"engine: does not fit: {split}")
     head = f"{config.name}: {demand.shape.count / 1e9:.3g}B parameters, {config.model.dtype}"
     if demand.distributed:
         head += f", sharded over {demand.learners} learners" if demand.trained is None else ", whole on every learner"
-    return [head, *lines, *on_hosts], fits and hosts_fit
+    return [head, *lines, *on_hosts], fits and hosts_fit and not split
 
 
 def too_large(config: Config) -> str | None:

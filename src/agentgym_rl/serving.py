@@ -15,7 +15,10 @@ from agentgym_rl.agent.engines.handover import HostMemory, HostWeights
 from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
+from agentgym_rl.agent.engines.vllm.checks import require_vllm
 from agentgym_rl.config import Config
+from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.fits import shape_of, why_not_split
 from agentgym_rl.scale.weights import Arrived
 from agentgym_rl.training.checkpoint import export
 
@@ -30,6 +33,24 @@ class RunEngine(Engine, Protocol):
 
 
 Vllm = VllmEngine | VllmServer | Replicas
+
+
+def require_engine(config: Config) -> None:
+    """ConfigError now rather than after a warm start, where a vLLM of this machine could not be started."""
+    engine = config.engine
+    if engine.kind != "vllm" or engine.urls:
+        return
+    if config.scale is None or config.scale.address is None:  # else it runs in the nodes' environments
+        try:
+            require_vllm()
+        except EngineError as error:
+            raise ConfigError(str(error)) from error
+    try:
+        why_not = why_not_split(shape_of(config.model), engine.tensor_parallel)
+    except ConfigError:
+        return  # of a kind that is not known here, or not there: whoever loads it says so
+    if why_not:
+        raise ConfigError(why_not)
 
 
 def make_vllm(config: Config, folder: Path) -> Vllm:

@@ -86,6 +86,7 @@ async def _train(
         wiring.require_model(config.model)
         require_files(config)
         wiring.require_recovery(config)
+        serving.require_engine(config)
         if config.scale is not None:
             from agentgym_rl.cluster import plan_of
 

@@ -237,6 +237,17 @@ def test_the_policy_waits_while_the_critic_warms_up() -> None:
     assert counts == [(0, 1), (0, 2), (1, 3)]
 
 
+def test_comparing_sampler_and_learner_leaves_what_the_critic_said() -> None:
+    rl = settings_of("ppo", critic={"warmup_steps": 1})
+    learner = RLLearner(tiny_model(1), rl, 1.0)
+    batch = prepared(learner, lively_groups(), rl)
+    said = [list(sample.values) for sample in batch.samples]
+    learner.learn(batch, 0)  # the critic is another one now
+    learner.assess(batch.samples, own=True)
+    assert [sample.values for sample in batch.samples] == said
+    assert all(len(sample.old_logprobs) == len(sample.logprobs) for sample in batch.samples)
+
+
 def test_a_new_critic_says_nothing_and_learns_what_states_are_worth() -> None:
     rl = settings_of("ppo", micro_batch_tokens=10_000, epochs=3)
     learner = RLLearner(tiny_model(1), rl, 1.0)

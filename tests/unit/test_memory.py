@@ -171,6 +171,31 @@ def test_a_vllm_over_several_devices_has_a_part_of_weights_and_heads_on_each() -
     assert "copies of 2 vLLMs" in nodes["host of engines, running"].parts
 
 
+@pytest.mark.parametrize(
+    ("devices", "per_node", "why"),
+    [
+        (4, 8, ""),
+        (28, 28, ""),
+        (14, 16, "does not divide the model's heads, 28 and 4 of keys"),  # 14 is no multiple of 4
+        (3, 8, "does not divide the model's heads, 28 and 4 of keys"),
+        (4, 2, "an engine is on one node, of 2 GPUs"),
+    ],
+)
+def test_a_vllm_must_be_divisible_and_have_its_devices_on_one_node(
+    devices: int, per_node: int, why: str, tmp_path: Path
+) -> None:
+    model = {"path": str(write_shape(tmp_path / "model")), "dtype": "bfloat16"}
+    engine = {"kind": "vllm", "memory_share": 0.9, "tensor_parallel": devices}
+    scale = {"address": "auto", "learners": 8}
+    raw = {"model": model, "environments": [{"name": "keydoor"}], "engine": engine, "scale": scale}
+    config = Config.model_validate(raw | {"rl": {"optimizer": {"checkpoint_activations": True}}})
+    lines, fits = diagnose_recipe(config, 141, gpus_per_node=per_node)
+    found = [line for line in lines if line.startswith("engine: does not fit")]
+    assert fits == (not why), lines
+    assert len(found) == bool(why)
+    assert all(line.endswith(why) for line in found)
+
+
 @pytest.mark.parametrize("share", [1.0, 1.5])
 def test_vllm_cannot_have_a_whole_device(share: float) -> None:
     recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import math
 import random
 import warnings
 from typing import Any
@@ -28,7 +29,7 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.native.decoder import why_unsupported
 from agentgym_rl.agent.engines.native.grouping import GROUP_TOKENS, group_rows
 from agentgym_rl.agent.engines.native.runner import Row
-from agentgym_rl.agent.engines.native.sampling import uniforms
+from agentgym_rl.agent.engines.native.sampling import sample, uniforms
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
@@ -607,3 +608,34 @@ def test_supported_models_do_not_warn() -> None:
         warnings.simplefilter("error")
         for kind in FAST:
             NativeEngine(make_model(kind))
+
+
+@pytest.mark.parametrize("top_p", [None, 0.9])
+def test_logprobs_are_exact_over_a_large_vocabulary(top_p: float | None) -> None:
+    logits = 3 * torch.randn(4, 151_936, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(4)
+    tokens, logprobs = sample(
+        logits,
+        temperature=ones,
+        top_p=None if top_p is None else top_p * ones,
+        seeds=torch.arange(4),
+        positions=torch.zeros(4, dtype=torch.int64),
+    )
+    exact = logits.double().log_softmax(-1)
+    if top_p is not None:
+        ordered, _ = exact.exp().sort(-1, descending=True)
+        least = ordered.gather(1, (ordered.cumsum(-1) < top_p).sum(-1, keepdim=True))
+        exact = exact.masked_fill(exact.exp() < least, float("-inf")).log_softmax(-1)
+    found = exact.gather(1, tokens.unsqueeze(1)).squeeze(1)
+    assert (logprobs - found).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_not_finite_has_no_logprob(bad: float, temperature: float) -> None:
+    logits = torch.zeros(2, 7)
+    logits[1, 3] = bad
+    number = torch.arange(2)
+    _, logprobs = sample(logits, temperature=torch.full((2,), temperature), top_p=None, seeds=number, positions=number)
+    assert logprobs[0].item() == pytest.approx(-math.log(7))
+    assert logprobs[1].isnan()

@@ -19,6 +19,7 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.native.cuda.packing import pack
 from agentgym_rl.agent.engines.native.cuda.weights import join, layer_weights, why_not_captured
 from agentgym_rl.agent.engines.native.decoder import DecoderRunner
+from agentgym_rl.agent.engines.native.engine import LAUNCH_STEPS
 from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
 from agentgym_rl.agent.engines.native.sampling import sample
 from agentgym_rl.errors import EngineError
@@ -57,11 +58,13 @@ class DoneLaunch:
     steps: int
     tokens: list[list[int]]
     logprobs: list[list[float]]
+    is_read: bool = False
 
     def wait(self) -> None:
         pass
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
+        self.is_read = True
         return self.tokens, self.logprobs
 
 
@@ -73,6 +76,8 @@ class StepwiseRunner:
         self._room = 0
         self.launches = 0
         self.longest_launch = 0
+        self.most_unread = 0
+        self._unread: list[DoneLaunch] = []
 
     def refresh(self) -> None:
         pass
@@ -115,7 +120,10 @@ class StepwiseRunner:
                 logprobs[place].append(value)
                 row.token, row.position = token, row.position + 1
                 row.remaining = 0 if token in row.stop_token_ids else row.remaining - 1
-        return DoneLaunch(steps, tokens, logprobs)
+        launch = DoneLaunch(steps, tokens, logprobs)
+        self._unread = [*(other for other in self._unread if not other.is_read), launch]
+        self.most_unread = max(self.most_unread, len(self._unread))
+        return launch
 
     def clear(self, slot: int) -> None:
         self._inner.clear(slot)
@@ -280,10 +288,48 @@ async def test_cancelled_and_failed_rows_leave_the_others_alone() -> None:
 async def test_launches_grow_with_the_usual_reply() -> None:
     model = make_model()
     engine = launching(model)
+    runner: Any = engine._runner
     for index in range(100):
         await engine.generate(prompt(5, index), Sampling(8, seed=index), str(index))
-    short = engine._runner.launches  # type: ignore[union-attr]
-    assert short > 150, "replies of 8 tokens should take several launches of few steps"
+    assert runner.launches > 150, "replies of 8 tokens should take several launches of few steps"
+    assert runner.longest_launch == 8, "an eighth of what is expected before any reply is known"
+    for index in range(100):
+        await engine.generate(prompt(5, index), Sampling(200, temperature=1.0, seed=index), str(index))
+    assert runner.longest_launch == LAUNCH_STEPS[1], "long replies should take the longest launches"
+
+
+async def test_a_launch_is_started_before_the_one_before_it_is_read() -> None:
+    engine = launching(make_model())
+    runner: Any = engine._runner
+    await asyncio.gather(*(engine.generate(prompt(5, i), Sampling(60, seed=i), str(i)) for i in range(4)))
+    assert runner.most_unread == 2
+    assert runner.launches >= 4
+
+
+async def test_a_reply_names_the_weights_that_sampled_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is admitted while others still get their replies, and new weights come before it begins."""
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.PORTION", 1)
+    model = make_model()
+    engine = launching(model)
+
+    async def twice() -> tuple[list[int], Any]:
+        reply = await engine.generate(prompt(9, 0), Sampling(2, seed=1), "a")
+        ids = prompt(9, 0) + reply.token_ids + prompt(4)
+        return ids, await engine.generate(ids, Sampling(3, seed=2), "a")
+
+    async def once_and_new_weights() -> None:
+        await engine.generate(prompt(9, 1), Sampling(2, seed=1), "b")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.7)
+        await engine.update_weights(None, 1)
+
+    (ids, reply), _ = await asyncio.gather(twice(), once_and_new_weights())
+    with torch.no_grad():
+        logits = model(torch.tensor([ids + reply.token_ids])).logits[0, len(ids) - 1 : -1]
+    by_version_1 = logits.log_softmax(-1).gather(1, torch.tensor(reply.token_ids)[:, None])[:, 0].tolist()
+    assert reply.logprobs == pytest.approx(by_version_1, abs=1e-4)
+    assert reply.version == 1
 
 
 @pytest.mark.parametrize("length", [12, 40])

@@ -87,7 +87,7 @@ class Bench:
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         self.calls.append(("learn", len(batch.samples), seed))
-        return {"loss": 0.5}
+        return {"loss": 0.5, "mismatch/abs": 0.0}
 
     async def publish(self, version: int) -> None:
         self.calls.append(("publish", version))
@@ -188,6 +188,15 @@ async def test_no_variance_anywhere_means_no_update_and_no_new_version() -> None
     assert row["mismatch/abs"] == pytest.approx(0.25)  # compared all the same
     assert row["mismatch/turn_1"] == pytest.approx(0.25)
     assert (row["entropy/mean"], row["mismatch/kl"]) == pytest.approx((0.5, math.exp(-0.25) - 0.75))
+
+    class CriticOnly(Bench):
+        def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+            super().learn(batch, seed)
+            return {"value/loss": 0.5}
+
+    waiting = CriticOnly()
+    await waiting.run(replace(SETTINGS, steps=1))
+    assert waiting.rows[0]["mismatch/abs"] == pytest.approx(0.25)  # also where the policy waits for its critic
     kept = Bench(rewards=(1.0, 1.0))
     await kept.run(replace(SETTINGS, steps=1, zero_variance="keep"))
     assert [c[1] for c in kept.calls if c[0] == "learn"] == [8]

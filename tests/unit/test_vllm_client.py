@@ -17,15 +17,18 @@ import pytest
 import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
+from runs_for_tests import quiet
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_for_tests import vllm_processes
 
+from agentgym_rl import serving
 from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
 from agentgym_rl.config import Config
-from agentgym_rl.errors import EngineError
+from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.train import train
 from agentgym_rl.training.optimizer import make_optimizer
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sampling
@@ -276,6 +279,30 @@ def test_of_a_model_that_is_split_only_what_every_worker_has_is_compared() -> No
 def test_a_recipe_that_nobody_would_read_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], **changes})
+
+
+async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config_of(heads: int = 2, **scale: Any) -> Config:
+        shape = {"hidden_size": 48, "intermediate_size": 32, "num_layers": 1, "num_heads": heads}
+        raw = {"model": {"scratch": shape}, "environments": [{"name": "keydoor"}], "warm_start": {"episodes": 8}}
+        return Config.model_validate(raw | {"engine": {"kind": "vllm"}} | scale)
+
+    def missing() -> str:
+        raise EngineError("engine.kind = 'vllm' needs vLLM, which is not installed")
+
+    monkeypatch.setattr(serving, "require_vllm", missing)
+    for config in (config_of(), config_of(scale={})):
+        with pytest.raises(ConfigError, match="which is not installed"):
+            await train(config, tmp_path / "run", console=quiet())
+        assert not (tmp_path / "run").exists()
+    serving.require_engine(config_of(scale={"address": "auto"}))  # that is for the nodes to have
+    monkeypatch.setattr(serving, "require_vllm", lambda: "0.32.0")
+    split = {"engine": {"kind": "vllm", "tensor_parallel": 3}, "scale": {"layout": "disaggregated"}}
+    with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide the model's heads, 2 and 2 of keys"):
+        serving.require_engine(config_of(**split))
+    serving.require_engine(config_of(heads=6, **split))
 
 
 def test_a_saved_config_can_be_read_again() -> None:

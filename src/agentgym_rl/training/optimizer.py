@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from agentgym_rl.training.head import HAS_TRITON
 from agentgym_rl.training.master_weights import EPSILON, join, update_one
 from agentgym_rl.training.settings import OptimizerSettings
 
@@ -143,7 +144,7 @@ class MasterAdamW:
         rows: list[Any] = [
             tuple(map(_local, (self._half[i], gradients[i], self._low[i], *self._moments[i]))) for i in given
         ]
-        if self._half[0].is_cuda:
+        if self._half[0].is_cuda and HAS_TRITON:
             from agentgym_rl.training.optimizer_kernels import update_all
 
             update_all(rows, scale, numbers, self.updates)

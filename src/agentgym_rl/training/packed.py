@@ -9,7 +9,6 @@ Shapes: T tokens of a micro-batch, H hidden size, N query heads, K key/value hea
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -26,13 +25,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from agentgym_rl.training.attention import attend, flash_takes
 from agentgym_rl.training.captured import CapturedPasses
+from agentgym_rl.training.head import HAS_TRITON
 from agentgym_rl.training.microbatch import MicroBatch
 
 SUPPORTED = (LlamaModel, Qwen2Model, Qwen3Model)
 RMS_NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 # Rope types whose angles depend on the position alone; others (dynamic, longrope) look at the longest of a batch.
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def why_not_packed(decoder: Any) -> str | None:

@@ -174,7 +174,7 @@ def _learn(
     }
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
-    else:  # nothing to learn from; sampler and learner are compared all the same
+    if "mismatch/abs" not in metrics:  # nothing to learn from, or only the critic did: they are compared all the same
         some = played.samples[:WATCHED]
         learner.assess(some, own=True)
         metrics |= watched(some)

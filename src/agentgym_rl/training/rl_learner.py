@@ -67,7 +67,7 @@ class RLLearner(Updater):
         """Add to the samples what the estimator or the loss needs of the model before any update, where it is missing.
 
         Log-probabilities of this policy if it will be updated more than once, KL is paid in the reward, or with `own`;
-        those of the reference if it is used, the critic's values if there is one.
+        those of the reference if it is used, the critic's values if there is one. With `own` these stay as they are.
         """
         old = own or self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
         todo = [s for s in samples if not (s.old_logprobs if old else s.reference_logprobs or s.values)]
@@ -85,7 +85,7 @@ class RLLearner(Updater):
                 with self._reference() as reference, torch.no_grad():
                     logprobs_A, _ = action_logprobs(reference, micro, self._temperature)
                 _put(rows, "reference_logprobs", micro.by_row(logprobs_A))
-            if self.critic is not None:
+            if self.critic is not None and not own:
                 values_A, last_B = self.critic.values(micro)
                 _put(rows, "values", micro.by_row(values_A))
                 for sample, value in zip(rows, last_B.tolist(), strict=True):

@@ -313,6 +313,9 @@ class NativeEngine:
     def _begin(self, requests: list[Request]) -> None:
         runner = cast(LaunchRunner, self._runner)
         runner.refresh()
+        for request in requests:
+            if not request.logprobs:  # weights may have changed since it was admitted
+                request.version = self.version
         runner.reserve(max(request.limit for request in requests))
         rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in requests if r.session is not None]
         num_computed = runner.prefill(rows) + len(rows)

@@ -47,7 +47,14 @@ def top_p_filter(logprobs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     dropped_ordered = before >= top_p.unsqueeze(1)
     dropped_ordered[:, 0] = False
     dropped = torch.zeros_like(dropped_ordered).scatter_(1, order, dropped_ordered)
-    return torch.log_softmax(logprobs.masked_fill(dropped, float("-inf")), dim=-1)
+    return normalised(logprobs.masked_fill(dropped, float("-inf")))
+
+
+def normalised(logits: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities; NaN where a row is not finite. Not by torch's `log_softmax`: its sums over a large vocabulary
+    are off by up to 1e-4 on some processors, always in the same direction, which the learner's `logsumexp` is not."""
+    total = logits.logsumexp(-1, keepdim=True)
+    return logits - torch.where(total.isfinite(), total, torch.nan)
 
 
 @torch.inference_mode()
@@ -65,7 +72,7 @@ def sample(
     None when no row uses it; seeds and positions [B] int64. A row with non-finite logits gets a NaN log-probability.
     """
     greedy = temperature == 0
-    logprobs = torch.log_softmax(logits / torch.where(greedy, 1.0, temperature).unsqueeze(1), dim=-1)
+    logprobs = normalised(logits / torch.where(greedy, 1.0, temperature).unsqueeze(1))
     if top_p is not None:
         limited = (top_p < 1) & ~greedy
         logprobs = torch.where(limited.unsqueeze(1), top_p_filter(logprobs, top_p), logprobs)
