@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,8 @@ class Candidate:
     """True when the style was asked for, or is the run's; else a suite's scenarios have their own."""
     own_context: bool
     model: ModelConfig | None = None
+    weights: str = ""
+    """Folder or hub name of what is loaded. Where those are adapters, `model.path` is the model under them."""
     step: int = 0
 
 
@@ -82,6 +85,11 @@ def find_agent(options: AgentOptions) -> Candidate:
         return _run_candidate(options, *run)
     folder = Path(spec).expanduser()
     is_folder = (folder / "config.json").is_file()
+    if not is_folder and (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--agent {spec!r} holds adapters without the model under them: name the run that trained them, RUN or "
+            "RUN@STEP"
+        )
     if not is_folder and (spec.startswith((".", "~", "/")) or spec.count("/") != 1 or folder.exists()):
         raise ConfigError(
             f"--agent {spec!r} is neither oracle, random, openai:MODEL, a run (config.toml), a model folder "
@@ -89,7 +97,7 @@ def find_agent(options: AgentOptions) -> Candidate:
         )
     identity = {"kind": "model", "path": spec} | ({"weights": fingerprint(folder)} if is_folder else {})
     candidate = _candidate(options, "model", folder.resolve().name if is_folder else spec, identity, AgentConfig())
-    candidate.model = _model(options, spec, options.chat_template)
+    candidate.model, candidate.weights = _model(options, spec, options.chat_template), spec
     return candidate
 
 
@@ -110,14 +118,29 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
     step = max(found) if step is None else step
     folder = found[step] / "model"
     identity = {"kind": "run", "run": run.name, "step": step, "weights": fingerprint(folder)}
+    model = _model(options, str(folder), options.chat_template or config.model.chat_template, config.model.dtype)
+    if config.model.lora is not None:
+        assert config.model.path is not None
+        model = model.model_copy(update={"path": config.model.path, "lora": config.model.lora})
+        with _under_adapters(str(run)):
+            wiring.require_model(model)
+        base = Path(config.model.path).expanduser()
+        identity["base"] = fingerprint(base) if base.is_dir() else config.model.path
     playing = config.agent.model_copy(update={"temperature": config.eval.temperature})
     candidate = _candidate(options, "run", f"{run.resolve().name}@{step}", identity, playing)
     candidate.own_style = candidate.own_context = True
     candidate.step = step
-    candidate.model = _model(
-        options, str(folder), options.chat_template or config.model.chat_template, config.model.dtype
-    )
+    candidate.model, candidate.weights = model, str(folder)
     return candidate
+
+
+@contextmanager
+def _under_adapters(run: str) -> Iterator[None]:
+    """Says why a model is needed that the command line does not name."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{run} was trained with adapters, which are played on the run's model: {error}") from error
 
 
 def _candidate(
@@ -173,6 +196,14 @@ def fingerprint(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def load_weights(candidate: Candidate) -> tuple[Any, Any]:
+    """(model, tokenizer) of a model or a run, to play with."""
+    assert candidate.model is not None
+    with nullcontext() if candidate.model.lora is None else _under_adapters(candidate.options.spec):
+        model, tokenizer = wiring.load_from(candidate.weights, candidate.model)
+    return model.eval(), tokenizer
+
+
 class WordsAgent:
     """The oracle, or random play."""
 
@@ -200,9 +231,7 @@ class ModelAgent:
 
     def __init__(self, candidate: Candidate, concurrency: int, max_context: int) -> None:
         assert candidate.model is not None
-        assert candidate.model.path is not None
-        model, tokenizer = wiring.load_from(candidate.model.path, candidate.model)
-        model.eval()
+        model, tokenizer = load_weights(candidate)
         self.step = candidate.step
         self._playing = candidate.playing
         self._renderer = Renderer(tokenizer, candidate.model.chat_template)

@@ -194,7 +194,7 @@ def export(
     folder: Annotated[Path, typer.Argument(help="Where to write the Hugging Face folder")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; the last by default")] = None,
 ) -> None:
-    """Copy a checkpoint's model as a Hugging Face folder."""
+    """Copy a checkpoint's model as a Hugging Face folder; of a run with LoRA the adapters alone."""
     from agentgym_rl.training.checkpoint import export_checkpoint
 
     export_checkpoint(run / "checkpoints", step, folder)

@@ -98,20 +98,18 @@ def load_policy(name: str) -> ModelPlayer:
     from agentgym_rl.agent.engines.native import NativeEngine
     from agentgym_rl.agent.policy import EnginePolicy, Policy
     from agentgym_rl.agent.renderer import Renderer
-    from agentgym_rl.agents import AgentOptions, find_agent
+    from agentgym_rl.agents import AgentOptions, find_agent, load_weights
     from agentgym_rl.types import Sampling
-    from agentgym_rl.wiring import load_from
 
     try:
         candidate = find_agent(AgentOptions(name))
     except ConfigError as error:
         raise ConfigError(str(error).replace("--agent", "--policy")) from error
-    if candidate.model is None or candidate.model.path is None:
+    if candidate.model is None:
         raise ConfigError(f"--policy needs a model's folder, a hub name, RUN or RUN@STEP, got {name!r}")
     playing = candidate.playing
     style = STYLES[playing.style]
-    model, tokenizer = load_from(candidate.model.path, candidate.model)
-    model.eval()
+    model, tokenizer = load_weights(candidate)
     renderer = Renderer(tokenizer, candidate.model.chat_template)
     limits = Limits(max_turns=1000, max_new_tokens=playing.max_new_tokens, max_context=playing.max_context)
     engine = NativeEngine(model, decode=renderer.decode, max_sessions=MAX_SESSIONS, max_context=limits.max_context)

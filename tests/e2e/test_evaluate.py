@@ -16,10 +16,12 @@ from typing import Any
 
 import pytest
 from chat_for_tests import CACHED_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, ChatServer, chat_server
-from runs_for_tests import TINY, Process, quiet
+from runs_for_tests import TINY, Process, counting_config, quiet
+from training_for_tests import slow_logprobs
+from transformers import AutoModelForCausalLM
 
 from agentgym_rl.agent.engines.openai import Prices
-from agentgym_rl.agents import AgentOptions, find_agent, fingerprint
+from agentgym_rl.agents import AgentOptions, find_agent, fingerprint, load_weights
 from agentgym_rl.console import Console
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluate import Request, evaluate
@@ -27,6 +29,7 @@ from agentgym_rl.evaluation.command import report
 from agentgym_rl.evaluation.compare import load_side
 from agentgym_rl.evaluation.folder import read_records
 from agentgym_rl.runlog import read_trajectories
+from agentgym_rl.train import train
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.settings import ScratchSettings
@@ -156,6 +159,76 @@ async def test_a_model_folder_and_the_checkpoints_of_a_run(model: Path, tmp_path
     assert row["config"]["agent"]["step"] == 2
     with pytest.raises(ConfigError, match="no checkpoint of step 3: there is 2, 5"):
         await run(tmp_path / "third", f"{folder}@3")
+
+
+@pytest.fixture(scope="module")
+def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step that trained adapters on `model`, after a warm start that did too."""
+    folder = tmp_path_factory.mktemp("runs") / "adapted"
+    config = counting_config(
+        model={"path": str(model), "lora": {"rank": 4, "alpha": 8}},
+        environments=[{"name": "babyai", "subsets": ["GoToRedBallNoDists"]}],
+        warm_start__episodes=8,
+        agent__max_context=900,
+        eval={"episodes": 2, "max_turns": 1, "temperature": 1.0},
+        rl__steps=1,
+        rl__zero_variance="keep",  # so that there is something to learn, whatever was won
+        rl__entropy_coef=0.1,
+    )
+    asyncio.run(train(config, folder, console=quiet()))
+    return folder
+
+
+async def test_a_run_that_trained_adapters_plays_with_them(adapted: Path, model: Path, tmp_path: Path) -> None:
+    row = await evaluate(Request(AgentOptions(str(adapted)), out=tmp_path / "out", **GO_TO_BALL), quiet())
+    checkpoint = adapted / "checkpoints" / "step_000001" / "model"
+    agent = row["config"]["agent"]
+    assert agent["name"] == "adapted@1"
+    assert (agent["weights"], agent["base"]) == (fingerprint(checkpoint), fingerprint(model))
+    first, *_ = read_trajectories(tmp_path / "out" / "trajectories" / "babyai.jsonl")
+    at = next(i for i, message in enumerate(first.messages) if message.role == "assistant")
+    opening, reply = [i for message in first.messages[:at] for i in message.token_ids], first.messages[at]
+    assert reply.logprobs
+
+    def said_by(folder: Path) -> list[float]:
+        told = slow_logprobs(AutoModelForCausalLM.from_pretrained(folder), opening + reply.token_ids)
+        return [p.item() for p in told[len(opening) - 1 :]]
+
+    assert reply.logprobs == pytest.approx(said_by(checkpoint), abs=1e-4)
+    assert reply.logprobs != pytest.approx(said_by(model), abs=0.1)
+    start = find_agent(AgentOptions(f"{adapted}@0"))
+    assert start.identity["base"] == agent["base"]
+    assert start.identity["weights"] != agent["weights"]
+
+
+def test_what_adapters_are_played_on_must_be_what_it_was(adapted: Path, tmp_path: Path) -> None:
+    config = (adapted / "config.toml").read_text()
+    base = Path(str(find_agent(AgentOptions(str(adapted))).model.path))  # type: ignore[union-attr]
+    elsewhere = tmp_path / "base"
+    shutil.copytree(base, elsewhere)
+    run = tmp_path / "run"
+    shutil.copytree(adapted, run)
+    (run / "config.toml").write_text(config.replace(str(base), str(elsewhere)))
+    found = find_agent(AgentOptions(str(run)))
+    assert found.identity["base"] == fingerprint(base), "wherever it is"
+
+    weights = bytearray((elsewhere / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (elsewhere / "model.safetensors").write_bytes(weights)
+    assert find_agent(AgentOptions(str(run))).identity["base"] != found.identity["base"]
+
+    _, tokenizer = untrained()
+    shape = ScratchSettings(hidden_size=16, intermediate_size=48, num_layers=2, num_heads=2)
+    shutil.rmtree(elsewhere)
+    export(build_model(shape, tokenizer, 0), tokenizer, elsewhere)
+    with pytest.raises(ConfigError, match=r"trained with adapters.* for a model of another shape"):
+        load_weights(find_agent(AgentOptions(str(run))))
+
+    shutil.rmtree(elsewhere)
+    with pytest.raises(ConfigError, match=rf"run was trained with adapters.*model.path = '{elsewhere}'.*missing"):
+        find_agent(AgentOptions(str(run)))
+    with pytest.raises(ConfigError, match=r"holds adapters without the model under them: name the run"):
+        find_agent(AgentOptions(str(run / "checkpoints" / "step_000001" / "model")))
 
 
 def test_a_run_plays_in_the_type_it_was_trained_in_where_that_is_fast(

@@ -11,10 +11,12 @@ import pytest
 import tomli_w
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
+from training_for_tests import counting_player, slow_logprobs
 
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.train import train
+from agentgym_rl.training.checkpoint import export as export_model
 from agentgym_rl.types import EnvSession, Message
 from agentgym_rl.view import LocalWorlds, export, load_policy
 from agentgym_rl.viewer.playground import Playground
@@ -71,6 +73,22 @@ async def test_a_run_plays_as_it_is_evaluated(run: Path, tmp_path: Path) -> None
     assert len({tuple(reply.action.token_ids) for reply in replies}) == 1  # at a temperature of 0
     with pytest.raises(ConfigError, match="--policy needs a model"):
         load_policy("oracle")
+
+
+async def test_a_run_that_trained_adapters_plays_with_them(tmp_path: Path) -> None:
+    model, tokenizer = counting_player()
+    export_model(model, tokenizer, tmp_path / "base")
+    changes = {"path": str(tmp_path / "base"), "lora": {"rank": 2}}
+    config = counting_config(model=changes, rl__steps=1, warm_start__sft__optimizer={"lr": 5e-2})
+    await train(config, tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
+    worlds = CountingWorlds(load_policy(str(tmp_path / "run")))
+    session = await worlds.open("counting")
+    policy = worlds.policies["model"](session, 0)
+    reply = await policy.reply([], (await session.reset(3)).observation, worlds.limits)
+    await policy.close()
+    read = [i for message in reply.observation for i in message.token_ids]
+    base = [p.item() for p in slow_logprobs(model, read + reply.action.token_ids)[len(read) - 1 :]]
+    assert reply.action.logprobs != pytest.approx(base, abs=1e-2)
 
 
 def test_the_export_command_writes_a_file_of_a_real_run(

@@ -18,6 +18,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import estimate, gather
 from agentgym_rl.training.critic import ValueModel
+from agentgym_rl.training.model import require_folder
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings, RLSettings
 from agentgym_rl.types import Sampling
@@ -126,6 +127,25 @@ def test_adapters_are_saved_in_peft_format_and_load_by_name(tmp_path: Path) -> N
     ids = torch.tensor([[1, 2, 3, 4]])
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     torch.testing.assert_close(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 32}, {"num_hidden_layers": 1}])
+def test_adapters_of_another_model_are_refused(change: dict[str, int], tmp_path: Path) -> None:
+    adapted().save_pretrained(tmp_path)
+    config = tiny_model().config
+    config.update(change)
+    with pytest.raises(ConfigError, match="for a model of another shape"):
+        lora.load_adapter(LlamaForCausalLM(config), tmp_path)
+
+
+def test_adapters_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    adapted().save_pretrained(tmp_path)
+    weights = tmp_path / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:500])
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        lora.load_adapter(tiny_model(), tmp_path)
+    with pytest.raises(ConfigError, match="holds adapters without the model"):
+        require_folder(str(tmp_path))
 
 
 def test_what_an_adapter_adds_can_be_put_into_the_weights() -> None:

@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, the last k kept.
 
 checkpoints/step_000010/
-    model/        a Hugging Face folder, usable as it is
+    model/        a Hugging Face folder, usable as it is; with LoRA the adapters alone, in peft's format
     trainer.pt    optimizer, random states, schedules, data position
     shards/       written by several ranks: the optimizer, in place of what trainer.pt would have of it
 """

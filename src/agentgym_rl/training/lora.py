@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import LoraSettings
@@ -53,8 +54,29 @@ def load_adapter(model: Any, folder: Path, name: str = POLICY) -> None:
     """The adapter that a folder holds under a name; the policy's is trainable and stays active."""
     require_peft()
     with _quiet():
-        model.load_adapter(str(folder), name, is_trainable=name == POLICY)
+        try:
+            model.load_adapter(str(folder), name, is_trainable=name == POLICY)
+            fits = _names_in(model, name) == _names_in_file(folder)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"the adapter in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            fits = False
+    if not fits:
+        raise ConfigError(f"the adapter in {folder} is for a model of another shape: model.path is not what it was")
     model.set_adapter(POLICY)
+
+
+def _names_in(model: Any, name: str) -> set[str]:
+    """Of an adapter's matrices, as a file calls them."""
+    parts = (part for part, _ in model.named_parameters() if "lora_" in part and f".{name}" in part)
+    return {part.replace(f".{name}", "") for part in parts}
+
+
+def _names_in_file(folder: Path) -> set[str]:
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        return {key.removeprefix("base_model.model.") for key in file.keys() if "lora_" in key}  # noqa: SIM118
 
 
 def copy_adapter(model: Any, settings: LoraSettings, name: str) -> None:

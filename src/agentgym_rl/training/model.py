@@ -53,6 +53,10 @@ def require_folder(path: str) -> Path:
     """The folder that `path` names, which only a hub name (`owner/model`) may lack."""
     looks_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
     folder = Path(path).expanduser()
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model.path = {path!r} holds adapters without the model under them: merge them into it first"
+        )
     if looks_local and not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r}: no Hugging Face model folder there (config.json is missing)")
     return folder
