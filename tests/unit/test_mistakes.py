@@ -174,7 +174,7 @@ async def test_mistake_06_a_resumed_schedule_skips_nothing_and_no_step_is_missin
 
             def assess(self, samples: Any, *, own: bool = False) -> None: ...
             def learn(self, batch: Any, seed: int) -> dict[str, float]:
-                return {}
+                return {"mismatch/abs": 0.0}
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
             turns.append(limits.max_turns)

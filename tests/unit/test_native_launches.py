@@ -293,8 +293,10 @@ async def test_launches_grow_with_the_usual_reply() -> None:
         await engine.generate(prompt(5, index), Sampling(8, seed=index), str(index))
     assert runner.launches > 150, "replies of 8 tokens should take several launches of few steps"
     assert runner.longest_launch == 8, "an eighth of what is expected before any reply is known"
-    for index in range(100):
-        await engine.generate(prompt(5, index), Sampling(200, temperature=1.0, seed=index), str(index))
+    engine = launching(model)
+    runner = engine._runner
+    await asyncio.gather(*(engine.generate(prompt(5, i), Sampling(200, seed=i), str(i)) for i in range(40)))
+    await engine.generate(prompt(5), Sampling(200, seed=1), "after")
     assert runner.longest_launch == LAUNCH_STEPS[1], "long replies should take the longest launches"
 
 
