@@ -109,7 +109,7 @@ def diagnose_recipe(
     if not split and demand.tensor_parallel > per_node:
         split = f"engine.tensor_parallel = {demand.tensor_parallel}: an engine is on one node, of {per_node} GPUs"
     if split:
-        lines.append(f"engine: does not fit: {split}")
+        lines.append(f"engine, over its devices: does not fit: {split}")
     head = f"{config.name}: {demand.shape.count / 1e9:.3g}B parameters, {config.model.dtype}"
     if demand.distributed:
         head += f", sharded over {demand.learners} learners" if demand.trained is None else ", whole on every learner"

@@ -190,7 +190,7 @@ def test_a_vllm_must_be_divisible_and_have_its_devices_on_one_node(
     raw = {"model": model, "environments": [{"name": "keydoor"}], "engine": engine, "scale": scale}
     config = Config.model_validate(raw | {"rl": {"optimizer": {"checkpoint_activations": True}}})
     lines, fits = diagnose_recipe(config, 141, gpus_per_node=per_node)
-    found = [line for line in lines if line.startswith("engine: does not fit")]
+    found = [line for line in lines if line.startswith("engine, over its devices: does not fit")]
     assert fits == (not why), lines
     assert len(found) == bool(why)
     assert all(line.endswith(why) for line in found)

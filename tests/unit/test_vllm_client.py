@@ -284,10 +284,10 @@ def test_a_recipe_that_nobody_would_read_is_refused(changes: dict[str, Any], com
 async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def config_of(heads: int = 2, **scale: Any) -> Config:
+    def config_of(heads: int = 2, **sections: Any) -> Config:
         shape = {"hidden_size": 48, "intermediate_size": 32, "num_layers": 1, "num_heads": heads}
         raw = {"model": {"scratch": shape}, "environments": [{"name": "keydoor"}], "warm_start": {"episodes": 8}}
-        return Config.model_validate(raw | {"engine": {"kind": "vllm"}} | scale)
+        return Config.model_validate(raw | {"engine": {"kind": "vllm"}} | sections)
 
     def missing() -> str:
         raise EngineError("engine.kind = 'vllm' needs vLLM, which is not installed")

@@ -67,7 +67,7 @@ class RLLearner(Updater):
         """Add to the samples what the estimator or the loss needs of the model before any update, where it is missing.
 
         Log-probabilities of this policy if it will be updated more than once, KL is paid in the reward, or with `own`;
-        those of the reference if it is used, the critic's values if there is one. With `own` these stay as they are.
+        those of the reference if it is used, the critic's values if there is one. With `own` nothing but the first.
         """
         old = own or self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
         todo = [s for s in samples if not (s.old_logprobs if old else s.reference_logprobs or s.values)]
@@ -81,7 +81,7 @@ class RLLearner(Updater):
                     logprobs_A, entropy_A = action_logprobs(self.model, micro, self._temperature)
                 _put(rows, "old_logprobs", micro.by_row(logprobs_A))
                 _put(rows, "entropies", micro.by_row(entropy_A))
-            if self._reference is not None:
+            if self._reference is not None and not own:
                 with self._reference() as reference, torch.no_grad():
                     logprobs_A, _ = action_logprobs(reference, micro, self._temperature)
                 _put(rows, "reference_logprobs", micro.by_row(logprobs_A))
