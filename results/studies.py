@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 PLACEHOLDER = r"{([\w.-]+)}"
@@ -270,6 +271,47 @@ def horizons_of_smollm2(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+QWEN = {
+    "textcraft": {"short": 10, "middle": 20, "long": 30, "per_stage": 70},
+    "babyai": {"short": 6, "middle": 13, "long": 20, "per_stage": 70},
+}
+"""Horizons of the paper and steps of a stage, by environment."""
+QWEN_HORIZONS = {
+    "staged": ("horizon.kind=stepwise", "horizon.turns=[{short}, {middle}, {long}]"),
+    "fixed-long": ("horizon.kind=fixed", "horizon.turns=[{long}]"),
+    "fixed-short": ("horizon.kind=fixed", "horizon.turns=[{short}]"),
+    "adaptive": (
+        "horizon.kind=adaptive",
+        "horizon.turns=[{short}, {middle}, {long}]",
+        "horizon.steps_per_stage={per_stage}",
+    ),
+}
+QWEN_BASE = ("--style", "react", "--temperature", "1", "--max-new-tokens", "128", "--max-context", "4096")
+"""Settings of recipes/qwen, for the model that no run has settings for."""
+
+
+def on_suite(name: str, agent: str, arm: str, task: str, seed: int, *words: str) -> Job:
+    """Evaluate on the published number of items and turns, four samples an item."""
+    suite = ("--suite", "agentgym-27", "--env", task, "--samples", "4")
+    options = ("--agent", agent, *suite, "--dtype", "bfloat16", "--concurrency", "128")
+    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", words=(*options, *words))
+
+
+def qwen(task: str, seeds: list[int] | None) -> list[Job]:
+    """The paper's table for one scenario: Qwen2.5-Coder-1.5B-Instruct before and after RL, under four horizons."""
+    jobs = [
+        on_suite(f"eval-qwen-base-{task}", f"{{{PRETRAINED}}}", "base", task, 0, *QWEN_BASE),
+        on_suite(f"eval-random-{task}-27", "random", RANDOM, task, 0),
+    ]
+    for arm, words in QWEN_HORIZONS.items():
+        for seed in seeds if seeds is not None else range(3):
+            settings = (f"model.path={{{PRETRAINED}}}", *(w.format(**QWEN[task]) for w in words))
+            name = f"qwen-{arm}-{task}-{seed}"
+            run = Job(name=name, arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml", words=settings)
+            jobs += [run, on_suite(f"eval-{name}", f"{{{name}}}", arm, task, seed)]
+    return jobs
+
+
 STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "rl-over-base": rl_over_base,
     "staged-horizon": staged_horizon,
@@ -278,4 +320,6 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "horizon-smollm2": horizons_of_smollm2,
     "interaction": interaction,
     "ablations": ablations,
+    "qwen-textcraft": partial(qwen, "textcraft"),
+    "qwen-babyai": partial(qwen, "babyai"),
 }

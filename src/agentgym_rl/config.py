@@ -196,6 +196,8 @@ class CheckpointConfig(_Section):
     every: int = Field(10, ge=1)
     """Steps between checkpoints; the last step always gets one."""
     keep: int = Field(2, ge=1)
+    optimizer: bool = True
+    """Save the optimizer too. Without it a checkpoint takes a sixth of the space and cannot be resumed from."""
 
 
 class ScaleConfig(_Section):
@@ -304,6 +306,8 @@ class Config(_Section):
             raise ValueError(f"environments: each name once, got {', '.join(names)}")
         if self.model.scratch is not None and self.warm_start is None and self.method != "sft":
             raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
+        if self.scale is not None and not self.checkpoint.optimizer:
+            raise ValueError("checkpoint.optimizer = false is for runs in one process: remove it or [scale]")
         for env in self.environments:
             compared = self.method == "rl" and self.rl.algorithm in GROUP_ALGORITHMS
             if compared and env.group_size is not None and env.group_size < 2:

@@ -15,6 +15,7 @@ from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
@@ -163,7 +164,8 @@ class OneProcess:
             await serving.publish(self._vllm, self._config, self._model, self._tokenizer, version, self._handover)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
-        learner = None if self.learner is None else self.learner.state()
+        whole = self.learner is not None and self._config.checkpoint.optimizer
+        learner = self.learner.state() if whole else None
         save_checkpoint(root, step, self._model, self._tokenizer, state | {"learner": learner}, keep)
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
@@ -172,6 +174,11 @@ class OneProcess:
             from agentgym_rl.scale.shards import load_shards
 
             state = load_shards(folder / SHARDS, lambda name, shape: None)
+        if state is None:
+            raise ConfigError(
+                f"{folder} was saved with checkpoint.optimizer = false and cannot be resumed from: start a new run "
+                "with model.path set to its folder `model`"
+            )
         self.learner.restore(state)
 
     async def events(self) -> list[dict[str, Any]]:

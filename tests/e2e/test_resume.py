@@ -142,3 +142,13 @@ def test_another_recipe_is_not_resumed(left_alone: Path) -> None:
     said = process.output.read_text()
     assert "rl.group_size (saved 4, given 8)" in said
     assert "Traceback" not in said
+
+
+def test_checkpoints_without_optimizer_hold_the_model_and_refuse_resume(tmp_path: Path) -> None:
+    run, words = tmp_path / "run", ("checkpoint.optimizer=false", "rl.optimizer.decay=constant")
+    finish(run, "rl.steps=2", *words)
+    assert trainer_state(run)["learner"] is None
+    assert final_weights(run)
+    process = train_process(run, "rl.steps=4", *words, "--resume")
+    assert process.wait() == 2
+    assert "cannot be resumed from" in process.output.read_text()
