@@ -292,7 +292,7 @@ QWEN_BASE = ("--style", "react", "--temperature", "1", "--max-new-tokens", "128"
 
 def on_suite(name: str, agent: str, arm: str, task: str, seed: int, *words: str) -> Job:
     """Evaluate on the published number of items and turns, four samples an item."""
-    suite = ("--suite", "agentgym-27", "--env", task, "--samples", "4")
+    suite = ("--suite", "agentgym-27", "--env", task, "--turns", str(QWEN[task]["long"]), "--samples", "4")
     options = ("--agent", agent, *suite, "--dtype", "bfloat16", "--concurrency", "128")
     return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", words=(*options, *words))
 
