@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import os
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -21,11 +23,13 @@ from agentgym_rl.environment.envs.webarena.observation import CLICKABLE, TYPABLE
 from agentgym_rl.environment.envs.webarena.official import OfficialStage
 from agentgym_rl.environment.envs.webarena.stage import Stage
 from agentgym_rl.environment.envs.webarena.tabs import Tabs
-from agentgym_rl.environment.envs.webarena.tasks.config import SUBSETS, TaskConfig
+from agentgym_rl.environment.envs.webarena.tasks.config import SITES, SUBSETS, TaskConfig
 from agentgym_rl.environment.envs.webarena.tasks.embedded import embedded_splits, embedded_subsets
-from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_subsets
+from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_subsets, published_item
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
+
+logger = logging.getLogger(__name__)
 
 INSTRUCTION = """\
 You do a task in a web browser. The first message gives the objective. Each message shows the page you are on as an \
@@ -78,6 +82,18 @@ class WebArena:
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         cls._check(item)
         return official_subsets(item) if item in OFFICIAL else embedded_subsets(item)
+
+    @classmethod
+    def published_item(cls, number: int) -> int:
+        return published_item(number)
+
+    @classmethod
+    def agentgym_item(cls, number: int) -> int:
+        """A published task if the addresses of its sites are set; otherwise there are only embedded tasks to play."""
+        if any(os.environ.get(site) for site in SITES):
+            return cls.published_item(number)
+        logger.warning("webarena: no address of a published site is set: task %d is the embedded one", number)
+        return number
 
     @classmethod
     def _check(cls, item: int) -> None:
