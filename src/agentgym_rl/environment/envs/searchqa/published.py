@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from agentgym_rl.environment.envs.searchqa.datasets import Rows
 from agentgym_rl.errors import ConfigError
 
@@ -19,7 +17,6 @@ COUNTS = {
     ("train", "hotpotqa"): 90447,
 }
 """Questions of each set, in the order in which AgentGym numbers them."""
-_STARTS = dict(zip(COUNTS, accumulate(COUNTS.values(), initial=0), strict=False))
 
 
 def is_published(rows: Rows) -> bool:
@@ -29,7 +26,9 @@ def is_published(rows: Rows) -> bool:
 
 def locate(number: int) -> tuple[str, str, int]:
     """Return the split, the question set and the place in it of AgentGym's `searchqa_NUMBER`."""
-    for (split, dataset), start in _STARTS.items():
-        if start <= number < start + COUNTS[split, dataset]:
+    start = 0
+    for (split, dataset), count in COUNTS.items():
+        if start <= number < start + count:
             return split, dataset, number - start
+        start += count
     raise ConfigError(f"AgentGym's searchqa has items 0 to {sum(COUNTS.values()) - 1}, got {number}")
