@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from playwright.async_api import Error
@@ -92,7 +92,7 @@ class WebArena:
         """A published task if the addresses of its sites are set; otherwise there are only embedded tasks to play."""
         if any(os.environ.get(site) for site in SITES):
             return cls.published_item(number)
-        logger.warning("webarena: no address of a published site is set: task %d is the embedded one", number)
+        _warn_of_embedded_tasks()
         return number
 
     @classmethod
@@ -230,6 +230,12 @@ class WebArena:
 
     def _run(self, coroutine: Any, timeout_s: float, what: str) -> Any:
         return self._stage.chromium.thread.run(coroutine, timeout_s, what)
+
+
+@cache
+def _warn_of_embedded_tasks() -> None:
+    """Once is enough."""
+    logger.warning("webarena: no address of a published site is set, so AgentGym's clients play the embedded tasks")
 
 
 async def _observed(tabs: Tabs) -> tuple[str, View]:
