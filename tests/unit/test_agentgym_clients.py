@@ -11,10 +11,12 @@ from typing import Any
 
 import httpx
 import pytest
+from envs_for_tests import Counting
 from servers_for_tests import server_in_thread
 
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.envs.sciworld import tasks as sciworld
+from agentgym_rl.types import Step
 
 MAX_TURNS = 60
 
@@ -195,3 +197,20 @@ def test_a_bare_number_is_answered_only_to_a_client_that_expects_one() -> None:
         nothing = httpx.get(f"{server.url}/observation", trust_env=False)
     assert nothing.status_code == 422
     assert "id=NUMBER" in nothing.json()["detail"]
+
+
+class Tenths(Counting):
+    """Pays a tenth a turn."""
+
+    def step(self, text: str) -> Step:
+        return Step("Go on.", 0.1)
+
+
+def test_rewards_that_add_up_to_one_score_one() -> None:
+    """BabyAI's and SciWorld's clients take the score for the result; ten tenths added one by one make less than 1."""
+    with server_in_thread({"counting": Tenths}) as server:
+        client = Client(CLIENTS["babyai"], server.url)
+        client.reset(3)
+        scores = [client.step("up")[0] for _ in range(10)]
+        client.close()
+    assert scores[-1] == 1.0
