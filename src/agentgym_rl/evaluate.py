@@ -344,7 +344,7 @@ def _environment_plans(request: Request) -> list[TaskPlan]:
     if request.url is not None and request.items is None:
         raise ConfigError("an environment on a server needs --items, such as 0-99: servers do not say what to test on")
     if request.items is not None:
-        items = read_items(request.items)
+        items = read_items(request.items, env, request.url)
         limits = (scenario.max_turns, scenario.style, scenario.max_context)
         plans = [TaskPlan(scenario.name, "items", env, "", None, tuple(items), *limits, data, own)]
         if request.url is None:

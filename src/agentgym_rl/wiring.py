@@ -75,7 +75,7 @@ class EnvironmentsPool:
 
 def _chosen_items(env: EnvironmentConfig) -> dict[str, list[int]]:
     """Items by split as the config names them; what is trained on is never evaluated on."""
-    items = {split: read_items(text, env.name) for split, text in env.items.items()}
+    items = {split: read_items(text, env.name, env.url) for split, text in env.items.items()}
     if env.url is None:
         _require_known(env, items)
     both = set(items.get(env.split, ())) & set(items.get(env.eval_split, ()))

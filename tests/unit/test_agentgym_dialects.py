@@ -57,6 +57,7 @@ class AgentGymServer:
     lists_actions: bool = False
     reset_keys: frozenset[str] = frozenset()
     """Fields that /reset must bring, as a pydantic model would demand."""
+    reset_pays: float = 0
     games: dict[int, Game] = field(default_factory=dict)
     created: int = 0
     asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
@@ -120,7 +121,7 @@ class IdServer(AgentGymServer):
                 raise IndexError("list index out of range")
         except Exception as error:
             return JSONResponse({"error": str(error)})
-        return JSONResponse({"id": body["id"], "observation": game.look(), "reward": 0, "done": False})
+        return JSONResponse({"id": body["id"], "observation": game.look(), "reward": self.reset_pays, "done": False})
 
     async def step(self, request: Request) -> Response:
         body = await self.body(request)
@@ -339,13 +340,19 @@ async def test_errors_in_200_answers_end_the_episode_and_not_the_run():
     assert server.games == {}
 
 
-async def test_a_500_is_an_environment_error():
-    with running(EnvIdxServer()) as host:
+async def test_a_500_is_an_environment_error_and_its_session_is_closed():
+    """After an exception uvicorn closes the connection without saying so: what is asked on it next is lost."""
+    server = EnvIdxServer()
+    with running(server) as host:
         async with pool_of("searchqa", f"agentgym+http://{host}/searchqa") as pool:
-            session = await pool.open("searchqa")
-            await session.reset(0)
-            with pytest.raises(EnvError, match="answered 500"):
-                await session.step("raise")
+            for _ in range(20):
+                session = await pool.open("searchqa")
+                await session.reset(0)
+                with pytest.raises(EnvError, match="answered 500"):
+                    await session.step("raise")
+                await session.close()
+    assert server.created == 20
+    assert server.games == {}
 
 
 async def test_a_failed_session_is_not_played_again_where_it_cannot_be_closed():
@@ -430,17 +437,19 @@ async def test_actions_are_listed_where_the_server_lists_them(server):
 
 
 @pytest.mark.parametrize(
-    ("name", "answers", "success"),
+    ("name", "reset_pays", "answers", "success"),
     [
-        ("sciworld", [(40, False), (60, True)], True),
-        ("sciworld", [(40, False), (0, True)], False),
-        ("babyai", [(0, False), (0.73, True)], True),
-        ("webshop", [(0.9, True)], False),
+        ("sciworld", 0, [(40, False), (60, True)], True),
+        ("sciworld", 0, [(40, False), (0, True)], False),
+        ("sciworld", 8, [(40, False), (52, True)], True),
+        ("babyai", 0, [(0, False), (0.73, True)], True),
+        ("webshop", 0, [(0.9, True)], False),
+        ("textcraft", 0, [(0.07, False)] * 13 + [(0.09 - 1e-9, True)], True),
     ],
 )
-async def test_success_is_what_it_means_on_that_server(name, answers, success):
-    """ScienceWorld pays up to 100, BabyAI less than 1, WebShop partial credit."""
-    server = IdServer()
+async def test_success_is_what_it_means_on_that_server(name, reset_pays, answers, success):
+    """ScienceWorld pays up to 100 and may begin with its reset, BabyAI less than 1, WebShop partial credit."""
+    server = IdServer(reset_pays=reset_pays)
     script = iter(answers)
 
     def play(number: int, action: str) -> tuple[str, float, bool]:
@@ -453,7 +462,7 @@ async def test_success_is_what_it_means_on_that_server(name, answers, success):
             session = await pool.open(name)
             await session.reset(0)
             steps = [await session.step("red") for _ in answers]
-    assert [step.reward for step in steps] == [reward for reward, _ in answers]
+    assert [step.reward for step in steps] == [answers[0][0] + reset_pays, *(reward for reward, _ in answers[1:])]
     assert steps[-1].info["success"] is success
 
 

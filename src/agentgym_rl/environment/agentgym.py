@@ -11,6 +11,7 @@ Such a server does not know its items, splits or instruction: those come from th
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,8 @@ INSTRUCTION = (
     "You act in a text environment. Each message tells you what you see or what your last action led to. "
     "Reply with exactly one action and nothing else."
 )
+SUM_ERROR = 1e-6
+"""By how much a sum of rewards may miss what it stands for."""
 _NO_SUCH_PATH = (404, 405)
 _KEPT_INFO = ("success", "valid", "state_key")
 
@@ -113,8 +116,8 @@ class AgentGymClient(EnvClient):
     def __init__(self, server: Server, token: str | None = None, timeout_s: float = 60.0) -> None:
         super().__init__(server.url, token, timeout_s)
         self._server = server
-        self._paid: dict[int, float] = {}
-        """Rewards since the last reset, of sessions whose last call went well."""
+        self._paid: dict[int, list[float]] = {}
+        """Rewards since the last reset, its own first, of sessions whose last call went well."""
 
     async def _create(self, owner: str) -> int:
         server = self._server
@@ -124,7 +127,7 @@ class AgentGymClient(EnvClient):
                 f"{self.url} gave out session {session_id} twice: one of the two would play the other's game"
             )
         server.in_use.add(session_id)
-        self._paid[session_id] = 0.0
+        self._paid[session_id] = [0.0]
         return session_id
 
     async def _new_session(self) -> int:
@@ -171,17 +174,21 @@ class AgentGymClient(EnvClient):
         task = answer.get("task_description")
         if isinstance(task, str) and task not in step.observation:
             step.observation = f"{task}\n{step.observation}"
-        self._paid[session_id] = 0.0
+        # SciWorld's reset looks around, which may pay already. A reset has no turn, so the first step hands it on.
+        paid = answer.get("reward")
+        self._paid[session_id] = [float(paid) if isinstance(paid, int | float) and math.isfinite(paid) else 0.0]
         return step
 
     async def step(self, session_id: int, action: str) -> Step:
-        paid = self._paid.pop(session_id, 0.0)
+        paid = self._paid.pop(session_id, [0.0])
         answer, where = await self._call("/step", {self._key: session_id, "action": action})
         step = self._step(answer, where)
-        paid += step.reward
-        self._paid[session_id] = paid
+        self._paid[session_id] = paid = [*paid, step.reward]
+        if len(paid) == 2:
+            step.reward += paid[0]
         if step.done and "success" not in step.info:
-            step.info["success"] = paid >= self._server.dialect.success_at
+            # Rewards such as 0.07 are rounded, and so is their sum.
+            step.info["success"] = math.fsum(paid) >= self._server.dialect.success_at - SUM_ERROR
         return step
 
     async def close(self, session_id: int, timeout_s: float | None = None) -> None:
@@ -271,10 +278,11 @@ class AgentGymClient(EnvClient):
         return wire.checked_step(Step(observation, float(reward), any(endings), kept), where)
 
 
-def read_items(text: str, env: str | None = None) -> list[int]:
-    """Items of `0-373`, of `0-9,20`, or of a JSON file: numbers, or AgentGym's `[{"item_id": "textcraft_12"}]`.
+def read_items(text: str, env: str | None = None, url: str | None = None) -> list[int]:
+    """Items of `0-373`, of `0-9,20`, or of a JSON file: numbers, or AgentGym's `[{"item_id": "babyai_12"}]`.
 
-    Ids that name another environment of the catalog than `env` are refused.
+    Bare numbers are items of the environment as it is played: by AgentGym's server if `url` is one. AgentGym's ids
+    become items of this package's environments; ConfigError if they cannot, or if they name another one than `env`.
     """
     if re.fullmatch(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*", text):
         items: list[int] = []
@@ -282,13 +290,13 @@ def read_items(text: str, env: str | None = None) -> list[int]:
             first, _, last = part.partition("-")
             items += range(int(first), int(last or first) + 1)
     else:
-        items = _read_task_list(Path(text), env)
+        items = _read_task_list(Path(text), env, published=url is None or not is_agentgym(url))
     if not items:
         raise ConfigError(f"items {text!r} name no item: write them as 0-373, or as the path of a task list")
     return list(dict.fromkeys(items))
 
 
-def _read_task_list(path: Path, env: str | None) -> list[int]:
+def _read_task_list(path: Path, env: str | None, *, published: bool) -> list[int]:
     needed = f"items {str(path)!r}: expected numbers such as 0-373 or 0-9,20, or the path of a JSON list of items"
     if not path.is_file():
         raise ConfigError(needed)
@@ -300,12 +308,17 @@ def _read_task_list(path: Path, env: str | None) -> list[int]:
         raise ConfigError(f"{needed}: it holds a {type(rows).__name__}")
     items = []
     for row in rows:
-        name = row.get("item_id") if isinstance(row, dict) else row
-        number = re.fullmatch(r"(?:.*_)?(\d+)", str(name))
-        if number is None or isinstance(name, bool):
+        name = row.get("task", row.get("item_id")) if isinstance(row, dict) else row
+        parts = re.fullmatch(r"(?:(.*)([_/]))?(\d+)", str(name))
+        if parts is None or isinstance(name, bool):
             raise ConfigError(f"{needed}: {row!r:.80} is no item")
-        named = str(name).rpartition("_")[0]
-        if env is not None and named != env and named in catalog.CATALOG:
+        named, number = (parts[1] or "").lower().replace("_", ""), int(parts[3])
+        if env is not None and named != env and (named in catalog.CATALOG or named in KNOWN):
             raise ConfigError(f"items {str(path)!r}: {name} is an item of {named}, these are to be items of {env}")
-        items.append(int(number[1]))
+        if published and named == env and named in catalog.CATALOG and parts[2] == "_":
+            try:
+                number = catalog.published_item(named, number)
+            except ConfigError as error:
+                raise ConfigError(f"items {str(path)!r}: {error}") from None
+        items.append(number)
     return items

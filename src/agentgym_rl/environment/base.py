@@ -72,6 +72,21 @@ class HasStateKey(Protocol):
 
 
 @runtime_checkable
+class HasAgentGymNumbers(Protocol):
+    """An environment whose items AgentGym plays, too, under numbers of its own."""
+
+    @classmethod
+    def agentgym_item(cls, number: int) -> int:
+        """Return the item that AgentGym's server of this environment, set up like this one, calls `number`."""
+        ...
+
+    @classmethod
+    def published_item(cls, number: int) -> int:
+        """Return the item that AgentGym's published lists call `number`; ConfigError if there is none here."""
+        ...
+
+
+@runtime_checkable
 class HasRender(Protocol):
     def render(self) -> str | bytes:
         """A picture for people: an SVG or HTML string, or PNG bytes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
 
-from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
 from agentgym_rl.errors import ConfigError
 
 
@@ -153,6 +153,18 @@ def load(name: str) -> type[TextEnv]:
             f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
         )
     return entry.loader()
+
+
+def published_item(name: str, number: int) -> int:
+    """Return the item here that AgentGym's published lists call `name_number`; ConfigError if there is none."""
+    env_class = load(name)
+    if not issubclass(env_class, HasAgentGymNumbers):
+        raise ConfigError(
+            f"{name}_{number} is an item of AgentGym's {name}, whose games are not numbered (or not made) as those "
+            f"here: choose items by their number here, such as 0-99, or play AgentGym's own server at "
+            f"agentgym+http://HOST:PORT/{name}"
+        )
+    return env_class.published_item(number)
 
 
 def items(env_class: type[TextEnv], split: str, subset: str | None = None) -> Sequence[int]:

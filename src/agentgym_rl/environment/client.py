@@ -74,7 +74,8 @@ class EnvClient:
         return int(answer["id"])
 
     async def reset(self, session_id: int, item: int) -> Step:
-        answer = await self._json("POST", "/reset", {"id": session_id, "data_idx": item})
+        # `data_idx` is for servers of earlier versions; here it would be AgentGym's number of the item.
+        answer = await self._json("POST", "/reset", {"id": session_id, "item": item, "data_idx": item})
         return wire.read_step(answer, f"{self.url}/reset")
 
     async def step(self, session_id: int, action: str) -> Step:

@@ -82,7 +82,8 @@ class Connection:
             except BaseException:
                 self.drop()  # half an answer may be under way: the next request must not read it
                 raise
-            if reusable:
+            # After an exception uvicorn closes the connection without saying so: another request would be lost.
+            if reusable and answer.status < 500:
                 self._idle_since = time.monotonic()
             else:
                 self.drop()

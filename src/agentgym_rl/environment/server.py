@@ -19,11 +19,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentgym_rl import __version__
-from agentgym_rl.environment import catalog, wire
+from agentgym_rl.environment import catalog, dialects, wire
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.server_sessions import Sessions
@@ -55,42 +55,48 @@ BODY_TIMEOUT_S = 30.0
 """A client that announces a body and does not send it is dropped after this long."""
 
 
-def hot_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
+def hot_handlers(sessions: Sessions, env: str, env_class: type[TextEnv]) -> dict[str, Handler]:
     """The paths a rollout spends its time in."""
+    dialect = dialects.dialect_of(env_class)
 
     async def create(raw: bytes) -> bytes:
         # AgentGym's TextCraft client reads an observation here, before it has chosen an item.
         waiting = Step("Reset this session with an item to begin.")
-        return wire.dump(wire.step_answer(waiting, 0.0, await sessions.create(env, wire.owner(raw))))
+        answer = wire.step_answer(waiting, 0.0, await sessions.create(env, wire.owner(raw)))
+        return wire.dump(dialect.created(raw, answer))
 
     async def reset(raw: bytes) -> bytes:
         body = wire.read_body(raw)
-        session_id, item = wire.integer(body, "id"), wire.integer(body, "data_idx")
+        session_id = dialects.session_id(body)
+        item, in_agentgym_words = dialect.read_item(body, env_class)
         session = sessions.get(env, session_id)
         try:
             step = await session.reset(item)
+            session.in_agentgym_words = in_agentgym_words
         except EnvError as error:
             sessions.failed(session_id, error)
             raise
         finally:
             sessions.touch(session_id)
-        return wire.dump(wire.step_answer(step, session.score, session_id))
+        answer = wire.step_answer(step, session.score, session_id)
+        return wire.dump(dialect.after_reset(answer, session.environment) if in_agentgym_words else answer)
 
     async def step(raw: bytes) -> bytes:
         body = wire.read_body(raw)
-        session_id, action = wire.integer(body, "id"), wire.text(body, "action")
+        session_id, action = dialects.session_id(body), wire.text(body, "action")
         session = sessions.get(env, session_id)
         try:
-            step = await session.step(action)
+            step = await session.step(dialect.action(action) if session.in_agentgym_words else action)
         except EnvError as error:
             sessions.failed(session_id, error)
             raise
         finally:
             sessions.touch(session_id)
-        return wire.dump(wire.step_answer(step, session.score))
+        answer = wire.step_answer(step, session.score)
+        return wire.dump(dialect.after_step(answer, session.environment) if session.in_agentgym_words else answer)
 
     async def close(raw: bytes) -> bytes:
-        await sessions.close(env, wire.integer(wire.read_body(raw), "id"))
+        await sessions.close(env, dialects.session_id(wire.read_body(raw)))
         return b"true"
 
     return {"/create": create, "/reset": reset, "/step": step, "/close": close}
@@ -100,7 +106,7 @@ def undoing_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
     """What to do with an answer that nobody waits for any more: of a session only its opener knows the id."""
 
     async def create(answer: bytes) -> bytes:
-        await sessions.close(env, wire.integer(wire.read_body(answer), "id"))
+        await sessions.close(env, dialects.created_session(answer))
         return b""
 
     return {"/create": create}
@@ -240,6 +246,16 @@ def json_response(value: Any) -> Response:
     return Response(wire.dump(value), media_type="application/json")
 
 
+def _session_id(id: int | None = None, env_idx: int | None = None) -> int:  # noqa: A002, the protocol's names
+    named = env_idx if id is None else id
+    if named is None:
+        raise wire.BadRequest("the query must name a session: id=NUMBER")
+    return named
+
+
+SessionId = Annotated[int, Depends(_session_id)]
+
+
 def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRouter:
     """Everything about one environment that is not hot."""
     router = APIRouter()
@@ -270,28 +286,28 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
         return json_response({"items": list(selected[offset : offset + limit]), "total": len(selected)})
 
     @router.get("/observation")
-    async def observation(id: int) -> Response:  # noqa: A002, the protocol's name
+    async def observation(id: SessionId) -> Response:  # noqa: A002, the protocol's name
         session = sessions.get(env, id)
         session.check_started()
         return json_response(session.observation)
 
     @router.get("/available_actions")
-    async def available_actions(id: int) -> Response:  # noqa: A002
+    async def available_actions(id: SessionId) -> Response:  # noqa: A002
         return json_response(await ask(id, LocalSession.actions))
 
     @router.get("/oracle")
-    async def oracle(id: int, thought: bool = False) -> Response:  # noqa: A002
+    async def oracle(id: SessionId, thought: bool = False) -> Response:  # noqa: A002
         if not thought:
             return json_response(await ask(id, LocalSession.oracle))
         words, action = await ask(id, LocalSession.advice)
         return json_response({"thought": words, "action": action})
 
     @router.get("/state_key")
-    async def state_key(id: int) -> Response:  # noqa: A002
+    async def state_key(id: SessionId) -> Response:  # noqa: A002
         return json_response(await ask(id, LocalSession.state_key))
 
     @router.get("/render")
-    async def render(id: int) -> Response:  # noqa: A002
+    async def render(id: SessionId) -> Response:  # noqa: A002
         picture = await ask(id, LocalSession.render)
         if isinstance(picture, bytes):
             media_type = "image/png"
@@ -301,6 +317,14 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
         policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
         headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
         return Response(picture, media_type=media_type, headers=headers)
+
+    def add_question(path: str, question: Callable[[TextEnv], Any]) -> None:
+        @router.get(path)
+        async def answer_question(id: SessionId) -> Response:  # noqa: A002
+            return json_response(dialects.ask(question, sessions.get(env, id).environment))
+
+    for path, question in dialects.dialect_of(env_class).questions.items():
+        add_question(path, question)
 
     async def ask(session_id: int, question: Callable[[LocalSession], Awaitable[Any]]) -> Any:
         try:
@@ -372,7 +396,7 @@ def create_app(
         env_class = catalog.class_of(factory)
         for prefix in (f"/{env}", "") if len(environments) == 1 else (f"/{env}",):
             app.include_router(env_routes(sessions, env, env_class), prefix=prefix)
-            handlers |= {prefix + path: handler for path, handler in hot_handlers(sessions, env).items()}
+            handlers |= {prefix + path: handler for path, handler in hot_handlers(sessions, env, env_class).items()}
             undoing |= {prefix + path: handler for path, handler in undoing_handlers(sessions, env).items()}
     app.include_router(server_routes(sessions))
     for env in environments:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -77,8 +78,8 @@ class LocalSession:
         self.instruction = ""
         self.observation = ""
         """The last one."""
-        self.score = 0.0
-        """Sum of rewards since the last reset."""
+        self._rewards: list[float] = []
+        """Since the last reset."""
         self.hung = False
         self.closed = False
         self._timeout_s = timeout_s
@@ -87,6 +88,8 @@ class LocalSession:
         self._not_playing = "was not reset"
         """Why step() is refused; empty while an episode is running."""
         self._started = False
+        self.in_agentgym_words = False
+        """Whether the last reset was asked for as AgentGym's clients do, who then read other fields."""
         self._env: TextEnv
         self._states: HasStateKey | None = None
 
@@ -115,8 +118,18 @@ class LocalSession:
         return session
 
     @property
+    def environment(self) -> TextEnv:
+        """To look at; calls that change it go through the session."""
+        return self._env
+
+    @property
     def busy(self) -> bool:
         return self._lock.locked()
+
+    @property
+    def score(self) -> float:
+        """Sum of rewards since the last reset, rounded once: rewards that add up to 1 score 1."""
+        return math.fsum(self._rewards)
 
     def check_started(self) -> None:
         if not self._started:
@@ -133,7 +146,7 @@ class LocalSession:
             step = await self._call("reset", self._reset, item)
             self._started = True
             self._not_playing = ""
-            self.score = 0.0
+            self._rewards = []
             self.observation = step.observation
             return step
 
@@ -144,7 +157,7 @@ class LocalSession:
             self._not_playing = "was not reset since it failed"
             step = await self._call("step", self._step, text)
             self._not_playing = "has ended its episode" if step.done else ""
-            self.score += step.reward
+            self._rewards.append(step.reward)
             self.observation = step.observation
             return step
 

@@ -149,4 +149,6 @@ def _written(conversation: Conversation) -> dict[str, Any]:
         turns.append({"from": "human", "loss": None, "value": message.content})
         if message.role == "system":
             turns.append({"from": "gpt", "loss": False, "value": ACKNOWLEDGEMENTS[0]})
-    return {"item_id": conversation.item_id, "conversations": turns}
+    # The id as AgentGym's tools read it, and the task: the number is one of this package, not of AgentGym's lists.
+    task = "/".join(conversation.item_id.rsplit("_", 1))
+    return {"item_id": conversation.item_id, "task": task, "conversations": turns}

@@ -37,6 +37,13 @@ class BabyAI:
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         return levels.SUBSETS_OF_LEVEL[item % levels.NUM_LEVELS]
 
+    @classmethod
+    def published_item(cls, number: int) -> int:
+        """The numbers are the same here."""
+        return number
+
+    agentgym_item = published_item
+
     def reset(self, item: int) -> str:
         if not any(item in split for split in self.splits.values()):
             raise IndexError(f"babyai has items 0 to {self.splits['train'].stop - 1}, got {item}")

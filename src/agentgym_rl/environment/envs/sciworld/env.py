@@ -63,6 +63,7 @@ class SciWorld:
         self._item = -1
         self._playing = False
         self._scene: Scene
+        self._first_look = ""
         self._ambiguous = False
         self._history: list[tuple[str, bool]] = []
         """Each action, and whether it changed nothing in the game."""
@@ -70,6 +71,21 @@ class SciWorld:
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         return tasks.subsets_of(item)
+
+    @classmethod
+    def published_item(cls, number: int) -> int:
+        return tasks.published_item(number)
+
+    agentgym_item = published_item
+
+    @property
+    def task_description(self) -> str:
+        return self._scene.description
+
+    @property
+    def first_look(self) -> str:
+        """The first observation without the task."""
+        return self._first_look
 
     def reset(self, item: int) -> str:
         task, variation = tasks.locate(item)
@@ -84,10 +100,11 @@ class SciWorld:
             raise
         self._item = item
         self._scene = Scene(task.name, variation, description, look, inventory)
+        self._first_look = look.strip()
         self._ambiguous = False
         self._history = []
         self._playing = True
-        return f"{description}\n\n{look.strip()}"
+        return f"{description}\n\n{self._first_look}"
 
     def step(self, text: str) -> Step:
         world = self._running()

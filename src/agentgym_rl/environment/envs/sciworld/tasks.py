@@ -9,6 +9,8 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate
 
+from agentgym_rl.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class TaskType:
@@ -87,6 +89,27 @@ def locate(item: int) -> tuple[TaskType, int]:
             index = bisect_right(places, item - items.start) - 1
             return TASKS[index], TASKS[index].variations(split)[item - items.start - places[index]]
     raise IndexError(f"sciworld has items 0 to {max(items.stop for items in SPLITS.values()) - 1}, got {item}")
+
+
+def item_of(task: TaskType, variation: int) -> int:
+    """Return the item of a task and a variation: the inverse of `locate`."""
+    index = TASKS.index(task)
+    for split, items in SPLITS.items():
+        if variation in task.variations(split):
+            return items.start + _PLACES[split][index] + task.variations(split).index(variation)
+    raise IndexError(f"{task.name} has variations 0 to {task.num_variations - 1}, got {variation}")
+
+
+_IN_RL = tuple(task for task in TASKS if task.number.split("-")[0] not in _NOT_IN_RL)
+_RL_PLACES = list(accumulate((task.num_variations for task in _IN_RL), initial=0))
+
+
+def published_item(number: int) -> int:
+    """Return the item of AgentGym's `sciworld_NUMBER`: it numbers the subset `rl` by task, then by variation."""
+    if not 0 <= number < _RL_PLACES[-1]:
+        raise ConfigError(f"AgentGym's sciworld has items 0 to {_RL_PLACES[-1] - 1}, got {number}")
+    index = bisect_right(_RL_PLACES, number) - 1
+    return item_of(_IN_RL[index], number - _RL_PLACES[index])
 
 
 def subsets_of(item: int) -> tuple[str, ...]:

@@ -49,7 +49,15 @@ _ONE_ANSWER = ("answer", "target", "value", "text")
 """Keys of a list or of one answer, which may look a bit like a list itself; all others hold lists."""
 
 
+Rows = dict[tuple[str, str], list[int]]
+"""(split, question set) -> the place in its split of each question of the files, in their order; -1: left out."""
+
+
 def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
+    return load_with_rows(place)[0]
+
+
+def load_with_rows(place: Path) -> tuple[dict[str, tuple[Question, ...]], Rows]:
     """Questions of a file, or of all .json and .jsonl files under a folder, as {"train": ..., "test": ...}.
 
     A file belongs to the split and the question set that its path names (`hotpotqa/train.jsonl`, `nq_test.json`), from
@@ -62,12 +70,15 @@ def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
     if not files:
         raise ConfigError(f"searchqa data {place}: needed a .json or .jsonl file, or a folder with some; found none")
     found: dict[str, dict[str, Question]] = {"train": {}, "test": {}}
+    keys: dict[tuple[str, str], list[str]] = {}
     root = place.parent.parent.parent if place.is_file() else place.parent
     for file in files:
         name = "/".join(file.relative_to(root).parts).lower()
         split = _split_in(name)
         for question in _questions(file, _dataset_in(name)):
-            found[split].setdefault(_key(question.text), question)
+            key = _key(question.text)
+            found[split].setdefault(key, question)
+            keys.setdefault((split, question.subset), []).append(key)
     both = found["train"].keys() & found["test"].keys()
     if both:
         logger.warning("searchqa: %d training questions are also test questions and were left out", len(both))
@@ -77,7 +88,11 @@ def load_questions(place: Path) -> dict[str, tuple[Question, ...]]:
     }
     if not any(splits.values()):
         raise ConfigError(f"searchqa data {place}: the files hold no question with an answer")
-    return splits
+    places = {
+        "train": {key: place for place, key in enumerate(key for key in found["train"] if key not in both)},
+        "test": {key: place for place, key in enumerate(found["test"])},
+    }
+    return splits, {group: [places[group[0]].get(key, -1) for key in rows] for group, rows in keys.items()}
 
 
 def _key(question: str) -> str:

@@ -9,8 +9,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import ClassVar
 
+from agentgym_rl.environment.envs.searchqa import published
 from agentgym_rl.environment.envs.searchqa.builtin import SPLITS, builtin_questions
-from agentgym_rl.environment.envs.searchqa.datasets import load_questions
+from agentgym_rl.environment.envs.searchqa.datasets import Rows, load_with_rows
 from agentgym_rl.environment.envs.searchqa.geography import corpus
 from agentgym_rl.environment.envs.searchqa.indexing import Kind, open_retriever
 from agentgym_rl.environment.envs.searchqa.passages import Passage
@@ -76,6 +77,33 @@ class SearchQA:
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         return (cls.question(item).subset,)
+
+    @classmethod
+    def rows(cls) -> Rows:
+        """Where the questions of the files are; empty for the built-in ones."""
+        return {}
+
+    @classmethod
+    def agentgym_item(cls, number: int) -> int:
+        """AgentGym's number if the files hold its questions; other questions are numbered as they are here."""
+        return cls.published_item(number) if published.is_published(cls.rows()) else number
+
+    @classmethod
+    def published_item(cls, number: int) -> int:
+        split, dataset, place = published.locate(number)
+        rows = cls.rows().get((split, dataset), [])
+        if not published.is_published(cls.rows()):
+            raise ConfigError(
+                f"searchqa_{number} is one of AgentGym's {published.COUNTS[split, dataset]} {split} questions of "
+                f"{dataset}, here are {len(rows)}: set {DATA_VARIABLE} to the files of all of AgentGym's questions, "
+                "or choose items by their number here"
+            )
+        if rows[place] < 0:
+            raise ConfigError(
+                f"searchqa_{number} is a training question that is also a test question, and left out here: take it "
+                "out of the list"
+            )
+        return cls.splits[split][rows[place]]
 
     def reset(self, item: int) -> str:
         self._question = self.question(item)
@@ -195,7 +223,7 @@ def searchqa_from(
     """
     if passages_per_search < 1:
         raise ConfigError(f"searchqa shows at least 1 passage a search, got passages_per_search={passages_per_search}")
-    loaded = load_questions(Path(data))
+    loaded, loaded_rows = load_with_rows(Path(data))
     shared = open_retriever(str(index), retrieval)
     num_train = len(loaded["train"])
     all_questions = (*loaded["train"], *loaded["test"])
@@ -213,6 +241,10 @@ def searchqa_from(
         @classmethod
         def questions(cls) -> Sequence[Question]:
             return all_questions
+
+        @classmethod
+        def rows(cls) -> Rows:
+            return loaded_rows
 
         @classmethod
         def retriever(cls) -> Retriever:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
+import os
 import re
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, ClassVar
 
 from playwright.async_api import Error
@@ -21,11 +23,13 @@ from agentgym_rl.environment.envs.webarena.observation import CLICKABLE, TYPABLE
 from agentgym_rl.environment.envs.webarena.official import OfficialStage
 from agentgym_rl.environment.envs.webarena.stage import Stage
 from agentgym_rl.environment.envs.webarena.tabs import Tabs
-from agentgym_rl.environment.envs.webarena.tasks.config import SUBSETS, TaskConfig
+from agentgym_rl.environment.envs.webarena.tasks.config import SITES, SUBSETS, TaskConfig
 from agentgym_rl.environment.envs.webarena.tasks.embedded import embedded_splits, embedded_subsets
-from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_subsets
+from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_subsets, published_item
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
+
+logger = logging.getLogger(__name__)
 
 INSTRUCTION = """\
 You do a task in a web browser. The first message gives the objective. Each message shows the page you are on as an \
@@ -78,6 +82,18 @@ class WebArena:
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         cls._check(item)
         return official_subsets(item) if item in OFFICIAL else embedded_subsets(item)
+
+    @classmethod
+    def published_item(cls, number: int) -> int:
+        return published_item(number)
+
+    @classmethod
+    def agentgym_item(cls, number: int) -> int:
+        """A published task if the addresses of its sites are set; otherwise there are only embedded tasks to play."""
+        if any(os.environ.get(site) for site in SITES):
+            return cls.published_item(number)
+        _warn_of_embedded_tasks()
+        return number
 
     @classmethod
     def _check(cls, item: int) -> None:
@@ -214,6 +230,12 @@ class WebArena:
 
     def _run(self, coroutine: Any, timeout_s: float, what: str) -> Any:
         return self._stage.chromium.thread.run(coroutine, timeout_s, what)
+
+
+@cache
+def _warn_of_embedded_tasks() -> None:
+    """Once is enough."""
+    logger.warning("webarena: no address of a published site is set, so AgentGym's clients play the embedded tasks")
 
 
 async def _observed(tabs: Tabs) -> tuple[str, View]:

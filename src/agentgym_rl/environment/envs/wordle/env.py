@@ -94,6 +94,10 @@ class Wordle:
         self._require_playing()
         return solver.best_guess(self._history)
 
+    def vocabulary(self) -> list[str]:
+        """Words that may be hidden, given the marks so far."""
+        return list(solver.candidates(self._history))
+
     def state_key(self) -> str:
         """`12|crane,slate`: the item and the guesses, sorted, for their order does not matter."""
         return f"{self._item}|" + ",".join(sorted(guess for guess, _ in self._history))

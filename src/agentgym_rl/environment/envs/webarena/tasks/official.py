@@ -45,6 +45,13 @@ def official_subsets(item: int) -> tuple[str, ...]:
     return subsets_of(_LETTERS[letter] for letter in _sites()[item - OFFICIAL.start])
 
 
+def published_item(number: int) -> int:
+    """Return the item of AgentGym's `webarena_NUMBER`, whose numbers are the published task_ids."""
+    if not 0 <= number < NUM_TASKS:
+        raise ConfigError(f"WebArena has tasks 0 to {NUM_TASKS - 1}, got {number}")
+    return OFFICIAL.start + number
+
+
 def find_tasks() -> Path:
     """The file with the tasks: what WEBARENA_TASKS names, or the one in an installed package."""
     if named := os.environ.get("WEBARENA_TASKS"):
