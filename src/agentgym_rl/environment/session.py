@@ -42,8 +42,8 @@ class Worker:
         if len(stuck) >= MAX_HUNG_THREADS:
             raise EnvError(
                 f"{name} is not opened again: {len(stuck)} of its calls missed their deadline and never came back, "
-                "each in a thread that cannot be ended. Give the environment time-outs of its own, or serve it in a process "
-                "that can be restarted"
+                "each in a thread that cannot be ended. Give the environment time-outs of its own, or serve it in a "
+                "process that can be restarted"
             )
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
