@@ -32,9 +32,10 @@ def train(
     resume: Annotated[bool, typer.Option(help="Go on with the run where its last checkpoint is")] = False,
 ) -> None:
     """Train an agent as a recipe says."""
-    from agentgym_rl.config import load_config
+    from agentgym_rl.config import load_config, require_allowed_variables
 
     config = load_config(recipe, overrides or [])
+    require_allowed_variables(config)
     folder = config.folder(resume=resume)
     from agentgym_rl.console import Console
     from agentgym_rl.endings import Stopped
