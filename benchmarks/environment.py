@@ -111,7 +111,7 @@ class Connection:
 
     async def post(self, path: str, body: Any) -> Any:
         content = orjson.dumps(body)
-        head = f"POST {path} HTTP/1.1\r\nHost: b\r\nContent-Length: {len(content)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n\r\n"
         self._writer.write(head.encode() + content)
         answer = await self._reader.readuntil(b"\r\n\r\n")
         length = self.LENGTH.search(answer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Mapping
@@ -108,20 +109,23 @@ class Raising(Counting):
     def step(self, text: str) -> Step:
         if text == "raise":
             raise ZeroDivisionError("the game broke")
+        if text in UNUSUAL:
+            raise UNUSUAL[text](3)
         return super().step(text)
+
+
+UNUSUAL: dict[str, type[BaseException]] = {
+    "exit": SystemExit,
+    "interrupt": KeyboardInterrupt,
+    "cancel": asyncio.CancelledError,
+    "stop iteration": StopIteration,
+}
 
 
 class RaisingInThread(Raising):
     name: ClassVar[str] = "raising_in_thread"
     cheap: ClassVar[bool] = False
     num_alive: ClassVar[int] = 0
-
-    def step(self, text: str) -> Step:
-        if text == "exit":
-            raise SystemExit(3)
-        if text == "stop iteration":
-            raise StopIteration
-        return super().step(text)
 
 
 class Hanging(Counting):
@@ -136,6 +140,19 @@ class Hanging(Counting):
         if text == "hang":
             self.release.wait(30)
         return super().step(text)
+
+
+class HangingOnClose(Counting):
+    """Works, but its close() comes back only when `release` is set."""
+
+    name: ClassVar[str] = "hanging_on_close"
+    cheap: ClassVar[bool] = False
+    num_alive: ClassVar[int] = 0
+    release: ClassVar[threading.Event] = threading.Event()
+
+    def close(self) -> None:
+        self.release.wait(60)
+        super().close()
 
 
 class Garbage(Counting):
@@ -164,6 +181,8 @@ GARBAGE: dict[str, Any] = {
     "observation": Step(7),  # type: ignore[arg-type]
     "nan": Step("x", float("nan")),
     "infinite": Step("x", float("inf")),
+    "reward beyond sums": Step("x", 1e308),
+    "reward beyond floats": Step("x", -(10**400)),
     "reward text": Step("x", "1"),  # type: ignore[arg-type]
     "reward bool": Step("x", True),
     "done": Step("x", 0.0, 1),  # type: ignore[arg-type]

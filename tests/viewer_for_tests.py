@@ -26,7 +26,7 @@ from agentgym_rl.types import Limits, Sample, Task, Trajectory
 from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library
-from agentgym_rl.viewer.server import create_app
+from agentgym_rl.viewer.server import create_app, uvicorn_config
 
 Value = TypeVar("Value")
 WORDS = ["<|start|>", "<|end|>", "up", "down", "left", "right", "maze", "wall", "goal"]
@@ -149,8 +149,7 @@ def library_of(root: Path, cache: Path) -> Library:
 def viewer_in_thread(library: Library, *, token: str | None = None, loopback: bool = True) -> Iterator[str]:
     """The viewer on a free port of loopback; yields its address."""
     listener = bind("127.0.0.1", 0)
-    config = uvicorn.Config(create_app(library, token=token, loopback=loopback), log_level="warning")
-    server = uvicorn.Server(config)
+    server = uvicorn.Server(uvicorn_config(create_app(library, token=token, loopback=loopback)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:

@@ -185,7 +185,8 @@ def _model(options: AgentOptions, path: str, chat_template: str | None, trained_
 def fingerprint(folder: Path) -> str:
     """A digest of a model folder's config and of the size and both ends of its weights."""
     digest = hashlib.blake2b(digest_size=8)
-    weights = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json", ".jinja"))
+    kinds = (".safetensors", ".bin", ".json", ".jinja")
+    weights = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.is_file())
     for path in weights:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from agentgym_rl.errors import AgentGymError, ConfigError
+from agentgym_rl.screen import Screen, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,9 +32,10 @@ def train(
     resume: Annotated[bool, typer.Option(help="Go on with the run where its last checkpoint is")] = False,
 ) -> None:
     """Train an agent as a recipe says."""
-    from agentgym_rl.config import load_config
+    from agentgym_rl.config import load_config, require_allowed_variables
 
     config = load_config(recipe, overrides or [])
+    require_allowed_variables(config)
     folder = config.folder(resume=resume)
     from agentgym_rl.console import Console
     from agentgym_rl.endings import Stopped
@@ -62,7 +64,6 @@ def envs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = F
 
 
 def _print_environments(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -83,7 +84,7 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
             Text.assemble(subsets, (f"\nand {more} more" if more > 0 else "", "dim")),
         )
         table.add_row()
-    Console(highlight=False).print(table)
+    Screen(highlight=False).print(table)
 
 
 def _describe(name: str, entry: Any) -> dict[str, Any]:
@@ -171,7 +172,7 @@ def doctor(
         from agentgym_rl.fits import diagnose_recipe
 
         lines, fits = diagnose_recipe(load_config(run, overrides or []), device_gib, host_gib, gpus_per_node)
-        print(json.dumps({"fits": fits, "lines": lines}, indent=2) if as_json else "\n".join(lines))
+        print(json.dumps({"fits": fits, "lines": lines}, indent=2) if as_json else printable("\n".join(lines)))
         raise typer.Exit(0 if fits else 1)
     from agentgym_rl.console import Console
     from agentgym_rl.runlog import read_metrics
@@ -301,9 +302,11 @@ def view(
 
     chosen = folders or [Path("runs")]
     if export is not None:
-        viewer.export(chosen, export, episodes=episodes, pictures=pictures, announce=print)
+        viewer.export(
+            chosen, export, episodes=episodes, pictures=pictures, announce=lambda text: print(printable(text))
+        )
     else:
-        viewer.view(chosen, host, port, token, policy, announce=lambda text: print(text, flush=True))
+        viewer.view(chosen, host, port, token, policy, announce=lambda text: print(printable(text), flush=True))
 
 
 @app.command()
@@ -338,7 +341,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except AgentGymError as error:
-        print(f"agentgym-rl: {error}", file=sys.stderr)
+        print(f"agentgym-rl: {printable(str(error))}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
     except KeyboardInterrupt:
         print("agentgym-rl: stopped", file=sys.stderr)

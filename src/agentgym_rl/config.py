@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import re
 import tomllib
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +33,10 @@ SECTIONS: dict[Method, tuple[str, ...]] = {
     "agentevol": ("agentevol", "sft", "data"),
 }
 """Sections that only some methods read; a recipe with one that its method does not read is refused."""
+ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
+"""Environment variable with the names of further variables that recipes may send to addresses they name."""
+_VARIABLE = re.compile(r"AGENTGYM_[A-Z0-9_]+|VLLM_API_KEY")
+"""Variables that are made for such addresses."""
 ENGINE_SLACK = 1.25
 """Room of an engine beyond its even share: hosts round up each for itself, and one that is down leaves its share to the
 others."""
@@ -400,6 +406,20 @@ def load_config(path: Path | None, overrides: list[str]) -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_said(error)) from error
+
+
+def require_allowed_variables(config: Config) -> None:
+    """Refuse a recipe that sends a variable which is not meant for the address it names, such as GITHUB_TOKEN."""
+    named = {f"environment {env.name}: token_variable": env.token_variable for env in config.environments if env.url}
+    if config.engine.urls:
+        named["engine.api_key_variable"] = config.engine.api_key_variable
+    allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
+    for setting, name in named.items():
+        if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:
+            raise ConfigError(
+                f"{setting} = {name!r}: the recipe would send this variable of yours to an address that it names. "
+                f"Call the variable AGENTGYM_…, or, if you trust the recipe, export {ALLOWED_VARIABLES}={name}"
+            )
 
 
 def _said(error: ValidationError) -> str:

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentgym_rl.intervals import wilson_interval
+from agentgym_rl.screen import Screen
 
 MISSING = "–"
 PLAIN_WIDTH = 100
@@ -46,7 +47,7 @@ class Console:
     """The face of a run. `file` is stdout unless given; a terminal is recognised by itself."""
 
     def __init__(self, file: TextIO | None = None, *, rich_console: RichConsole | None = None) -> None:
-        self.rich = rich_console or RichConsole(file=file, highlight=False)
+        self.rich = rich_console or Screen(file=file, highlight=False)
         if not self.rich.is_terminal:
             self.rich.width = PLAIN_WIDTH
         stream = self.rich.file

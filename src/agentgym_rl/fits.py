@@ -16,6 +16,17 @@ GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How configs call the number of them; each layer then has as many MLPs, or more."""
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "head_dim",
+    "max_position_embeddings",
+)
+"""Numbers of a config.json that memory is computed from."""
 
 
 def demand_of(config: Config, *, gpu: bool = True) -> Demand:
@@ -133,13 +144,28 @@ def too_large(config: Config) -> str | None:
 def _read(path: str) -> dict[str, Any]:
     local = Path(path).expanduser() / "config.json"
     if local.is_file():
-        return json.loads(local.read_text())
+        return _checked(path, local)
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(path).to_dict()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path!r} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _checked(path: str, local: Path) -> dict[str, Any]:
+    """The config.json of a folder, with whole numbers where its sizes should be."""
+    try:
+        raw = json.loads(local.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {path!r}: its config.json cannot be read: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"model.path = {path!r}: its config.json should hold an object, got {type(raw).__name__}")
+    for name in (*SIZES, *EXPERTS):
+        value = raw.get(name)
+        if value is not None and (not isinstance(value, int) or value < (name in SIZES)):
+            raise ConfigError(f"model.path = {path!r}: {name} of its config.json should be a size, got {value!r:.80}")
+    return raw
 
 
 def _adapter_parameters(shape: Shape, rank: int) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import webbrowser
 from pathlib import Path
 
-from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
@@ -15,6 +14,7 @@ from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.runlog import read_trajectories
+from agentgym_rl.screen import Screen
 from agentgym_rl.types import EnvSession, Limits, StopReason, Task, Trajectory
 
 COMMANDS = "?  the actions that make sense   !  the oracle's next action   picture  look at the state   Ctrl-D  give up"
@@ -26,7 +26,7 @@ async def play(name: str, item: int, max_turns: int, *, oracle: bool) -> Traject
     if not any(item in items for items in env_class.splits.values()):
         ranges = ", ".join(f"{split} {r.start}-{r.stop - 1}" for split, r in env_class.splits.items())
         raise ConfigError(f"{name} has no item {item}: its items are {ranges}")
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     pool = LocalPool({name: env_class})
     session = await pool.open(name)
     try:
@@ -45,7 +45,7 @@ async def play(name: str, item: int, max_turns: int, *, oracle: bool) -> Traject
 class _Player(HumanPolicy):
     """A person, with a few words of help that are not actions."""
 
-    def __init__(self, console: Console, session: EnvSession) -> None:
+    def __init__(self, console: Screen, session: EnvSession) -> None:
         super().__init__(self._never, session.instruction)
         self._console, self._session = console, session
 
@@ -73,7 +73,7 @@ class _Player(HumanPolicy):
 class _Spectator(OraclePolicy):
     """The oracle, shown as it plays."""
 
-    def __init__(self, console: Console, session: EnvSession) -> None:
+    def __init__(self, console: Screen, session: EnvSession) -> None:
         super().__init__(session)
         self._console = console
 
@@ -96,7 +96,7 @@ async def _draw(session: EnvSession) -> Path:
 
 def show(run: Path, step: int | None, number: int, success: bool | None) -> None:
     """Print up to `number` episodes of a run's step, the last one by default."""
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     path = _trajectory_file(run, step)
     shown = 0
     for trajectory in read_trajectories(path):
@@ -121,7 +121,7 @@ def _trajectory_file(run: Path, step: int | None) -> Path:
     return files[-1]
 
 
-def _print_trajectory(console: Console, trajectory: Trajectory) -> None:
+def _print_trajectory(console: Screen, trajectory: Trajectory) -> None:
     lines = Text()
     turn = 0
     for message in trajectory.messages:
@@ -139,7 +139,7 @@ def _print_trajectory(console: Console, trajectory: Trajectory) -> None:
     _print_ending(console, trajectory)
 
 
-def _print_ending(console: Console, trajectory: Trajectory) -> None:
+def _print_ending(console: Screen, trajectory: Trajectory) -> None:
     how = {StopReason.ERROR: f"error: {trajectory.error}"}.get(
         trajectory.stop or StopReason.ERROR, str(trajectory.stop)
     )

@@ -14,6 +14,9 @@ from typing import Any, Literal, Protocol
 
 Role = Literal["system", "user", "assistant"]
 
+MAX_REWARD = 1e9
+"""Largest absolute reward of one step: sums, squares and float32 hold it, which is not true of every finite number."""
+
 
 class StopReason(StrEnum):
     """Why an episode ended. Every ending has a name."""
@@ -86,6 +89,8 @@ class Message:
     """One per token of the distribution sampled from; None for what was not sampled. Trainable iff not None."""
     version: int | None = None
     """Version of the weights that sampled it."""
+    cut_chars: int = 0
+    """Characters cut from the end of an observation that was too long; `content` ends with a line that says so."""
 
 
 @dataclass(slots=True)
@@ -174,6 +179,7 @@ class Trajectory:
                         "token_ids": m.token_ids,
                         "logprobs": m.logprobs,
                         "version": m.version,
+                        **({"cut_chars": m.cut_chars} if m.cut_chars else {}),
                     }
                     for m in self.messages
                 ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import random
 import shutil
 from pathlib import Path
@@ -110,6 +111,22 @@ def test_export_copies_the_model_of_a_step(tmp_path: Path, model: Any) -> None:
     assert torch.equal(last.lm_head.weight, model.lm_head.weight)
     torch.testing.assert_close(first.lm_head.weight, model.lm_head.weight - 1.0)
     assert not (tmp_path / "last" / "trainer.pt").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe"])
+def test_export_copies_nothing_from_outside_the_run(tmp_path: Path, model: Any, kind: str) -> None:
+    root = tmp_path / "checkpoints"
+    save(root, 1, model)
+    (tmp_path / "private").mkdir()
+    (tmp_path / "private" / "key").write_text("secret")
+    odd = root / "step_000001" / "model" / "extra"
+    if kind == "pipe":
+        os.mkfifo(odd)
+    else:
+        odd.symlink_to(tmp_path / "private" / ("key" if kind == "file" else ""))
+    with pytest.raises(ConfigError, match="extra leads out of the run or is no file"):
+        export_checkpoint(root, 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_export_says_what_is_there(tmp_path: Path, model: Any) -> None:

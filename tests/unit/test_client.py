@@ -166,6 +166,33 @@ async def test_chunked_answers_and_connection_close_are_understood():
         assert server.num_connections == 2
 
 
+@pytest.mark.parametrize(
+    "head", [b"Content-Length: 20000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n1312D00\r\n", b"\r\n"]
+)
+async def test_an_answer_over_the_limit_is_an_error_and_is_not_read_on(head):
+    answer = b"HTTP/1.1 200 OK\r\n" + head + b"x" * 20_000_000
+    async with RawServer(answer) as server, EnvClient(server.url) as client:
+        with pytest.raises(EnvUnavailable, match=r"over (the limit of )?16777216"):
+            await client.step(1, "up")
+
+
+async def test_an_answer_without_a_length_ends_with_its_connection():
+    answer = b'HTTP/1.1 200 OK\r\n\r\n{"observation": "' + b"x" * 1_000_000 + b'", "reward": 0, "done": false}'
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"}")
+        for start in range(0, len(answer), 1 << 18):
+            writer.write(answer[start : start + (1 << 18)])
+            await writer.drain()
+            await asyncio.sleep(0.01)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with EnvClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        assert len((await client.step(1, "up")).observation) == 1_000_000
+    server.close()
+
+
 async def test_connections_are_reused():
     async with RawServer(ok(b'{"observation": "x", "reward": 0, "done": false}')) as server:
         async with EnvClient(server.url) as client:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import tomli_w
 
-from agentgym_rl.config import Config, completed, load_config
+from agentgym_rl.config import Config, completed, load_config, require_allowed_variables
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.training.settings import INVALID, Algorithm, Credit
@@ -223,3 +223,52 @@ def test_a_config_of_an_earlier_version_is_completed_with_defaults(recipe: Path)
     assert completed(earlier) == whole
     with pytest.raises(ConfigError, match=r"cannot read the config .*\(of_another_version: unknown key\)"):
         completed({**whole, "of_another_version": 1})
+
+
+def server(token_variable: str) -> str:
+    return f'environments=[{{name = "x", url = "http://127.0.0.1:9", token_variable = "{token_variable}"}}]'
+
+
+VLLM = ["engine.kind=vllm", 'engine.urls=["http://127.0.0.1:9"]']
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [server("GITHUB_TOKEN")],
+        [server("AWS_SECRET_ACCESS_KEY")],
+        [server("MY_AGENTGYM_TOKEN")],
+        [*VLLM, "engine.api_key_variable=OPENAI_API_KEY"],
+    ],
+)
+def test_a_recipe_does_not_send_any_variable_to_any_address(
+    recipe: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(recipe, overrides)
+    with pytest.raises(ConfigError, match=r"the recipe would send this variable of yours to an address that it names"):
+        require_allowed_variables(config)
+    monkeypatch.setenv(
+        "AGENTGYM_ALLOWED_VARIABLES", "GITHUB_TOKEN, AWS_SECRET_ACCESS_KEY,MY_AGENTGYM_TOKEN,OPENAI_API_KEY"
+    )
+    require_allowed_variables(config)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        [server("AGENTGYM_RL_TOKEN")],
+        [server("AGENTGYM_TEXTCRAFT_TOKEN")],
+        [*VLLM, "engine.api_key_variable=VLLM_API_KEY"],
+    ],
+)
+def test_variables_that_are_made_for_servers_may_be_sent(recipe: Path, overrides: list[str]) -> None:
+    require_allowed_variables(load_config(recipe, overrides))
+
+
+def test_train_refuses_such_a_recipe_before_it_does_anything(recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentgym_rl", "train", str(recipe), server("GITHUB_TOKEN")]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    assert "GITHUB_TOKEN" in ended.stderr
+    assert "Traceback" not in ended.stderr

@@ -5,13 +5,18 @@ from __future__ import annotations
 import io
 import math
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 from rich.console import Console as RichConsole
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
 
 from agentgym_rl.console import HEADER_EVERY, Console, duration, sparkline
+from agentgym_rl.screen import Screen
 
 METRICS = {
     "reward/mean": 0.385,
@@ -219,3 +224,30 @@ def test_durations(seconds: float, text: str) -> None:
 
 def test_sparkline_covers_its_range() -> None:
     assert sparkline([0.0, 0.5, 1.0, -0.1, 1.1]) == "▁▅█▁█"
+
+
+def test_escape_sequences_of_an_environment_do_not_reach_the_terminal() -> None:
+    hostile = "a\x1b]0;owned\x07b\x1b[2Jc\x9b31md\re\tf\ng\x7f"
+    stream = io.StringIO()
+    screen = Screen(file=stream, force_terminal=True, width=100, color_system="truecolor", highlight=False)
+    console = Console(rich_console=screen)
+    console.stage(hostile, hostile)
+    console.note(hostile)
+    console.warn(hostile)
+    with console.progress(hostile, 2) as advance:
+        advance(1, hostile)
+    table = Table(hostile)
+    table.add_row(hostile)
+    screen.print(table)
+    screen.print(Panel(Text(hostile), title=hostile))
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())  # what rich itself writes: colours, cursor
+    assert "a]0;ownedb" in shown
+    assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", shown)
+    assert "\x1b[2J" not in stream.getvalue()
+    assert "\x1b[31m" not in stream.getvalue()
+
+
+def test_the_console_of_a_run_prints_no_control_characters_to_a_file_either() -> None:
+    console, stream = plain()
+    console.warn("the game said \x1b[8mhidden\x1b[0m")
+    assert stream.getvalue() == "  ! the game said [8mhidden[0m\n"

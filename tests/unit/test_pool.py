@@ -3,11 +3,26 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from envs_for_tests import GARBAGE, Bare, Counting, Garbage, Hanging, Raising, RaisingInThread, SlowCounting, Thinking
+from envs_for_tests import (
+    GARBAGE,
+    UNUSUAL,
+    Bare,
+    Counting,
+    Garbage,
+    Hanging,
+    HangingOnClose,
+    Raising,
+    RaisingInThread,
+    SlowCounting,
+    Thinking,
+)
 from servers_for_tests import server_in_thread, server_process, wait_until
 
 from agentgym_rl.environment.pool import LocalPool, RemotePool
@@ -151,12 +166,62 @@ async def test_an_environment_that_raises(pool, env):
     assert pool.num_open == 0
 
 
-@pytest.mark.parametrize("action", ["exit", "stop iteration"])
-async def test_exceptions_that_a_future_cannot_carry(pool, action):
-    session = await pool.open("raising_in_thread")
+@pytest.mark.parametrize("env", ["raising", "raising_in_thread"])
+@pytest.mark.parametrize("action", list(UNUSUAL))
+async def test_what_ends_a_program_elsewhere_ends_an_episode_here(pool, env, action):
+    session = await pool.open(env)
     await session.reset(1)
-    with pytest.raises(EnvError, match=r"raised (SystemExit|StopIteration)"):
+    with pytest.raises(EnvError, match=rf"{env}\.step raised {UNUSUAL[action].__name__}"):
         await session.step(action)
+    await session.reset(1)
+    assert (await session.step("up")).observation == "You are at 1."
+
+
+def test_ctrl_c_during_a_cheap_step_is_not_taken_for_the_environments_own():
+    """The first cancels the main task, which waits for the step; the second ends the program."""
+    program = """
+import asyncio, os, signal
+from envs_for_tests import Counting
+from agentgym_rl.environment.pool import LocalPool
+
+class Interrupted(Counting):
+    def step(self, text):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+async def main():
+    session = await LocalPool({"interrupted": Interrupted}).open("interrupted")
+    await session.reset(0)
+    await session.step("up")
+
+asyncio.run(main())
+"""
+    folder = Path(__file__).parents[1]
+    ended = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in ended.stderr
+    assert "EnvError" not in ended.stderr
+
+
+async def test_a_close_that_hangs_is_waited_for_and_repeated_a_bounded_number_of_times(monkeypatch):
+    monkeypatch.setattr("agentgym_rl.environment.session.CLOSE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("agentgym_rl.environment.session.MAX_HUNG_THREADS", 3)
+    HangingOnClose.release.clear()
+    pool = LocalPool({"closing": HangingOnClose}, max_sessions=8)
+
+    def threads():
+        return [thread for thread in threading.enumerate() if thread.name == "environment-closing"]
+
+    for _ in range(3):
+        await (await pool.open("closing")).close()
+    assert len(threads()) == 3
+    with pytest.raises(EnvError, match="closing is not opened again: 3 of its calls missed their deadline"):
+        await pool.open("closing")
+    assert pool.num_open == 0
+    HangingOnClose.release.set()
+    wait_until(lambda: not threads())
+    assert HangingOnClose.num_alive == 0  # each was closed once
+    await (await pool.open("closing")).close()
 
 
 @pytest.mark.parametrize("action", list(GARBAGE))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 from tokenizers_for_tests import byte_level_bpe, split_segmentation, word_level
 
 from agentgym_rl.agent.engines.scripted import ScriptedEngine, scripted_logprob
-from agentgym_rl.agent.policy import EnginePolicy, Policy, Reply, ScriptedPolicy
+from agentgym_rl.agent.policy import MAX_OBSERVATION_CHARS, EnginePolicy, Policy, Reply, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.errors import EnvError
@@ -154,6 +154,61 @@ async def test_max_context_caps_the_reply_and_names_itself() -> None:
     assert engine.samplings[0].max_new_tokens == 3
     assert len(trajectory.token_ids) == first + 3
     assert env.heard == []
+
+
+@dataclass
+class LongCorridor(Corridor):
+    """Says so much in room `long_room` that no context holds it."""
+
+    long_room: int = 0
+    text: str = "You see a wall. " * 1_000_000
+
+    async def reset(self, item: int) -> Step:
+        step = await super().reset(item)
+        return replace(step, observation=self.text) if self.long_room == 0 else step
+
+    async def step(self, text: str) -> Step:
+        step = await super().step(text)
+        return replace(step, observation=self.text) if self.room == self.long_room else step
+
+
+@pytest.mark.parametrize("long_room", [0, 1])
+async def test_a_huge_observation_is_cut_before_it_is_tokenised(long_room: int) -> None:
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    _, policy = engine_policy(["go"] * 3, renderer)
+    trajectory = await play(LongCorridor(long_room=long_room), policy, Limits(6, 8, 100))
+    assert trajectory.stop is StopReason.MAX_CONTEXT
+    assert trajectory.num_turns == long_room
+    last = Trajectory.from_json(trajectory.to_json()).messages[-1]
+    assert last.cut_chars > 15_000_000
+    assert last.content.startswith("You see a wall. ")
+    assert last.content.endswith(f"\n[{last.cut_chars} characters cut]")
+    # What is recorded is what was tokenised: no more than 100 of the longest tokens.
+    assert len(last.content) < 100 * renderer.max_token_chars + 40
+
+
+async def test_a_huge_last_observation_is_recorded_in_part() -> None:
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    for policy in (engine_policy(["go"] * 3, renderer)[1], ScriptedPolicy(["go"] * 3)):
+        trajectory = await play(LongCorridor(long_room=3), policy)
+        assert trajectory.stop is StopReason.DONE
+        last = trajectory.messages[-1]
+        assert last.cut_chars == 16_000_000 - MAX_OBSERVATION_CHARS
+        assert len(last.content) < MAX_OBSERVATION_CHARS + 40
+
+
+async def test_an_observation_that_could_fit_is_not_cut() -> None:
+    """Of nothing but the longest token, an observation that fills the context to the last place."""
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    longest = max(renderer.tokenizer.get_vocab(), key=lambda t: len(t) * (t.startswith("Ġ"))).replace("Ġ", " ")
+    assert len(renderer.encode(longest * 50)) == 50
+    _, policy = engine_policy(["stop"], renderer)
+    news = [Message("system", Corridor.instruction), Message("user", longest * 50)]
+    limit = len(renderer.prompt(news)) + 1
+    trajectory = await play(LongCorridor(text=longest * 50), policy, Limits(6, 8, limit))
+    assert trajectory.num_turns == 1
+    assert trajectory.messages[1].content == longest * 50
+    assert trajectory.messages[1].cut_chars == 0
 
 
 @pytest.mark.parametrize("style", ["chatml", "llama3", "qwen"])

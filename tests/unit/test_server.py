@@ -205,7 +205,7 @@ def test_a_body_that_never_comes(server, monkeypatch):
     monkeypatch.setattr("agentgym_rl.environment.server.BODY_TIMEOUT_S", 0.2)
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        connection.sendall(b"POST /counting/step HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
+        connection.sendall(b"POST /counting/step HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
         assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
 
 
@@ -296,7 +296,7 @@ def test_a_session_whose_opener_has_gone_is_closed(in_thread):
         host, port = server.url.removeprefix("http://").split(":")
         for _ in range(10):
             with socket.create_connection((host, int(port))) as client:
-                client.sendall(b"POST /create HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{}")
+                client.sendall(b"POST /create HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}")
         may_open.set()
         wait_until(lambda: server.sessions.counts["closed"] == 10)
         assert server.sessions.counts["created"] == 10

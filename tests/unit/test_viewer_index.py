@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -282,6 +283,58 @@ def test_a_run_that_cannot_be_read_is_shown_and_does_not_stop_the_others(tmp_pat
     stamp = library.indexer.stamp
     library.indexer.round()
     assert library.indexer.stamp == stamp  # tried again, and no news
+
+
+def test_links_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"state": "secret", "loss": 1, "step": 1, "results": []}\n')
+    elsewhere = write_run(tmp_path / "elsewhere")
+    root = tmp_path / "runs"
+    for number, name in enumerate(("status.json", "config.toml", "metrics.jsonl", "summary.json", "doctor.jsonl")):
+        run = write_run(root / f"run{number}")
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(secret)
+    run = write_run(root / "linked_folder")
+    shutil.rmtree(run / "trajectories")
+    (run / "trajectories").symlink_to(elsewhere / "trajectories")
+    run = write_run(root / "linked_file")
+    (run / "trajectories" / "step_000009.jsonl").symlink_to(elsewhere / "trajectories" / "step_000001.jsonl")
+    (run / "trajectories" / "inside.jsonl").symlink_to("step_000001.jsonl")
+    (root / "whole_run").symlink_to(elsewhere)  # the user's own: runs are often on a larger disk
+    library = Library([root], LocalWorlds(), Index(tmp_path / "index.sqlite3"))
+    library.indexer.round()
+    rows = {row["id"]: row for row in library.overview()["runs"]}
+    whole = rows["whole_run"]["episodes"]
+    assert whole > 0
+    assert rows["linked_folder"]["episodes"] == 0
+    assert rows["linked_file"]["episodes"] > whole  # the link inside counts, the one outside does not
+    for name in ("linked_folder", "linked_file"):
+        assert "leads out of the run's folder" in rows[name]["problems"][0]
+    assert "status.json cannot be read: it is a link that leads out" in rows["run0"]["problems"][0]
+    shown = json.dumps([library.details(run) for run in rows]) + json.dumps(
+        [library.runs.metrics(library.place(run)) for run in rows]
+    )
+    assert "secret" not in shown.replace(str(secret), "")
+
+
+def test_a_pipe_in_a_run_is_not_waited_for(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    names = ("status.json", "config.toml", "metrics.jsonl", "summary.json", "doctor.jsonl", "trajectories/x.jsonl")
+    for number, name in enumerate(names):
+        run = write_run(root / f"run{number}")
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    write_evaluation(root / "eval")
+    (root / "eval" / "eval.json").unlink()
+    os.mkfifo(root / "eval" / "eval.json")
+    library = Library([root], LocalWorlds(), Index(tmp_path / "index.sqlite3"))
+    library.indexer.round()
+    rows = {row["id"]: row for row in library.overview()["runs"]}
+    assert len(rows) == len(names) + 1
+    assert "status.json cannot be read: it is no regular file" in rows["run0"]["problems"][0]
+    assert "eval.json cannot be read: it is no regular file" in rows["eval"]["problems"][0]
+    for run in rows:
+        library.details(run)
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ from viewer_for_tests import library_of, played, viewer_in_thread, write_evaluat
 
 from agentgym_rl.agent.policy import Reply
 from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.http_guard import is_loopback
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.types import Message
 from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.export import exported_page
-from agentgym_rl.viewer.guard import is_loopback
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.playground import MAX_GAMES, NoSuchGame, Playground
 from agentgym_rl.viewer.replays import Picture, Replays, picture_of

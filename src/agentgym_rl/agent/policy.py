@@ -21,6 +21,9 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.types import Completion, EnvSession, Limits, Message, Sampling
 
+MAX_OBSERVATION_CHARS = 1 << 22
+"""Longer observations are cut before anything is done with them."""
+
 
 @dataclass(slots=True)
 class Reply:
@@ -57,9 +60,19 @@ def stable_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
-def heard(messages: list[Message], instruction: str, observation: str) -> list[Message]:
+def observed(observation: str, max_chars: int = MAX_OBSERVATION_CHARS) -> Message:
+    """Return the observation as a message, cut to `max_chars` with a last line that says so."""
+    cut_chars = len(observation) - max_chars
+    if cut_chars <= 0:
+        return Message("user", observation)
+    return Message("user", f"{observation[:max_chars]}\n[{cut_chars} characters cut]", cut_chars=cut_chars)
+
+
+def heard(
+    messages: list[Message], instruction: str, observation: str, max_chars: int = MAX_OBSERVATION_CHARS
+) -> list[Message]:
     """The messages an observation becomes: the instruction goes before the first one."""
-    news = Message("user", observation)
+    news = observed(observation, max_chars)
     return [Message("system", instruction), news] if instruction and not messages else [news]
 
 
@@ -86,7 +99,7 @@ class EnginePolicy:
         self._instruction = instruction
 
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
-        news = heard(messages, self._instruction, observation)
+        news = self._news(messages, observation, limits)
         read = self._tokenized(messages, news)
         prompt_ids = [token for message in [*messages, *read] for token in message.token_ids]
         room = limits.max_context - len(prompt_ids)
@@ -114,12 +127,18 @@ class EnginePolicy:
         return Reply(read, action, completion.finish)
 
     def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
-        news = heard(messages, self._instruction, observation)
+        news = self._news(messages, observation, limits)
         read = self._tokenized(messages, news)
         return read if sum(len(m.token_ids) for m in [*messages, *read]) <= limits.max_context else news
 
     async def close(self) -> None:
         await self._engine.release(self._session_id)
+
+    def _news(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+        """The observation's messages, cut to what could fit if every token of it were the vocabulary's longest."""
+        room = max(1, limits.max_context - sum(len(message.token_ids) for message in messages))
+        max_chars = min(MAX_OBSERVATION_CHARS, room * self._renderer.max_token_chars)
+        return heard(messages, self._instruction, observation, max_chars)
 
     def _tokenized(self, messages: list[Message], news: list[Message]) -> list[Message]:
         if not messages:

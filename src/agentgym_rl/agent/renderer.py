@@ -38,6 +38,8 @@ _PROBES: tuple[tuple[str, ...], ...] = (
 
 _REMEMBERED = 2048
 """Openings and observations whose ids are kept: the episodes of a group start alike and meet the same states again."""
+_LONGEST_REMEMBERED = 1 << 16
+"""Characters; the ids of longer texts are not kept."""
 
 
 class Renderer:
@@ -47,6 +49,10 @@ class Renderer:
     def __init__(self, tokenizer: Any, chat_template: str | None = None, **template_kwargs: Any) -> None:
         self.tokenizer = tokenizer
         self._template_kwargs = template_kwargs
+        # A byte-level token has a character for each byte, so at least as many as it writes. One more for the space
+        # between words that belongs to no token where a vocabulary consists of words.
+        self.max_token_chars = 1 + max(map(len, tokenizer.get_vocab()))
+        """Characters of a text that one token can stand for at most, unknown words aside."""
         self._conversation_ids = lru_cache(_REMEMBERED)(self._conversation_ids_of)
         self._follow_up_ids = lru_cache(_REMEMBERED)(self._follow_up_ids_of)
         try:
@@ -67,7 +73,9 @@ class Renderer:
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Ids of a conversation that a reply comes next in, generation prompt included."""
-        return list(self._conversation_ids(tuple((m.role, m.content) for m in messages), True))
+        short = sum(len(m.content) for m in messages) <= _LONGEST_REMEMBERED
+        ids_of = self._conversation_ids if short else self._conversation_ids_of
+        return list(ids_of(tuple((m.role, m.content) for m in messages), True))
 
     def opening(self, messages: list[Message]) -> list[Message]:
         """The first messages of an episode with the ids of `prompt` shared out among them, adding up exactly."""
@@ -80,7 +88,8 @@ class Renderer:
 
     def follow_up(self, observation: str) -> list[int]:
         """Ids between a reply's end-of-turn token and the next reply: the observation and a generation prompt."""
-        return list(self._follow_up_ids(observation))
+        ids_of = self._follow_up_ids if len(observation) <= _LONGEST_REMEMBERED else self._follow_up_ids_of
+        return list(ids_of(observation))
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` exactly, nothing added."""

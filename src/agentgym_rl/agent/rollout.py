@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import time
 from numbers import Real
 from typing import Any
 
-from agentgym_rl.agent.policy import Policy
+from agentgym_rl.agent.policy import Policy, observed
 from agentgym_rl.errors import EnvError
-from agentgym_rl.types import EnvSession, Limits, Message, Step, StopReason, Task, Trajectory
+from agentgym_rl.types import MAX_REWARD, EnvSession, Limits, Step, StopReason, Task, Trajectory
 
 _ENDINGS = {"length": StopReason.LENGTH, "max_context": StopReason.MAX_CONTEXT}
 
@@ -77,7 +76,7 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
         return StopReason.DONE
     finally:
         if unread is not None:
-            messages.append(Message("user", unread))
+            messages.append(observed(unread))
 
 
 def _info(said: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
@@ -93,8 +92,8 @@ def _checked(step: Step, task: Task) -> Step:
     if not isinstance(step, Step):
         raise EnvError(f"{task.key} must answer with a Step, it answered with {step!r:.200}")
     reward = step.reward
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise EnvError(f"{task.key} must pay a finite number, it paid {reward!r:.200}")
+    if not isinstance(reward, Real) or not abs(reward) <= MAX_REWARD:  # catches NaN
+        raise EnvError(f"{task.key} must pay a finite number, it paid {reward!r:.200}: at most ±{MAX_REWARD:g}")
     if not isinstance(step.observation, str):
         raise EnvError(f"{task.key} must show text, it showed {step.observation!r:.200}")
     if not isinstance(step.done, bool) or not isinstance(step.info, dict):

@@ -21,7 +21,8 @@ KEEPALIVE_S = 4.0
 """An idle connection is dropped before the server drops it (uvicorn's default is 5 s): a request that races with the
 server's close fails, and could not be sent again safely."""
 MAX_HEAD_BYTES = 1 << 16
-MAX_BODY_BYTES = 1 << 28
+MAX_BODY_BYTES = 1 << 24
+"""Of an answer; a longer one is an error, and the rest of it is not read."""
 
 
 class CannotConnect(EnvUnavailable):
@@ -134,9 +135,19 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Answer, bool]:
     elif status[2] == "204":
         body = b""
     else:
-        body = await reader.read(MAX_BODY_BYTES)
+        body = await _read_to_the_end(reader)
         reusable = False
     return Answer(int(status[2]), headers.get("content-type", ""), body), reusable
+
+
+async def _read_to_the_end(reader: asyncio.StreamReader) -> bytes:
+    """A body without a stated length ends with the connection; one read returns only what has come so far."""
+    body = bytearray()
+    while part := await reader.read(MAX_HEAD_BYTES):
+        body += part
+        if len(body) > MAX_BODY_BYTES:
+            raise ValueError(f"the answer is over {MAX_BODY_BYTES} bytes")
+    return bytes(body)
 
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:

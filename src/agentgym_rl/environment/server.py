@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import errno
 import hmac
-import ipaddress
 import logging
 import socket
 import time
@@ -29,6 +28,7 @@ from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.types import Step
 
 logger = logging.getLogger(__name__)
@@ -138,7 +138,10 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class Gate:
-    """The outermost layer: token, size limit, hot paths, holds; the rest goes to the FastAPI app inside."""
+    """The outermost layer: Host and Origin, token, size limit, hot paths, holds; the rest goes to the FastAPI app.
+
+    Without a token the server is on loopback, where every page of the web can reach it through a browser.
+    """
 
     def __init__(
         self,
@@ -154,18 +157,33 @@ class Gate:
         self._handlers, self._undoing = handlers, undoing
         self._authorization = f"Bearer {token}".encode() if token else None
         self._max_request_bytes = max_request_bytes
+        self._accepted_host: str | None = None
+        """Host header of the last request; most requests come from one kind of client and need no second look."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        authorization = b""
+        authorization, host = b"", ""
         content_length = 0
+        origin = fetch_site = None
         for name, value in scope["headers"]:
             if name == b"authorization":
                 authorization = value
+            elif name == b"host":
+                host = value.decode("latin-1")
+            elif name == b"origin":
+                origin = value.decode("latin-1")
+            elif name == b"sec-fetch-site":
+                fetch_site = value.decode("latin-1")
             elif name == b"content-length" and value.isdigit():
                 content_length = int(value)
+        if origin is not None or fetch_site is not None or host != self._accepted_host:
+            status, reason = refusal(scope["method"], host, origin, fetch_site, self._authorization is None)
+            if status:
+                await answer(send, status, wire.error_body(ConfigError(reason)))
+                return
+            self._accepted_host = host
         if self._authorization and not hmac.compare_digest(authorization, self._authorization):
             detail = wire.error_body(ConfigError("a valid bearer token is needed: send Authorization: Bearer TOKEN"))
             await answer(send, 401, detail, (b"www-authenticate", b"Bearer"))
@@ -426,15 +444,6 @@ def bind(host: str, port: int) -> socket.socket:
         raise ConfigError(f"a port is a number from 0 to 65535, got {port}") from None
 
 
-def is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def serve(
     names: list[str], host: str = "127.0.0.1", port: int = 36001, *, token: str | None = None, **options: Any
 ) -> None:
@@ -463,7 +472,6 @@ def uvicorn_server(app: FastAPI) -> uvicorn.Server:
     config = uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
         lifespan="on",
         log_level="warning",
         access_log=False,
@@ -471,5 +479,6 @@ def uvicorn_server(app: FastAPI) -> uvicorn.Server:
         date_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
+        **HTTP_OPTIONS,
     )
     return Server(config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +18,9 @@ SHUTDOWN_GRACE_S = 10.0
 """How long a shutdown waits for calls in threads to come back, so that their environments are closed too."""
 GRACE_S = 30.0
 """After somebody's hold has ended, until his sessions are closed: a connection that merely broke is back by then."""
+
+LARGEST_ID = (1 << 53) - 1
+"""Ids are random, so that nobody can guess another's, and integers that JSON readers of every language hold exactly."""
 
 
 class Sessions:
@@ -47,8 +50,6 @@ class Sessions:
         self.closing = asyncio.Event()
         """The server shuts down: whoever holds something is let go."""
         self._opening = 0
-        # Counted on from the time of the start: after a restart an old id is unknown rather than somebody else's.
-        self._ids = itertools.count(int(time.time()) << 20)
 
     @property
     def num_open(self) -> int:
@@ -68,7 +69,7 @@ class Sessions:
             raise
         finally:
             self._opening -= 1
-        session_id = next(self._ids)
+        session_id = secrets.randbelow(LARGEST_ID) + 1
         self._open[session_id] = (env, session)
         self._last_used[session_id] = time.monotonic()
         if owner:

@@ -3,7 +3,7 @@
 A cheap environment runs inline on the event loop, so that an episode never depends on thread timing. Any other gets a
 thread of its own, in which all its calls are made (some libraries insist on one thread), and a deadline on each call.
 A thread cannot be killed: one that hangs is abandoned, closes its environment if it ever comes back, and being a
-daemon does not keep the process alive.
+daemon does not keep the process alive. An environment with too many abandoned threads is not opened again.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import asyncio
 import contextlib
 import math
 import queue
+import signal
 import threading
+import traceback
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
 from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported, checked_step
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 from agentgym_rl.types import Step
+
+CLOSE_TIMEOUT_S = 10.0
+"""Nobody waits longer than this for an environment to close."""
+MAX_HUNG_THREADS = 64
+"""Of one environment, in calls that missed their deadline and have not come back."""
 
 Value = TypeVar("Value")
 Outcome = tuple[Any, BaseException | None]
@@ -28,7 +35,18 @@ Outcome = tuple[Any, BaseException | None]
 class Worker:
     """A daemon thread that makes the calls of one environment, in order."""
 
+    hung: ClassVar[dict[str, set[Worker]]] = {}
+    """By environment: workers that were abandoned; those that came back are removed when the next one is made."""
+
     def __init__(self, name: str) -> None:
+        stuck = self.hung[name] = {worker for worker in self.hung.get(name, set()) if worker.alive}
+        if len(stuck) >= MAX_HUNG_THREADS:
+            raise EnvError(
+                f"{name} is not opened again: {len(stuck)} of its calls missed their deadline and never came back, "
+                "each in a thread that cannot be ended. Give the environment time-outs of its own, or serve it in a "
+                "process that can be restarted"
+            )
+        self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"environment-{name}", daemon=True)
         self._thread.start()
@@ -47,6 +65,11 @@ class Worker:
     def stop(self) -> None:
         """End the thread after what was posted before."""
         self._jobs.put(None)
+
+    def abandon(self) -> None:
+        """Count the thread among the hung ones until it ends."""
+        self.stop()
+        self.hung[self._name].add(self)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
         """(value, None) or (None, what it raised)."""
@@ -193,7 +216,8 @@ class LocalSession:
         if self.busy:
             self._abandon()
             return
-        with contextlib.suppress(EnvError):
+        self._timeout_s = min(self._timeout_s, CLOSE_TIMEOUT_S)
+        with contextlib.suppress(EnvError, ConfigError):
             await self._call("close", self._env.close)
         if self._worker is not None and not self.hung:
             self._worker.stop()
@@ -248,7 +272,9 @@ class LocalSession:
                 return function(*arguments)
             except (EnvError, ConfigError):
                 raise
-            except Exception as error:
+            except BaseException as error:  # nothing is awaited here: not even a CancelledError is meant for us
+                if isinstance(error, KeyboardInterrupt) and _by_signal(error):
+                    raise
                 raise EnvError(f"{self.name}.{what} raised {type(error).__name__}: {error}") from error
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -273,8 +299,21 @@ class LocalSession:
 
         def close() -> None:
             if hasattr(self, "_env"):
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(BaseException):
                     self._env.close()
 
-        self._worker.post(close)
-        self._worker.stop()
+        if not self.closed or self.busy:  # else it is close() itself that hangs
+            self._worker.post(close)
+        self._worker.abandon()
+
+
+def _by_signal(error: KeyboardInterrupt) -> bool:
+    """Whether Ctrl-C was pressed, or the environment itself raised it."""
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:  # leaves no trace: cannot be told
+        return True
+    function = getattr(handler, "func", handler)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -6,13 +6,12 @@ Unknown fields are ignored, as AgentGym's servers do.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import orjson
 
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
-from agentgym_rl.types import Step
+from agentgym_rl.types import MAX_REWARD, Step
 
 
 class BadRequest(EnvError):
@@ -160,8 +159,9 @@ def checked_step(step: Any, where: str) -> Step:
         raise EnvError(f"{where} must return a Step, got {type(step).__name__}")
     if not isinstance(step.observation, str):
         raise EnvError(f"{where} must observe a string, got {type(step.observation).__name__}")
-    if isinstance(step.reward, bool) or not isinstance(step.reward, int | float) or not math.isfinite(step.reward):
-        raise EnvError(f"{where} must pay a finite number, got {step.reward!r:.80}")
+    # Written so that NaN is caught.
+    if isinstance(step.reward, bool) or not isinstance(step.reward, int | float) or not abs(step.reward) <= MAX_REWARD:
+        raise EnvError(f"{where} must pay a finite number, got {step.reward!r:.80}: at most ±{MAX_REWARD:g}")
     if not isinstance(step.done, bool):
         raise EnvError(f"{where} must say done with a bool, got {type(step.done).__name__}")
     if not isinstance(step.info, dict):

@@ -7,14 +7,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-
 from agentgym_rl.evaluation.compare import compare as compare_sides
 from agentgym_rl.evaluation.compare import load_side
 from agentgym_rl.evaluation.folder import read_evaluation, write_atomically, writing
 from agentgym_rl.evaluation.options import wants_published
 from agentgym_rl.evaluation.report import entry_of, markdown, published_entries
 from agentgym_rl.evaluation.terminal import print_comparison, print_report
+from agentgym_rl.screen import Screen
 
 PLAIN_WIDTH = 140
 """Where there is no terminal to ask."""
@@ -48,8 +47,8 @@ def compare(first: Path, second: Path, max_turns: int | None, *, as_json: bool) 
         print_comparison(_console(), comparison)
 
 
-def _console() -> Console:
-    console = Console(highlight=False)
+def _console() -> Screen:
+    console = Screen(highlight=False)
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     return console

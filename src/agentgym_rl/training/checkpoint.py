@@ -103,7 +103,11 @@ def export_checkpoint(root: Path, step: int | None, folder: Path) -> None:
         raise ConfigError(f"{root} has no checkpoint{'' if step is None else f' of step {step}'}: there is {there}")
     if folder.exists():
         raise ConfigError(f"{folder} exists already: choose another folder")
-    shutil.copytree(wanted[-1] / "model", folder)
+    source = wanted[-1] / "model"
+    for path in source.rglob("*"):
+        if not path.resolve().is_relative_to(root.resolve()) or not (path.is_file() or path.is_dir()):
+            raise ConfigError(f"{path} leads out of the run or is no file: an export copies what is in the checkpoint")
+    shutil.copytree(source, folder)
 
 
 def list_checkpoints(root: Path) -> list[Path]:

@@ -26,27 +26,43 @@ Lent = Callable[[], AbstractContextManager[Any]]
 
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """(model, tokenizer) from a Hugging Face folder or hub name, ready to sample and to train."""
-    with _or_reason(path) as name:
-        tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device)
+    tokenizer = load_tokenizer(path)
+    with _or_reason(path, "model") as name:
+        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # read, and refused in our own words
+        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        _require_all_weights(loading)
+        model = model.to(device)
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # kernels of ours are launched on the current device
     return model, tokenizer
 
 
 def load_tokenizer(path: str) -> Any:
-    with _or_reason(path) as name:
+    with _or_reason(path, "tokenizer") as name:
         return AutoTokenizer.from_pretrained(name)
 
 
 @contextmanager
-def _or_reason(path: str) -> Iterator[str]:
+def _or_reason(path: str, what: str) -> Iterator[str]:
     """What to load: a folder that is there, or a hub name; what is wrong with it is said in a line."""
     folder = require_folder(path)
     try:
         yield str(folder) if folder.is_dir() else path
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ConfigError(f"model.path = {path!r} cannot be loaded: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # of any kind: what a file may hold that is no model has no bounds
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        named = isinstance(error, OSError | ValueError | SafetensorError)
+        reason = " ".join(lines[:2]) if named and lines else f"{type(error).__name__}: {' '.join(lines[:2])}"
+        raise ConfigError(f"model.path = {path!r}: the {what} cannot be loaded: {reason:.400}") from error
+
+
+def _require_all_weights(loading: dict[str, Any]) -> None:
+    """Refuse weights that do not fit config.json: what is missing or of another shape would be made up at random."""
+    if mismatched := sorted(loading["mismatched_keys"], key=str):
+        name, *shapes = mismatched[0]
+        found, wanted = (tuple(shape) for shape in shapes[:2])
+        raise ValueError(f"its weights do not fit its config.json: {name} has the shape {found}, {wanted} is needed")
+    if missing := sorted(loading["missing_keys"]):
+        raise ValueError(f"its weights lack {len(missing)} tensors that config.json asks for, such as {missing[0]}")
 
 
 def require_folder(path: str) -> Path:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+import stat
 import tomllib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.viewer.checks import checked_status
@@ -101,10 +103,30 @@ def state_now(row: dict[str, Any], silent_s: float = 0.0) -> str:
     return "stopped" if host is None and silent_s > SILENT_S else str(state)
 
 
+def open_inside(run: Path, path: Path) -> BinaryIO:
+    """Open a file of a run for reading. OSError where it leads out of the run's folder or is no regular file.
+
+    A run may come from somebody else: a link in it must not show files of this computer, a pipe must not be waited for.
+    """
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(run)):
+        raise PermissionError(errno.EACCES, "it is a link that leads out of the run's folder")
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))  # noqa: SIM115
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return file
+
+
+def _content(path: Path) -> bytes:
+    """All of a file that lies directly in the folder of a run."""
+    with open_inside(path.parent, path) as file:
+        return file.read()
+
+
 def read_json(path: Path) -> tuple[dict[str, Any], list[str]]:
     """A JSON object and what is wrong; empty, and nothing wrong, when there is no such file."""
     try:
-        return read_object(path.read_bytes()), []
+        return read_object(_content(path)), []
     except FileNotFoundError:
         return {}, []
     except (OSError, ValueError, TypeError) as error:
@@ -113,7 +135,7 @@ def read_json(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def read_toml(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")), []
+        return tomllib.loads(_content(path).decode()), []
     except FileNotFoundError:
         return {}, []
     except (OSError, ValueError, RecursionError) as error:
@@ -127,7 +149,7 @@ def _told(error: Exception) -> str:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a .jsonl file; lines that are none (a torn last one, a damaged one) are left out."""
     try:
-        raw = path.read_bytes()
+        raw = _content(path)
     except OSError:
         return []
     rows = []

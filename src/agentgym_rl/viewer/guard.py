@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from agentgym_rl.http_guard import refusal
 
 PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -24,15 +25,6 @@ PAGE_POLICY = (
 PICTURE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'; sandbox"
 """What an environment drew may hold text of a model: it runs nothing and loads nothing."""
 MAX_BODY_BYTES = 1 << 20
-
-
-def is_loopback(host: str) -> bool:
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 class Guard:
@@ -67,21 +59,13 @@ class Guard:
             await self._app(asked, receive, _with_headers(send))
 
     def _refusal(self, scope: Scope, headers: dict[str, str]) -> tuple[int, str] | None:
-        host = headers.get("host", "")
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-            origin = urlsplit(headers.get("origin", ""))
-        except ValueError:  # such as "[::1"
-            return 400, "The Host or Origin header is no address.\n"
-        if self._loopback and not is_loopback(name):
-            return 421, f"The viewer answers on loopback names only, not to {name[:80]!r}.\n"
+        asked_by = headers.get("origin"), headers.get("sec-fetch-site")
+        status, reason = refusal(scope["method"], headers.get("host", ""), *asked_by, self._loopback)
+        if status:
+            return status, reason + "\n"
         if scope["method"] not in ("GET", "HEAD", "POST"):
             return 405, "GET, HEAD and POST only.\n"
         if scope["method"] == "POST":
-            if "origin" in headers and origin.netloc != host:
-                return 403, "Requests from other sites are refused.\n"
-            if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
-                return 403, "Requests from other sites are refused.\n"
             if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
                 return 415, "A JSON body is needed.\n"
             length = headers.get("content-length", "")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from agentgym_rl.types import StopReason, Task, Trajectory
+from agentgym_rl.viewer.discovery import open_inside
 from agentgym_rl.viewer.encode import read_object
 
 VERSION = 5
@@ -257,7 +258,7 @@ class Reader:
         seen = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
         if row is not None and (row["inode"], row["size"], row["modified"]) == seen:
             return 0, False
-        with write(connection), path.open("rb") as file:
+        with write(connection), open_inside(self._run, path) as file:
             row = connection.execute(query, (number, stem)).fetchone()
             if row is not None and not _continues(file, row, stat):
                 self._forget(connection, row["file"])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from agentgym_rl.viewer.discovery import open_inside
 from agentgym_rl.viewer.encode import read_object
 from agentgym_rl.viewer.index import Index
 
@@ -130,7 +131,7 @@ class Queries:
     def read(self, run: Path, row: dict[str, Any]) -> dict[str, Any]:
         """The whole episode of a row that `find` gave."""
         stem = row["key"].rpartition(".")[0]
-        return _read_at(run / "trajectories" / f"{stem}.jsonl", row["start"], row["length"])
+        return _read_at(run, stem, row["start"], row["length"])
 
     def learned(self, run: Path, trajectory: str) -> dict[str, Any] | None:
         """What the learner saw of an episode: advantages, entropies, logprobs of its sampled tokens."""
@@ -140,7 +141,7 @@ class Queries:
             "WHERE learned.run = ? AND trajectory = ?",
             (number, trajectory),
         ).fetchone()
-        return _read_at(run / "trajectories" / f"{row['stem']}.jsonl", row["start"], row["length"]) if row else None
+        return _read_at(run, row["stem"], row["start"], row["length"]) if row else None
 
     def company(self, run: Path, row: dict[str, Any]) -> list[dict[str, Any]]:
         """The group of an episode, itself included, in order of its file."""
@@ -235,7 +236,7 @@ class Queries:
             row["advantage"] = known.get(row["trajectory"])
 
 
-def _read_at(path: Path, start: int, length: int) -> dict[str, Any]:
-    with path.open("rb") as file:
+def _read_at(run: Path, stem: str, start: int, length: int) -> dict[str, Any]:
+    with open_inside(run, run / "trajectories" / f"{stem}.jsonl") as file:
         file.seek(start)
         return read_object(file.read(length))

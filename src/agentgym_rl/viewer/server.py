@@ -17,9 +17,10 @@ from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
 from agentgym_rl.errors import AgentGymError, ConfigError, EnvError
+from agentgym_rl.http_guard import HTTP_OPTIONS, is_loopback
 from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.encode import to_json
-from agentgym_rl.viewer.guard import PICTURE_POLICY, Guard, is_loopback
+from agentgym_rl.viewer.guard import PICTURE_POLICY, Guard
 from agentgym_rl.viewer.index import LARGEST
 from agentgym_rl.viewer.library import Library, NotFound
 from agentgym_rl.viewer.playground import NoSuchGame, Playground
@@ -229,6 +230,10 @@ def link_to(host: str, port: int, token: str | None) -> str:
     return f"{link}?token={quote(token, safe='')}" if token else link
 
 
+def uvicorn_config(app: Guard) -> uvicorn.Config:
+    return uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2, **HTTP_OPTIONS)
+
+
 def serve(library: Library, host: str, port: int, token: str | None, announce: Callable[[str], None]) -> None:
     """Serve until interrupted; `announce` gets the link to open."""
     loopback = is_loopback(host)
@@ -244,12 +249,7 @@ def serve(library: Library, host: str, port: int, token: str | None, announce: C
         bound.close()
         advice = ": choose another --port" if getattr(error, "errno", 0) == errno.EADDRINUSE else ""
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}{advice}") from error
-    config = uvicorn.Config(
-        create_app(library, token=token, loopback=loopback),
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=2,
-    )
+    config = uvicorn_config(create_app(library, token=token, loopback=loopback))
     config.load()  # what the server needs is imported before the link is shown
     announce(link_to(host, bound.getsockname()[1], token))
     try:
