@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.training import lora
@@ -175,7 +176,7 @@ class OneProcess:
         self.learner.restore(state)
 
     async def events(self) -> list[dict[str, Any]]:
-        return []
+        return self._vllm.drain_events() if isinstance(self._vllm, Replicas) else []
 
     async def close(self) -> None:
         await self._engine.close()

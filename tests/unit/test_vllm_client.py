@@ -22,9 +22,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_for_tests import vllm_processes
 
 from agentgym_rl import serving
+from agentgym_rl.agent.engines import replicas as replicas_module
 from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
+from agentgym_rl.agent.engines.vllm import server as vllm_server_module
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
@@ -57,6 +60,8 @@ class Server:
         """New weights are acknowledged and not taken."""
         self.faults = 0
         """So many requests are answered with 503."""
+        self.answered = 0
+        """Replies of more than the one token that scoring asks for."""
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/completions")(self.complete)
@@ -73,6 +78,7 @@ class Server:
         body = await request.json()
         self.salts.add(body["cache_salt"])
         ids = body["prompt"]
+        self.answered += body["max_tokens"] > 1
         sampling = Sampling(
             body["max_tokens"], body["temperature"], stop_token_ids=tuple(body.get("stop_token_ids", ()))
         )
@@ -141,7 +147,37 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
             await client.update_weights(tmp_path / "other", 5, probe=probe_model(make_model()))
         with pytest.raises(EngineError, match="failed to take weights 5"):
             await client.generate(PROMPT, Sampling(2), "s")
+        await client.update_weights(tmp_path / "other", 6, probe=probe_model(other))
+        assert (await client.generate(PROMPT, Sampling(2), "s")).version == 6
         await client.close()
+
+
+async def test_a_server_that_was_started_again_serves_nothing_before_it_has_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(replicas_module, "monotonic", lambda: now)
+    monkeypatch.setattr(vllm_server_module, "RETRIES", 0)
+    other = make_model(1)
+    other.save_pretrained(tmp_path / "other")
+    with running() as first, running() as second:
+        replicas = Replicas([VllmServer(first.url), VllmServer(second.url)])
+        await replicas.start()
+        await replicas.update_weights(tmp_path / "other", 1, probe=probe_model(other))
+        first.faults = 1
+        await replicas.generate(PROMPT, Sampling(2), "s0")
+        await replicas.release("s0")
+        first.model = make_model()  # as it was when it was started
+        for number in range(1, 4):
+            now += 100.0
+            await replicas.generate(PROMPT, Sampling(2), f"s{number}")
+            await replicas.release(f"s{number}")
+        assert not first.faults
+        assert first.answered == 0
+        await replicas.update_weights(tmp_path / "other", 2, probe=probe_model(other))
+        await replicas.generate(PROMPT, Sampling(2), "s4")
+        assert first.answered == 1
+        await replicas.close()
 
 
 async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path: Path) -> None:
