@@ -258,7 +258,7 @@ def test_a_new_critic_says_nothing_and_learns_what_states_are_worth() -> None:
 
 
 def test_a_masked_trajectory_is_left_out_and_counted() -> None:
-    rl = settings_of("rloo, cispo", importance_cap=1.0 + 1e-6, zero_variance="keep")
+    rl = settings_of("rloo, cispo", sequence_mask_low=1.0, sequence_mask_high=1.0 + 1e-6, zero_variance="keep")
     learner = Catching(tiny_model(1), rl, 1.0)
     metrics = learner.learn(prepared(learner, lively_groups(), rl), 0)
     assert (metrics["importance/kept"], metrics["grad/norm"]) == (0.0, 0.0)
