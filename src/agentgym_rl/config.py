@@ -109,7 +109,7 @@ class AgentConfig(_Section):
     max_new_tokens: int = Field(512, ge=1)
     max_context: int = Field(8192, ge=2)
     concurrency: int = Field(256, ge=1)
-    """Episodes at once."""
+    """Episodes at once, of all environments together; if several wait, places go to each by its weight."""
     retries: int = Field(2, ge=0)
     """Further attempts at an episode that failed."""
     step_timeout_s: float = Field(60.0, gt=0)
