@@ -174,9 +174,9 @@ def wrap_of(agent: AgentConfig, inner: Wrap = _as_it_is) -> Wrap:
     return wrap
 
 
-def engine_policies(engine: Engine, renderer: Renderer, agent: AgentConfig, temperature: float) -> PolicyFactory:
+def engine_policies(engine: Engine, renderer: Renderer, config: Config, temperature: float) -> PolicyFactory:
     def make(session: EnvSession, seed: int) -> Policy:
-        sampling = Sampling(max_new_tokens=agent.max_new_tokens, temperature=temperature, seed=seed)
+        sampling = Sampling(config.agent.max_new_tokens, temperature, seed=seed if config.engine.seeded else None)
         return EnginePolicy(engine, renderer, sampling, instruction=session.instruction)
 
     return make

@@ -138,7 +138,7 @@ class OneProcess:
         return self._engine.version
 
     def collector(self, prefix: str, group_size: int | None, temperature: float, heard: Heard | None = None) -> Collect:
-        policies = wiring.engine_policies(self._engine, self.renderer, self._config.agent, temperature)
+        policies = wiring.engine_policies(self._engine, self.renderer, self._config, temperature)
         return wiring.collect_each(self._config, self._pool, policies, group_size, prefix, on_trajectory=heard)
 
     def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,23 +19,26 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from runs_for_tests import quiet
+from tokenizers_for_tests import byte_level_bpe
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_for_tests import vllm_processes
 
-from agentgym_rl import serving
+from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines import replicas as replicas_module
 from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.replicas import Replicas
+from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
 from agentgym_rl.agent.engines.vllm import server as vllm_server_module
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
+from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.train import train
 from agentgym_rl.training.optimizer import make_optimizer
 from agentgym_rl.training.settings import OptimizerSettings
-from agentgym_rl.types import Sampling
+from agentgym_rl.types import Limits, Sampling
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -339,6 +343,18 @@ async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
     with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide the model's heads, 2 and 2 of keys"):
         serving.require_engine(config_of(**split))
     serving.require_engine(config_of(heads=6, **split))
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+async def test_requests_have_seeds_unless_the_recipe_says_otherwise(seeded: bool) -> None:
+    engine = {"kind": "vllm", "seeded": seeded}
+    config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
+    asked, session = ScriptedEngine([[1], [1]]), SimpleNamespace(instruction="")
+    make = wiring.engine_policies(asked, Renderer(byte_level_bpe("chatml")), config, 1.0)
+    for seed in (7, 8):
+        await make(session, seed).reply([], "Where to?", Limits(1, 4, 200))  # type: ignore[arg-type]
+    seeds = {sampling.seed for sampling in asked.samplings}
+    assert (None in seeds, len(seeds)) == ((False, 2) if seeded else (True, 1))
 
 
 def test_a_saved_config_can_be_read_again() -> None:
