@@ -78,6 +78,11 @@ class SlowLearner:
             gaps = [p - q for p, q in zip(self.old[i], self.reference[i], strict=True)]
             penalties = [self.rl.kl_coef * kl[self.rl.kl_estimator](gap) for gap in gaps]
         cut = t.stop in (StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.MAX_CONTEXT)
+        last_value = self.values[i][-1] if self.values[i] else 0.0
+        if self.values[i] and t.stop is StopReason.MAX_CONTEXT:  # nothing of the last observation was read
+            last_value = self.values[i][-2]
+            if self.rl.credit != "outcome":
+                last_value = (last_value - t.rewards[-1]) / self.rl.turn_discount
         return Episode(
             number,
             list(t.rewards),
@@ -85,7 +90,7 @@ class SlowLearner:
             [info.get("state_key") for info in t.infos],
             penalties,
             self.values[i][:-1],
-            self.values[i][-1] if self.values[i] and cut and self.rl.bootstrap else 0.0,
+            last_value if cut and self.rl.bootstrap else 0.0,
         )
 
     def correction(self, i: int, token: int) -> float:

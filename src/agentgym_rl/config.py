@@ -139,8 +139,8 @@ class EngineConfig(_Section):
     eager: bool = False
     """vllm: no compilation and no captured graphs; starts sooner, samples slower."""
     seeded: bool = True
-    """vllm: every request has a seed, so that replies can be repeated; vLLM then draws them row by row. false: faster with
-    many replies at once, and no two runs are the same."""
+    """vllm: every request has a seed, so that replies can be repeated; vLLM then draws them row by row. false is faster
+    with many replies at once, and no two runs are the same."""
     weights: Literal["memory", "files"] = "memory"
     """vllm without urls: how new weights reach it. memory: lent by the learner (CUDA IPC; shared memory on a CPU).
     files: through the run directory, as servers and adapters take them."""
