@@ -114,6 +114,9 @@ class AgentConfig(_Section):
     """Further attempts at an episode that failed."""
     step_timeout_s: float = Field(60.0, gt=0)
     episode_timeout_s: float = Field(1800.0, gt=0)
+    on_timeout: Literal["retry", "truncate"] = "retry"
+    """An episode that is not over by then. retry: it failed and is played again with another seed, so that slow ones
+    are missing from what is learned. truncate: it ends there and is trained on like one that ran out of turns."""
 
 
 class EngineConfig(_Section):

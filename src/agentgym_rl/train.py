@@ -254,6 +254,14 @@ class Run:
         if failures:
             message = f"{len(failures)} of {len(played)} attempts at episodes of step {step} failed and are left out"
             self._event("episodes_failed", f"{message}; the first: {failures[0]}")
+        slow = sum(trajectory.timed_out for trajectory in played)
+        if slow and self.config.agent.on_timeout == "retry":
+            message = (
+                f"{slow} of {len(played)} attempts at episodes of step {step} took longer than "
+                f"{self.config.agent.episode_timeout_s:g} s: slow episodes are missing from what is learned, raise "
+                "agent.episode_timeout_s or set agent.on_timeout = 'truncate'"
+            )
+            self._event("episodes_timed_out", message)
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))

@@ -215,6 +215,7 @@ def make_collector(
         agent.episode_timeout_s,
         wrap=wrap_of(agent, inner),
         prefix=prefix,
+        on_timeout=agent.on_timeout,
         **options,
     )
 

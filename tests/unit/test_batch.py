@@ -225,6 +225,18 @@ def test_only_algorithms_that_compare_groups_drop_those_of_equal_rewards(algorit
     assert len(estimate(batch, rl).samples) == kept
 
 
+def test_an_episode_that_ran_out_of_time_is_trained_on_as_a_truncation() -> None:
+    rl = RLSettings(algorithm="ppo")
+    made = group(1, [0.0, 1.0])
+    made.trajectories[0].stop = StopReason.TIMEOUT
+    made.trajectories[0].messages.pop()  # the environment did not answer the last reply
+    batch = gather([made], rl)
+    assert (batch.truncated, batch.unread) == ([True, False], [True, True])
+    for sample in batch.samples:
+        sample.values, sample.last_value = [0.6] * len(sample.logprobs), 99.0
+    assert [e.last_value for e in estimate(batch, rl).episodes] == [0.6, 0.0]
+
+
 @pytest.mark.parametrize("stop", [StopReason.MAX_CONTEXT, StopReason.MAX_TURNS])
 def test_a_state_without_tokens_is_valued_by_the_last_that_the_critic_learns(stop: StopReason) -> None:
     """After a whole reply no token is sampled: what the critic says there, 99, it never learned."""

@@ -199,6 +199,23 @@ async def test_the_same_seed_plays_the_same_episodes() -> None:
     assert await played(1, 4) != await played(2, 4)
 
 
+@pytest.mark.parametrize("on_timeout", ["retry", "truncate"])
+async def test_a_slow_episode_is_played_again_or_kept_as_it_is_and_counted(on_timeout: Any) -> None:
+    pool = Pool(lambda number: Hanging() if number == 0 else Corridor())
+    collector = Collector(pool, oracle, 2, 1, retries=1, episode_timeout_s=1.0, on_timeout=on_timeout)
+    [group] = await collector(TASKS[:1], LIMITS, 0)
+    stops = [t.stop for t in group.trajectories]
+    if on_timeout == "retry":
+        assert stops == [StopReason.ERROR, StopReason.DONE, StopReason.DONE]
+        assert len(group.usable) == 2
+    else:
+        assert stops == [StopReason.TIMEOUT, StopReason.DONE]
+        assert group.usable == group.trajectories
+    counts = collector.drain_counts()
+    assert counts["timeouts" if on_timeout == "truncate" else "errors/EpisodeTimeout"] == 1
+    assert counts["retries"] == (on_timeout == "retry")
+
+
 async def test_concurrency_bounds_all_environments_together_and_is_shared_by_weight() -> None:
     weights = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 3.0, "e": 1.0}
     raw = {"model": {"path": "m"}, "agent": {"concurrency": 16, "instruction": ""}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -264,6 +264,15 @@ async def test_an_environment_that_hangs() -> None:
     assert trajectory.error == "EpisodeTimeout: the episode was not over after 0.05 s"
     assert trajectory.num_turns == 1
     assert trajectory.seconds < 60
+
+
+async def test_a_deadline_may_be_a_truncation() -> None:
+    policy = ScriptedPolicy(["go"])
+    trajectory = await rollout(TASK, Hanging(), policy, LIMITS, id="t", timeout_s=0.05, truncate=True)
+    assert (trajectory.stop, trajectory.error, trajectory.timed_out) == (StopReason.TIMEOUT, None, True)
+    assert trajectory.stop.truncated
+    assert (trajectory.num_turns, trajectory.reward, trajectory.success) == (1, 0.0, False)
+    assert Trajectory.from_json(trajectory.to_json()) == replace(trajectory, seconds=round(trajectory.seconds, 4))
 
 
 async def test_a_time_out_of_the_environments_own_keeps_its_own_name() -> None:

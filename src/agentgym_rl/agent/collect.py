@@ -9,6 +9,7 @@ import asyncio
 from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import Literal
 
 from agentgym_rl.agent.policy import PolicyFactory, stable_seed
 from agentgym_rl.agent.rollout import rollout
@@ -63,7 +64,8 @@ class Collector:
     `Places`, those of several collectors together.
 
     An episode that ends as ERROR is played again up to `retries` times with another seed. Every attempt is in the
-    group, in order of place and attempt whichever finished first, and is handed to `on_trajectory` as it ends.
+    group, in order of place and attempt whichever finished first, and is handed to `on_trajectory` as it ends. One that
+    takes longer than `episode_timeout_s` ends as ERROR, too, or with `on_timeout` "truncate" as TIMEOUT.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Collector:
         *,
         prefix: str = "",
         close_timeout_s: float = 30.0,
+        on_timeout: Literal["retry", "truncate"] = "retry",
     ) -> None:
         for name, value, least in (
             ("group_size", group_size, 1),
@@ -95,10 +98,11 @@ class Collector:
         self._on_trajectory = on_trajectory
         self._wrap = wrap
         self._close_timeout_s = close_timeout_s
+        self._truncate = on_timeout == "truncate"
         self.prefix = prefix
         """Begins every trajectory's id; give each use of one seed in a run (training, evaluation) its own."""
         self.counts: Counter[str] = Counter()
-        """episodes, retries, failed (no attempt left), errors/<kind>: since the last `drain_counts`."""
+        """episodes, retries, timeouts (truncated), failed (no attempt left), errors/<kind>: since `drain_counts`."""
 
     async def __call__(self, tasks: list[Task], limits: Limits, seed: int, first: int = 0) -> list[Group]:
         """`first` is the place of the first task in the list that these are a part of: ids and seeds hang on it."""
@@ -156,7 +160,8 @@ class Collector:
         try:
             env = session if self._wrap is None else self._wrap(session)
             policy = self._make_policy(env, seed)
-            return await rollout(task, env, policy, limits, id=id, timeout_s=self._episode_timeout_s)
+            timeout_s = self._episode_timeout_s
+            return await rollout(task, env, policy, limits, id=id, timeout_s=timeout_s, truncate=self._truncate)
         finally:
             await self._close(session)
 
@@ -171,6 +176,8 @@ class Collector:
     def _count(self, trajectory: Trajectory, attempt: int) -> None:
         self.counts["episodes"] += 1
         self.counts["retries"] += attempt > 0
+        if trajectory.stop is StopReason.TIMEOUT:
+            self.counts["timeouts"] += 1
         if trajectory.stop is StopReason.ERROR:
             kind = (trajectory.error or "unknown").split(":")[0]
             self.counts[f"errors/{kind}"] += 1

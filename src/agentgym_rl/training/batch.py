@@ -91,9 +91,10 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
 
 
 def _ends_unread(trajectory: Trajectory) -> bool:
-    """Whether the last observation did not fit into the context. The sample then ends with a whole reply, a position
-    before which no token is ever sampled, so that the critic never learns its value."""
-    return trajectory.messages[-1].role != "assistant" and not trajectory.messages[-1].token_ids
+    """Whether the last observation did not fit into the context, or did not come in time. The sample then ends with a
+    whole reply, after which no token is ever sampled, so that the critic never learns the value of that position."""
+    last = trajectory.messages[-1]
+    return trajectory.stop is StopReason.TIMEOUT or (last.role != "assistant" and not last.token_ids)
 
 
 def _value_after(episode: Episode, settings: RLSettings) -> float:
