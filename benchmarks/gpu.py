@@ -71,6 +71,8 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
                 paths = _paths(options.vllm_path)
                 later.append(Job(f"rollout-{model}-vllm", "vllm_peer.py", told, paths))
                 later.append(Job(f"rollout-{model}-vllm-async", "vllm_peer.py", [*told, "--asynchronous"], paths))
+                trained = [*told, "--asynchronous", "--seeded"]
+                later.append(Job(f"rollout-{model}-vllm-seeded", "vllm_peer.py", trained, paths))
         if "learner" in parts:
             profile = ["--profile", str(options.out / "kernels.txt")] if options.profile else []
             jobs.append(Job(f"learner-{model}", "learner.py", [*common, *profile]))

@@ -78,6 +78,11 @@ class SlowLearner:
             gaps = [p - q for p, q in zip(self.old[i], self.reference[i], strict=True)]
             penalties = [self.rl.kl_coef * kl[self.rl.kl_estimator](gap) for gap in gaps]
         cut = t.stop in (StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.MAX_CONTEXT)
+        last_value = self.values[i][-1] if self.values[i] else 0.0
+        if self.values[i] and t.stop is StopReason.MAX_CONTEXT:  # nothing of the last observation was read
+            last_value = self.values[i][-2]
+            if self.rl.credit != "outcome":
+                last_value = (last_value - t.rewards[-1]) / self.rl.turn_discount
         return Episode(
             number,
             list(t.rewards),
@@ -85,17 +90,18 @@ class SlowLearner:
             [info.get("state_key") for info in t.infos],
             penalties,
             self.values[i][:-1],
-            self.values[i][-1] if self.values[i] and cut and self.rl.bootstrap else 0.0,
+            last_value if cut and self.rl.bootstrap else 0.0,
         )
 
     def correction(self, i: int, token: int) -> float:
         gaps = [p - q for p, q in zip(self.old[i], self.sampled[i], strict=True)]
         cap = self.rl.importance_cap
-        if self.rl.importance == "token":
-            return min(math.exp(gaps[token]), cap)
-        if self.rl.importance == "sequence_mask":
-            return 1.0 if 1 / cap <= math.exp(sum(gaps) / len(gaps)) <= cap else 0.0
-        return 1.0
+        if self.rl.importance == "none":
+            return 1.0
+        inside = self.rl.sequence_mask_low <= math.exp(sum(gaps) / len(gaps)) <= self.rl.sequence_mask_high
+        if self.rl.importance == "sequence_mask" and not inside:
+            return 0.0
+        return min(math.exp(gaps[token]), cap)
 
     def bounded(self, ratio: torch.Tensor, advantage: float) -> torch.Tensor:
         """-min(r A, clip(r) A) by cases."""
@@ -114,7 +120,12 @@ class SlowLearner:
             now, weight = self.actions(model, t), self.weights[i]
             if rl.loss == "gspo":  # the form for whole sequences; all tokens of an episode have one advantage here
                 ratio = torch.exp(sum(p - q for p, q in zip(now, self.old[i], strict=True)) / len(now))
-                total = total + weight * len(now) * self.correction(i, 0) * self.bounded(ratio, self.advantages[i][0])
+                if rl.importance == "none":
+                    total = total + weight * len(now) * self.bounded(ratio, self.advantages[i][0])
+                else:  # weights of tokens: each token's part of the same gradient
+                    for token, p in enumerate(now):
+                        part = ratio.detach() * torch.exp(p - p.detach())
+                        total = total + weight * self.correction(i, token) * self.bounded(part, self.advantages[i][0])
             for token, (p, advantage) in enumerate(zip(now, self.advantages[i], strict=True)):
                 ratio = torch.exp(p - self.old[i][token])
                 if rl.loss == "clip":
@@ -162,13 +173,21 @@ CASES: dict[str, dict[str, Any]] = {
         "kl_estimator": "k2",
     },
     "gspo": {"loss": "gspo", "aggregate": "trajectory", "importance": "none", "clip_low": 0.05, "clip_high": 0.05},
-    "gspo, masked": {"loss": "gspo", "aggregate": "trajectory", "importance": "sequence_mask", "importance_cap": 1.3},
+    "gspo, masked": {
+        "loss": "gspo",
+        "aggregate": "trajectory",
+        "importance": "sequence_mask",
+        "sequence_mask_low": 0.75,
+        "sequence_mask_high": 1.3,
+    },
     "rloo, cispo": {
         "algorithm": "rloo",
         "credit": "turns",
         "loss": "cispo",
         "importance": "sequence_mask",
         "importance_cap": 1.3,
+        "sequence_mask_low": 0.75,
+        "sequence_mask_high": 1.3,
     },
     "reinforce++": {"algorithm": "reinforce++", "kl_coef": 0.2, "kl_in": "reward", "kl_estimator": "k1"},
     "baseline": {"algorithm": "reinforce++-baseline", "entropy_coef": 0.1, "kl_coef": 0.3, "kl_estimator": "k1"},

@@ -69,6 +69,8 @@ def lively_groups() -> list[Group]:
         if t.task.item < 3000:  # the last group's rewards stay equal
             t.rewards = [r + round(rng.uniform(-0.5, 0.5), 2) for r in t.rewards]
         t.infos = [{"state_key": rng.choice("xyz")} for _ in t.rewards]
+        if t.stop is StopReason.LENGTH:
+            t.messages.pop()  # nobody answers a reply that was cut
         if t.stop is StopReason.MAX_TURNS:
             t.messages[-1].token_ids = [rng.randrange(VOCABULARY) for _ in range(4)]
         known = [0.0, *(p.item() for p in slow_logprobs(sampler, t.token_ids, 0.7))]

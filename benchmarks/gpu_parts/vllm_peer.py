@@ -1,8 +1,10 @@
-"""Part rollout, vLLM: the same episodes in two ways, of which the faster one counts.
+"""Part rollout, vLLM: the same episodes in three ways, of which the fastest one counts.
 
 vllm          `LLM.generate`, all episodes a call, one call a turn. Every reply has the same forced length, so that
               lock-step costs it little, and its offline batch has the least to do for each request.
 vllm, async   `AsyncLLM`, each episode by itself, one request after the other, as most trainers use it.
+vllm, async, seeded   the same as our training asks by default (engine.seeded): every request with a seed of its own and
+              log-probabilities of the distribution that was sampled from.
 
 Prefix caching keeps a turn's keys and values for the next, CUDA graphs and compilation are on, log-probabilities of
 sampled tokens are returned, weights are dummies, no tokenizer is loaded. Runs where vLLM can be imported, which need
@@ -33,7 +35,7 @@ Prompts = list[list[int]]
 
 def in_lock_step(engine: Any, load: Load, prompts: Prompts, observations: list[Prompts], sampling: Any) -> None:
     for turn in range(load.turns):
-        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
+        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling(None), use_tqdm=False)
         replies = [_reply(one, load) for one in found]
         prompts = [ids + reply + news for ids, reply, news in zip(prompts, replies, observations[turn])]  # noqa: B905
 
@@ -43,7 +45,9 @@ async def by_themselves(engine: Any, load: Load, prompts: Prompts, observations:
         for turn in range(load.turns):
             output = None
             async for output in engine.generate(  # noqa: B007 - there is one, the last
-                {"prompt_token_ids": ids}, sampling, request_id=f"{ids[0]}-{ids[-1]}-{place}-{turn}"
+                {"prompt_token_ids": ids},
+                sampling(place * 100 + turn),
+                request_id=f"{ids[0]}-{ids[-1]}-{place}-{turn}",
             ):
                 pass
             ids = ids + _reply(output, load) + observations[turn][place]
@@ -76,6 +80,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--asynchronous", action="store_true", help="each episode by itself")
+    parser.add_argument("--seeded", action="store_true", help="with --asynchronous: as training asks by default")
     options = parser.parse_args()
     loads = [load_of(episodes, tiny=options.model == "tiny") for episodes in options.episodes]
     started = time.perf_counter()
@@ -94,6 +99,8 @@ def main() -> None:
             "enforce_eager": options.eager,
             "generation_config": "vllm",
         }
+        if options.seeded:
+            arguments["logprobs_mode"] = "processed_logprobs"
         if options.asynchronous:
 
             async def start() -> Any:
@@ -105,9 +112,15 @@ def main() -> None:
     ready_s = time.perf_counter() - started
     forced = {"temperature": 1.0, "ignore_eos": True, "logprobs": 0, "detokenize": False}
     for load in loads:
-        sampling = SamplingParams(
-            **forced, max_tokens=load.new, min_tokens=load.new, output_kind=RequestOutputKind.FINAL_ONLY
-        )
+
+        def sampling(seed: int | None, load: Load = load) -> Any:
+            return SamplingParams(
+                **forced,
+                max_tokens=load.new,
+                min_tokens=load.new,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                seed=seed if options.seeded else None,
+            )
 
         def play(prompts: Prompts, observations: list[Prompts], load: Load = load, sampling: Any = sampling) -> None:
             if options.asynchronous:
@@ -121,7 +134,7 @@ def main() -> None:
         line = {
             "part": "rollout",
             "case": f"{options.model} x {load.episodes}",
-            "who": "vllm, async" if options.asynchronous else "vllm",
+            "who": "vllm" + ", async" * options.asynchronous + ", seeded" * options.seeded,
             "tokens_per_s": load.new_tokens / min(seconds),
             "seconds": min(seconds),
             "all_seconds": seconds,

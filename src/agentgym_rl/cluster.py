@@ -224,7 +224,7 @@ class Player:
 
     async def play(self, job: Job) -> Group:
         engine = self._engine.at_least(job.version)
-        policies = wiring.engine_policies(engine, self._renderer, self._config.agent, job.temperature)
+        policies = wiring.engine_policies(engine, self._renderer, self._config, job.temperature)
         collect = wiring.make_collector(self._config, self._pool, policies, job.group_size, job.prefix)
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group

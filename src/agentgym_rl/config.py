@@ -115,11 +115,14 @@ class AgentConfig(_Section):
     max_new_tokens: int = Field(512, ge=1)
     max_context: int = Field(8192, ge=2)
     concurrency: int = Field(256, ge=1)
-    """Episodes at once."""
+    """Episodes at once, of all environments together; if several wait, places go to each by its weight."""
     retries: int = Field(2, ge=0)
     """Further attempts at an episode that failed."""
     step_timeout_s: float = Field(60.0, gt=0)
     episode_timeout_s: float = Field(1800.0, gt=0)
+    on_timeout: Literal["retry", "truncate"] = "retry"
+    """An episode that is not over by then. retry: it failed and is played again with another seed, so that slow ones
+    are missing from what is learned. truncate: it ends there and is trained on like one that ran out of turns."""
 
 
 class EngineConfig(_Section):
@@ -144,6 +147,9 @@ class EngineConfig(_Section):
     """vllm: size of its cache instead."""
     eager: bool = False
     """vllm: no compilation and no captured graphs; starts sooner, samples slower."""
+    seeded: bool = True
+    """vllm: every request has a seed, so that replies can be repeated; vLLM then draws them row by row. false is faster
+    with many replies at once, and no two runs are the same."""
     weights: Literal["memory", "files"] = "memory"
     """vllm without urls: how new weights reach it. memory: lent by the learner (CUDA IPC; shared memory on a CPU).
     files: through the run directory, as servers and adapters take them."""

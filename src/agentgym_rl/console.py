@@ -270,6 +270,8 @@ class _Steps:
         troubles = []
         if errors := metrics.get("episodes/error"):
             troubles.append(f"{errors:g} {'episode' if errors == 1 else 'episodes'} failed and dropped")
+        if timeouts := metrics.get("episodes/timeout"):
+            troubles.append(f"{timeouts:g} {'episode' if timeouts == 1 else 'episodes'} ran out of time")
         nonfinite = [name for name, value in metrics.items() if isinstance(value, float) and not _is_number(value)]
         if nonfinite:
             troubles.append(f"not finite: {', '.join(nonfinite)}")

@@ -79,8 +79,9 @@ def stopped(log: RunLog, console: Console, step: int, message: str) -> NoReturn:
     raise Stopped(message)
 
 
-def stop_with_checkpoint(write: Callable[[], None], step: int, log: RunLog, console: Console) -> NoReturn:
-    if try_checkpoint(write, step, log, console):
+def stop_with_checkpoint(write: Callable[[], None] | None, step: int, log: RunLog, console: Console) -> NoReturn:
+    """`write` is None if there is a checkpoint of the step already."""
+    if write is None or try_checkpoint(write, step, log, console):
         stopped(log, console, step, f"stopped by SIGTERM after step {step}: go on with --resume")
     message = f"stopped by SIGTERM after step {step} without a checkpoint of it: --resume goes on from the last"
     stopped(log, console, step, message)

@@ -24,9 +24,9 @@ from agentgym_rl.heldout import evaluate
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.rounds import Round, read_round, round_path, write_round
 from agentgym_rl.runlog import RunLog
-from agentgym_rl.starting import prepare, starting_point
+from agentgym_rl.starting import prepare, resume_point, starting_point
 from agentgym_rl.telling import Telling
-from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state
+from agentgym_rl.training.checkpoint import checkpoint_path, export, list_checkpoints
 from agentgym_rl.types import EnvPool
 from agentgym_rl.workers import OneProcess, Trainer, Workers
 
@@ -38,18 +38,12 @@ async def train_offline(
     config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console, started: float, stop: Stop
 ) -> dict[str, Any]:
     """The whole recipe in the run directory of `log`; returns its summary."""
-    checkpoints = list_checkpoints(log.checkpoints_dir) if log.resumed else []
-    saved: dict[str, Any] | None = None
+    folder, saved = resume_point(log, console) or (None, None)
     loaded: list[Demonstration] | None = None
-    if checkpoints:
-        saved = load_state(checkpoints[-1])
-        console.stage("Resuming", f"after step {saved['step']}")
-    elif config.model.scratch is not None and config.warm_start is None:
+    if saved is None and config.model.scratch is not None and config.warm_start is None:
         console.stage("Data")
         loaded = await load_demonstrations(config, pool, items, log, console)
-    workers = await _workers(
-        config, pool, items, log, console, checkpoints[-1] / "model" if checkpoints else None, loaded
-    )
+    workers = await _workers(config, pool, items, log, console, folder / "model" if folder else None, loaded)
     run = OfflineRun(config, pool, items, log, console, workers, started, loaded, stop)
     try:
         with stop.ending_with(run.stop_here):
@@ -118,6 +112,8 @@ class OfflineRun:
     """One entry per finished round: what it had and how held-out items went after it."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     seconds_before: float = 0.0
+    saved_step: int | None = None
+    """Step of the last checkpoint: it is not written again if the run stops right after it."""
     explorer: Explorer = field(init=False)
     telling: Telling = field(init=False)
 
@@ -233,7 +229,8 @@ class OfflineRun:
     def stop_here(self) -> NoReturn:
         """With a checkpoint: after the last update, without the episodes that were being played."""
         self.stop.may_leave = lambda: False  # it is on its way out: once is enough
-        stop_with_checkpoint(self.save, self.step, self.log, self.console)
+        write = None if self.saved_step == self.step else self.save
+        stop_with_checkpoint(write, self.step, self.log, self.console)
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""
@@ -252,9 +249,11 @@ class OfflineRun:
             "seconds": self._seconds(),
         }
         self.workers.save(self.log.checkpoints_dir, self.step, state, self.config.checkpoint.keep)
+        self.saved_step = self.step
 
     async def _restore(self, saved: dict[str, Any]) -> None:
-        self.step, self.rounds_done = saved["step"], saved["rounds_done"]
+        self.step = self.saved_step = saved["step"]
+        self.rounds_done = saved["rounds_done"]
         self.history, self.evaluations = saved["history"], saved["evaluations"]
         self.seconds_before = saved["seconds"]
         played = self.log.trajectories_path(self.step + 1)
@@ -262,7 +261,7 @@ class OfflineRun:
         if saved["in_round"]:
             self.round = read_round(self.log.root, self.rounds_done + 1)
             self.trainer = self._make_trainer(self.round)
-            await self.workers.restore(list_checkpoints(self.log.checkpoints_dir)[-1], saved)
+            await self.workers.restore(checkpoint_path(self.log.checkpoints_dir, self.step), saved)
 
     def _seconds(self) -> float:
         return self.seconds_before + time.monotonic() - self.started

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,7 +79,8 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
                 kv_cache_bytes=None if settings.kv_cache_gib is None else int(settings.kv_cache_gib * 2**30),
                 eager=settings.eager,
                 lora_rank=None if lora is None or config.scale is not None else lora.rank,
-                options=options,
+                # Without seeds of requests: replicas that began with vLLM's default would all draw the same numbers.
+                options=options if settings.seeded else options | {"seed": secrets.randbits(31)},
             )
             for _ in range(settings.replicas)
         ]

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
+from pathlib import Path
 from typing import Any
 
 from agentgym_rl import wiring
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
-from agentgym_rl.errors import EnvError
+from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.heldout import spread
 from agentgym_rl.mistakes import Solutions, erring
 from agentgym_rl.runlog import Kind, RunLog
+from agentgym_rl.training.checkpoint import list_checkpoints, load_state, missing_from, put_back
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
 from agentgym_rl.training.rl import derive_seed
@@ -24,6 +27,36 @@ from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import EnvPool, Message, Sample, StopReason, Task, Trajectory
 from agentgym_rl.workers import Trainer
+
+
+def resume_point(log: RunLog, console: Console) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest complete checkpoint of a resumed run and its state, or None if there is no checkpoint.
+
+    Incomplete ones that are newer are renamed, so that they do not count any more, and a line says so.
+    """
+    root = log.checkpoints_dir
+    put_back(root)
+    incomplete: dict[Path, str] = {}
+    for folder in reversed(list_checkpoints(root) if log.resumed else []):
+        problem = missing_from(folder)
+        if problem:
+            incomplete[folder] = problem
+            continue
+        saved = load_state(folder)
+        for broken, why in incomplete.items():
+            message = f"{broken.name} is not complete ({why}) and is kept as broken_{broken.name}: using {folder.name}"
+            shutil.rmtree(root / f"broken_{broken.name}", ignore_errors=True)
+            broken.rename(root / f"broken_{broken.name}")
+            log.log_event("checkpoint_incomplete", message, step=saved["step"])
+            console.warn(message)
+        console.stage("Resuming", f"after step {saved['step']}")
+        return folder, saved
+    if incomplete:
+        listed = "; ".join(f"{folder.name}: {why}" for folder, why in incomplete.items())
+        raise ConfigError(
+            f"no checkpoint in {root} is complete ({listed}): restore one, or remove them to start from the beginning"
+        )
+    return None
 
 
 @dataclass(slots=True)

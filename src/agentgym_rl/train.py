@@ -30,9 +30,9 @@ from agentgym_rl.heldout import evaluate
 from agentgym_rl.offline import train_offline
 from agentgym_rl.plots import learning_curve
 from agentgym_rl.runlog import RunLog, horizon_stages
-from agentgym_rl.starting import prepare, starting_point
+from agentgym_rl.starting import prepare, resume_point, starting_point
 from agentgym_rl.telling import Telling
-from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state
+from agentgym_rl.training.checkpoint import checkpoint_path, export, list_checkpoints
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
@@ -132,11 +132,8 @@ async def _prepare(
     numbers = {env: [i for some in subsets.values() for i in some] for env, subsets in items.train.items()}
     tasks = TaskSource(numbers, config.seed, {env.name: env.weight for env in config.environments})
     horizons = {env.name: make_horizon(env.horizon or config.horizon) for env in config.environments}
-    checkpoints = list_checkpoints(log.checkpoints_dir) if log.resumed else []
-    saved = load_state(checkpoints[-1]) if checkpoints else None
-    if saved is not None:
-        console.stage("Resuming", f"after step {saved['step']}")
-    workers = await _workers(config, pool, items, log, console, checkpoints[-1] / "model" if checkpoints else None)
+    folder, saved = resume_point(log, console) or (None, None)
+    workers = await _workers(config, pool, items, log, console, folder / "model" if folder else None)
     return Run(config, items, log, console, workers, RLState(tasks, horizons), started, stop), saved
 
 
@@ -194,6 +191,8 @@ class Run:
     doctor: Doctor = field(default_factory=Doctor)
     between: dict[str, Any] | None = None
     """Where the run stood after the last finished step, while nothing of the next one was learned; else None."""
+    saved_step: int | None = None
+    """Step of the last checkpoint: it is not written again if the run stops right after it."""
     telling: Telling = field(init=False)
 
     def __post_init__(self) -> None:
@@ -235,7 +234,8 @@ class Run:
         """With a checkpoint: after the step that was being learned from, or without the episodes that were being
         played."""
         self.stop.may_leave = lambda: False  # it is on its way out: once is enough
-        stop_with_checkpoint(self.save, self.state.step, self.log, self.console)
+        write = None if self.saved_step == self.state.step else self.save
+        stop_with_checkpoint(write, self.state.step, self.log, self.console)
 
     def _standing(self) -> dict[str, Any] | None:
         """Under overlap the next step is being learned from as soon as this one is over."""
@@ -254,6 +254,14 @@ class Run:
         if failures:
             message = f"{len(failures)} of {len(played)} attempts at episodes of step {step} failed and are left out"
             self._event("episodes_failed", f"{message}; the first: {failures[0]}")
+        slow = sum(trajectory.timed_out for trajectory in played)
+        if slow and self.config.agent.on_timeout == "retry":
+            message = (
+                f"{slow} of {len(played)} attempts at episodes of step {step} took longer than "
+                f"{self.config.agent.episode_timeout_s:g} s: slow episodes are missing from what is learned, raise "
+                "agent.episode_timeout_s or set agent.on_timeout = 'truncate'"
+            )
+            self._event("episodes_timed_out", message)
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
@@ -300,10 +308,12 @@ class Run:
             "version": self.workers.version,
         }
         self.workers.save(self.log.checkpoints_dir, self.state.step, state, self.config.checkpoint.keep)
+        self.saved_step = self.state.step
 
     async def _restore(self, saved: dict[str, Any]) -> None:
-        await self.workers.restore(list_checkpoints(self.log.checkpoints_dir)[-1], saved)
+        await self.workers.restore(checkpoint_path(self.log.checkpoints_dir, saved["step"]), saved)
         self.state.restore(saved["rl"], saved["step"])
+        self.saved_step = saved["step"]
         self.evaluations = saved["evaluations"]
         self.seconds_before = saved["seconds"]
         self.doctor = Doctor(self.log.metrics())

@@ -13,6 +13,8 @@ from enum import StrEnum
 from typing import Any, Literal, Protocol
 
 Role = Literal["system", "user", "assistant"]
+EPISODE_TIMEOUT = "EpisodeTimeout"
+"""Begins the error of an episode whose deadline passed."""
 
 MAX_REWARD = 1e9
 """Largest absolute reward of one step: sums, squares and float32 hold it, which is not true of every finite number."""
@@ -29,12 +31,14 @@ class StopReason(StrEnum):
     """No room was left for another reply: a truncation."""
     LENGTH = "length"
     """A reply hit max_new_tokens before its end-of-turn token: a truncation."""
+    TIMEOUT = "timeout"
+    """The episode's deadline passed and the run counts that as a truncation; by default it is an ERROR."""
     ERROR = "error"
     """The environment or the engine failed: recorded, retried, never trained on."""
 
     @property
     def truncated(self) -> bool:
-        return self in (StopReason.MAX_TURNS, StopReason.MAX_CONTEXT, StopReason.LENGTH)
+        return self in (StopReason.MAX_TURNS, StopReason.MAX_CONTEXT, StopReason.LENGTH, StopReason.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +125,11 @@ class Trajectory:
     @property
     def num_turns(self) -> int:
         return len(self.rewards)
+
+    @property
+    def timed_out(self) -> bool:
+        """Whether its deadline passed, however the run counts that."""
+        return self.stop is StopReason.TIMEOUT or (self.error or "").startswith(EPISODE_TIMEOUT)
 
     @property
     def success(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from agentgym_rl.agent.collect import Collector
+from agentgym_rl.agent.collect import Collector, Places
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
@@ -142,7 +142,9 @@ def longest_context(config: Config) -> int:
 def collect_each(
     config: Config, pool: EnvPool, make_policy: PolicyFactory, group_size: int | None, prefix: str, **options: Any
 ) -> Collect:
-    """Episodes of any of the run's environments, in groups of `group_size` or of the size each one wants."""
+    """Episodes of any of the run's environments, in groups of `group_size` or of the size each one wants. All of them
+    together are at most `agent.concurrency` at once."""
+    options = {"places": places_of(config)} | options
     collectors = {
         env.name: make_collector(
             config, pool, make_policy, group_size or env.group_size or config.rl.group_size, prefix, **options
@@ -172,9 +174,9 @@ def wrap_of(agent: AgentConfig, inner: Wrap = _as_it_is) -> Wrap:
     return wrap
 
 
-def engine_policies(engine: Engine, renderer: Renderer, agent: AgentConfig, temperature: float) -> PolicyFactory:
+def engine_policies(engine: Engine, renderer: Renderer, config: Config, temperature: float) -> PolicyFactory:
     def make(session: EnvSession, seed: int) -> Policy:
-        sampling = Sampling(max_new_tokens=agent.max_new_tokens, temperature=temperature, seed=seed)
+        sampling = Sampling(config.agent.max_new_tokens, temperature, seed=seed if config.engine.seeded else None)
         return EnginePolicy(engine, renderer, sampling, instruction=session.instruction)
 
     return make
@@ -185,6 +187,11 @@ def demonstrators(name: str) -> PolicyFactory:
     return {"oracle": lambda session, seed: OraclePolicy(session), "random": RandomPolicy}[name]
 
 
+def places_of(config: Config) -> Places:
+    """Room for the episodes that a run plays at once, for its environments by weight."""
+    return Places(config.agent.concurrency, {env.name: env.weight for env in config.environments})
+
+
 def make_collector(
     config: Config,
     pool: EnvPool,
@@ -193,19 +200,22 @@ def make_collector(
     prefix: str,
     *,
     inner: Wrap = _as_it_is,
+    places: Places | None = None,
     **options: Any,
 ) -> Collector:
-    """`inner` wraps sessions before they are dressed in the agent's style."""
+    """`inner` wraps sessions before they are dressed in the agent's style. Collectors that play at the same time share
+    `places`."""
     agent = config.agent
     return Collector(
         pool,
         make_policy,
         group_size,
-        agent.concurrency,
+        places or places_of(config),
         agent.retries,
         agent.episode_timeout_s,
         wrap=wrap_of(agent, inner),
         prefix=prefix,
+        on_timeout=agent.on_timeout,
         **options,
     )
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
@@ -138,7 +139,7 @@ class OneProcess:
         return self._engine.version
 
     def collector(self, prefix: str, group_size: int | None, temperature: float, heard: Heard | None = None) -> Collect:
-        policies = wiring.engine_policies(self._engine, self.renderer, self._config.agent, temperature)
+        policies = wiring.engine_policies(self._engine, self.renderer, self._config, temperature)
         return wiring.collect_each(self._config, self._pool, policies, group_size, prefix, on_trajectory=heard)
 
     def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
@@ -182,7 +183,7 @@ class OneProcess:
         self.learner.restore(state)
 
     async def events(self) -> list[dict[str, Any]]:
-        return []
+        return self._vllm.drain_events() if isinstance(self._vllm, Replicas) else []
 
     async def close(self) -> None:
         await self._engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import resource
@@ -11,16 +12,22 @@ import subprocess
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from cluster_for_tests import PATIENT, Command, ForkedCommand, descendants, events_of, steps_of, tokens, workers
 from envs_for_tests import Counting
-from runs_for_tests import counting_config, quiet
+from runs_for_tests import counting_config, final_weights, quiet
 
+from agentgym_rl.config import Config
+from agentgym_rl.console import Console
 from agentgym_rl.endings import Stopped
 from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.train import Run, train
 from agentgym_rl.training.checkpoint import list_checkpoints
+from agentgym_rl.workers import OneProcess
 
 
 def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: Path) -> None:
@@ -55,6 +62,53 @@ async def test_sigterm_while_a_checkpoint_is_written_stops_it_once(
     with pytest.raises(Stopped, match="after step 1"):
         await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
     assert events_of(tmp_path / "run") == ["stopped"]
+
+
+async def test_a_step_that_has_a_checkpoint_is_not_saved_again_when_the_run_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, saved = OneProcess.save, []
+
+    def counted(workers: OneProcess, root: Path, step: int, *rest: Any) -> None:
+        saved.append(step)
+        save(workers, root, step, *rest)
+        if step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(OneProcess, "save", counted)
+    with pytest.raises(Stopped, match="after step 1: go on with --resume"):
+        await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
+    assert saved == [0, 1]
+
+
+@pytest.mark.parametrize("method", ["rl", "sft"])
+async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so(method: str, tmp_path: Path) -> None:
+    def config() -> Config:
+        if method == "rl":
+            return counting_config()
+        changes = {"method": "sft", "data": {"play": "random", "episodes": 48}, "sft": {"batch_size": 16}}
+        raw = counting_config().model_dump(exclude={"rl", "horizon", "warm_start", "dpo", "agentevol"})
+        return Config.model_validate(raw | changes)
+
+    async def run(*, resume: bool = False) -> str:
+        said = io.StringIO()
+        pool = LocalPool({"counting": Counting})
+        await train(config(), tmp_path / "run", console=Console(said), pool=pool, resume=resume)
+        return said.getvalue()
+
+    await run()
+    weights = final_weights(tmp_path / "run")
+    first, last = list_checkpoints(tmp_path / "run" / "checkpoints")
+    (last / "model" / "config.json").unlink()
+    said = " ".join((await run(resume=True)).split())
+    line = f"{last.name} is not complete (model/config.json is missing) and is kept as broken_{last.name}: using"
+    assert f"{line} {first.name}" in said
+    assert events_of(tmp_path / "run") == ["checkpoint_incomplete"]
+    assert all(torch.equal(weights[name], value) for name, value in final_weights(tmp_path / "run").items())
+    for folder in (first, last):
+        (folder / "trainer.pt").unlink()
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is complete \(step_\d+: trainer\.pt is missing; step_"):
+        await run(resume=True)
 
 
 def test_sigterm_before_rl_is_a_stop_too_and_resuming_makes_up_for_it(tmp_path: Path) -> None:

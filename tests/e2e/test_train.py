@@ -20,7 +20,7 @@ from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.runlog import read_metrics, read_trajectories
 from agentgym_rl.train import train
-from agentgym_rl.types import StopReason
+from agentgym_rl.types import EnvSession, Step, StopReason
 
 
 class Doubling(Counting):
@@ -152,6 +152,39 @@ async def test_two_environments_each_under_its_own_horizon(tmp_path: Path) -> No
     for step in (1, 2, 3):
         for t in read_trajectories(tmp_path / "run" / "trajectories" / f"step_{step:06d}.jsonl"):
             assert t.horizon == (3 if t.task.env == "doubling" else (2, 4, 4)[step - 1])
+
+
+@pytest.mark.parametrize("on_timeout", ["retry", "truncate"])
+async def test_episodes_that_run_out_of_time_are_counted_and_shown(on_timeout: str, tmp_path: Path) -> None:
+    hanging = 0
+
+    class Slow(LocalPool):
+        async def open(self, env: str) -> EnvSession:
+            session = await super().open(env)
+            step = session.step
+
+            async def some_hang(text: str) -> Step:
+                nonlocal hanging
+                hanging += 1
+                return await (asyncio.sleep(3600) if hanging % 12 == 0 else step(text))  # type: ignore[return-value]
+
+            session.step = some_hang  # type: ignore[method-assign]
+            return session
+
+    config = counting_config(agent__episode_timeout_s=2.0, agent__on_timeout=on_timeout, agent__retries=4, rl__steps=1)
+    await train(config, tmp_path / "run", console=quiet(), pool=Slow({"counting": Counting}))
+    (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    stops = [t.stop for t in read_trajectories(tmp_path / "run" / "trajectories" / "step_000001.jsonl")]
+    assert row["episodes/timeout"] > 0
+    if on_timeout == "truncate":
+        assert row["episodes/timeout"] == stops.count(StopReason.TIMEOUT)
+        assert (row["episodes/error"], row["episodes/usable"]) == (0, 16)
+        assert not (tmp_path / "run" / "events.jsonl").exists()
+    else:
+        assert row["episodes/timeout"] == row["episodes/error"] == stops.count(StopReason.ERROR)
+        events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+        assert [event["kind"] for event in events] == ["episodes_failed", "episodes_timed_out"]
+        assert "set agent.on_timeout = 'truncate'" in events[1]["message"]
 
 
 async def test_without_kl_there_is_no_reference(tmp_path: Path) -> None:

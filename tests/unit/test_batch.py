@@ -225,9 +225,39 @@ def test_only_algorithms_that_compare_groups_drop_those_of_equal_rewards(algorit
     assert len(estimate(batch, rl).samples) == kept
 
 
+def test_an_episode_that_ran_out_of_time_is_trained_on_as_a_truncation() -> None:
+    rl = RLSettings(algorithm="ppo")
+    made = group(1, [0.0, 1.0])
+    made.trajectories[0].stop = StopReason.TIMEOUT
+    made.trajectories[0].messages.pop()  # the environment did not answer the last reply
+    batch = gather([made], rl)
+    assert (batch.truncated, batch.unread) == ([True, False], [True, True])
+    for sample in batch.samples:
+        sample.values, sample.last_value = [0.6] * len(sample.logprobs), 99.0
+    assert [e.last_value for e in estimate(batch, rl).episodes] == [0.6, 0.0]
+
+
+@pytest.mark.parametrize("stop", [StopReason.MAX_CONTEXT, StopReason.MAX_TURNS])
+def test_a_state_without_tokens_is_valued_by_the_last_that_the_critic_learns(stop: StopReason) -> None:
+    """After a whole reply no token is sampled: what the critic says there, 99, it never learned."""
+    turns = {"credit": "turns", "turn_discount": 0.5}
+    for settings, expected in (({}, 0.6), (turns, (0.6 - 0.25) / 0.5), (turns | {"turn_discount": 0.0}, 0.0)):
+        rl = RLSettings(algorithm="ppo", **settings)  # type: ignore[arg-type]
+        made = group(1, [0.25], stop=stop)
+        batch = gather([made], rl)
+        (sample,) = batch.samples
+        sample.values, sample.last_value = [0.3] * (len(sample.logprobs) - 1) + [0.6], 99.0
+        assert estimate(batch, rl).episodes[0].last_value == pytest.approx(expected)
+        made.trajectories[0].messages.pop()  # a reply that was cut: another token would have come there
+        batch = gather([made], rl)
+        batch.samples[0].values, batch.samples[0].last_value = sample.values, 0.9
+        assert estimate(batch, rl).episodes[0].last_value == 0.9
+
+
 def test_only_a_truncation_is_bootstrapped_and_only_if_asked() -> None:
     made = group(1, [1.0, 0.0, 0.0])
     made.trajectories[1].stop = StopReason.MAX_TURNS
+    made.trajectories[1].messages[-1].token_ids = [3]
     for rl, expected in (
         (RLSettings(algorithm="ppo"), [0.0, 0.7, 0.0]),
         (RLSettings(algorithm="ppo", bootstrap=False), [0.0] * 3),

@@ -21,8 +21,11 @@ from agentgym_rl.training.checkpoint import (
     export_checkpoint,
     list_checkpoints,
     load_state,
+    missing_from,
     no_room,
+    put_back,
     save_checkpoint,
+    save_state,
     staged,
 )
 
@@ -83,6 +86,84 @@ def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path: Pat
 def test_saving_a_step_again_replaces_it(tmp_path: Path, model: Any) -> None:
     save(tmp_path, 1, model, mark="old")
     assert load_state(save(tmp_path, 1, model, mark="new"))["mark"] == "new"
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killed_in(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """The n-th change of a name, or the n-th removal, is the last thing the process does; a removal is half done."""
+    calls = 0
+    rename = Path.rename
+
+    def counted() -> bool:
+        nonlocal calls
+        calls += 1
+        return calls == call
+
+    def die_before_renaming(path: Path, target: Path) -> Path:
+        if counted():
+            raise Killed
+        return rename(path, target)
+
+    def die_while_removing(folder: Path, ignore_errors: bool = False) -> None:
+        if not Path(folder).exists():
+            return
+        if counted():
+            (Path(folder) / "trainer.pt").unlink()
+            raise Killed
+        for path in sorted(Path(folder).rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        Path(folder).rmdir()
+
+    monkeypatch.setattr(Path, "rename", die_before_renaming)
+    monkeypatch.setattr(shutil, "rmtree", die_while_removing)
+
+
+@pytest.mark.parametrize("moment", range(1, 6))
+def test_a_kill_while_a_step_is_saved_again_leaves_it_whole(
+    moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(mark: str) -> None:
+        with staged(tmp_path, 1, 1) as folder:
+            save_state(folder, 1, {"mark": mark})
+
+    write("old")
+    with monkeypatch.context() as patches:
+        killed_in(patches, moment)
+        try:
+            write("new")
+        except Killed:
+            assert moment < 5
+        else:
+            assert moment == 5, "there are four moments"
+    put_back(tmp_path)
+    (there,) = list_checkpoints(tmp_path)
+    assert not missing_from(there)
+    assert load_state(there)["mark"] == ("old" if moment < 3 else "new")
+    write("again")
+    assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
+    assert load_state(there)["mark"] == "again"
+
+
+def test_what_a_checkpoint_lacks_is_named(tmp_path: Path, model: Any) -> None:
+    folder = save(tmp_path, 1, model)
+    assert missing_from(folder) == ""
+    torn = folder / "model" / "model.safetensors"
+    whole = torn.read_bytes()
+    torn.write_bytes(whole[:-1])
+    assert missing_from(folder) == f"model/model.safetensors has {len(whole) - 1} bytes of {len(whole)}"
+    torn.write_bytes(whole)
+    tokenizer = (folder / "model" / "tokenizer.json").rename(tmp_path / "elsewhere")
+    assert missing_from(folder) == "model/tokenizer.json is missing"
+    tokenizer.rename(folder / "model" / "tokenizer.json")
+    (folder / "files.json").unlink()  # as an earlier version wrote it
+    assert missing_from(folder) == ""
+    torn.unlink()
+    assert missing_from(folder) == "model/ has no weights"
+    (folder / "trainer.pt").unlink()
+    assert missing_from(folder) == "trainer.pt is missing"
 
 
 def test_a_failed_save_leaves_the_earlier_checkpoint_alone(tmp_path: Path, model: Any) -> None:

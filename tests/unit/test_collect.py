@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +17,13 @@ from servers_for_tests import server_in_thread, server_process
 from test_rollout import Corridor, Garbage, Hanging, Raising, RaisingReset
 from tokenizers_for_tests import byte_level_bpe
 
-from agentgym_rl.agent.collect import Collector
+from agentgym_rl import wiring
+from agentgym_rl.agent.collect import Collector, Places
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy, stable_seed
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError, EnvUnavailable
 from agentgym_rl.types import EnvSession, Limits, Sampling, Step, StopReason, Task, Trajectory
@@ -194,6 +197,75 @@ async def test_the_same_seed_plays_the_same_episodes() -> None:
 
     assert await played(1, 1) == await played(1, 12)
     assert await played(1, 4) != await played(2, 4)
+
+
+@pytest.mark.parametrize("on_timeout", ["retry", "truncate"])
+async def test_a_slow_episode_is_played_again_or_kept_as_it_is_and_counted(on_timeout: Any) -> None:
+    pool = Pool(lambda number: Hanging() if number == 0 else Corridor())
+    collector = Collector(pool, oracle, 2, 1, retries=1, episode_timeout_s=1.0, on_timeout=on_timeout)
+    [group] = await collector(TASKS[:1], LIMITS, 0)
+    stops = [t.stop for t in group.trajectories]
+    if on_timeout == "retry":
+        assert stops == [StopReason.ERROR, StopReason.DONE, StopReason.DONE]
+        assert len(group.usable) == 2
+    else:
+        assert stops == [StopReason.TIMEOUT, StopReason.DONE]
+        assert group.usable == group.trajectories
+    counts = collector.drain_counts()
+    assert counts["timeouts" if on_timeout == "truncate" else "errors/EpisodeTimeout"] == 1
+    assert counts["retries"] == (on_timeout == "retry")
+
+
+async def test_concurrency_bounds_all_environments_together_and_is_shared_by_weight() -> None:
+    weights = {"a": 1.0, "b": 2.0, "c": 1.0, "d": 3.0, "e": 1.0}
+    raw = {"model": {"path": "m"}, "agent": {"concurrency": 16, "instruction": ""}}
+    config = Config.model_validate(raw | {"environments": [{"name": e, "weight": w} for e, w in weights.items()]})
+    playing: Counter[str] = Counter()
+    seen: list[dict[str, int]] = []
+
+    class Slow(Corridor):
+        async def reset(self, item: int) -> Step:
+            playing[self.name] += 1
+            seen.append(dict(playing))
+            await asyncio.sleep(0.01)
+            return await super().reset(item)
+
+        async def close(self) -> None:
+            playing[self.name] -= 1
+
+    class Named(Pool):
+        async def open(self, env: str) -> EnvSession:
+            session = await super().open(env)
+            session.name = env
+            return session
+
+    pool = Named(lambda number: Slow())
+    collect = wiring.collect_each(config, pool, oracle, 4, "")  # type: ignore[arg-type]
+    groups = await asyncio.gather(*(collect([Task(e, 1)] * 16, LIMITS, 0) for e in weights))
+    assert all(t.success for part in groups for group in part for t in group.trajectories)
+    assert max(sum(row.values()) for row in seen) == 16
+    assert seen[15] == {"a": 2, "b": 4, "c": 2, "d": 6, "e": 2}, "all wait: places go by weight"
+    pool.most, before = 0, pool.most
+    await collect([Task("a", 1)] * 16, LIMITS, 0)
+    assert (pool.most, before) == (16, 16), "an environment that plays alone may have all"
+
+
+async def test_a_place_is_free_again_when_whoever_waited_for_it_is_cancelled() -> None:
+    places = Places(1)
+
+    async def hold(until: asyncio.Event) -> None:
+        async with places.taken("a"):
+            await until.wait()
+
+    end = asyncio.Event()
+    first, second, third = (asyncio.create_task(hold(end)) for _ in range(3))
+    await asyncio.sleep(0.01)
+    second.cancel()
+    first.cancel()
+    end.set()
+    async with asyncio.timeout(20):
+        await third
+    assert [first.cancelled(), second.cancelled()] == [True, True]
 
 
 async def test_a_close_that_fails_or_hangs_spoils_nothing() -> None:

@@ -86,6 +86,8 @@ def test_the_last_override_of_a_key_counts(recipe: Path) -> None:
         ("rl.group_size=1", "rl: group_size: grpo .* at least 2, got 1"),
         ("rl.kl_coef=-0.1", "rl: kl_coef must be at least 0"),
         ("rl.importance_cap=0.5", "rl: importance_cap must be at least 1"),
+        ("rl.sequence_mask_low=1.1", "rl: sequence_mask_low must be at most 1"),
+        ("rl.sequence_mask_high=0.9", "rl: sequence_mask_high must be at least 1"),
         ("rl.optimizer.lr=-1.0", "rl.optimizer: lr must be at least 0"),
         ("rl.optimizer.lr=nan", "rl.optimizer: lr must be at least 0, got nan"),
         ("warm_start.sft.batch_size=0", "warm_start.sft: batch_size must be at least 1"),

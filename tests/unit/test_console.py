@@ -76,12 +76,14 @@ def test_missing_and_nonfinite_values_are_shown_as_such() -> None:
     console, stream = plain()
     with console.steps(2):
         console.step(1, {})
-        console.step(2, METRICS | {"kl/reference": math.nan, "reward/mean": None, "episodes/error": 2.0})
+        console.step(
+            2, METRICS | {"kl/reference": math.nan, "reward/mean": None, "episodes/error": 2.0, "episodes/timeout": 1.0}
+        )
     _, empty, broken, trouble = stream.getvalue().splitlines()
     assert empty.split()[:-2] == ["1"] + ["–"] * 12
     assert broken.split()[1] == "–"
     assert "nan" in broken
-    assert "2 episodes failed and dropped" in trouble
+    assert "2 episodes failed and dropped; 1 episode ran out of time" in trouble
     assert "not finite: kl/reference" in trouble
 
 

@@ -185,8 +185,10 @@ def test_a_critic_reads_before_each_action_and_after_what_was_seen_last() -> Non
         assert sample.token_ids == t.token_ids  # with what came after the last reply
         assert sample.values == pytest.approx(expected[:-1], abs=1e-5)
         assert sample.last_value == pytest.approx(expected[-1], abs=1e-5)
-        truncated = t.stop is not StopReason.DONE
-        assert episode.last_value == (sample.last_value if truncated else 0.0)
+        unread = t.stop is StopReason.MAX_CONTEXT
+        assert episode.last_value == (
+            0.0 if t.stop is StopReason.DONE else (sample.values[-1] if unread else sample.last_value)
+        )
         if t.stop is StopReason.MAX_TURNS:
             bootstrapped += 1
             blind = slow.critic_values(critic, replace(t, messages=t.messages[:-1]))[-1].item()
@@ -258,7 +260,7 @@ def test_a_new_critic_says_nothing_and_learns_what_states_are_worth() -> None:
 
 
 def test_a_masked_trajectory_is_left_out_and_counted() -> None:
-    rl = settings_of("rloo, cispo", importance_cap=1.0 + 1e-6, zero_variance="keep")
+    rl = settings_of("rloo, cispo", sequence_mask_low=1.0, sequence_mask_high=1.0 + 1e-6, zero_variance="keep")
     learner = Catching(tiny_model(1), rl, 1.0)
     metrics = learner.learn(prepared(learner, lively_groups(), rl), 0)
     assert (metrics["importance/kept"], metrics["grad/norm"]) == (0.0, 0.0)

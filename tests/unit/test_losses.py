@@ -23,6 +23,7 @@ from agentgym_rl.training.losses import (
     token_truncated,
     value_loss,
 )
+from agentgym_rl.training.settings import RLSettings
 
 
 @dataclass
@@ -214,22 +215,39 @@ def test_kl_of_equal_policies_is_zero_and_k3_stays_finite_far_away() -> None:
 
 
 @few(60)
-@given(made=tokens(), cap=st.sampled_from([1.0, 1.5, 2.0, 10.0]))
-def test_corrections_agree_with_a_loop_and_are_constants(made: Tokens, cap: float) -> None:
+@given(
+    made=tokens(),
+    cap=st.sampled_from([1.0, 1.5, 2.0, 10.0]),
+    bounds=st.sampled_from([(0.98, 1.02), (0.5, 1.5), (1.0, 3.0)]),
+)
+def test_corrections_agree_with_a_loop_and_are_constants(made: Tokens, cap: float, bounds: tuple[float, float]) -> None:
     learner, sampler, _, rows = made.tensors()
-    by_token, by_sequence = (CORRECTIONS[name](learner, sampler, rows, cap) for name in ("token", "sequence_mask"))
+    low, high = bounds
+    settings = RLSettings(importance_cap=cap, sequence_mask_low=low, sequence_mask_high=high)
+    by_token, by_sequence = (CORRECTIONS[name](learner, sampler, rows, settings) for name in ("token", "sequence_mask"))
     assert not by_token.requires_grad
     assert not by_sequence.requires_grad
     for i, row in enumerate(made.row):
         assert float(by_token[i]) == pytest.approx(min(math.exp(made.new[i] - made.old[i]), cap), rel=1e-9)
         mean = math.exp(made.mean_log_ratio(row))
-        if min(abs(mean - cap), abs(mean - 1 / cap)) > 1e-9:
-            assert float(by_sequence[i]) == float(1 / cap <= mean <= cap)
+        if min(abs(mean - low), abs(mean - high)) > 1e-9:
+            assert float(by_sequence[i]) == (float(by_token[i]) if low <= mean <= high else 0.0)
+
+
+def test_a_sequence_that_is_far_off_is_masked_by_default_whichever_way() -> None:
+    """2,000 tokens, 1,380 nats apart: less than a factor of two a token."""
+    rows = torch.arange(4).repeat_interleave(2000)
+    nats = torch.tensor([1380.0, -1380.0, 20.0, 0.0])[rows] / 2000
+    sampler = torch.full((8000,), -1.0)
+    weights = sequence_mask(sampler + nats, sampler, rows, RLSettings()).view(4, 2000)
+    assert weights[:2].eq(0).all()
+    torch.testing.assert_close(weights[2:], nats.exp().view(4, 2000)[2:])
 
 
 def test_equal_policies_need_no_correction_and_a_vanishing_sampler_is_capped() -> None:
     sampler, rows = torch.log(torch.tensor([0.5, 0.1, 1e-30])), torch.tensor([0, 0, 1])
     for correction in CORRECTIONS.values():
-        assert (correction(sampler, sampler, rows, 1.0) == 1.0).all()
-    assert token_truncated(torch.zeros(3), sampler, rows, 2.0).tolist() == [2.0, 2.0, 2.0]
-    assert sequence_mask(torch.zeros(3), sampler, rows, 5.0).tolist() == [1.0, 1.0, 0.0]
+        assert (correction(sampler, sampler, rows, RLSettings(importance_cap=1.0)) == 1.0).all()
+    wide = RLSettings(sequence_mask_low=0.2, sequence_mask_high=5.0)
+    assert token_truncated(torch.zeros(3), sampler, rows, wide).tolist() == [2.0, 2.0, 2.0]
+    assert sequence_mask(torch.zeros(3), sampler, rows, wide).tolist() == [2.0, 2.0, 0.0]

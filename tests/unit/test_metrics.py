@@ -38,6 +38,7 @@ def test_means_over_usable_episodes() -> None:
     expected = {
         "episodes/usable": 4,
         "episodes/error": 1,
+        "episodes/timeout": 0,
         "reward/mean": 1 / 4,
         "success/mean": 1 / 4,
         "turns/mean": (3 + 2 + 1 + 1) / 4,
@@ -69,7 +70,9 @@ def test_one_environment_has_no_metrics_of_its_own() -> None:
 
 def test_failures_only() -> None:
     failed = Group(Task("toy", 1), [trajectory(1, stop=StopReason.ERROR)])
-    assert episode_metrics([failed]) == {"episodes/usable": 0.0, "episodes/error": 1.0}
+    assert episode_metrics([failed]) == {"episodes/usable": 0.0, "episodes/error": 1.0, "episodes/timeout": 0.0}
+    failed.trajectories[0].error = "EpisodeTimeout: the episode was not over after 5 s"
+    assert episode_metrics([failed])["episodes/timeout"] == 1.0
 
 
 def test_an_episode_without_a_reply_is_counted_and_divides_nothing_by_zero() -> None:

@@ -1,9 +1,12 @@
 """Faults that were found by trying to refute the project's claims, one test each."""
 
+import tomllib
 from pathlib import Path
 
 import pytest
 import tomli_w
+from packaging.requirements import Requirement
+from scripts_for_tests import ROOT
 
 from agentgym_rl.config import AgentConfig, load_config
 from agentgym_rl.environment.envs.webarena.evaluators.strings import must_include
@@ -22,6 +25,14 @@ def test_resume_takes_the_newest_run_of_the_same_seed(tmp_path: Path, monkeypatc
     assert load_config(None, [*RECIPE, "seed=0"]).folder(resume=True) == Path("runs/mine")
     assert load_config(None, [*RECIPE, "seed=1"]).folder(resume=True) == Path("runs/mine-2")
     assert load_config(None, [*RECIPE, "seed=0"]).folder(resume=False) == Path("runs/mine-3")
+
+
+def test_a_torch_without_products_in_float32_is_not_installed() -> None:
+    """`torch.mm(out_dtype=)`, which head and engine call on CUDA, is in 2.8 and not in 2.7."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (torch,) = [found for found in map(Requirement, listed) if found.name == "torch"]
+    assert not torch.specifier.contains("2.7.1")
+    assert torch.specifier.contains("2.8.0")
 
 
 def test_an_episode_may_not_outgrow_the_engine() -> None:

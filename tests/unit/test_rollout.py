@@ -321,6 +321,15 @@ async def test_an_environment_that_hangs() -> None:
     assert trajectory.seconds < 60
 
 
+async def test_a_deadline_may_be_a_truncation() -> None:
+    policy = ScriptedPolicy(["go"])
+    trajectory = await rollout(TASK, Hanging(), policy, LIMITS, id="t", timeout_s=0.05, truncate=True)
+    assert (trajectory.stop, trajectory.error, trajectory.timed_out) == (StopReason.TIMEOUT, None, True)
+    assert trajectory.stop.truncated
+    assert (trajectory.num_turns, trajectory.reward, trajectory.success) == (1, 0.0, False)
+    assert Trajectory.from_json(trajectory.to_json()) == replace(trajectory, seconds=round(trajectory.seconds, 4))
+
+
 async def test_a_time_out_of_the_environments_own_keeps_its_own_name() -> None:
     class Slow(Corridor):
         async def step(self, text: str) -> Step:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,20 +19,26 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from runs_for_tests import quiet
+from tokenizers_for_tests import byte_level_bpe
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_for_tests import vllm_processes
 
-from agentgym_rl import serving
+from agentgym_rl import serving, wiring
+from agentgym_rl.agent.engines import replicas as replicas_module
 from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.replicas import Replicas
+from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
+from agentgym_rl.agent.engines.vllm import server as vllm_server_module
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
+from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.train import train
 from agentgym_rl.training.optimizer import make_optimizer
 from agentgym_rl.training.settings import OptimizerSettings
-from agentgym_rl.types import Sampling
+from agentgym_rl.types import Limits, Sampling
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
@@ -57,6 +64,8 @@ class Server:
         """New weights are acknowledged and not taken."""
         self.faults = 0
         """So many requests are answered with 503."""
+        self.answered = 0
+        """Replies of more than the one token that scoring asks for."""
         self.app = FastAPI()
         self.app.get("/v1/models")(self.models)
         self.app.post("/v1/completions")(self.complete)
@@ -73,6 +82,7 @@ class Server:
         body = await request.json()
         self.salts.add(body["cache_salt"])
         ids = body["prompt"]
+        self.answered += body["max_tokens"] > 1
         sampling = Sampling(
             body["max_tokens"], body["temperature"], stop_token_ids=tuple(body.get("stop_token_ids", ()))
         )
@@ -141,7 +151,37 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
             await client.update_weights(tmp_path / "other", 5, probe=probe_model(make_model()))
         with pytest.raises(EngineError, match="failed to take weights 5"):
             await client.generate(PROMPT, Sampling(2), "s")
+        await client.update_weights(tmp_path / "other", 6, probe=probe_model(other))
+        assert (await client.generate(PROMPT, Sampling(2), "s")).version == 6
         await client.close()
+
+
+async def test_a_server_that_was_started_again_serves_nothing_before_it_has_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(replicas_module, "monotonic", lambda: now)
+    monkeypatch.setattr(vllm_server_module, "RETRIES", 0)
+    other = make_model(1)
+    other.save_pretrained(tmp_path / "other")
+    with running() as first, running() as second:
+        replicas = Replicas([VllmServer(first.url), VllmServer(second.url)])
+        await replicas.start()
+        await replicas.update_weights(tmp_path / "other", 1, probe=probe_model(other))
+        first.faults = 1
+        await replicas.generate(PROMPT, Sampling(2), "s0")
+        await replicas.release("s0")
+        first.model = make_model()  # as it was when it was started
+        for number in range(1, 4):
+            now += 100.0
+            await replicas.generate(PROMPT, Sampling(2), f"s{number}")
+            await replicas.release(f"s{number}")
+        assert not first.faults
+        assert first.answered == 0
+        await replicas.update_weights(tmp_path / "other", 2, probe=probe_model(other))
+        await replicas.generate(PROMPT, Sampling(2), "s4")
+        assert first.answered == 1
+        await replicas.close()
 
 
 async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path: Path) -> None:
@@ -303,6 +343,18 @@ async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
     with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide the model's heads, 2 and 2 of keys"):
         serving.require_engine(config_of(**split))
     serving.require_engine(config_of(heads=6, **split))
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+async def test_requests_have_seeds_unless_the_recipe_says_otherwise(seeded: bool) -> None:
+    engine = {"kind": "vllm", "seeded": seeded}
+    config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
+    asked, session = ScriptedEngine([[1], [1]]), SimpleNamespace(instruction="")
+    make = wiring.engine_policies(asked, Renderer(byte_level_bpe("chatml")), config, 1.0)
+    for seed in (7, 8):
+        await make(session, seed).reply([], "Where to?", Limits(1, 4, 200))  # type: ignore[arg-type]
+    seeds = {sampling.seed for sampling in asked.samplings}
+    assert (None in seeds, len(seeds)) == ((False, 2) if seeded else (True, 1))
 
 
 def test_a_saved_config_can_be_read_again() -> None:

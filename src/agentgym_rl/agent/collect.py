@@ -6,8 +6,10 @@ Every episode runs by itself from open to close. Nothing waits for the slowest o
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Literal
 
 from agentgym_rl.agent.policy import PolicyFactory, stable_seed
 from agentgym_rl.agent.rollout import rollout
@@ -15,11 +17,55 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
 
 
+class Places:
+    """Room for `total` episodes at once, shared by all collectors that it is given to.
+
+    If several environments wait, the next place goes to the one that has the fewest for its weight; one that plays
+    alone may have all. `weights` are 1 unless given.
+    """
+
+    def __init__(self, total: int, weights: Mapping[str, float] | None = None) -> None:
+        if total < 1:
+            raise ConfigError(f"concurrency must be 1 or more, got {total}")
+        self._free = total
+        self._weights = weights or {}
+        self._taken: Counter[str] = Counter()
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = defaultdict(deque)
+
+    @asynccontextmanager
+    async def taken(self, env: str) -> AsyncIterator[None]:
+        """Hold a place while the body runs."""
+        loop = asyncio.get_running_loop()
+        granted: asyncio.Future[None] = loop.create_future()
+        self._waiting[env].append(granted)
+        # Not at once: environments that begin together all wait by then.
+        loop.call_soon(self._hand_out)
+        try:
+            await granted
+            yield
+        finally:
+            if granted.done() and not granted.cancelled():
+                self._free += 1
+                self._taken[env] -= 1
+                self._hand_out()
+
+    def _hand_out(self) -> None:
+        while self._free and (envs := [env for env, queue in self._waiting.items() if queue]):
+            env = min(envs, key=lambda env: self._taken[env] / self._weights.get(env, 1.0))
+            granted = self._waiting[env].popleft()
+            if not granted.cancelled():
+                self._free -= 1
+                self._taken[env] += 1
+                granted.set_result(None)
+
+
 class Collector:
-    """Plays `group_size` episodes of each task; satisfies `types.Collect`.
+    """Plays `group_size` episodes of each task; satisfies `types.Collect`. `concurrency` bounds episodes at once; as
+    `Places`, those of several collectors together.
 
     An episode that ends as ERROR is played again up to `retries` times with another seed. Every attempt is in the
-    group, in order of place and attempt whichever finished first, and is handed to `on_trajectory` as it ends.
+    group, in order of place and attempt whichever finished first, and is handed to `on_trajectory` as it ends. One that
+    takes longer than `episode_timeout_s` ends as ERROR, too, or with `on_timeout` "truncate" as TIMEOUT.
     """
 
     def __init__(
@@ -27,7 +73,7 @@ class Collector:
         pool: EnvPool,
         make_policy: PolicyFactory,
         group_size: int,
-        concurrency: int,
+        concurrency: int | Places,
         retries: int = 1,
         episode_timeout_s: float = 600.0,
         on_trajectory: Callable[[Trajectory], None] | None = None,
@@ -35,10 +81,10 @@ class Collector:
         *,
         prefix: str = "",
         close_timeout_s: float = 30.0,
+        on_timeout: Literal["retry", "truncate"] = "retry",
     ) -> None:
         for name, value, least in (
             ("group_size", group_size, 1),
-            ("concurrency", concurrency, 1),
             ("retries", retries, 0),
         ):
             if value < least:
@@ -46,25 +92,25 @@ class Collector:
         self._pool = pool
         self._make_policy = make_policy
         self._group_size = group_size
-        self._concurrency = concurrency
+        self._places = concurrency if isinstance(concurrency, Places) else Places(concurrency)
         self._retries = retries
         self._episode_timeout_s = episode_timeout_s
         self._on_trajectory = on_trajectory
         self._wrap = wrap
         self._close_timeout_s = close_timeout_s
+        self._truncate = on_timeout == "truncate"
         self.prefix = prefix
         """Begins every trajectory's id; give each use of one seed in a run (training, evaluation) its own."""
         self.counts: Counter[str] = Counter()
-        """episodes, retries, failed (no attempt left), errors/<kind>: since the last `drain_counts`."""
+        """episodes, retries, timeouts (truncated), failed (no attempt left), errors/<kind>: since `drain_counts`."""
 
     async def __call__(self, tasks: list[Task], limits: Limits, seed: int, first: int = 0) -> list[Group]:
         """`first` is the place of the first task in the list that these are a part of: ids and seeds hang on it."""
-        places = asyncio.Semaphore(self._concurrency)
         try:
             async with asyncio.TaskGroup() as running:
                 episodes = [
                     [
-                        running.create_task(self._place(places, task, limits, seed, index, place))
+                        running.create_task(self._place(task, limits, seed, index, place))
                         for place in range(self._group_size)
                     ]
                     for index, task in enumerate(tasks, first)
@@ -82,13 +128,11 @@ class Collector:
         counts, self.counts = dict(self.counts), Counter()
         return counts
 
-    async def _place(
-        self, places: asyncio.Semaphore, task: Task, limits: Limits, seed: int, index: int, place: int
-    ) -> list[Trajectory]:
+    async def _place(self, task: Task, limits: Limits, seed: int, index: int, place: int) -> list[Trajectory]:
         """All attempts at one place of a group."""
         attempts: list[Trajectory] = []
         for attempt in range(self._retries + 1):
-            async with places:
+            async with self._places.taken(task.env):
                 trajectory = await self._episode(
                     task,
                     limits,
@@ -116,7 +160,8 @@ class Collector:
         try:
             env = session if self._wrap is None else self._wrap(session)
             policy = self._make_policy(env, seed)
-            return await rollout(task, env, policy, limits, id=id, timeout_s=self._episode_timeout_s)
+            timeout_s = self._episode_timeout_s
+            return await rollout(task, env, policy, limits, id=id, timeout_s=timeout_s, truncate=self._truncate)
         finally:
             await self._close(session)
 
@@ -131,6 +176,8 @@ class Collector:
     def _count(self, trajectory: Trajectory, attempt: int) -> None:
         self.counts["episodes"] += 1
         self.counts["retries"] += attempt > 0
+        if trajectory.stop is StopReason.TIMEOUT:
+            self.counts["timeouts"] += 1
         if trajectory.stop is StopReason.ERROR:
             kind = (trajectory.error or "unknown").split(":")[0]
             self.counts[f"errors/{kind}"] += 1

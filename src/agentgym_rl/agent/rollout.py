@@ -10,7 +10,7 @@ from typing import Any
 
 from agentgym_rl.agent.policy import Policy, observed
 from agentgym_rl.errors import EnvError
-from agentgym_rl.types import MAX_REWARD, EnvSession, Limits, Step, StopReason, Task, Trajectory
+from agentgym_rl.types import EPISODE_TIMEOUT, MAX_REWARD, EnvSession, Limits, Step, StopReason, Task, Trajectory
 
 _ENDINGS = {"length": StopReason.LENGTH, "max_context": StopReason.MAX_CONTEXT}
 
@@ -23,11 +23,13 @@ async def rollout(
     *,
     id: str,  # noqa: A002 - the name of the field it fills
     timeout_s: float | None = None,
+    truncate: bool = False,
 ) -> Trajectory:
     """Play one episode to a named ending and close the policy; `env` is closed by whoever opened it.
 
-    Whatever fails, or takes longer than `timeout_s`, ends the episode as ERROR with all that was played until then.
-    Only a cancellation from outside is passed on.
+    Whatever fails, or takes longer than `timeout_s`, ends the episode as ERROR with all that was played until then;
+    with `truncate` the deadline ends it as TIMEOUT, which may be trained on. Only a cancellation from outside is passed
+    on.
     """
     trajectory = Trajectory(id=id, task=task, horizon=limits.max_turns)
     started = time.monotonic()
@@ -41,7 +43,9 @@ async def rollout(
         trajectory.stop = StopReason.ERROR
         trajectory.error = f"{type(error).__name__}: {error}"
         if isinstance(error, TimeoutError) and deadline.expired():
-            trajectory.error = f"EpisodeTimeout: the episode was not over after {timeout_s:g} s"
+            trajectory.error = f"{EPISODE_TIMEOUT}: the episode was not over after {timeout_s:g} s"
+            if truncate:
+                trajectory.stop, trajectory.error = StopReason.TIMEOUT, None
     trajectory.seconds = time.monotonic() - started
     return trajectory
 

@@ -27,6 +27,8 @@ class Batch:
     """What the estimator is told of each sample."""
     truncated: list[bool] = field(default_factory=list)
     """By sample: the episode did not truly end, so that there is something to bootstrap from."""
+    unread: list[bool] = field(default_factory=list)
+    """By sample: the state it was truncated in has no tokens, so that a critic cannot look at it."""
     masked: list[bool] = field(default_factory=list)
     """By sample: compared with, but not trained on."""
     weights: list[float] = field(default_factory=list)
@@ -83,8 +85,27 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
                 Episode(number, rewards, counts, states=[info.get("state_key") for info in trajectory.infos])
             )
             batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated)
+            batch.unread.append(_ends_unread(trajectory))
             batch.masked.append(settings.overlong == "mask" and trajectory.stop in _OVERLONG)
     return batch
+
+
+def _ends_unread(trajectory: Trajectory) -> bool:
+    """Whether the last observation did not fit into the context, or did not come in time. The sample then ends with a
+    whole reply, after which no token is ever sampled, so that the critic never learns the value of that position."""
+    last = trajectory.messages[-1]
+    return trajectory.stop is StopReason.TIMEOUT or (last.role != "assistant" and not last.token_ids)
+
+
+def _value_after(episode: Episode, settings: RLSettings) -> float:
+    """Return the value V' after the last reply by the one that the critic learns, before its last token: V = r + d V'.
+
+    With credit by outcome rewards are paid at the end of an episode only, and V' is V.
+    """
+    value, discount = episode.values[-1], settings.turn_discount
+    if settings.credit == "outcome":
+        return value
+    return (value - episode.rewards[-1]) / discount if discount else 0.0
 
 
 def overlong_penalty(tokens: int, max_new_tokens: int, settings: RLSettings) -> float:
@@ -99,12 +120,15 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     For ppo the samples hold values; for KL in the reward they hold old and reference log-probabilities, and `kl_coef`
     is its weight now.
     """
-    for sample, episode, truncated in zip(batch.samples, batch.episodes, batch.truncated, strict=True):
+    ends = zip(batch.samples, batch.episodes, batch.truncated, batch.unread, strict=True)
+    for sample, episode, truncated, unread in ends:
         if settings.kl_in == "reward" and kl_coef:
             old, reference = torch.tensor(sample.old_logprobs), torch.tensor(sample.reference_logprobs)
             episode.penalties = (kl_coef * KL_ESTIMATORS[settings.kl_estimator](old, reference)).tolist()
         episode.values = sample.values
-        episode.last_value = sample.last_value if truncated and settings.bootstrap else 0.0
+        episode.last_value = 0.0
+        if truncated and settings.bootstrap and sample.values:
+            episode.last_value = _value_after(episode, settings) if unread else sample.last_value
     found = ESTIMATORS[settings.algorithm](batch.episodes, settings)
     for sample, advantages in zip(batch.samples, found.advantages, strict=True):
         sample.advantages = advantages
@@ -122,6 +146,7 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
         samples=[batch.samples[i] for i, _ in kept],
         episodes=[batch.episodes[i] for i, _ in kept],
         truncated=[batch.truncated[i] for i, _ in kept],
+        unread=[batch.unread[i] for i, _ in kept],
         masked=[False] * len(kept),
         weights=[w for _, w in kept],
         zero_variance_groups=len(flat),

@@ -4,11 +4,13 @@ checkpoints/step_000010/
     model/        a Hugging Face folder, usable as it is; with LoRA the adapters alone, in peft's format
     trainer.pt    optimizer, random states, schedules, data position
     shards/       written by several ranks: the optimizer, in place of what trainer.pt would have of it
+    files.json    the size of every file: what is missing or cut short is noticed before a run resumes from it
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -24,6 +26,7 @@ import torch
 from agentgym_rl.errors import ConfigError
 
 SHARDS = "shards"
+FILES = "files.json"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -32,30 +35,85 @@ def save_checkpoint(root: Path, step: int, model: Any, tokenizer: Any, state: di
     with staged(root, step, keep) as folder:
         export(model, tokenizer, folder / "model")
         save_state(folder, step, state)
+    return checkpoint_path(root, step)
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"step_{step:06d}"
 
 
 @contextmanager
 def staged(root: Path, step: int, keep: int) -> Iterator[Path]:
     """A temporary folder to write a checkpoint into; flushed to disk and renamed at the end, then old ones are removed.
-    If writing fails nothing of it stays, and the checkpoints before it do."""
-    final, temporary = root / f"step_{step:06d}", root / f".step_{step:06d}.tmp"
+    If writing fails nothing of it stays, and the checkpoints before it do. One of the same step is renamed aside and
+    removed last, so that a kill at any moment leaves one of the two whole."""
+    final = checkpoint_path(root, step)
+    temporary, aside = root / f".{final.name}.tmp", root / f".{final.name}.old"
+    put_back(root)
     for leftover in root.glob(".step_*.tmp"):  # of a process that was killed
         shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
     try:
         yield temporary
+        _list_files(temporary)
         for path in (*temporary.rglob("*"), temporary):
             _sync(path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    shutil.rmtree(final, ignore_errors=True)
+    if final.exists():
+        final.rename(aside)
     temporary.rename(final)
     _sync(root)
+    if aside.exists():
+        shutil.rmtree(aside.rename(temporary))
     for old in list_checkpoints(root)[:-keep] if keep else []:
         doomed = old.rename(root / f".{old.name}.tmp")  # half removed it must not pass for a checkpoint
         shutil.rmtree(doomed)
+
+
+def put_back(root: Path) -> None:
+    """Finish what a kill interrupted: a checkpoint that was renamed aside and not yet replaced returns to its name."""
+    for aside in root.glob(".step_*.old"):
+        final = root / aside.name.removeprefix(".").removesuffix(".old")
+        if final.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(final)
+
+
+def missing_from(folder: Path) -> str:
+    """Say what a checkpoint lacks; an empty string if it is complete."""
+    try:
+        sizes = json.loads((folder / FILES).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return _missing_from_unlisted(folder)
+    except ValueError:
+        return f"{FILES} cannot be read"
+    for name, size in sizes.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes of {size}"
+    return ""
+
+
+def _missing_from_unlisted(folder: Path) -> str:
+    """The same for a checkpoint of an earlier version, which has no list of its files."""
+    if not (folder / "trainer.pt").is_file():
+        return "trainer.pt is missing"
+    if not any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json")):
+        return "model/config.json is missing"
+    if not any((folder / "model").glob("*.safetensors")):
+        return "model/ has no weights"
+    return ""
+
+
+def _list_files(folder: Path) -> None:
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+    (folder / FILES).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
 
 
 def save_state(folder: Path, step: int, state: dict[str, Any]) -> None:
@@ -111,7 +169,7 @@ def export_checkpoint(root: Path, step: int | None, folder: Path) -> None:
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
+    """Checkpoints, oldest first."""
     found = [(int(m[1]), path) for path in root.glob("step_*") if (m := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(found)]
 

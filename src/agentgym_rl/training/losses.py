@@ -11,6 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from agentgym_rl.training.settings import RLSettings
+
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
 """(logprobs_A, old_logprobs_A, advantages_A, rows_A, clip_low, clip_high) -> (loss_A, where the clip bound)."""
 
@@ -83,19 +85,21 @@ def k3(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
-Correction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""(learner's logprobs_A, sampler's logprobs_A, rows_A, cap) -> constant weights_A; equal policies give exactly 1."""
+Correction = Callable[[Tensor, Tensor, Tensor, RLSettings], Tensor]
+"""(learner's logprobs_A, sampler's logprobs_A, rows_A, settings) -> constant weights_A; equal policies give 1."""
 
 
-def token_truncated(learner_A: Tensor, sampler_A: Tensor, rows_A: Tensor, cap: float) -> Tensor:
-    """min(pi_learner / pi_sampler, cap) of each token. Truncated importance sampling, Yao et al. 2025."""
-    return torch.exp((learner_A - sampler_A).detach().clamp(max=20.0)).clamp(max=cap)
+def token_truncated(learner_A: Tensor, sampler_A: Tensor, rows_A: Tensor, settings: RLSettings) -> Tensor:
+    """min(pi_learner / pi_sampler, importance_cap) of each token. Truncated importance sampling, Yao et al. 2025."""
+    return torch.exp((learner_A - sampler_A).detach().clamp(max=20.0)).clamp(max=settings.importance_cap)
 
 
-def sequence_mask(learner_A: Tensor, sampler_A: Tensor, rows_A: Tensor, cap: float) -> Tensor:
-    """1 for trajectories whose exp(mean log ratio) lies in [1 / cap, cap], 0 for the others, which are left out."""
+def sequence_mask(learner_A: Tensor, sampler_A: Tensor, rows_A: Tensor, settings: RLSettings) -> Tensor:
+    """As `token_truncated` in trajectories whose exp(mean log ratio) lies in [sequence_mask_low, sequence_mask_high]; 0
+    in the others, which are left out. Liu et al. 2025, 'When Speed Kills Stability' (geometric rejection)."""
     mean_A = sequence_means((learner_A - sampler_A).detach(), rows_A).exp()
-    return ((mean_A <= cap) & (mean_A >= 1.0 / cap)).to(learner_A.dtype)
+    kept_A = (mean_A >= settings.sequence_mask_low) & (mean_A <= settings.sequence_mask_high)
+    return token_truncated(learner_A, sampler_A, rows_A, settings) * kept_A
 
 
 CORRECTIONS: dict[str, Correction] = {"token": token_truncated, "sequence_mask": sequence_mask}

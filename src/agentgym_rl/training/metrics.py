@@ -26,7 +26,11 @@ def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> 
     """
     trajectories = [t for g in groups for t in g.trajectories]
     usable = [t for g in groups for t in g.usable]
-    metrics = {"episodes/usable": float(len(usable)), "episodes/error": float(len(trajectories) - len(usable))}
+    metrics = {
+        "episodes/usable": float(len(usable)),
+        "episodes/error": float(len(trajectories) - len(usable)),
+        "episodes/timeout": float(sum(t.timed_out for t in trajectories)),
+    }
     if not usable:
         return metrics
     metrics |= _means(usable) | surprise(usable)

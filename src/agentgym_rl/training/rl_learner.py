@@ -146,7 +146,7 @@ class RLLearner(Updater):
         gap_A = (old_A - micro.logprobs_A).detach()
         kept_A = torch.ones_like(gap_A)
         if settings.importance != "none":
-            kept_A = CORRECTIONS[settings.importance](old_A, micro.logprobs_A, micro.rows_A, settings.importance_cap)
+            kept_A = CORRECTIONS[settings.importance](old_A, micro.logprobs_A, micro.rows_A, settings)
         metrics = {
             "policy_loss": (weights_A * kept_A * loss_A).sum(),
             "entropy/mean": (weights_A * entropy_A).sum(),

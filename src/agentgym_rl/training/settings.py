@@ -213,14 +213,20 @@ class RLSettings:
     """1: the next step's episodes are played while this one's are learned from, with weights one update old."""
     importance: Literal["token", "sequence_mask", "none"] = "token"
     """Correction for a sampler that differs from the learner. token: weight min(learner / sampler, cap) per token.
-    sequence_mask: trajectories whose mean ratio lies outside [1 / cap, cap] are left out."""
+    sequence_mask: the same, and trajectories whose mean ratio lies outside its bounds are left out."""
     importance_cap: float = 2.0
+    """Largest weight of a token."""
+    sequence_mask_low: float = 0.98
+    sequence_mask_high: float = 1.02
+    """sequence_mask: bounds of a trajectory's geometric mean of learner / sampler. The mean hides length: 2,000 tokens
+    at a mean of 1.02 are 40 nats off."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
     critic: CriticSettings = field(default_factory=CriticSettings)
 
     def __post_init__(self) -> None:
         _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
         _require(self, clip_low=0, clip_high=0, kl_coef=0, kl_target=0, kl_rate=0, importance_cap=1, overlap=0)
+        _require(self, sequence_mask_low=0, sequence_mask_high=1)
         _require(self, overlong_buffer=1, aggregate_length=1, anchor_weight=0, resample_rounds=0)
         for name in ("turn_discount", "token_discount", "gae_lambda", "turn_lambda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
@@ -244,9 +250,15 @@ class RLSettings:
             yield "resample_rounds makes up for groups without an advantage, which only grpo and rloo leave out"
         if self.kl_rate >= 1.0:
             yield f"kl_rate must be below 1, or kl_coef could sink to nothing in one step, got {self.kl_rate}"
-        for name in ("kl_coef", "entropy_coef", "clip_low", "clip_high", "importance_cap", "kl_target"):
+        bounds = ("clip_low", "clip_high", "importance_cap", "sequence_mask_high")
+        for name in ("kl_coef", "entropy_coef", "kl_target", *bounds):
             if not math.isfinite(getattr(self, name)):
                 yield f"{name} must be a finite number, got {getattr(self, name)}"
+        if self.sequence_mask_low > 1.0:
+            yield (
+                f"sequence_mask_low must be at most 1, or equal policies would be left out, "
+                f"got {self.sequence_mask_low}"
+            )
         if self.kl_target and not self.kl_coef:
             yield "kl_target steers kl_coef, which is 0: set a kl_coef to start from"
         if self.overlap > 1:

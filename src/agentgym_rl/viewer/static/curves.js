@@ -13,7 +13,7 @@ const MAIN = [
   { title: "KL to the reference", metric: "kl/reference", hint: "KL divergence from the reference model." },
   { title: "Mismatch", metric: "mismatch/abs", hint: "Mean absolute difference between the learner's and the sampler's log-probability of a token. Should be near 0." },
   { title: "Throughput", metric: "tokens/sampled_per_s", hint: "Tokens sampled per second of rollout." },
-  { title: "Truncated", metric: "truncated/rate", rate: true, hint: "Share of episodes that ended out of turns, out of context or in the middle of a reply." },
+  { title: "Truncated", metric: "truncated/rate", rate: true, hint: "Share of episodes that ended out of turns, out of context, out of time or in the middle of a reply." },
   { title: "Groups without variance", metric: "groups/zero_variance", rate: true, hint: "Share of groups whose episodes all got the same reward: nothing is learned from them." },
   { title: "Invalid actions", metric: "actions/invalid_rate", rate: true, hint: "Share of turns whose action the environment did not understand or could not do." },
   { title: "Gradient norm", metric: "grad/norm", hint: "Norm of the gradient before clipping." },

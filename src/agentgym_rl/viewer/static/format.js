@@ -87,6 +87,7 @@ export const STOPS = {
   max_turns: "out of turns",
   max_context: "out of context",
   length: "reply cut",
+  timeout: "out of time",
   error: "error",
 };
 

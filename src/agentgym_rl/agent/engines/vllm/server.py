@@ -61,6 +61,8 @@ class VllmServer:
         self._open = asyncio.Event()
         self._lock = asyncio.Lock()
         self._closed = f"The client of {self.url} was not started: await server.start() first."
+        self._stale = ""
+        """Why it is not known which weights the server holds; the next update may change that."""
 
     async def start(self) -> None:
         rows = (await self._send("GET", "/v1/models"))["data"]
@@ -119,7 +121,9 @@ class VllmServer:
             )
         folder = _absolute(source)
         async with self._lock:
-            await self._gate()
+            if self._closed:
+                raise EngineError(self._closed)
+            self._stale = ""
             self._open.clear()
             try:
                 if (Path(folder) / "adapter_config.json").is_file():
@@ -128,15 +132,19 @@ class VllmServer:
                     await self._load_weights(folder)
                 self.version = version
                 if probe is not None:
-                    if probe.checksums:
-                        asked = {"method": "agentgym_held", "args": [probe.shapes]}
-                        probe.check_held((await self._develop("/collective_rpc", json=asked))["results"], version)
-                    probe.check(await self._score(probe.token_ids), version)
+                    await self.verify(probe)
             except BaseException:
-                self._closed = f"{self.url} failed to take weights {version}: what it holds is not known."
+                self._stale = f"{self.url} failed to take weights {version}: what it holds is not known."
                 raise
             finally:
                 self._open.set()
+
+    async def verify(self, probe: Probe) -> None:
+        """Raise EngineError unless the server holds the weights that `probe` was made of."""
+        if probe.checksums:
+            asked = {"method": "agentgym_held", "args": [probe.shapes]}
+            probe.check_held((await self._develop("/collective_rpc", json=asked))["results"], self.version)
+        probe.check(await self._score(probe.token_ids), self.version)
 
     async def close(self) -> None:
         """Ends the client; the server goes on."""
@@ -242,8 +250,8 @@ class VllmServer:
     async def _gate(self) -> None:
         if not self._closed:
             await self._open.wait()
-        if self._closed:
-            raise EngineError(self._closed)
+        if self._closed or self._stale:
+            raise EngineError(self._closed or self._stale)
 
 
 def _absolute(folder: str | Path) -> str:
