@@ -343,6 +343,68 @@ def test_case_spaces_quotes_and_a_full_stop_are_forgiven(env: BabyAI) -> None:
     assert env.step('  "Turn   LEFT". \n').info["valid"]
 
 
+TWO_PURPLE_DOORS = 49
+"""An item whose first view has a locked purple door 1 and a closed purple door 2."""
+
+
+@pytest.mark.parametrize(
+    ("item", "words", "listed"),
+    [
+        (4149, "pickup blue ball 1", "pick up blue ball 1"),
+        (TWO_PURPLE_DOORS, "go to locked purple door 1", "go to purple door 1"),
+        (TWO_PURPLE_DOORS, "go to closed purple door 2", "go to purple door 2"),
+        (TWO_PURPLE_DOORS, "go to purple closed door 1", "go to purple door 2"),
+        (TWO_PURPLE_DOORS, "toggle and go through closed purple door 2", "toggle and go through purple door 2"),
+    ],
+)
+def test_other_names_of_objects_do_what_the_listed_action_does(env: BabyAI, item: int, words: str, listed: str) -> None:
+    env.reset(item)
+    expected = env.step(listed), env.state_key()
+    env.reset(item)
+    assert (env.step(words), env.state_key()) == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "go to closed purple door 1",
+        "go to purple closed door 2",
+        "go to purple open door 1",
+        "go to purple closed door 0",
+    ],
+)
+def test_a_door_in_another_state_is_not_seen(env: BabyAI, words: str) -> None:
+    env.reset(TWO_PURPLE_DOORS)
+    step = env.step(words)
+    assert step.info == {"valid": False}
+    assert step.observation.startswith("You do not see that.\n")
+
+
+def test_agentgyms_way_through_a_door_ends_in_the_doorway(env: BabyAI) -> None:
+    env.reset(TWO_PURPLE_DOORS)
+    env.step("toggle and go through purple door 2")
+    behind = env.state_key()
+    env.reset(TWO_PURPLE_DOORS)
+    env.oracle()
+    assert env.step("toggle and go through purple closed door 1").info == {"valid": True}
+    assert env.state_key() != behind
+    env.step("move forward")
+    assert env.state_key() == behind
+    turns = 0
+    while not env.step(env.oracle()).done:
+        turns += 1
+        assert turns < 60
+
+
+def test_checking_the_available_actions_changes_nothing(env: BabyAI) -> None:
+    observation = env.reset(4149)
+    before = env.state_key(), env.oracle()
+    step = env.step("check available actions")
+    assert step.info == {"valid": True}
+    assert (step.observation, step.reward, step.done) == (observation, 0.0, False)
+    assert (env.state_key(), env.oracle()) == before
+
+
 def test_state_keys_tell_states_apart(env: BabyAI) -> None:
     item = item_of("ActionObjDoor", 0)
     env.reset(item)

@@ -415,14 +415,26 @@ def test_documents_cannot_break_out() -> None:
         ("Paris France", ["Paris"], False),
         ("theatre", ["atre"], False),
         ("São Paulo", ["Sao Paulo"], False),
-        ("a", ["the"], False),
         ("A", ["a"], True),
-        ("?", ["!"], False),
+        ("A.", ["A"], True),
+        ("the", ["A"], True),  # as in the published scorer: nothing is left of either
+        ("B", ["A"], False),
+        ("Paris\u200b", ["Paris"], False),
+        ("Paris", ["\u200bParis"], False),
+        ("Par\u200bis", ["Par is"], False),
+        ("\u200bParis", ["\u200bParis"], True),
+        ("Paris\u00a0 France", ["Paris France"], True),
         ("", [], False),
     ],
 )
 def test_exact_match(given_answer: str, accepted: list[str], right: bool) -> None:
     assert is_right(given_answer, accepted) is right
+
+
+def test_an_answer_is_compared_as_it_was_written() -> None:
+    env = start(item_of("What is the capital of the country in which the city of Samarkand lies?"))
+    assert env.step("<answer>Tashkent\u200b</answer>").info == {"valid": True, "success": False}
+    assert "\u200b" not in env.render()
 
 
 def test_answers_with_accents_are_accepted_without() -> None:

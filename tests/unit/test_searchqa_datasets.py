@@ -48,6 +48,7 @@ LAYOUTS: list[tuple[str, str, Any, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
     ("nq-test.json", "nq", [{"question": "q", "answers": ["a"], "positive_ctxs": []}], ("a",), ()),
+    ("nq-zero.jsonl", "nq", {"question": "q", "answer": [" \u200bRoom\u200b "]}, ("\u200bRoom\u200b",), ()),
     ("nq/test.jsonl", "nq", {"id": "test_0", "question": "q?", "golden_answers": ["a b", "c"]}, ("a b", "c"), ()),
     (
         "triviaqa-unfiltered/wikipedia-dev.json",

@@ -321,6 +321,19 @@ def test_generic_names_are_understood() -> None:
     assert env.step("craft 1 campfire using 3 stick, 1 coals, 3 oak logs").done
 
 
+def test_agentgyms_names_of_kinds_are_understood() -> None:
+    env = start("stone axe")
+    play(env, "get 2 bamboo", "craft 1 stick using 2 bamboo", "get 2 bamboo", "craft 1 stick using 2 bamboo")
+    assert play(env, "get 3 stone tool materials") == ["Got 3 cobblestone"]
+    assert env.step("craft 1 stone axe using 3 stone tool materials, 2 stick").done
+    env = start("composter")
+    offered = env.actions()
+    assert play(env, "get 7 wooden slabs") == ["Got 7 oak slab"]
+    assert refuse(env, "get 7 oak slab") == "Could not find oak slab"
+    assert not [action for action in offered if "slab" in action and action.startswith("get")]
+    assert env.step("craft 1 composter using 7 wooden slabs").done
+
+
 def test_crafting_is_exact_and_costs_what_it_says() -> None:
     env = start("oak fence")
     play(env, "get 5 oak log")

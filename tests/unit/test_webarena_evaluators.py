@@ -49,6 +49,9 @@ def test_exact_match() -> None:
     assert exact_match("yes", '"Yes"')
     assert not exact_match("Quest Band", "the Quest Band")
     assert answered({"exact_match": "12"}, "12")
+    assert answered({"exact_match": "12"}, "''12''")
+    assert answered({"exact_match": "yes"}, '" Yes "')
+    assert answered({"fuzzy_match": "N/A"}, "''N/A''")
     assert not answered({"exact_match": "12"}, "121")
 
 
@@ -63,11 +66,43 @@ def test_must_include() -> None:
 
 
 @pytest.mark.parametrize(
+    "answer",
+    [
+        "6",
+        "6.",
+        "(6)",
+        "$6",
+        "6%",
+        "6, 7",
+        "6: all",
+        "'6' of them",
+        "**6.**",
+        "#6",
+        "6's",
+        "a 6--",
+        "“6”",
+        '"It is 6!"',
+    ],
+)
+def test_one_character_is_found_where_it_is_a_word(answer: str) -> None:
+    assert answered({"must_include": ["6"]}, answer)
+
+
+@pytest.mark.parametrize(
+    "answer", ["16", "6th", "-6", "x=6", "6,7", "6:30", "6/7", "6-7", "6.5", "6+", "~6", "n:6", "6. Then", "a'6"]
+)
+def test_one_character_is_not_found_in_a_longer_word(answer: str) -> None:
+    assert not answered({"must_include": ["6"]}, answer)
+
+
+@pytest.mark.parametrize(
     ("reference", "url", "matches"),
     [
         ("http://a.test/x", "http://a.test/x", True),
         ("http://a.test/x/", "http://a.test/x?page=2", True),
         ("http://a.test/x", "http://a.test/x/y", True),
+        ("http://a.test/x?s=1", "http://a.test/x/?s=1", True),
+        ("http://a.test/x/?s=1", "http://a.test/x?s=1", False),  # the reference is a part of the address, as it stands
         ("http://a.test/x", "http://b.test/x", False),
         ("http://a.test/x?sort=price", "http://a.test/x?page=1&sort=price", True),
         ("http://a.test/x?sort=price", "http://a.test/x?sort=name", False),
@@ -86,6 +121,7 @@ def test_url_match(reference: str, url: str, matches: bool) -> None:
     ("reference", "url", "same"),
     [
         ("http://a.test/x/5", "http://a.test/x/5/", True),
+        ("http://a.test/x/?a=2", "http://a.test/x?a=2", True),
         ("http://a.test/x/5", "http://a.test/x/50", False),
         ("http://a.test/x/5", "http://a.test/x/5/edit", False),
         ("http://a.test/x/5", "http://b.test/x/5", False),
@@ -375,8 +411,11 @@ async def test_the_forums_helper() -> None:
 
     assert await post("http://r.test/f/books/123/a-title") == "http://r.test/f/books/123/"
     assert await post("http://r.test/f/books/123") == "http://r.test/f/books/123/"
-    assert await post("http://r.test/f/books/new") == ""
-    assert await post("http://r.test/submit") == ""
+    # Other addresses are looked at as WebArena does: the target's contents decide, not the address.
+    assert await post("http://r.test/f/books/new") == "http://r.test/f/books/new/"
+    assert await post("http://r.test/f/books") == "http://r.test/f/books"
+    assert await post("http://r.test/user/me/account") == "http://r.test/user/me/account"
+    assert await post("chrome-error://chromewebdata/") == ""
 
 
 def test_both_spellings_are_known() -> None:

@@ -9,7 +9,15 @@ from agentgym_rl.environment.envs.babyai import levels
 from agentgym_rl.environment.envs.babyai.oracle import Oracle
 from agentgym_rl.environment.envs.babyai.picture import draw
 from agentgym_rl.environment.envs.babyai.state import state_key
-from agentgym_rl.environment.envs.babyai.text import INSTRUCTION, build_menu, describe, normalise, refuse
+from agentgym_rl.environment.envs.babyai.text import (
+    CHECK_ACTIONS,
+    INSTRUCTION,
+    build_menu,
+    describe,
+    normalise,
+    read_action,
+    refuse,
+)
 from agentgym_rl.environment.envs.babyai.view import Move, View, look
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -56,7 +64,9 @@ class BabyAI:
     def step(self, text: str) -> Step:
         self._require_running()
         action = normalise(text)
-        moves = self._menu.get(action)
+        if action == CHECK_ACTIONS:
+            return Step(describe(self._level, self._view, self._menu), info={"valid": True})
+        action, moves = read_action(self._view, self._menu, action)
         if moves is None:
             reason = refuse(self._level, self._view, action)
             return Step(f"{reason}\n{describe(self._level, self._view, self._menu)}", info={"valid": False})

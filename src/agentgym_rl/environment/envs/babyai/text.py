@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from agentgym_rl.environment.envs.babyai.view import AGENT_CELL, NUM_CELLS, SIZE, Move, Paths, Sighting, View
@@ -15,7 +17,11 @@ go through DOOR: walk through an open door. toggle and go through DOOR: open it 
 its colour in your hands.
 OBJECT and DOOR are names like red ball 1 or blue door 2. The available actions are listed each time."""
 
+CHECK_ACTIONS = "check available actions"
+"""AgentGym's action that only asks for the list. Every observation here has it."""
 _FRONT_CELL = AGENT_CELL + SIZE
+_DOOR_STATES = ("open", "closed", "locked")
+_DOOR_WITH_STATE = re.compile(r"(go to|go through|toggle and go through) (\w+) (\w+) door ([0-9]{1,4})")
 
 
 def build_menu(level: Any, view: View) -> dict[str, tuple[Move, ...]]:
@@ -90,6 +96,35 @@ def _door_state(door: Any) -> str:
 def normalise(text: str) -> str:
     """Lower case, single spaces, no quotes around it and no full stop after it."""
     return " ".join(text[:200].lower().split()).strip("\"'` .")
+
+
+def read_action(view: View, menu: Mapping[str, tuple[Move, ...]], action: str) -> tuple[str, tuple[Move, ...] | None]:
+    """Return the menu's name of `action` and its moves; None for the moves if it is not on the menu.
+
+    Reads the observation's names of doors (`closed red door 2`) and AgentGym's words: `pickup red ball 1`, and
+    `red closed door 1` for the first of the closed red ones. In these words the way through a door ends in the doorway,
+    as in AgentGym; such an action keeps its own name.
+    """
+    name = re.sub("^pickup ", "pick up ", action)
+    in_agentgyms_order = False
+    if match := _DOOR_WITH_STATE.fullmatch(name):
+        verb, first, second, number = match.groups()
+        in_agentgyms_order = second in _DOOR_STATES
+        if in_agentgyms_order:
+            looks = [door for door in _doors(view, second) if door.thing.color == first]
+            doors = looks[int(number) - 1 : int(number)]
+        else:
+            doors = [door for door in _doors(view, first) if door.name == f"{second} door {number}"]
+        if doors:
+            name = f"{verb} {doors[0].name}"
+    moves = menu.get(name)
+    if moves is not None and in_agentgyms_order and "through" in name:
+        return action, moves[:-1]
+    return name, moves
+
+
+def _doors(view: View, state: str) -> list[Sighting]:
+    return [seen for seen in view.sightings if seen.thing.type == "door" and _door_state(seen.thing) == state]
 
 
 def refuse(level: Any, view: View, action: str) -> str:

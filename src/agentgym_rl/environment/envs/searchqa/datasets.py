@@ -178,10 +178,10 @@ def _strings(value: Any, key: str) -> Iterator[str]:
         value = read_literal(value, key)
     if isinstance(value, list | tuple):
         for part in value:  # a string in a list is an answer, whatever it looks like
-            yield from [one_line(part)] if isinstance(part, str) and one_line(part) else _strings(part, key)
+            yield from [part.strip()] if isinstance(part, str) and one_line(part) else _strings(part, key)
     elif isinstance(value, str):
         if one_line(value):
-            yield one_line(value)
+            yield value.strip()
     elif isinstance(value, bool):
         yield "yes" if value else "no"
     elif isinstance(value, int | float):

@@ -32,7 +32,7 @@ class Refused(Exception):
 class Action:
     kind: Literal["search", "answer"]
     text: str
-    """One line without control characters."""
+    """Of a search one line without control characters, of an answer what was written."""
 
 
 def read_reply(reply: str) -> Action:
@@ -62,15 +62,15 @@ def read_reply(reply: str) -> Action:
         raise Refused("No action was found: write <search>a query</search> or <answer>the answer</answer>.")
     if len(found) > 1:
         raise Refused(f"Give one action a turn: {len(found)} were found.")
-    kind, text = found[0]
-    text = one_line(text)
+    kind, written = found[0]
+    text = one_line(written)
     if not text:
         raise Refused(f"There is nothing between <{kind}> and </{kind}>.")
     if kind == "search":
         if len(text) > MAX_QUERY_CHARS:
             raise Refused(f"The query has {len(text)} characters: at most {MAX_QUERY_CHARS} are searched.")
         return Action("search", text)
-    return Action("answer", text)
+    return Action("answer", written.strip())
 
 
 def _is(tag: re.Match[str], kind: str, *, closing: bool) -> bool:
@@ -99,13 +99,11 @@ def _shown(text: str, max_chars: int) -> str:
 
 
 def normalise(answer: str) -> str:
-    """Lower case without punctuation, articles and needless spaces, as the question sets' own scorers do it."""
-    words = _ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split()
-    # An answer that consists of an article (vitamin `A`) or of punctuation must not equal every other such answer.
-    return " ".join(words) or answer.strip().lower()
+    """Lower case without punctuation, articles and needless spaces, exactly as the question sets' own scorers do it."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 
 def is_right(answer: str, accepted: Iterable[str]) -> bool:
     """Exact match with any accepted answer after normalisation."""
     given = normalise(answer)
-    return any(given == normalise(one_line(right)) for right in accepted)
+    return any(given == normalise(right) for right in accepted)

@@ -9,7 +9,13 @@ from typing import ClassVar
 from agentgym_rl.environment.envs.textcraft import items
 from agentgym_rl.environment.envs.textcraft.picture import draw
 from agentgym_rl.environment.envs.textcraft.planner import best_plan, fill, next_action, take
-from agentgym_rl.environment.envs.textcraft.recipes import Recipe, craft_command, load_book
+from agentgym_rl.environment.envs.textcraft.recipes import (
+    GATHERED_KINDS,
+    OTHER_NAMES,
+    Recipe,
+    craft_command,
+    load_book,
+)
 from agentgym_rl.environment.envs.textcraft.thoughts import think
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
@@ -140,7 +146,7 @@ class TextCraft:
         return f"Inventory: {held or 'You are not carrying anything.'}"
 
     def _get(self, digits: str, name: str) -> Step:
-        raw = self._raw(name)
+        raw = GATHERED_KINDS.get(name) or self._raw(OTHER_NAMES.get(name, name))
         if raw is None:
             raise _Refused(f"Could not find {_quote(name)}")
         count = _count(digits)
@@ -225,7 +231,8 @@ def _parts(ingredients: str) -> dict[str, int]:
         match = _PART.fullmatch(part.strip())
         if match is None:
             raise _Refused(f"Wrong item format: {_quote(part.strip())}. Write an amount and a name, like 2 oak planks.")
-        given[match[2]] = given.get(match[2], 0) + _count(match[1])
+        name = OTHER_NAMES.get(match[2], match[2])
+        given[name] = given.get(name, 0) + _count(match[1])
     return given
 
 

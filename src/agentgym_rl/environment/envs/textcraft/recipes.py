@@ -49,6 +49,10 @@ def _generics() -> dict[str, tuple[str, ...]]:
 
 GENERICS: Mapping[str, tuple[str, ...]] = _generics()
 _GENERIC_OF = {frozenset(members): name for name, members in GENERICS.items()}
+OTHER_NAMES: Mapping[str, str] = {"stone tool materials": "stone crafting materials"}
+"""AgentGym's name for a generic ingredient -> the name here. The package cannot tell the two apart: equal members."""
+GATHERED_KINDS: Mapping[str, str] = {"wooden slabs": "oak slab"}
+"""Generic ingredient that AgentGym's game hands out although its members are crafted -> the member to hand out."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from agentgym_rl.environment.envs.webarena.evaluators import answers, judge
-from agentgym_rl.environment.envs.webarena.evaluators.strings import exact_match, must_include, same_url, url_match
+from agentgym_rl.environment.envs.webarena.evaluators.strings import (
+    clean,
+    exact_match,
+    must_include,
+    same_url,
+    url_match,
+)
 from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig
 from agentgym_rl.errors import ConfigError
 
@@ -37,11 +43,12 @@ def evaluate(task: TaskConfig, answer: str, url: str, check_pages: CheckPages, c
 
 
 def string_match(task: TaskConfig, answer: str) -> bool:
+    bare = clean(answer)  # comparing removes a second pair of quotes, as WebArena does
     for approach, wanted in task.evaluation["reference_answers"].items():
         if approach == "exact_match":
-            matches = exact_match(wanted, answer)
+            matches = exact_match(wanted, bare)
         elif approach == "must_include":
-            matches = all(must_include(each, answer, whole_word=len(wanted) == 1) for each in wanted)
+            matches = all(must_include(each, bare, whole_word=len(wanted) == 1) for each in wanted)
         elif approach == "fuzzy_match":
             matches = _fuzzy(task, wanted, answer)
         elif approach == "number":
@@ -60,7 +67,7 @@ def string_match(task: TaskConfig, answer: str) -> bool:
 def _fuzzy(task: TaskConfig, wanted: str | list[str], answer: str) -> bool:
     """A list: the answer says all of it. N/A: the answer says so, or gives the reason why the task cannot be done."""
     if wanted == "N/A":
-        if exact_match("N/A", answer):
+        if exact_match("N/A", clean(answer)):
             return True
         return judge.same_reason(task.intent, task.evaluation.get("string_note") or "it cannot be done", answer)
     references = [wanted] if isinstance(wanted, str) else wanted

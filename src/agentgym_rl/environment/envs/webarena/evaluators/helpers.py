@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote, urlsplit
@@ -113,12 +112,17 @@ async def _latest_review_rating(around: Surroundings, sku: str) -> str:
 
 
 async def _post_url(around: Surroundings, url: str) -> str:
-    """The address of a forum post, whatever follows it; empty when it is none."""
-    match = re.match(r"/f/([^/]+)/(\d+)(?:/|$)", urlsplit(url).path)
-    if match is None:
-        return ""
+    """The address of a forum post without what follows it; any other address as it is, as WebArena does it.
+
+    Empty if a browser cannot open it (its own page of a failed load).
+    """
     split = urlsplit(url)
-    return f"{split.scheme}://{split.netloc}/f/{match[1]}/{match[2]}/"
+    parts = split.path.split("/")
+    if split.scheme not in ("http", "https"):
+        return ""
+    if len(parts) < 4 or parts[1] != "f":
+        return url
+    return f"{split.scheme}://{split.netloc}/f/{parts[2]}/{parts[3]}/"
 
 
 async def _member_role(around: Surroundings, account: str) -> str:

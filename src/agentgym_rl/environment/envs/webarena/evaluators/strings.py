@@ -6,6 +6,11 @@ import re
 from urllib.parse import parse_qs, urlsplit
 
 OR = " |OR| "
+_MARKS = r"\s;@#$%&?!*()\[\]{}<>\"`“”«»„‘’"
+"""Spaces, and marks that are words of their own wherever they stand."""
+_ALONE_AFTER = rf"(?:(?<![^{_MARKS}])|(?<=(?<!\w)')|(?<=--)|(?<=\.\.))"
+_ALONE_BEFORE = rf"(?=(?:'[smd]?)?(?:$|[{_MARKS}]|--|\.\.|[,:](?!\d))|\.[{_MARKS}']*$)"
+"""A comma or colon before a digit belongs to a number, a full stop ends a word only at the end of the answer."""
 
 
 def clean(text: str) -> str:
@@ -20,10 +25,13 @@ def exact_match(reference: str, answer: str) -> bool:
 
 
 def must_include(reference: str, answer: str, whole_word: bool = False) -> bool:
-    """`whole_word`: a reference of one character must stand alone, so that 0 is not found in 10."""
+    """`whole_word`: a reference of one letter or digit must be a word of the answer: 0 is not found in 10, 0th or -0.
+
+    The words are those of NLTK's tokenizer, which WebArena uses.
+    """
     wanted, given = clean(reference), clean(answer)
-    if whole_word and len(wanted) == 1:
-        return wanted in re.findall(r"\d+(?:[.,:/-]\d+)*|\w+|[^\w\s]", given)
+    if whole_word and len(wanted) == 1 and wanted.isalnum():
+        return re.search(_ALONE_AFTER + wanted + _ALONE_BEFORE, given) is not None
     return wanted in given
 
 
@@ -48,6 +56,7 @@ def url_match(reference: str, url: str) -> bool:
 def same_url(reference: str, url: str) -> bool:
     """EXACT: the same page with the same query, in any order. The first page of a list may be asked for by number."""
     (place, query), (wanted_place, wanted_query) = _parts(url), _parts(reference)
+    place, wanted_place = place.rstrip("/"), wanted_place.rstrip("/")
     if query.get("page") == ["1"] and "page" not in wanted_query:
         del query["page"]
     return (place, query) == (wanted_place, wanted_query)
@@ -55,4 +64,4 @@ def same_url(reference: str, url: str) -> bool:
 
 def _parts(url: str) -> tuple[str, dict[str, list[str]]]:
     split = urlsplit(url.strip().rstrip("/"))
-    return split.netloc + split.path.rstrip("/"), parse_qs(split.query)
+    return split.netloc + split.path, parse_qs(split.query)
