@@ -264,7 +264,8 @@ class Config(_Section):
     agentevol: AgentEvolSettings | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    trackers: tuple[Literal["tensorboard"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Dashboards that get a copy of the metrics; each needs the pip extra of its name."""
     scale: ScaleConfig | None = None
 
     @model_validator(mode="before")
