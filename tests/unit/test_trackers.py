@@ -126,9 +126,7 @@ def test_a_failed_run_is_failed_in_mlflow(mlflow: Any, tmp_path: Path) -> None:
     assert found.info.status == "FAILED"
 
 
-def test_a_tracker_that_cannot_start_leaves_no_run(
-    wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tracker_that_cannot_start_leaves_no_run(wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("WANDB_API_KEY", "NETRC"):
