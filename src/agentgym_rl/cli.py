@@ -10,30 +10,48 @@ from typing import Annotated, Any
 
 import typer
 
+from agentgym_rl import __version__
 from agentgym_rl.errors import AgentGymError, ConfigError
 
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train LLM agents by multi-turn reinforcement learning.",
 )
 
 SUBSETS_SHOWN = 5
 """Subsets of an environment that the list names; the JSON has all."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"agentgym-rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit")
+    ] = False,
+) -> None:
+    """Train LLM agents by multi-turn reinforcement learning."""
+
+
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as key=value, for example rl.steps=50")]
 
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="TOML file, for example recipes/quickstart.toml")],
+    recipe: Annotated[Path, typer.Argument(help="TOML file, or a name that `recipes` lists: quickstart")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run where its last checkpoint is")] = False,
 ) -> None:
     """Train an agent as a recipe says."""
     from agentgym_rl.config import load_config
+    from agentgym_rl.recipe_files import find_recipe
 
-    config = load_config(recipe, overrides or [])
+    config = load_config(find_recipe(recipe), overrides or [])
     folder = config.folder(resume=resume)
     from agentgym_rl.console import Console
     from agentgym_rl.endings import Stopped
@@ -47,6 +65,27 @@ def train(
         asyncio.run(run(config, folder, resume=resume))
     except Stopped:  # asked for, and said on the console
         raise typer.Exit(0) from None
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this one")] = None,
+    copy: Annotated[Path | None, typer.Option(help="Copy it into this folder, with the template that it names")] = None,
+) -> None:
+    """List the recipes that come with the package, print one or copy one."""
+    from agentgym_rl.recipe_files import copy_recipe, find_recipe, packaged_recipes, summary
+
+    if name is None and copy is not None:
+        raise ConfigError("--copy needs the name of a recipe: agentgym-rl recipes quickstart --copy .")
+    if name is None:
+        known = packaged_recipes()
+        for each, path in known.items():
+            print(f"{each:{max(map(len, known))}}  {summary(path)}")
+    elif copy is None:
+        print(find_recipe(Path(name)).read_text(encoding="utf-8"), end="")
+    else:
+        for written in copy_recipe(name, copy):
+            print(f"wrote {written}")
 
 
 @app.command()
@@ -166,11 +205,15 @@ def doctor(
 
     Of a recipe: whether it fits the memory it would run in. Exit code 1 if it does not.
     """
-    if run.suffix == ".toml":
+    from agentgym_rl.recipe_files import find_recipe, packaged_recipes
+
+    if run.suffix == ".toml" or (not run.exists() and run.as_posix() in packaged_recipes()):
         from agentgym_rl.config import load_config
         from agentgym_rl.fits import diagnose_recipe
 
-        lines, fits = diagnose_recipe(load_config(run, overrides or []), device_gib, host_gib, gpus_per_node)
+        lines, fits = diagnose_recipe(
+            load_config(find_recipe(run), overrides or []), device_gib, host_gib, gpus_per_node
+        )
         print(json.dumps({"fits": fits, "lines": lines}, indent=2) if as_json else "\n".join(lines))
         raise typer.Exit(0 if fits else 1)
     from agentgym_rl.console import Console

@@ -25,6 +25,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "disk": LEAVES,
     "runlog": LEAVES | {"disk", "trackers"},
     "trackers": LEAVES,
+    "recipe_files": LEAVES,
     "console": LEAVES,
     "plots": LEAVES,
     "telling": LEAVES,
