@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,11 +158,11 @@ def serve(
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
     step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
 ) -> None:
-    """Serve environments over HTTP."""
+    """Serve environments over HTTP: prints their addresses, and `ready` when they can be asked."""
     from agentgym_rl.environment.server import serve as run
 
     limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
-    run(names, host, port, token=token, **limits)
+    run(names, host, port, token=token, announce=lambda text: print(text, flush=True), **limits)
 
 
 @app.command()
@@ -170,11 +171,16 @@ def play(
     item: Annotated[int, typer.Option(help="Which item")] = 0,
     max_turns: Annotated[int, typer.Option(min=1)] = 30,
     oracle: Annotated[bool, typer.Option(help="Let the oracle play")] = False,
+    url: Annotated[str | None, typer.Option(help="Server of the environment, instead of this process")] = None,
+    token_variable: Annotated[str | None, typer.Option(help="Variable that holds that server's token")] = None,
 ) -> None:
     """Play an item by hand in the terminal."""
     from agentgym_rl.play import play as run
 
-    asyncio.run(run(name, item, max_turns, oracle=oracle))
+    token = os.environ.get(token_variable, "") if token_variable else None
+    if token == "":
+        raise ConfigError(f"--token-variable: {token_variable} should hold the server's token, it is not set")
+    asyncio.run(run(name, item, max_turns, oracle=oracle, url=url, token=token))
 
 
 @app.command()
