@@ -292,7 +292,7 @@ def evaluate(
     retries: Annotated[int, _option("Pace", "Further attempts at an episode that failed", min=0)] = 2,
     step_timeout: Annotated[float, _option("Pace", "Seconds a step of an environment may take", min=0.01)] = 60.0,
     episode_timeout: Annotated[float, _option("Pace", "Seconds an episode may take", min=0.01)] = 1800.0,
-    url: Annotated[str | None, _option("Pace", "Server of --env, instead of this process")] = None,
+    url: Annotated[str | None, _option("Pace", "Server of --env, instead of this process; AgentGym's own need --items")] = None,
     token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
 ) -> None:
     """Evaluate an agent: success with intervals, turns, tokens, cost. The same command goes on after a kill."""

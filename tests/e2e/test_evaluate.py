@@ -17,12 +17,14 @@ from typing import Any
 import pytest
 from chat_for_tests import CACHED_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, ChatServer, chat_server
 from runs_for_tests import TINY, Process, counting_config, quiet
+from servers_for_tests import server_in_thread
 from training_for_tests import slow_logprobs
 from transformers import AutoModelForCausalLM
 
 from agentgym_rl.agent.engines.openai import Prices
 from agentgym_rl.agents import AgentOptions, find_agent, fingerprint, load_weights
 from agentgym_rl.console import Console
+from agentgym_rl.environment import catalog
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluate import Request, evaluate
 from agentgym_rl.evaluation.command import report
@@ -523,6 +525,19 @@ async def test_tables_and_comparison_of_two(tmp_path: Path) -> None:
     assert "holds no evaluation" in process.output.read_text()
 
 
+async def test_a_server_of_ours_lists_what_there_is_to_test_on(tmp_path: Path) -> None:
+    here = await run(tmp_path, "oracle")
+    with server_in_thread({"babyai": catalog.load("babyai")}) as server:
+        there = await run(tmp_path / "there", "oracle", url=f"{server.url}/babyai")
+        with pytest.raises(ConfigError, match="no subset 'Chess'"):
+            await run(tmp_path / "none", "oracle", url=f"{server.url}/babyai", subsets=("Chess",))
+    played = [sorted(key for key in read_records(folder / "out")) for folder in (tmp_path, tmp_path / "there")]
+    assert played[0] == played[1]
+    assert len(played[0]) == 6
+    assert there["success"] == here["success"]
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -535,7 +550,7 @@ async def test_tables_and_comparison_of_two(tmp_path: Path) -> None:
         ({"subsets": ("Chess",)}, "no subset 'Chess'"),
         ({"items": "3"}, "not both"),
         ({"subsets": (), "items": "999999999"}, "no item 999999999"),
-        ({"url": "http://127.0.0.1:9"}, "needs --items"),
+        ({"url": "agentgym+http://127.0.0.1:9"}, "AgentGym server needs --items"),
     ],
 )
 async def test_what_cannot_be_is_said_and_leaves_nothing_behind(
