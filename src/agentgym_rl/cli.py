@@ -242,8 +242,21 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run directory")],
     folder: Annotated[Path, typer.Argument(help="Where to write the Hugging Face folder")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; the last by default")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Of a run with LoRA: a whole model, adapters inside")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="With --merge: float32, or bfloat16 (half the size, rounds)", metavar="TYPE")
+    ] = "float32",
 ) -> None:
-    """Copy a checkpoint's model as a Hugging Face folder; of a run with LoRA the adapters alone."""
+    """Copy a checkpoint's model as a Hugging Face folder; of a run with LoRA the adapters alone, unless merged."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+    if merge:
+        from agentgym_rl.exporting import export_merged
+
+        print(f"wrote {folder}: {export_merged(run, step, folder, dtype)}")
+        return
+    if dtype != "float32":
+        raise ConfigError("--dtype is read by --merge: a checkpoint is copied as it is")
     from agentgym_rl.training.checkpoint import export_checkpoint
 
     export_checkpoint(run / "checkpoints", step, folder)
@@ -292,7 +305,7 @@ def evaluate(
     retries: Annotated[int, _option("Pace", "Further attempts at an episode that failed", min=0)] = 2,
     step_timeout: Annotated[float, _option("Pace", "Seconds a step of an environment may take", min=0.01)] = 60.0,
     episode_timeout: Annotated[float, _option("Pace", "Seconds an episode may take", min=0.01)] = 1800.0,
-    url: Annotated[str | None, _option("Pace", "Server of --env, instead of this process; AgentGym's own need --items")] = None,
+    url: Annotated[str | None, _option("Pace", "Server of --env, not this process; AgentGym's need --items")] = None,
     token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
 ) -> None:
     """Evaluate an agent: success with intervals, turns, tokens, cost. The same command goes on after a kill."""

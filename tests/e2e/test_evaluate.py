@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chat_for_tests import CACHED_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, ChatServer, chat_server
 from runs_for_tests import TINY, Process, counting_config, quiet
 from servers_for_tests import server_in_thread
 from training_for_tests import slow_logprobs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.agent.engines.openai import Prices
 from agentgym_rl.agents import AgentOptions, find_agent, fingerprint, load_weights
@@ -201,6 +202,36 @@ async def test_a_run_that_trained_adapters_plays_with_them(adapted: Path, model:
     start = find_agent(AgentOptions(f"{adapted}@0"))
     assert start.identity["base"] == agent["base"]
     assert start.identity["weights"] != agent["weights"]
+
+
+def test_adapters_are_exported_inside_their_model(adapted: Path, model: Path, tmp_path: Path) -> None:
+    ids = torch.tensor([[1, 2, 3, 4]])
+    merged = {}
+    for dtype, words in (("float32", "merged in float32\n"), ("bfloat16", "rounding changes what the adapters add by")):
+        process = Process(
+            ["export", str(adapted), str(tmp_path / dtype), "--merge", "--dtype", dtype], tmp_path / "said"
+        )
+        assert process.wait() == 0, process.output.read_text()
+        assert words in process.output.read_text()
+        merged[dtype] = AutoModelForCausalLM.from_pretrained(tmp_path / dtype)
+    played, _ = load_weights(find_agent(AgentOptions(str(adapted))))
+    base = AutoModelForCausalLM.from_pretrained(model)
+    torch.testing.assert_close(merged["float32"](input_ids=ids).logits, played(input_ids=ids).logits, atol=1e-5, rtol=0)
+    assert not torch.allclose(merged["float32"](input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-3)
+    assert {str(weight.dtype) for weight in merged["bfloat16"].parameters()} == {"torch.bfloat16"}
+    find_agent(AgentOptions(str(tmp_path / "float32")))  # a model like any other, with its tokenizer
+    assert AutoTokenizer.from_pretrained(tmp_path / "float32").decode([5]) == AutoTokenizer.from_pretrained(
+        model
+    ).decode([5])
+    for arguments, words in (
+        ([str(adapted), str(tmp_path / "float32"), "--merge"], "exists already"),
+        ([str(model), str(tmp_path / "new"), "--merge"], "needs a run directory"),
+        ([str(adapted), str(tmp_path / "new"), "--dtype", "bfloat16"], "read by --merge"),
+        ([str(adapted), str(tmp_path / "new"), "--merge", "--step", "9"], "no checkpoint of step 9"),
+    ):
+        process = Process(["export", *arguments], tmp_path / "said")
+        assert process.wait() == 2
+        assert words in process.output.read_text()
 
 
 def test_what_adapters_are_played_on_must_be_what_it_was(adapted: Path, tmp_path: Path) -> None:
