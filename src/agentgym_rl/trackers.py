@@ -81,7 +81,8 @@ class WandB:
                 group=root.name,
                 dir=str(root),
                 config=dict(config),
-                settings=wandb.Settings(console="off"),  # the progress bar is not a log
+                # The progress bar is not a log, and the console has a summary already.
+                settings=wandb.Settings(console="off", quiet=True),
             )
         except wandb.Error as error:
             raise ConfigError(
