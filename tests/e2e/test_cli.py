@@ -16,6 +16,8 @@ import pytest
 from runs_for_tests import TINY, Process, finish
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from agentgym_rl import __version__
+
 COMMAND = str(Path(sys.executable).with_name("agentgym-rl"))
 
 
@@ -177,6 +179,34 @@ def test_an_open_address_needs_a_token() -> None:
     one_clear_line(done.stderr, "token")
 
 
+def test_the_version() -> None:
+    assert command("--version").stdout == f"agentgym-rl {__version__}\n"
+
+
+def test_recipes_are_listed_printed_and_copied(tmp_path: Path) -> None:
+    lines = command("recipes", cwd=tmp_path).stdout.splitlines()
+    assert lines[0].split(maxsplit=1) == ["quickstart", "An agent learns, from nothing, on two CPU cores"]
+    assert 'name = "textcraft-grpo"' in command("recipes", "textcraft/grpo", cwd=tmp_path).stdout
+    done = command("recipes", "textcraft/grpo", "--copy", "mine", cwd=tmp_path)
+    assert done.stdout == f"wrote {Path('mine') / 'grpo.toml'}\n"
+    for arguments, words in (
+        (["textcraft/grpo", "--copy", "mine"], ["exists already"]),
+        (["textcraft/gpro"], ["did you mean textcraft/grpo?"]),
+        (["--copy", "mine"], ["needs the name of a recipe"]),
+    ):
+        done = command("recipes", *arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        one_clear_line(done.stderr, *words)
+
+
+def test_a_recipe_is_trained_and_diagnosed_by_name(tmp_path: Path) -> None:
+    code, said = forked(tmp_path, "doctor", "keydoor/tiny-sft")
+    assert code == 0, said
+    code, said = forked(tmp_path, "train", "keydoor/tiny-sft", "threads=1", f"run_dir={tmp_path / 'run'}")
+    assert code == 0, said
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
 def test_envs_lists_what_there_is() -> None:
     rows = {row["name"]: row for row in json.loads(command("envs", "--json").stdout)}
     assert rows["textcraft"]["subsets"] == ["depth1", "depth2", "depth3", "depth4"]
@@ -280,5 +310,5 @@ def test_help_is_fast(arguments: list[str]) -> None:
 
 def test_no_command_shows_the_help() -> None:
     done = command()
-    for name in ("train", "envs", "serve", "play", "show", "export"):
+    for name in ("train", "recipes", "envs", "serve", "play", "show", "export"):
         assert name in done.stdout + done.stderr
