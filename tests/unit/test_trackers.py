@@ -87,7 +87,9 @@ def offline_points(folder: Path, name: str) -> list[tuple[int, float]]:
 
 def test_wandb_gets_the_metrics_and_a_resumed_run_gets_all_of_them(wandb: Any, tmp_path: Path) -> None:
     two_processes(tmp_path / "run", "wandb")
-    first, second = sorted((tmp_path / "run" / "wandb").glob("offline-run-*"), key=lambda path: path.stat().st_ctime)
+    wandb.teardown()  # its process flushes the files at its end
+    second = (tmp_path / "run" / "wandb" / "latest-run").resolve()
+    (first,) = set((tmp_path / "run" / "wandb").resolve().glob("offline-run-*")) - {second}
     assert offline_points(first, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.3)]
     resumed = offline_points(second, "reward/mean")
     assert resumed[:3] == [(1, 0.1), (2, 0.2), (3, 0.9)]
