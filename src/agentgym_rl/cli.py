@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from agentgym_rl import __version__
 from agentgym_rl.errors import AgentGymError, ConfigError
 from agentgym_rl.screen import Screen, printable
 
@@ -17,24 +19,41 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train LLM agents by multi-turn reinforcement learning.",
 )
 
 SUBSETS_SHOWN = 5
 """Subsets of an environment that the list names; the JSON has all."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"agentgym-rl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit")
+    ] = False,
+) -> None:
+    """Train LLM agents by multi-turn reinforcement learning."""
+
+
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as key=value, for example rl.steps=50")]
 
 
 @app.command()
 def train(
-    recipe: Annotated[Path, typer.Argument(help="TOML file, for example recipes/quickstart.toml")],
+    recipe: Annotated[Path, typer.Argument(help="TOML file, or a name that `recipes` lists: quickstart")],
     overrides: Overrides = None,
     resume: Annotated[bool, typer.Option(help="Go on with the run where its last checkpoint is")] = False,
 ) -> None:
     """Train an agent as a recipe says."""
     from agentgym_rl.config import load_config, require_allowed_variables
+    from agentgym_rl.recipe_files import find_recipe
 
-    config = load_config(recipe, overrides or [])
+    config = load_config(find_recipe(recipe), overrides or [])
     require_allowed_variables(config)
     folder = config.folder(resume=resume)
     from agentgym_rl.console import Console
@@ -49,6 +68,27 @@ def train(
         asyncio.run(run(config, folder, resume=resume))
     except Stopped:  # asked for, and said on the console
         raise typer.Exit(0) from None
+
+
+@app.command()
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="Print this one")] = None,
+    copy: Annotated[Path | None, typer.Option(help="Copy it into this folder, with the template that it names")] = None,
+) -> None:
+    """List the recipes that come with the package, print one or copy one."""
+    from agentgym_rl.recipe_files import copy_recipe, find_recipe, packaged_recipes, summary
+
+    if name is None and copy is not None:
+        raise ConfigError("--copy needs the name of a recipe: agentgym-rl recipes quickstart --copy .")
+    if name is None:
+        known = packaged_recipes()
+        for each, path in known.items():
+            print(f"{each:{max(map(len, known))}}  {summary(path)}")
+    elif copy is None:
+        print(find_recipe(Path(name)).read_text(encoding="utf-8"), end="")
+    else:
+        for written in copy_recipe(name, copy):
+            print(f"wrote {written}")
 
 
 @app.command()
@@ -119,11 +159,11 @@ def serve(
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
     step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
 ) -> None:
-    """Serve environments over HTTP."""
+    """Serve environments over HTTP: prints their addresses, and `ready` when they can be asked."""
     from agentgym_rl.environment.server import serve as run
 
     limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
-    run(names, host, port, token=token, **limits)
+    run(names, host, port, token=token, announce=lambda text: print(text, flush=True), **limits)
 
 
 @app.command()
@@ -132,11 +172,16 @@ def play(
     item: Annotated[int, typer.Option(help="Which item")] = 0,
     max_turns: Annotated[int, typer.Option(min=1)] = 30,
     oracle: Annotated[bool, typer.Option(help="Let the oracle play")] = False,
+    url: Annotated[str | None, typer.Option(help="Server of the environment, instead of this process")] = None,
+    token_variable: Annotated[str | None, typer.Option(help="Variable that holds that server's token")] = None,
 ) -> None:
     """Play an item by hand in the terminal."""
     from agentgym_rl.play import play as run
 
-    asyncio.run(run(name, item, max_turns, oracle=oracle))
+    token = os.environ.get(token_variable, "") if token_variable else None
+    if token == "":
+        raise ConfigError(f"--token-variable: {token_variable} should hold the server's token, it is not set")
+    asyncio.run(run(name, item, max_turns, oracle=oracle, url=url, token=token))
 
 
 @app.command()
@@ -167,11 +212,15 @@ def doctor(
 
     Of a recipe: whether it fits the memory it would run in. Exit code 1 if it does not.
     """
-    if run.suffix == ".toml":
+    from agentgym_rl.recipe_files import find_recipe, packaged_recipes
+
+    if run.suffix == ".toml" or (not run.exists() and run.as_posix() in packaged_recipes()):
         from agentgym_rl.config import load_config
         from agentgym_rl.fits import diagnose_recipe
 
-        lines, fits = diagnose_recipe(load_config(run, overrides or []), device_gib, host_gib, gpus_per_node)
+        lines, fits = diagnose_recipe(
+            load_config(find_recipe(run), overrides or []), device_gib, host_gib, gpus_per_node
+        )
         print(json.dumps({"fits": fits, "lines": lines}, indent=2) if as_json else printable("\n".join(lines)))
         raise typer.Exit(0 if fits else 1)
     from agentgym_rl.console import Console
@@ -194,8 +243,21 @@ def export(
     run: Annotated[Path, typer.Argument(help="A run directory")],
     folder: Annotated[Path, typer.Argument(help="Where to write the Hugging Face folder")],
     step: Annotated[int | None, typer.Option(help="Which checkpoint; the last by default")] = None,
+    merge: Annotated[bool, typer.Option("--merge", help="Of a run with LoRA: a whole model, adapters inside")] = False,
+    dtype: Annotated[
+        str, typer.Option(help="With --merge: float32, or bfloat16 (half the size, rounds)", metavar="TYPE")
+    ] = "float32",
 ) -> None:
-    """Copy a checkpoint's model as a Hugging Face folder; of a run with LoRA the adapters alone."""
+    """Copy a checkpoint's model as a Hugging Face folder; of a run with LoRA the adapters alone, unless merged."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+    if merge:
+        from agentgym_rl.exporting import export_merged
+
+        print(f"wrote {folder}: {export_merged(run, step, folder, dtype)}")
+        return
+    if dtype != "float32":
+        raise ConfigError("--dtype is read by --merge: a checkpoint is copied as it is")
     from agentgym_rl.training.checkpoint import export_checkpoint
 
     export_checkpoint(run / "checkpoints", step, folder)
@@ -244,7 +306,7 @@ def evaluate(
     retries: Annotated[int, _option("Pace", "Further attempts at an episode that failed", min=0)] = 2,
     step_timeout: Annotated[float, _option("Pace", "Seconds a step of an environment may take", min=0.01)] = 60.0,
     episode_timeout: Annotated[float, _option("Pace", "Seconds an episode may take", min=0.01)] = 1800.0,
-    url: Annotated[str | None, _option("Pace", "Server of --env, instead of this process")] = None,
+    url: Annotated[str | None, _option("Pace", "Server of --env, not this process; AgentGym's need --items")] = None,
     token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
 ) -> None:
     """Evaluate an agent: success with intervals, turns, tokens, cost. The same command goes on after a kill."""

@@ -54,7 +54,8 @@ class ModelConfig(_Section):
     scratch: ScratchSettings | None = None
     """A small model from random weights with a word tokenizer of its own; needs a warm start."""
     chat_template: str | None = None
-    """Name of a built-in template or path of a Jinja file, instead of the tokenizer's own."""
+    """Name of a built-in template or path of a Jinja file (from the recipe's folder or the current one), instead of the
+    tokenizer's own."""
     device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights. In bfloat16 the optimizer works on a float32 master that it keeps beside them."""
@@ -278,7 +279,8 @@ class Config(_Section):
     agentevol: AgentEvolSettings | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
-    trackers: tuple[Literal["tensorboard"], ...] = ()
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """Dashboards that get a copy of the metrics; each needs the pip extra of its name."""
     scale: ScaleConfig | None = None
 
     @model_validator(mode="before")
@@ -406,6 +408,7 @@ def load_config(path: Path | None, overrides: list[str]) -> Config:
             raw = tomllib.loads(path.read_text())
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
+        _find_template(raw, path.parent)
     for override in overrides:
         _apply(raw, override)
     try:
@@ -426,6 +429,16 @@ def require_allowed_variables(config: Config) -> None:
                 f"{setting} = {name!r}: the recipe would send this variable of yours to an address that it names. "
                 f"Call the variable AGENTGYM_…, or, if you trust the recipe, export {ALLOWED_VARIABLES}={name}"
             )
+
+
+def _find_template(raw: dict[str, Any], folder: Path) -> None:
+    """Take a template's relative path as one from the recipe's folder if the file is there, else from the current."""
+    model = raw.get("model")
+    template = model.get("chat_template") if isinstance(model, dict) else None
+    if isinstance(model, dict) and isinstance(template, str) and os.path.isfile(folder / template):
+        path, here = os.path.abspath(folder / template), os.path.abspath(os.curdir)
+        # Relative where it can be, so that a run can be resumed from a checkout that was moved.
+        model["chat_template"] = os.path.relpath(path, here) if path.startswith(here + os.sep) else path
 
 
 def _said(error: ValidationError) -> str:

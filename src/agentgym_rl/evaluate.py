@@ -19,7 +19,7 @@ from agentgym_rl.agents import AgentOptions, Candidate, find_agent, load_agent
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.console import Console
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.agentgym import read_items
+from agentgym_rl.environment.agentgym import is_agentgym, read_items
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluation.evaluate import Pace, play
 from agentgym_rl.evaluation.folder import Folder, write_atomically, writing
@@ -61,6 +61,10 @@ DATA = {
     "babyai": "minigrid's levels, seeds held out by this project",
     "sciworld": "ScienceWorld's own test variations",
 }
+
+
+Listed = Mapping[str | None, tuple[int, ...]]
+"""Items by subset, as a server lists them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +138,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     """Evaluate one agent and return the content of its eval.json."""
     console = console or Console()
     candidate = find_agent(request.agent)
-    plans = make_plans(request, candidate)
+    plans = make_plans(request, candidate, await _listed_items(request))
     playable = [plan for plan in plans if plan.items]
     if not playable:
         raise ConfigError(f"nothing to play: {plans[0].missing or 'the choice of items is empty'}")
@@ -288,9 +292,25 @@ def _failures(total: Mapping[str, Any]) -> str:
     return f"{ended},{most} with: {cause}"
 
 
-def make_plans(request: Request, candidate: Candidate) -> list[TaskPlan]:
-    """Every column with its items. What cannot be played stays as a column that says why."""
-    plans = _suite_plans(request) if request.suite is not None else _environment_plans(request)
+async def _listed_items(request: Request) -> Listed:
+    """Ask the server of --url for the items of the split, or of each subset, unless --items names them."""
+    if request.url is None or request.items is not None:
+        return {}
+    if is_agentgym(request.url):
+        raise ConfigError("an AgentGym server needs --items, such as 0-99: it does not list what there is to test on")
+    assert request.env is not None
+    environment = EnvironmentConfig(name=request.env, url=request.url, token_variable=request.token_variable)
+    pool = wiring.EnvironmentsPool((environment,), AgentConfig(step_timeout_s=request.step_timeout_s))
+    try:
+        subsets = request.subsets or (None,)
+        return {subset: tuple(await pool.items(request.env, request.split, subset)) for subset in subsets}
+    finally:
+        await pool.close()
+
+
+def make_plans(request: Request, candidate: Candidate, listed: Listed | None = None) -> list[TaskPlan]:
+    """Every column with its items. What cannot be played stays as a column that says why. `listed` are a server's."""
+    plans = _suite_plans(request) if request.suite is not None else _environment_plans(request, listed or {})
     changes: dict[str, Any] = {}
     if candidate.own_style:
         changes["style"] = candidate.playing.style
@@ -330,7 +350,7 @@ def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
     return replace(plan, items=tuple(evenly_spaced(plan.items, count)))
 
 
-def _environment_plans(request: Request) -> list[TaskPlan]:
+def _environment_plans(request: Request, listed: Listed) -> list[TaskPlan]:
     env = request.env
     assert env is not None
     data, own = _data_of(env, request, request.split)
@@ -341,8 +361,6 @@ def _environment_plans(request: Request) -> list[TaskPlan]:
         for task in suite
         if task.scenario == scenario
     }
-    if request.url is not None and request.items is None:
-        raise ConfigError("an environment on a server needs --items, such as 0-99: servers do not say what to test on")
     if request.items is not None:
         items = read_items(request.items, env, request.url)
         limits = (scenario.max_turns, scenario.style, scenario.max_context)
@@ -354,11 +372,14 @@ def _environment_plans(request: Request) -> list[TaskPlan]:
                 there = ", ".join(f"{name} {r.start}-{r.stop - 1}" for name, r in splits.items())
                 raise ConfigError(f"{env} has no item {outside[0]}: its items are {there}")
     else:
-        catalog.load(env)  # what is not installed is an error here, not an empty column
+        if request.url is None:
+            catalog.load(env)  # what is not installed is an error here, not an empty column
         plans = []
         for subset in request.subsets or (None,):
             name, heading = (tasks[subset].name, tasks[subset].heading) if subset in tasks else (subset, "")
-            plans.append(_plan(scenario, name or request.split, subset, request.split, request, heading))
+            plans.append(
+                _plan(scenario, name or request.split, subset, request.split, request, heading, listed.get(subset))
+            )
         for plan in plans:
             if not plan.items:
                 raise ConfigError(f"{env} has no items of {plan.name!r} in its split {request.split!r}: leave it out")
@@ -375,7 +396,13 @@ def _scenario_of(env: str, own_data: bool) -> Scenario:
 
 
 def _plan(
-    scenario: Scenario, name: str, subset: str | None, split: str, request: Request, heading: str = ""
+    scenario: Scenario,
+    name: str,
+    subset: str | None,
+    split: str,
+    request: Request,
+    heading: str = "",
+    listed: tuple[int, ...] | None = None,
 ) -> TaskPlan:
     env = scenario.env
     data, own = _data_of(env, request, split)
@@ -383,6 +410,8 @@ def _plan(
         scenario.name, name, env, split, subset, (), scenario.max_turns, scenario.style, scenario.max_context, data, own
     )
     plan = replace(plan, heading=heading)
+    if listed is not None:
+        return replace(plan, items=listed)
     try:
         env_class = catalog.load(env)
     except ConfigError as error:

@@ -11,7 +11,8 @@ from rich.text import Text
 from agentgym_rl.agent.policy import HumanPolicy, OraclePolicy
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.runlog import read_trajectories
 from agentgym_rl.screen import Screen
@@ -20,16 +21,14 @@ from agentgym_rl.types import EnvSession, Limits, StopReason, Task, Trajectory
 COMMANDS = "?  the actions that make sense   !  the oracle's next action   picture  look at the state   Ctrl-D  give up"
 
 
-async def play(name: str, item: int, max_turns: int, *, oracle: bool) -> Trajectory:
-    """One episode of `name`, typed by a person or played by its oracle."""
-    env_class = catalog.load(name)
-    if not any(item in items for items in env_class.splits.values()):
-        ranges = ", ".join(f"{split} {r.start}-{r.stop - 1}" for split, r in env_class.splits.items())
-        raise ConfigError(f"{name} has no item {item}: its items are {ranges}")
+async def play(
+    name: str, item: int, max_turns: int, *, oracle: bool, url: str | None = None, token: str | None = None
+) -> Trajectory:
+    """Play one episode of `name`, here or on the server at `url`, typed by a person or played by its oracle."""
     console = Screen(highlight=False)
-    pool = LocalPool({name: env_class})
-    session = await pool.open(name)
+    pool: LocalPool | RemotePool = _local(name, item) if url is None else RemotePool({name: url}, token)
     try:
+        session = await pool.open(name)
         console.print(Panel(Text(session.instruction), title=f"{name}, item {item}", border_style="cyan"))
         if not oracle:
             console.print(Text(COMMANDS, "dim"))
@@ -38,8 +37,18 @@ async def play(name: str, item: int, max_turns: int, *, oracle: bool) -> Traject
         trajectory = await rollout(Task(name, item), session, policy, limits, id="play")
     finally:
         await pool.close()
+    if not trajectory.messages:  # not even an observation: the item could not be reset
+        raise EnvError(f"{name}, item {item} cannot be played: {trajectory.error}")
     _print_ending(console, trajectory)
     return trajectory
+
+
+def _local(name: str, item: int) -> LocalPool:
+    env_class = catalog.load(name)
+    if not any(item in items for items in env_class.splits.values()):
+        ranges = ", ".join(f"{split} {r.start}-{r.stop - 1}" for split, r in env_class.splits.items())
+        raise ConfigError(f"{name} has no item {item}: its items are {ranges}")
+    return LocalPool({name: env_class})
 
 
 class _Player(HumanPolicy):
@@ -56,14 +65,20 @@ class _Player(HumanPolicy):
                 typed = self._console.input("[bold cyan]> [/]").strip()
             except EOFError:
                 raise EnvError("the player gave up") from None
-            if typed == "?":
-                self._console.print(Text("\n".join(await self._session.actions()), "dim"))
-            elif typed == "!":
-                self._console.print(Text(await self._session.oracle(), "dim"))
-            elif typed == "picture":
-                self._console.print(Text(f"wrote {await _draw(self._session)}", "dim"))
+            if typed in ("?", "!", "picture"):
+                self._console.print(Text(await self._help(typed), "dim"))
             elif typed:
                 return typed
+
+    async def _help(self, typed: str) -> str:
+        try:
+            if typed == "?":
+                return "\n".join(await self._session.actions())
+            if typed == "!":
+                return await self._session.oracle()
+            return f"wrote {await _draw(self._session)}"
+        except NotSupported as error:  # no reason to end the game
+            return str(error)
 
     @staticmethod
     def _never(observation: str) -> str:

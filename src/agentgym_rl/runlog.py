@@ -12,7 +12,7 @@
     <root>/checkpoints/                     written by the trainer
     <root>/status.json                      running, finished, stopped or failed; replaced atomically
     <root>/summary.json, curve.png          written at the end
-    <root>/tensorboard/                     only with trackers=("tensorboard",)
+    <root>/tensorboard/, wandb/             only with the trackers of these names
 
 A step's lines are appended with one write each, so a killed process leaves at most one torn line, the last; readers
 skip it and a resumed run removes it. What a full disk does not take waits in memory (disk.py), and the run goes on.
@@ -22,7 +22,6 @@ docs/runs.md defines every file and metric.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import math
 import numbers
 import os
@@ -40,6 +39,7 @@ import tomli_w
 
 from agentgym_rl import disk
 from agentgym_rl.errors import ConfigError, WorkerLost
+from agentgym_rl.trackers import Tracker, require_trackers, start_trackers
 from agentgym_rl.types import Sample, Trajectory
 
 if sys.platform != "win32":
@@ -49,6 +49,8 @@ Kind = Literal["train", "eval", "warmstart", "data"]
 State = Literal["running", "finished", "stopped", "failed"]
 
 _FILE_PREFIX: dict[Kind, str] = {"train": "step", "eval": "eval", "warmstart": "warmstart", "data": "data"}
+_BEFORE_THE_CONFIG = frozenset({"trajectories", "checkpoints", "tensorboard", "wandb"})
+"""Folders that a process may leave behind that ended before it wrote config.toml."""
 _RESERVED = frozenset({"step", "time", "nonfinite"})
 
 
@@ -61,7 +63,7 @@ class RunLog:
         *,
         resumed: bool,
         lock: BinaryIO | None,
-        tensorboard: TensorBoard | None,
+        trackers: Mapping[str, Tracker],
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.root = root
@@ -76,7 +78,7 @@ class RunLog:
         self.status_path = root / "status.json"
         self.curve_path = root / "curve.png"
         self._lock = lock
-        self._tensorboard = tensorboard
+        self._trackers = dict(trackers)
         self._say = say
         self._writer = disk.PatientWriter(self._disk_is_full)
         self._begun: set[str] = set()
@@ -107,7 +109,7 @@ class RunLog:
         `resume` on a directory without a run starts one, so that the same command is right after any kill. `say` is
         told at once of what may not get as far as events.jsonl: that the disk is full.
         """
-        _require_trackers(trackers)
+        require_trackers(trackers)
         root = Path(root)
         config_path = root / "config.toml"
         exists = config_path.is_file()
@@ -123,9 +125,14 @@ class RunLog:
         lock = _lock(root)
         for leftover in root.glob(".*.tmp"):
             leftover.unlink()
+        try:
+            started = start_trackers(trackers, root, resolved)  # before config.toml: if one cannot, there is no run yet
+        except BaseException:
+            if lock:
+                lock.close()
+            raise
         disk.write_atomically(config_path, tomli_w.dumps(resolved).encode())
-        tensorboard = TensorBoard(root / "tensorboard") if "tensorboard" in trackers else None
-        log = cls(root, resumed=exists, lock=lock, tensorboard=tensorboard, say=say)
+        log = cls(root, resumed=exists, lock=lock, trackers=started, say=say)
         for path in (log.metrics_path, log.doctor_path, log.events_path):
             if path.is_file():
                 _rewrite_metrics(path, read_metrics(path))
@@ -141,11 +148,8 @@ class RunLog:
         if nonfinite:
             row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
         self._writer.append(self.metrics_path, orjson.dumps(row) + b"\n")
-        if self._tensorboard:
-            tensorboard, self._tensorboard = self._tensorboard, None  # one that failed is of no further use
-            with self.if_there_is_room("TensorBoard's points of the rest of the run"):
-                tensorboard.scalars(step, {n: float(v) for n, v in values.items() if not isinstance(v, str)})
-                self._tensorboard = tensorboard
+        scalars = {name: float(value) for name, value in values.items() if not isinstance(value, str)}
+        self._tell_trackers(lambda tracker: tracker.log(step, scalars))
         self.set_status("running", step=step, steps=steps)
         self._look_for_room()
 
@@ -174,6 +178,18 @@ class RunLog:
             message = f"{what}: not written, no room on the disk ({disk.room(self.root)})"
             self.log_event("not_written", message, step=self._status.get("step", 0))
             self._say(message)
+
+    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+        """Call every tracker; one that fails is left out from then on, whatever its package or server raised."""
+        for name, tracker in list(self._trackers.items()):
+            try:
+                tell(tracker)
+            except Exception as error:
+                del self._trackers[name]
+                reason = (str(error) or type(error).__name__).splitlines()[0]
+                message = f"tracker {name} failed and is left out from now on, metrics.jsonl has everything: {reason}"
+                self.log_event("tracker_failed", message, step=self._status.get("step", 0))
+                self._say(message)
 
     def _disk_is_full(self, said: str) -> None:
         message = (
@@ -237,8 +253,8 @@ class RunLog:
         for path in (self.metrics_path, self.doctor_path):
             if path.is_file():
                 _rewrite_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])
-        if self._tensorboard:
-            self._tensorboard.purge(step + 1)
+        kept = self.metrics()
+        self._tell_trackers(lambda tracker: tracker.resume(step, kept))
         self.set_status("running", step=step)
 
     def set_status(
@@ -265,11 +281,9 @@ class RunLog:
         self._writer.replace(self.summary_path, orjson.dumps(dict(summary), option=orjson.OPT_INDENT_2) + b"\n")
 
     def close(self) -> None:
-        """Close the tracker and let another process write here."""
-        if self._tensorboard:
-            with self.if_there_is_room("TensorBoard's last points"):
-                self._tensorboard.close()
-            self._tensorboard = None
+        """Close the trackers and let another process write here."""
+        self._tell_trackers(lambda tracker: tracker.close(self._status["state"]))
+        self._trackers = {}
         if not self._writer.has_room():
             lost = self._writer.unwritten()
             names = sorted(path.name for path in lost if path.parent == self.root)
@@ -298,32 +312,6 @@ class RunLog:
         else:  # KeyboardInterrupt, SystemExit, CancelledError, Stopped: somebody asked for it.
             self.set_status("stopped", error=type(error).__name__)
         self.close()
-
-
-class TensorBoard:
-    """Scalars for TensorBoard, written without torch."""
-
-    def __init__(self, folder: Path) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        self._event, self._session_log, self._summary = Event, SessionLog, Summary
-        self._writer = EventFileWriter(str(folder), flush_secs=10)
-
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        summary = self._summary(value=[self._summary.Value(tag=n, simple_value=v) for n, v in values.items()])
-        self._writer.add_event(self._event(step=step, wall_time=time.time(), summary=summary))
-        self._writer.flush()
-
-    def purge(self, first_step: int) -> None:
-        """Tell readers to drop what earlier files hold from `first_step` on."""
-        session = self._session_log(status=self._session_log.START)
-        self._writer.add_event(self._event(step=first_step, wall_time=time.time(), session_log=session))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -408,17 +396,6 @@ def _without_none(value: Any) -> Any:
     return str(value) if isinstance(value, str | os.PathLike) else value
 
 
-def _require_trackers(trackers: Collection[str]) -> None:
-    unknown = set(trackers) - {"tensorboard"}
-    if unknown:
-        raise ConfigError(f"the only tracker is 'tensorboard', got {', '.join(sorted(unknown))}: remove it")
-    if "tensorboard" in trackers and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "the tensorboard tracker needs the package tensorboard, which is not installed: "
-            "pip install 'agentgym-rl[tensorboard]', or leave it out of trackers"
-        )
-
-
 def _make(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -431,7 +408,7 @@ def _require_empty(root: Path) -> None:
     if root.exists() and not root.is_dir():
         raise ConfigError(f"a run directory is needed, {root} is a file: choose another directory")
     names = [path.name for path in root.glob("*")] if root.is_dir() else []
-    foreign = [name for name in names if name not in {"trajectories", "checkpoints"} and not name.startswith(".")]
+    foreign = [name for name in names if name not in _BEFORE_THE_CONFIG and not name.startswith(".")]
     if foreign:
         raise ConfigError(
             f"{root} is not empty and holds no run (no config.toml, but {min(foreign)}): choose a new directory"

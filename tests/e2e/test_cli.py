@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from runs_for_tests import TINY, Process, finish
-from servers_for_tests import wait_until
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentgym_rl import __version__
 
 COMMAND = str(Path(sys.executable).with_name("agentgym-rl"))
 
@@ -146,28 +148,63 @@ def test_a_server_is_told_how_long_a_step_may_take() -> None:
     done = command("serve", "textcraft", "--port", "0", "--step-timeout", "0")
     assert done.returncode == 2
     assert "step-timeout" in done.stderr
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    told: list[dict[str, Any]] = []
-    with subprocess.Popen([COMMAND, "serve", "keydoor", "--port", str(port), "--step-timeout", "300"]) as server:
+    with served("keydoor", "--step-timeout", "300") as (url,):
+        assert httpx.get(f"{url}/health", timeout=60).json()["step_timeout_s"] == 300
+
+
+@contextlib.contextmanager
+def served(*arguments: str) -> Iterator[list[str]]:
+    """`serve` on a free port; the addresses that it prints, once it says that it is ready."""
+    command_line = [COMMAND, "serve", *arguments, "--port", "0"]
+    with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        lines = list(itertools.takewhile(lambda line: line != "ready\n", server.stdout))
         try:
-            wait_until(lambda: health(port, told))
+            assert server.poll() is None, "it ended before it was ready"
+            yield [line.split()[-1] for line in lines]
         finally:
             server.terminate()
-    assert told[0]["step_timeout_s"] == 300
 
 
-def health(port: int, told: list[dict[str, Any]]) -> bool:
-    """Whether the server answers; what it says is added to `told`."""
-    with contextlib.suppress(httpx.TransportError):
-        told.append(httpx.get(f"http://127.0.0.1:{port}/health", timeout=60).json())
-    return bool(told)
+def test_a_server_says_where_it_is_and_when_it_is_ready() -> None:
+    with served("keydoor", "textcraft") as urls:
+        assert [url.rpartition("/")[2] for url in urls] == ["keydoor", "textcraft"]
+        for url in urls:
+            assert httpx.get(f"{url}/info", timeout=60).json()["name"] in url
 
 
 def test_an_open_address_needs_a_token() -> None:
     done = command("serve", "textcraft", "--host", "0.0.0.0", "--port", "0")
     assert done.returncode == 2
     one_clear_line(done.stderr, "token")
+
+
+def test_the_version() -> None:
+    assert command("--version").stdout == f"agentgym-rl {__version__}\n"
+
+
+def test_recipes_are_listed_printed_and_copied(tmp_path: Path) -> None:
+    lines = command("recipes", cwd=tmp_path).stdout.splitlines()
+    assert lines[0].split(maxsplit=1) == ["quickstart", "An agent learns, from nothing, on two CPU cores"]
+    assert 'name = "textcraft-grpo"' in command("recipes", "textcraft/grpo", cwd=tmp_path).stdout
+    done = command("recipes", "textcraft/grpo", "--copy", "mine", cwd=tmp_path)
+    assert done.stdout == f"wrote {Path('mine') / 'grpo.toml'}\n"
+    for arguments, words in (
+        (["textcraft/grpo", "--copy", "mine"], ["exists already"]),
+        (["textcraft/gpro"], ["did you mean textcraft/grpo?"]),
+        (["--copy", "mine"], ["needs the name of a recipe"]),
+    ):
+        done = command("recipes", *arguments, cwd=tmp_path)
+        assert done.returncode == 2
+        one_clear_line(done.stderr, *words)
+
+
+def test_a_recipe_is_trained_and_diagnosed_by_name(tmp_path: Path) -> None:
+    code, said = forked(tmp_path, "doctor", "keydoor/tiny-sft")
+    assert code == 0, said
+    code, said = forked(tmp_path, "train", "keydoor/tiny-sft", "threads=1", f"run_dir={tmp_path / 'run'}")
+    assert code == 0, said
+    assert (tmp_path / "run" / "summary.json").is_file()
 
 
 def test_envs_lists_what_there_is() -> None:
@@ -196,6 +233,35 @@ def test_a_person_plays() -> None:
     )
     assert done.stdout.count("Inventory") == 1  # the answer to the last one is not shown: the episode is over
     assert "max_turns, 2 turns" in done.stdout
+
+
+def test_play_on_a_server_of_ours() -> None:
+    with served("textcraft", "babyai") as (url, _):
+        done = command("play", "textcraft", "--oracle", "--item", "3", "--url", url)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Goal: craft" in done.stdout
+        assert "success  done" in done.stdout
+        done = command("play", "textcraft", "--item", "99999", "--url", url)
+    assert done.returncode == 1
+    one_clear_line(done.stderr, "textcraft, item 99999 cannot be played", "99999")
+    done = command("play", "textcraft", "--url", url, "--token-variable", "NO_SUCH_VARIABLE")
+    assert done.returncode == 2
+    one_clear_line(done.stderr, "NO_SUCH_VARIABLE")
+
+
+def test_play_goes_on_where_a_server_has_no_oracle() -> None:
+    """By AgentGym's own protocol, which has none."""
+    with served("textcraft") as (url,):
+        done = subprocess.run(
+            [COMMAND, "play", "textcraft", "--item", "3", "--max-turns", "1", "--url", f"agentgym+{url}"],
+            input="!\ninventory\n",
+            capture_output=True,
+            text=True,
+            timeout=280,
+            check=True,
+        )
+    assert "AgentGym servers have no oracle" in done.stdout
+    assert "max_turns, 1 turns" in done.stdout
 
 
 def test_show_prints_episodes(run: Path, tmp_path: Path) -> None:
@@ -244,5 +310,5 @@ def test_help_is_fast(arguments: list[str]) -> None:
 
 def test_no_command_shows_the_help() -> None:
     done = command()
-    for name in ("train", "envs", "serve", "play", "show", "export"):
+    for name in ("train", "recipes", "envs", "serve", "play", "show", "export"):
         assert name in done.stdout + done.stderr

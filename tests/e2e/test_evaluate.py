@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from chat_for_tests import CACHED_TOKENS, COMPLETION_TOKENS, PROMPT_TOKENS, ChatServer, chat_server
 from runs_for_tests import TINY, Process, counting_config, quiet
+from servers_for_tests import server_in_thread
 from training_for_tests import slow_logprobs
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.agent.engines.openai import Prices
 from agentgym_rl.agents import AgentOptions, find_agent, fingerprint, load_weights
 from agentgym_rl.console import Console
+from agentgym_rl.environment import catalog
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluate import Request, evaluate
 from agentgym_rl.evaluation.command import report
@@ -199,6 +202,36 @@ async def test_a_run_that_trained_adapters_plays_with_them(adapted: Path, model:
     start = find_agent(AgentOptions(f"{adapted}@0"))
     assert start.identity["base"] == agent["base"]
     assert start.identity["weights"] != agent["weights"]
+
+
+def test_adapters_are_exported_inside_their_model(adapted: Path, model: Path, tmp_path: Path) -> None:
+    ids = torch.tensor([[1, 2, 3, 4]])
+    merged = {}
+    for dtype, words in (("float32", "merged in float32\n"), ("bfloat16", "rounding changes what the adapters add by")):
+        process = Process(
+            ["export", str(adapted), str(tmp_path / dtype), "--merge", "--dtype", dtype], tmp_path / "said"
+        )
+        assert process.wait() == 0, process.output.read_text()
+        assert words in process.output.read_text()
+        merged[dtype] = AutoModelForCausalLM.from_pretrained(tmp_path / dtype)
+    played, _ = load_weights(find_agent(AgentOptions(str(adapted))))
+    base = AutoModelForCausalLM.from_pretrained(model)
+    torch.testing.assert_close(merged["float32"](input_ids=ids).logits, played(input_ids=ids).logits, atol=1e-5, rtol=0)
+    assert not torch.allclose(merged["float32"](input_ids=ids).logits, base(input_ids=ids).logits, atol=1e-3)
+    assert {str(weight.dtype) for weight in merged["bfloat16"].parameters()} == {"torch.bfloat16"}
+    find_agent(AgentOptions(str(tmp_path / "float32")))  # a model like any other, with its tokenizer
+    assert AutoTokenizer.from_pretrained(tmp_path / "float32").decode([5]) == AutoTokenizer.from_pretrained(
+        model
+    ).decode([5])
+    for arguments, words in (
+        ([str(adapted), str(tmp_path / "float32"), "--merge"], "exists already"),
+        ([str(model), str(tmp_path / "new"), "--merge"], "needs a run directory"),
+        ([str(adapted), str(tmp_path / "new"), "--dtype", "bfloat16"], "read by --merge"),
+        ([str(adapted), str(tmp_path / "new"), "--merge", "--step", "9"], "no checkpoint of step 9"),
+    ):
+        process = Process(["export", *arguments], tmp_path / "said")
+        assert process.wait() == 2
+        assert words in process.output.read_text()
 
 
 def test_what_adapters_are_played_on_must_be_what_it_was(adapted: Path, tmp_path: Path) -> None:
@@ -523,6 +556,19 @@ async def test_tables_and_comparison_of_two(tmp_path: Path) -> None:
     assert "holds no evaluation" in process.output.read_text()
 
 
+async def test_a_server_of_ours_lists_what_there_is_to_test_on(tmp_path: Path) -> None:
+    here = await run(tmp_path, "oracle")
+    with server_in_thread({"babyai": catalog.load("babyai")}) as server:
+        there = await run(tmp_path / "there", "oracle", url=f"{server.url}/babyai")
+        with pytest.raises(ConfigError, match="no subset 'Chess'"):
+            await run(tmp_path / "none", "oracle", url=f"{server.url}/babyai", subsets=("Chess",))
+    played = [sorted(key for key in read_records(folder / "out")) for folder in (tmp_path, tmp_path / "there")]
+    assert played[0] == played[1]
+    assert len(played[0]) == 6
+    assert there["success"] == here["success"]
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -535,7 +581,7 @@ async def test_tables_and_comparison_of_two(tmp_path: Path) -> None:
         ({"subsets": ("Chess",)}, "no subset 'Chess'"),
         ({"items": "3"}, "not both"),
         ({"subsets": (), "items": "999999999"}, "no item 999999999"),
-        ({"url": "http://127.0.0.1:9"}, "needs --items"),
+        ({"url": "agentgym+http://127.0.0.1:9"}, "AgentGym server needs --items"),
     ],
 )
 async def test_what_cannot_be_is_said_and_leaves_nothing_behind(

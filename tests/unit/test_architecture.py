@@ -23,8 +23,10 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "__init__": LEAVES,
     "config": LEAVES | {"training.settings"},
     "disk": LEAVES,
-    "runlog": LEAVES | {"disk"},
+    "runlog": LEAVES | {"disk", "trackers"},
     "screen": LEAVES,
+    "trackers": LEAVES,
+    "recipe_files": LEAVES,
     "console": LEAVES | {"screen"},
     "plots": LEAVES,
     "telling": LEAVES,
@@ -53,6 +55,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "view": ALL,
     "agents": ALL,
     "evaluate": ALL,
+    "exporting": ALL,
     "cli": ALL,
     "__main__": ALL,
 }
@@ -62,7 +65,19 @@ STANDARD_LIBRARY_ONLY = frozenset(
 )
 """Settings among them, so that a config can be checked without loading torch."""
 HOMES_OF = {
-    "torch": ("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "fits", "train", "cli"),
+    "torch": (
+        "training",
+        "agent",
+        "evaluation",
+        "scale",
+        "wiring",
+        "cluster",
+        "serving",
+        "fits",
+        "train",
+        "exporting",
+        "cli",
+    ),
     "ray": ("scale/ray_app.py",),
 }
 """Third-party packages that may be imported only in these modules or files, at any depth of the code."""

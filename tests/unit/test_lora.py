@@ -178,6 +178,36 @@ def test_of_weights_that_two_layers_share_nothing_can_be_put_into_one(target: st
     lora.require_mergeable(adapted())
 
 
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "lm_head"), ("embed_tokens",)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_merged_model_is_saved_and_computes_the_same(tied: bool, targets: tuple[str, ...], tmp_path: Path) -> None:
+    config = copy.deepcopy(tiny_model().config)
+    config.tie_word_embeddings = tied
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    lora.add_adapter(model, LoraSettings(rank=4, alpha=8.0, target_modules=targets), 0)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    ids = torch.tensor([[1, 2, 3, 4]])
+    lora.merged_model(model).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not any("lora" in name for name in loaded.state_dict())
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5, rtol=1e-5)
+    with lora.adapter(model, None):
+        assert not torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-2)
+
+
+def test_rounding_is_told_by_how_much_of_the_adapters_it_changes() -> None:
+    model = adapted()
+    assert lora.rounding_loss(model, torch.bfloat16) == 0.0, "they add nothing yet"
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.constant_(parameter, 1e-6)
+    assert lora.rounding_loss(model, torch.bfloat16) > 0.9
+    assert lora.rounding_loss(model, torch.float32) < 0.05
+
+
 async def test_the_engine_samples_from_the_adapted_model() -> None:
     model = adapted()
     learn(RLLearner(model, RLSettings(kl_coef=0.0, optimizer=OptimizerSettings(lr=1e-1)), 1.0))

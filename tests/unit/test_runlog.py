@@ -305,8 +305,8 @@ def test_tensorboard_drops_what_is_played_again(tmp_path: Path) -> None:
 def test_trackers_that_cannot_be_are_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="got wandb"):
-        RunLog.create(tmp_path / "run", CONFIG, trackers=("wandb",))
+    with pytest.raises(ConfigError, match="unknown tracker 'comet': known are tensorboard, wandb, mlflow"):
+        RunLog.create(tmp_path / "run", CONFIG, trackers=("comet",))
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'agentgym-rl\[tensorboard\]'"):
         RunLog.create(tmp_path / "run", CONFIG, trackers=("tensorboard",))

@@ -445,30 +445,58 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def serve(
-    names: list[str], host: str = "127.0.0.1", port: int = 36001, *, token: str | None = None, **options: Any
+    names: list[str],
+    host: str = "127.0.0.1",
+    port: int = 36001,
+    *,
+    token: str | None = None,
+    announce: Callable[[str], None] = lambda line: None,
+    **options: Any,
 ) -> None:
-    """Serve environments of the catalog until interrupted; `options` are those of create_app."""
+    """Serve environments of the catalog until interrupted; `options` are those of create_app.
+
+    `announce` is called once requests are answered: with a line for each environment and its address, then `ready`.
+    """
     if not token and not is_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines, so a token is needed: give one, or use 127.0.0.1"
         )
-    run({name: catalog.load(name) for name in names}, bind(host, port), token=token, **options)
+    environments = {name: catalog.load(name) for name in names}
+    listener = bind(host, port)
+    base = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    lines = [f"{name:{max(map(len, names))}}  {base}/{name}" for name in environments]
+    run(environments, listener, token=token, on_ready=lambda: announce("\n".join([*lines, "ready"])), **options)
 
 
-def run(environments: Mapping[str, Callable[[], TextEnv]], listener: socket.socket, **options: Any) -> None:
+def run(
+    environments: Mapping[str, Callable[[], TextEnv]],
+    listener: socket.socket,
+    *,
+    on_ready: Callable[[], None] = lambda: None,
+    **options: Any,
+) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
     allow_open_files(options.get("max_sessions", MAX_SESSIONS), HOLDS)
+    server = uvicorn_server(create_app(environments, **options))
+    server.on_ready = on_ready
     with contextlib.suppress(KeyboardInterrupt), listener:
-        uvicorn_server(create_app(environments, **options)).run(sockets=[listener])
+        server.run(sockets=[listener])
 
 
 class Server(uvicorn.Server):
+    on_ready: Callable[[], None] = staticmethod(lambda: None)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.on_ready()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.config.app.state.sessions.closing.set()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 
-def uvicorn_server(app: FastAPI) -> uvicorn.Server:
+def uvicorn_server(app: FastAPI) -> Server:
     config = uvicorn.Config(
         app,
         loop="uvloop",

@@ -7,7 +7,9 @@ copy of them), a critic is one more adapter.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
+import math
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -112,6 +114,33 @@ def merged(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
         layer = model.get_submodule(path)
         added = layer.get_delta_weight(POLICY).float() if leaf == "weight" else 0.0
         yield f"{path}.{leaf}", (tensor.float() + added).to(tensor.dtype)
+
+
+def merged_model(model: Any) -> Any:
+    """Return a model without adapters that computes what this one does, with the weights in their type."""
+    config = copy.deepcopy(model.config)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(hasattr(end, "base_layer") for end in ends):
+        config.tie_word_embeddings = False  # what they shared, only one of them adapts
+    with torch.device("meta"):
+        plain = type(model)(config)
+    plain.load_state_dict(dict(merged(model, model.state_dict().items())), assign=True)
+    plain.tie_weights()
+    plain.generation_config = model.generation_config
+    return plain.eval()
+
+
+@torch.no_grad()
+def rounding_loss(model: Any, dtype: torch.dtype) -> float:
+    """Return how far merged weights in `dtype` are from exact ones, relative to what the adapters add (0.1 is 10%)."""
+    added = lost = 0.0
+    for layer in model.modules():
+        if hasattr(layer, "base_layer") and hasattr(layer, "get_delta_weight"):
+            delta = layer.get_delta_weight(POLICY).float()
+            exact = layer.base_layer.weight.float() + delta
+            added += float(delta.pow(2).sum())
+            lost += float((exact.to(dtype).float() - exact).pow(2).sum())
+    return math.sqrt(lost / added) if added else 0.0
 
 
 @contextmanager

@@ -71,7 +71,8 @@ def require_folder(path: str) -> Path:
     folder = Path(path).expanduser()
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.path = {path!r} holds adapters without the model under them: merge them into it first"
+            f"model.path = {path!r} holds adapters without the model under them: "
+            "merge them into it first, with `agentgym-rl export RUN FOLDER --merge`"
         )
     if looks_local and not (folder / "config.json").is_file():
         raise ConfigError(f"model.path = {path!r}: no Hugging Face model folder there (config.json is missing)")

@@ -17,7 +17,7 @@ from agentgym_rl.viewer.checks import checked_status
 from agentgym_rl.viewer.encode import read_object, whole_characters
 
 MAX_DEPTH = 5
-INSIDE_A_RUN = frozenset({"trajectories", "checkpoints", "reference", "tensorboard", "model"})
+INSIDE_A_RUN = frozenset({"trajectories", "checkpoints", "reference", "tensorboard", "wandb", "model"})
 """Folders that hold no runs and may hold a great many files."""
 
 SILENT_S = 600.0

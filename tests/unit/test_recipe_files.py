@@ -1,0 +1,88 @@
+"""Recipes by name, wherever the package is installed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from agentgym_rl.agent.templates import resolve_template
+from agentgym_rl.config import load_config
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.recipe_files import RECIPES, copy_recipe, find_recipe, packaged_recipes, summary
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_recipe_has_a_name_and_a_line_of_its_own() -> None:
+    known = packaged_recipes()
+    assert next(iter(known)) == "quickstart"
+    assert {"textcraft/grpo", "keydoor/tiny", "smollm2/babyai_scratch"} <= known.keys()
+    assert len(known) == len(list((ROOT / "recipes").rglob("*.toml")))
+    for name, path in known.items():
+        assert 10 < len(summary(path)) <= 110, name
+        assert "\n" not in summary(path)
+
+
+def test_a_recipe_is_found_by_name_or_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert find_recipe(Path("textcraft/grpo")) == RECIPES / "textcraft" / "grpo.toml"
+    (tmp_path / "quickstart").write_text("")
+    assert find_recipe(Path("quickstart")) == Path("quickstart"), "a file of the user's own comes first"
+    with pytest.raises(ConfigError, match=r"no such file.*did you mean textcraft/grpo"):
+        find_recipe(Path("recipes/textcraft/grpo.toml"))
+
+
+@pytest.mark.parametrize("name", ["smollm2/babyai_scratch", "evidence/smollm2-babyai-rl"])
+def test_a_recipe_finds_its_template_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = (RECIPES / "smollm2" / "examples.jinja").read_text()
+    monkeypatch.chdir(tmp_path)
+    assert resolve_template(load_config(find_recipe(Path(name)), []).model.chat_template) == written
+    recipe, template = copy_recipe(name, tmp_path / "mine")
+    assert template.read_text() == written
+    assert load_config(recipe, []).model.chat_template == os.path.join("mine", "examples.jinja")
+    with pytest.raises(ConfigError, match="exists already"):
+        copy_recipe(name, tmp_path / "mine")
+
+
+def test_a_template_on_the_command_line_is_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe = find_recipe(Path("smollm2/babyai_scratch"))
+    config = load_config(recipe, ["model.chat_template=examples.jinja"])
+    assert config.model.chat_template == "examples.jinja"
+
+
+def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
+    pytest.importorskip("hatchling", reason="building a wheel needs pip install hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    (wheel,) = tmp_path.glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        assert not [name for name in archive.namelist() if "__pycache__" in name]
+        archive.extractall(site)
+
+    def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "agentgym_rl", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(site)},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+
+    listed = command("recipes")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == list(packaged_recipes())
+    assert command("recipes", "quickstart").stdout == (ROOT / "recipes" / "quickstart.toml").read_text()
+    refused = command("train", "quickstart", "rl.stepz=1")
+    assert "rl.stepz" in refused.stderr, "by name it was found and read"
