@@ -27,9 +27,10 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "console": LEAVES,
     "plots": LEAVES,
     "telling": LEAVES,
+    "cuda_graphs": LEAVES,
     "environment": LEAVES,
-    "agent": LEAVES,
-    "training": LEAVES,
+    "agent": LEAVES | {"cuda_graphs"},
+    "training": LEAVES | {"cuda_graphs"},
     "evaluation": LEAVES | {"agent"},
     "scale": LEAVES | {"agent", "training"},
     "viewer": LEAVES,
@@ -60,7 +61,10 @@ STANDARD_LIBRARY_ONLY = frozenset(
 )
 """Settings among them, so that a config can be checked without loading torch."""
 HOMES_OF = {
-    "torch": ("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "fits", "train", "cli"),
+    "torch": (
+        *("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "fits", "train", "cli"),
+        "cuda_graphs",
+    ),
     "ray": ("scale/ray_app.py",),
 }
 """Third-party packages that may be imported only in these modules or files, at any depth of the code."""

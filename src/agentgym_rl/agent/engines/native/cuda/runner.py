@@ -20,6 +20,7 @@ from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState
 from agentgym_rl.agent.engines.native.cuda.weights import addresses, why_not_captured
 from agentgym_rl.agent.engines.native.decoder import share_prompts
 from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
+from agentgym_rl.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -243,16 +244,15 @@ class CapturedRunner:
         stream = self._stream
         if stream is None:
             return run
-        graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            run()
-            torch.cuda.synchronize(self._device)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+        try:
+            with torch.cuda.stream(stream):
                 run()
-            finally:
-                graph.capture_end()
+                torch.cuda.synchronize(self._device)
+                graph = capture(run, self._pool)
+        except BaseException:
+            self._forget_graphs()
+            raise
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self.captures += 1
         return graph.replay
