@@ -135,6 +135,10 @@ async def rested() -> None:
         await device.rest()
     assert len(seen) == 2
     assert all(position < positions for position, positions in seen), seen
+    await device.generate(prompt(8), Sampling(1, seed=1), "last")
+    assert steps._graphs
+    await device.close()
+    assert not steps._graphs, "an engine that is closed holds no graphs"
 
 
 async def bucketed() -> None:

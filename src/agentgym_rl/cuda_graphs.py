@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 _CAPTURING = RLock()
+_ABANDONED: list[Any] = []
+"""Graphs whose capture failed. torch's allocators may keep a pointer to them, so they are never destroyed."""
 
 
 @contextmanager
@@ -54,15 +56,17 @@ def _abandon(graph: Any, pool: Any) -> None:
     torch gives up halfway if CUDA says that a capture was invalidated: its allocator would go on serving the stream
     from the pool, and its random numbers would fail with "Offset increment outside graph capture" for ever.
     """
+    _ABANDONED.append(graph)
     with suppress(RuntimeError):
         graph.capture_end()
     device = torch.cuda.current_device()
-    with suppress(RuntimeError):
+    with suppress(RuntimeError):  # it is not open if torch could end the capture
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     graph.reset()
-    flag = torch.zeros(1, device="cuda")
-    again = torch.cuda.CUDAGraph()
-    again.capture_begin(capture_error_mode="thread_local")
-    flag.add_(1)
-    again.capture_end()  # a capture that ends well resets what the generator of random numbers knows
+    with suppress(RuntimeError):
+        flag = torch.zeros(1, device="cuda")
+        again = torch.cuda.CUDAGraph()
+        again.capture_begin(capture_error_mode="thread_local")
+        flag.add_(1)
+        again.capture_end()  # a capture that ends well tells the generator of random numbers that none is under way
