@@ -12,7 +12,8 @@ and key/value heads of width w:
                                    4 max(l, E) bytes of float32 that are being summed over ranks, one group at a time
     activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers
     head                           a chunk of logits in float32, 160 MB at most, and its gradient
-    engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold
+    engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold, and a layer's share
+                                   of that once more while the cache grows
     engine, vLLM                   its memory_share of the whole device, which must hold bP weights, one episode and its
                                    buffers; what weights, buffers and a cache of a given size take more than that; and
                                    its process, since it starts only where its share is free when CUDA is up
@@ -208,7 +209,8 @@ def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
         heads = max(1, shape.kv_heads // d.tensor_parallel)  # on each device; fewer than devices are there twice
         return _vllm_memory(d, per_token // shape.kv_heads * heads * d.engine_bytes * d.context, device_bytes)
     own = d.distributed or d.overlap
-    parts = {"weights": b * shape.count if own else 0, "KV cache": per_token * b * d.sessions * d.context}
+    cache = per_token * b * d.sessions * d.context
+    parts = {"weights": b * shape.count if own else 0, "KV cache": cache, "growing cache": cache // shape.layers}
     return Memory(parts | {"process": CONTEXT if d.gpu and d.distributed else 0})
 
 

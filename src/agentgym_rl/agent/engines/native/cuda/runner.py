@@ -148,7 +148,9 @@ class CapturedRunner:
         ]
         if copies:
             pairs = torch.tensor(copies, device=self._device).t().contiguous()
-            copy_slots(self.cache.keys, self.cache.values, pairs, max(length for _, _, length in copies))
+            longest = max(length for _, _, length in copies)
+            for keys, values in zip(self.cache.keys, self.cache.values, strict=True):
+                copy_slots(keys, values, pairs, longest)
         return sum(each.tokens.shape[1] for each in passes)
 
     @torch.no_grad()
@@ -197,6 +199,12 @@ class CapturedRunner:
     def free(self) -> None:
         self._forget_graphs()
         self.cache.free()
+
+    def resize(self, max_slots: int) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize(self._device)  # launches may be under way
+        self.free()
+        self.cache.max_slots = max_slots
 
     def _forget_graphs(self) -> None:
         """And their memory, which ends with the last of them: later ones need a pool of their own."""
