@@ -270,11 +270,17 @@ def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
 
 
 def _lent_bytes(d: Demand) -> int:
-    """Beside an engine that is awake: the largest tensor, wherever it is at once. Frozen weights are whole already."""
+    """Beside an engine that is awake: the largest tensor, wherever it is at once. Frozen weights are whole already, but
+    for vLLM, which is sent them in float32 with the adapters inside."""
     largest = d.shape.vocabulary * d.shape.hidden
-    gathered = 0 if d.trained is not None else 4 + d.dtype_bytes
-    room = max(d.dtype_bytes * largest, d.bucket_bytes)
+    gathered = 4 + d.dtype_bytes if d.trained is None else 4 if d.engine == "vllm" else 0
+    room = max(_sent_bytes(d) * largest, d.bucket_bytes)
     return largest * gathered + room + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
+
+
+def _sent_bytes(d: Demand) -> int:
+    """Of a weight on its way to an engine."""
+    return 4 if d.trained is not None and d.engine == "vllm" else d.dtype_bytes
 
 
 def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:
@@ -298,9 +304,9 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     load = {f"weights of {ranks} ranks": each * ranks}
     if d.trained is None:
         load["reference or critic"] = copied * ranks
-    store = {"weights on their way": 2 * b * shape.count}
+    store = {"weights on their way": 2 * _sent_bytes(d) * shape.count}
     learning = store | {"checkpoint": b * shape.count}
-    copies = b * shape.count * engines if d.engine == "vllm" and not one_node else 0
+    copies = _sent_bytes(d) * shape.count * engines if d.engine == "vllm" and not one_node else 0
     playing = {f"copies of {engines} vLLMs": copies}
     if d.engine == "vllm" and d.colocated and d.gpu:
         learning[f"{engines} sleeping vLLMs"] = d.engine_bytes * shape.count * engines
