@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch
 from torch.nn import functional as F
 
 
-def without_memory_for_values(cache: Any) -> Callable[[int, int], torch.Tensor]:
-    """In place of `cache._zeros`: there is memory for longer keys, then none for longer values, then enough again."""
+def without_memory_once(cache: Any) -> Callable[[int, int], torch.Tensor]:
+    """In place of `cache._zeros`: there is memory for the first longer layer, then none, then enough again."""
     real, calls = cache._zeros, 0
 
     def zeros(slots: int, length: int) -> torch.Tensor:
@@ -21,6 +22,26 @@ def without_memory_for_values(cache: Any) -> Callable[[int, int], torch.Tensor]:
         return real(slots, length)
 
     return zeros
+
+
+class LimitedMemory:
+    """In place of `cache._zeros`: the memory of a device that has `limit` bytes for the cache."""
+
+    def __init__(self, cache: Any, limit: float = float("inf")) -> None:
+        self._real, self._limit, self._in_use = cache._zeros, limit, 0
+        self.peak = 0
+
+    def __call__(self, slots: int, length: int) -> torch.Tensor:
+        made: torch.Tensor = self._real(slots, length)
+        if self._in_use + made.nbytes > self._limit:
+            raise torch.OutOfMemoryError("no memory")
+        self._in_use += made.nbytes
+        self.peak = max(self.peak, self._in_use)
+        weakref.finalize(made, self._give_back, made.nbytes)
+        return made
+
+    def _give_back(self, size: int) -> None:
+        self._in_use -= size
 
 
 @torch.no_grad()

@@ -17,8 +17,10 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.scale.ranks import ProcessRanks, join, leave, whole_state
 from agentgym_rl.scale.shards import save_shards
 from agentgym_rl.training.batch import estimate, gather, split_batch
+from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, prefer
-from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.lora import CRITIC, adapter, add_adapter, copy_adapter
+from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.rl_learner import RLLearner, by_turn
 from agentgym_rl.training.scratch import build_tokenizer
@@ -42,23 +44,35 @@ CASES: dict[str, dict[str, Any]] = {
     "fewer samples than ranks": {"minibatches": 3, "kl_coef": 0.1},
     "whole copies": {"minibatches": 2, "kl_coef": 0.0},
     "lora": {"minibatches": 2, "kl_coef": 0.0},
+    "bf16, sharded": {"kl_coef": 0.1},
+    "bf16, whole copies": {"kl_coef": 0.0},
+    "bf16, lora": {"kl_coef": 0.0},
+    "bf16, lora, ppo": {"algorithm": "ppo", "kl_coef": 0.0},
 }
 ON_FOUR = ("grpo", "ppo", "fewer samples than ranks")
 """Four processes on two cores take their time."""
 
 
 def rl(name: str) -> RLSettings:
-    optimizer = OptimizerSettings(**SGD_LIKE)
+    # In bf16 an update adds up over several micro-batches on every rank.
+    optimizer = OptimizerSettings(**SGD_LIKE | ({"micro_batch_tokens": 30} if "bf16" in name else {}))
     return RLSettings(
         steps=4, group_size=2, optimizer=optimizer, critic=CriticSettings(optimizer=optimizer), **CASES[name]
     )
 
 
 def learner(name: str, ranks: Ranks) -> RLLearner:
-    model = tiny_model(2)
-    if name == "lora":
+    model, critic = tiny_model(2), None
+    if "bf16" in name:
+        model = model.bfloat16()
+        if ranks.size > 1 and name == "bf16, sharded":
+            model = model.float()  # as cluster.Rank keeps what it shards; passes run in bf16
+    if "lora" in name:
         add_adapter(model, LoraSettings(rank=2), 0)
-    return RLLearner(model, rl(name), 0.7, ranks=ranks)
+    if "lora, ppo" in name:
+        copy_adapter(model, LoraSettings(rank=2), CRITIC)
+        critic = ValueModel(model.get_decoder(), model.config.hidden_size, lambda: adapter(model, CRITIC))
+    return RLLearner(model, rl(name), 0.7, critic=critic, ranks=ranks)
 
 
 def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
@@ -74,6 +88,9 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
             exchange(batch.samples, mine, ranks)
         batch = estimate(batch, settings, made.kl_coef)
         shares, indices = split_batch(batch, ranks.size, settings.minibatches, step)
+        if "bf16" in name:
+            limit = settings.optimizer.micro_batch_tokens
+            assert len(micro_batches(shares[ranks.rank].samples, shares[ranks.rank].weights, limit, "cpu")) > 1
         metrics = made.learn(shares[ranks.rank], step)
         exchange(batch.samples, indices[ranks.rank], ranks)
         found.append(metrics | by_turn(batch.samples))
@@ -91,7 +108,7 @@ def exchange(samples: list[Sample], mine: list[int], ranks: Ranks) -> None:
 
 
 def weights(made: Any) -> dict[str, torch.Tensor]:
-    return {name: value.cpu().clone() for name, value in whole_state(made.model)}
+    return {name: value.cpu().float().clone() for name, value in whole_state(made.model)}
 
 
 def sft_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
@@ -125,7 +142,8 @@ def everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"sft": sft_steps(ranks), "dpo": dpo_steps(ranks)}
     for name in ON_FOUR if ranks.size == 4 else CASES:
         if isinstance(ranks, ProcessRanks):
-            ranks.shard = name not in ("whole copies", "lora")
+            ranks.shard = "whole copies" not in name and "lora" not in name
+            ranks._dtype = torch.bfloat16 if "bf16" in name else torch.float32
         made = learner(name, ranks)
         metrics = steps(name, made, 2)
         found[name] = (metrics, weights(made))

@@ -83,6 +83,8 @@ class Rank:
         self._shares = config.scale.layout == "colocated"
         self._merges = adapters and config.engine.kind == "vllm"
         """vLLM takes adapters from disk alone, which nodes need not share: here it gets weights with them inside."""
+        self._sent_dtype = torch.float32 if self._merges else self._dtype
+        """Of weights on their way to engines; a config whose vLLM would round merged ones is refused."""
 
     def untrained(self, folder: str) -> int:
         """The recipe's model as it is before it learns anything, with the tokenizer of `folder`; counts parameters."""
@@ -140,7 +142,7 @@ class Rank:
         """What engines have, in the type that they have; every rank must read all of it."""
         named = lora.merged(self._model, self._policy()) if self._merges else self._policy()
         for name, tensor in named:
-            yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+            yield name, tensor.to(self._sent_dtype) if tensor.is_floating_point() else tensor
         self._leave_the_device()
 
     def probe(self) -> Probe | None:
@@ -149,7 +151,8 @@ class Rank:
         if engine.kind == "native":
             return None
         dtype = self._dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
-        probe = probe_model(self._model, dtype, sent_dtype=self._dtype)
+        merge = partial(lora.merged, self._model) if self._merges else None
+        probe = probe_model(self._model, dtype, sent_dtype=self._sent_dtype, merge=merge)
         self._leave_the_device()
         return probe
 

@@ -354,6 +354,13 @@ class Config(_Section):
                 )
             if self.engine.urls or self.engine.replicas > 1:
                 raise ValueError("[scale] starts vLLM itself: remove engine.urls and engine.replicas")
+            dtype = self.model.dtype if self.engine.dtype == "auto" else self.engine.dtype
+            if self.model.lora is not None and dtype != "float32":
+                raise ValueError(
+                    f"model.lora: with [scale] vLLM is sent weights with the adapters inside, and its are {dtype}, in "
+                    "which most of a small update is rounded away: use engine.kind = 'native', engine.dtype = "
+                    "'float32', or no [scale], where vLLM takes the adapters as they are"
+                )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self

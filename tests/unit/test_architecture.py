@@ -31,9 +31,10 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "plots": LEAVES,
     "telling": LEAVES,
     "http_guard": LEAVES,
+    "cuda_graphs": LEAVES,
     "environment": LEAVES | {"http_guard"},
-    "agent": LEAVES,
-    "training": LEAVES,
+    "agent": LEAVES | {"cuda_graphs"},
+    "training": LEAVES | {"cuda_graphs"},
     "evaluation": LEAVES | {"agent", "screen"},
     "scale": LEAVES | {"agent", "training"},
     "viewer": LEAVES | {"http_guard"},
@@ -66,17 +67,8 @@ STANDARD_LIBRARY_ONLY = frozenset(
 """Settings among them, so that a config can be checked without loading torch."""
 HOMES_OF = {
     "torch": (
-        "training",
-        "agent",
-        "evaluation",
-        "scale",
-        "wiring",
-        "cluster",
-        "serving",
-        "fits",
-        "train",
-        "exporting",
-        "cli",
+        *("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "fits", "train", "cli"),
+        *("exporting", "cuda_graphs"),
     ),
     "ray": ("scale/ray_app.py",),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from training_for_tests import group, slow_logprobs, tiny_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.agent.engines.vllm import probe_model
+from agentgym_rl.agent.engines.vllm.probe import held
+from agentgym_rl.config import Config
+from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import estimate, gather
 from agentgym_rl.training.critic import ValueModel
@@ -223,3 +227,71 @@ async def test_the_engine_samples_from_the_adapted_model() -> None:
 def test_a_layer_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"target_modules = .*nowhere"):
         lora.add_adapter(tiny_model(), LoraSettings(target_modules=("nowhere",)), 0)
+
+
+def adapted_in_bf16() -> Any:
+    """As it is loaded: the rotary frequencies stay float32."""
+    model = adapted()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    return model
+
+
+def small_update(model: Any, size: float = 1e-5) -> None:
+    """What an early update leaves in the matrices that begin at 0."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(size)
+
+
+def test_merged_weights_keep_small_updates_of_a_bf16_model() -> None:
+    model = adapted_in_bf16()
+    before = {name: tensor.clone() for name, tensor in lora.merged(model, model.state_dict().items())}
+    small_update(model)
+    moved = []
+    for name, tensor in lora.merged(model, model.state_dict().items()):
+        if "proj" in name:
+            assert tensor.dtype is torch.float32
+            moved.append(float((tensor != before[name]).float().mean()))
+    assert len(moved) == 7 * model.config.num_hidden_layers
+    assert min(moved) > 0.9
+    after = lora.merged(model, model.state_dict().items())
+    rounded = [float((before[name].bfloat16() != tensor.bfloat16()).float().mean()) for name, tensor in after]
+    assert max(rounded) < 0.5, "the update must be one that bf16 would lose"
+
+
+def test_the_weight_probe_sees_small_updates_of_adapters_that_were_merged() -> None:
+    model = adapted_in_bf16()
+    merge = partial(lora.merged, model)
+    probes = []
+    for size in (0.0, 1e-5):
+        small_update(model, size)
+        probes.append(probe_model(model, torch.float32, sent_dtype=torch.float32, merge=merge))
+    old, new = probes
+    assert old.checksums.keys() == new.checksums.keys()
+    adapted_names = [name for name in new.checksums if "proj" in name]
+    assert adapted_names
+    assert all(old.checksums[name] != new.checksums[name] for name in adapted_names)
+    engine = tiny_model().float()
+    engine.load_state_dict(dict(merge(model.state_dict().items())), strict=False)
+    new.check_held([held(engine, new.shapes)], 2)
+    with pytest.raises(EngineError, match="does not hold these weights"):
+        new.check_held([held(engine.bfloat16().float(), new.shapes)], 2)
+
+
+@pytest.mark.parametrize(("model", "engine"), [("bfloat16", "auto"), ("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_merged_adapters_are_refused_if_vllm_would_round_them(model: str, engine: str) -> None:
+    recipe = {
+        "model": {"path": "somewhere", "dtype": model, "lora": {"rank": 2}},
+        "environments": [{"name": "keydoor"}],
+        "engine": {"kind": "vllm", "dtype": engine},
+        "scale": {},
+    }
+    if engine == "float32":
+        Config.model_validate(recipe)
+        return
+    with pytest.raises(ValueError, match=r"its are bfloat16, in which most of a small update is rounded away: use"):
+        Config.model_validate(recipe)
+    recipe.pop("scale")
+    Config.model_validate(recipe)

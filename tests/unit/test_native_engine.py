@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_for_tests import without_memory_for_values
+from kernels_for_tests import LimitedMemory, without_memory_once
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -511,13 +511,65 @@ async def test_a_cache_that_cannot_grow_leaves_the_engine_right(monkeypatch: pyt
     engine = NativeEngine(model, max_sessions=2, max_context=2048)
     runner: Any = engine._runner
     first = await engine.generate(prompt(8), Sampling(3, seed=1), "a")
-    monkeypatch.setattr(runner.cache, "_zeros", without_memory_for_values(runner.cache))
-    with pytest.raises(EngineError, match="no memory"):
+    monkeypatch.setattr(runner.cache, "_zeros", without_memory_once(runner.cache))
+    with pytest.warns(UserWarning, match=r"ran out of memory .* 1 sequences run at once"):
         await engine.generate(prompt(200), Sampling(3, seed=1), "b")
     again = prompt(8) + first.token_ids + prompt(4, 2)
     for ids, name in ((again, "a"), (prompt(80), "c"), (prompt(200), "b")):
         completion = await engine.generate(ids, Sampling(3, seed=1), name)
         assert_logprobs(model, ids, completion)
+
+
+async def test_a_growing_cache_holds_one_layer_twice_and_not_all_of_it() -> None:
+    engine = NativeEngine(make_model("llama"), max_sessions=4)
+    cache: Any = engine._runner.cache  # type: ignore[union-attr]
+    memory = cache._zeros = LimitedMemory(cache)
+    for length in (10, 90, 170, 250):
+        await asyncio.gather(*(engine.generate(prompt(length, i), Sampling(2, seed=1), str(i)) for i in range(4)))
+        largest = cache.bytes_of(4, cache.spare_position)
+        assert memory.peak <= largest * (1 + 1 / len(cache.keys)), length
+    assert largest == sum(t.nbytes for t in (*cache.keys, *cache.values))
+
+
+async def test_long_episodes_are_not_lost_when_memory_runs_out() -> None:
+    """Of replies that need twice the memory there is, all come to an end, as they do where there is enough."""
+    model = make_model("llama-gqa-tied")
+    prompts = [prompt(10 + 45 * (i % 4), i) for i in range(12)]
+
+    async def turns(engine: NativeEngine, index: int) -> list[Completion]:
+        first = await engine.generate(prompts[index], Sampling(8, seed=index), str(index))
+        ids = prompts[index] + first.token_ids + prompt(30, index)
+        return [first, await engine.generate(ids, Sampling(8, seed=index), str(index))]
+
+    plenty = NativeEngine(model, max_sessions=12)
+    wanted = await asyncio.gather(*(turns(plenty, i) for i in range(12)))
+    engine = NativeEngine(model, max_sessions=12)
+    cache: Any = engine._runner.cache  # type: ignore[union-attr]
+    memory = cache._zeros = LimitedMemory(cache, cache.bytes_of(5, 256))
+    with pytest.warns(UserWarning, match=r"ran out of memory with room for 12 sequences, .* 6 sequences run at once"):
+        found = await asyncio.gather(*(turns(engine, i) for i in range(12)))
+    assert memory.peak > 0
+    for mine, right in zip(found, wanted, strict=True):
+        assert [c.token_ids for c in mine] == [c.token_ids for c in right]
+    assert engine.stats()["evictions"] > 0
+    await engine.rest()
+    assert engine._sessions.max_sessions == 12
+
+
+async def test_a_sequence_that_does_not_fit_alone_fails_and_the_others_do_not() -> None:
+    model = make_model("llama")
+    engine = NativeEngine(model, max_sessions=4)
+    cache: Any = engine._runner.cache  # type: ignore[union-attr]
+    cache._zeros = LimitedMemory(cache, cache.bytes_of(1, 200))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        short = [asyncio.create_task(engine.generate(prompt(30, i), Sampling(4, seed=1), str(i))) for i in range(3)]
+        with pytest.raises(EngineError, match="no memory for one sequence of 240 tokens: no memory"):
+            await engine.generate(prompt(240), Sampling(4, seed=1), "long")
+        for i, completion in enumerate(await asyncio.gather(*short)):
+            assert_logprobs(model, prompt(30, i), completion)
+    assert any("ran out of memory" in str(w.message) for w in caught)
+    assert engine._sessions.max_sessions > 1, "several run at once again"
 
 
 async def test_a_failing_decode_fails_only_its_request() -> None:

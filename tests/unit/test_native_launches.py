@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from kernels_for_tests import LimitedMemory
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -131,6 +132,9 @@ class StepwiseRunner:
     def free(self) -> None:
         self._inner.free()
 
+    def resize(self, max_slots: int) -> None:
+        self._inner.resize(max_slots)
+
 
 def launching(model: Any, max_sessions: int = 64, **options: Any) -> NativeEngine:
     return NativeEngine(model, max_sessions=max_sessions, runner=StepwiseRunner(model, max_sessions), **options)
@@ -175,6 +179,17 @@ async def test_launches_give_the_same_tokens_as_steps(schedule: int) -> None:
     stats, other = engine.stats(), stepping.stats()
     assert stats["sessions"] == 0
     assert [stats[name] for name in ("requests", "new_tokens")] == [other[name] for name in ("requests", "new_tokens")]
+
+
+async def test_launches_that_run_out_of_memory_lose_no_reply() -> None:
+    model, sampling = make_model(), Sampling(20, seed=5)
+    wanted = await asyncio.gather(*(play(NativeEngine(model), f"s{i}", 2, i, sampling) for i in range(16)))
+    engine = launching(model, 16)
+    cache: Any = engine._runner._inner.cache  # type: ignore[union-attr]
+    cache._zeros = LimitedMemory(cache, cache.bytes_of(6, 128))
+    with pytest.warns(UserWarning, match="ran out of memory with room for 16 sequences"):
+        found = await asyncio.gather(*(play(engine, f"s{i}", 2, i, sampling) for i in range(16)))
+    assert found == wanted
 
 
 async def test_turns_prefill_only_new_tokens_and_count_them() -> None:

@@ -12,7 +12,8 @@ and key/value heads of width w:
                                    4 max(l, E) bytes of float32 that are being summed over ranks, one group at a time
     activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers
     head                           a chunk of logits in float32, 160 MB at most, and its gradient
-    engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold
+    engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold, and a layer's share
+                                   of that once more while the cache grows
     engine, vLLM                   its memory_share of the whole device, which must hold bP weights, one episode and its
                                    buffers; what weights, buffers and a cache of a given size take more than that; and
                                    its process, since it starts only where its share is free when CUDA is up
@@ -208,7 +209,8 @@ def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
         heads = max(1, shape.kv_heads // d.tensor_parallel)  # on each device; fewer than devices are there twice
         return _vllm_memory(d, per_token // shape.kv_heads * heads * d.engine_bytes * d.context, device_bytes)
     own = d.distributed or d.overlap
-    parts = {"weights": b * shape.count if own else 0, "KV cache": per_token * b * d.sessions * d.context}
+    cache = per_token * b * d.sessions * d.context
+    parts = {"weights": b * shape.count if own else 0, "KV cache": cache, "growing cache": cache // shape.layers}
     return Memory(parts | {"process": CONTEXT if d.gpu and d.distributed else 0})
 
 
@@ -268,11 +270,17 @@ def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
 
 
 def _lent_bytes(d: Demand) -> int:
-    """Beside an engine that is awake: the largest tensor, wherever it is at once. Frozen weights are whole already."""
+    """Beside an engine that is awake: the largest tensor, wherever it is at once. Frozen weights are whole already, but
+    for vLLM, which is sent them in float32 with the adapters inside."""
     largest = d.shape.vocabulary * d.shape.hidden
-    gathered = 0 if d.trained is not None else 4 + d.dtype_bytes
-    room = max(d.dtype_bytes * largest, d.bucket_bytes)
+    gathered = 4 + d.dtype_bytes if d.trained is None else 4 if d.engine == "vllm" else 0
+    room = max(_sent_bytes(d) * largest, d.bucket_bytes)
     return largest * gathered + room + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
+
+
+def _sent_bytes(d: Demand) -> int:
+    """Of a weight on its way to an engine."""
+    return 4 if d.trained is not None and d.engine == "vllm" else d.dtype_bytes
 
 
 def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:
@@ -296,9 +304,9 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     load = {f"weights of {ranks} ranks": each * ranks}
     if d.trained is None:
         load["reference or critic"] = copied * ranks
-    store = {"weights on their way": 2 * b * shape.count}
+    store = {"weights on their way": 2 * _sent_bytes(d) * shape.count}
     learning = store | {"checkpoint": b * shape.count}
-    copies = b * shape.count * engines if d.engine == "vllm" and not one_node else 0
+    copies = _sent_bytes(d) * shape.count * engines if d.engine == "vllm" and not one_node else 0
     playing = {f"copies of {engines} vLLMs": copies}
     if d.engine == "vllm" and d.colocated and d.gpu:
         learning[f"{engines} sleeping vLLMs"] = d.engine_bytes * shape.count * engines

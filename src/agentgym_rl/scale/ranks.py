@@ -48,13 +48,26 @@ class ProcessRanks(Ranks):
         # FSDP takes the mean over ranks. Its divide factor has changed names between releases; this has not.
         return loss * self.size if self.shard else loss
 
-    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def reduce_gradients(self, gradients: Iterable[Tensor]) -> None:
+        if not self.shard:
+            for gradient in gradients:
+                dist.all_reduce(gradient)
+
+    @torch.no_grad()
+    def require_equal(self, named: Iterable[tuple[str, Tensor]]) -> None:
         if self.shard:
             return
-        for parameter in parameters:
-            if parameter.grad is None:  # this rank had nothing to learn from
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
+        names, tensors = zip(*named, strict=True)
+        sums = torch.stack([_checksum(tensor) for tensor in tensors])
+        highest = torch.cat([sums, -sums])
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        apart = (highest[: len(sums)] != -highest[len(sums) :]).tolist()
+        if any(apart):
+            raise RuntimeError(
+                f"{sum(apart)} of {len(names)} trained parameters differ between the {self.size} learner ranks after "
+                f"an update, such as {names[apart.index(True)]}: ranks must hold equal copies. Resume from the last "
+                "checkpoint, and report this as a fault"
+            )
 
     def whole(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
@@ -67,6 +80,12 @@ class ProcessRanks(Ranks):
             for name, value in some.items():
                 totals[name] += value
         return dict(totals)
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Return the sum of a tensor's bits, read as integers: equal tensors have equal ones, NaN or not."""
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().view(bits).sum(dtype=torch.int64)
 
 
 def join(rank: int, size: int, address: str, device: str = "cpu", timeout_s: float = 1800.0) -> None:

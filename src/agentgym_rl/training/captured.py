@@ -10,6 +10,7 @@ Shapes: T tokens of a micro-batch, P of its padded size, H hidden size.
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from agentgym_rl.cuda_graphs import capture
 from agentgym_rl.training.microbatch import MicroBatch
 
 SMALLEST = (256, 128, 16)
@@ -74,6 +76,8 @@ class CapturedPasses:
         self._layers = layers
         self._seen: Counter[Size] = Counter()
         self._graphs: dict[Size, _Pass] = {}
+        self._failed: set[Size] = set()
+        """Sizes that could not be captured, such as for lack of memory."""
         self._addresses: list[int] = []
         self._place: Any = None
         """CUDA: (memory pool, stream) of all captures, so that they can use the same memory one after the other."""
@@ -87,18 +91,29 @@ class CapturedPasses:
         addresses = [p.data_ptr() for p in self._parameters]
         if addresses != self._addresses:
             self._graphs.clear()
+            self._failed.clear()
             self._addresses = addresses
-            if hidden_TH.is_cuda:
-                self._place = torch.cuda.graph_pool_handle(), torch.cuda.Stream(hidden_TH.device)
+            self._new_place(hidden_TH)
         size, lengths = padded_lengths(micro.lengths)
         self._seen[size] += 1
         if size not in self._graphs:
-            if self._seen[size] < 2 or len(self._graphs) == MOST_SIZES:
+            if self._seen[size] < 2 or len(self._graphs) == MOST_SIZES or size in self._failed:
                 return None
-            self._graphs[size] = _Pass(size, hidden_TH, self._modules, self._layers, self._place)
+            try:
+                self._graphs[size] = _Pass(size, hidden_TH, self._modules, self._layers, self._place)
+            except RuntimeError as error:
+                reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                warnings.warn(f"Passes of {size} are not captured, and run one by one: {reason}", stacklevel=2)
+                self._failed.add(size)
+                self._new_place(hidden_TH)
+                return None
         self.replays += 1
         found: Tensor = _Replay.apply(self._graphs[size], micro, lengths, hidden_TH, *self._parameters)
         return found
+
+    def _new_place(self, like: Tensor) -> None:
+        if like.is_cuda:
+            self._place = torch.cuda.graph_pool_handle(), torch.cuda.Stream(like.device)
 
 
 @contextmanager
@@ -178,7 +193,6 @@ class _Pass:
     def _capture(self, pool: Any, stream: Any) -> tuple[Any, Any]:
         device = self.hidden_PH.device
         stream.wait_stream(torch.cuda.current_stream(device))
-        graphs = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
 
         def backward() -> None:
             self._gradients = self._differentiate()
@@ -189,12 +203,7 @@ class _Pass:
             del self._out, self._gradients
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()  # what that run took is of no use to the graphs' pool
-            for graph, run in zip(graphs, (self._compute, backward), strict=True):
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-                try:
-                    run()
-                finally:
-                    graph.capture_end()
+            graphs = capture(self._compute, pool), capture(backward, pool)
         torch.cuda.current_stream(device).wait_stream(stream)
         return graphs
 

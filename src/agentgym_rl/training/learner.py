@@ -17,7 +17,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.batch import token_weights
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
-from agentgym_rl.training.optimizer import MasterAdamW, clip, collecting, make_optimizer
+from agentgym_rl.training.optimizer import MasterAdamW, clip, collecting, gradients, make_optimizer
 from agentgym_rl.training.packed import capture_passes
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import OptimizerSettings
@@ -34,7 +34,8 @@ class Updater:
         self.model, self.settings, self.total_updates, self.ranks = model, settings, total_updates, ranks
         self.updates = 0
         ranks.place(model)
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
         self._optimizer = make_optimizer(self._parameters, settings)
         if settings.checkpoint_activations:
             decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.decoder
@@ -72,7 +73,7 @@ class Updater:
                 passed()
                 for name, tensor in {"loss": value, **metrics}.items():
                     totals[name] += tensor.detach()
-        self.ranks.reduce_gradients(self._parameters)
+        self.ranks.reduce_gradients(gradients(self._optimizer, self._parameters))
         norm = self.ranks.whole(clip(self._optimizer, self._parameters, self.settings.max_grad_norm or math.inf))
         lr = self.learning_rate(self.updates)
         for group in self._optimizer.param_groups:
@@ -80,6 +81,7 @@ class Updater:
         skipped = 0.0 if bool(norm.isfinite()) else 1.0
         if not skipped:
             self._optimizer.step()
+        self.ranks.require_equal(zip(self._names, self._parameters, strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
         found = self.ranks.total({name: float(t) for name, t in totals.items()})

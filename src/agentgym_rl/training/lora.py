@@ -104,7 +104,10 @@ def require_mergeable(model: Any) -> None:
 
 @torch.no_grad()
 def merged(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """A model's state as one without adapters has it: what the policy's adds is in the weights, in their type."""
+    """Yield a model's state as one without adapters has it: what the policy's adds is in the weights.
+
+    Those are float32: rounded to bfloat16 most of them would not change at all by a small update.
+    """
     for name, tensor in named:
         path, base, leaf = name.rpartition(".base_layer.")
         if not base:
@@ -113,7 +116,7 @@ def merged(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
             continue
         layer = model.get_submodule(path)
         added = layer.get_delta_weight(POLICY).float() if leaf == "weight" else 0.0
-        yield f"{path}.{leaf}", (tensor.float() + added).to(tensor.dtype)
+        yield f"{path}.{leaf}", tensor.float() + added
 
 
 def merged_model(model: Any) -> Any:

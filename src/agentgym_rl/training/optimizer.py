@@ -63,6 +63,20 @@ def collecting(optimizer: torch.optim.AdamW | MasterAdamW, *, several: bool) -> 
                 handle.remove()
 
 
+def gradients(optimizer: torch.optim.AdamW | MasterAdamW, parameters: list[Any]) -> Iterator[Tensor]:
+    """Yield each parameter's gradient as `step` will use it, to be changed in place; zeros if no pass made one.
+
+    Those of bf16 parameters are float32: a sum over ranks loses as little as one over passes.
+    """
+    if isinstance(optimizer, MasterAdamW):
+        yield from optimizer.sums()
+        parameters = [p for p in parameters if p.dtype is not torch.bfloat16]
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        yield parameter.grad
+
+
 def clip(optimizer: torch.optim.AdamW | MasterAdamW, parameters: list[Any], max_norm: float) -> Tensor:
     """The norm of all gradients, which are scaled down to `max_norm` by the time they are used."""
     if not isinstance(optimizer, MasterAdamW):
@@ -119,6 +133,14 @@ class MasterAdamW:
             p.grad = None
         if sums:
             torch._foreach_add_(sums, gradients)
+
+    def sums(self) -> list[Tensor]:
+        """Return the float32 gradients of all bf16 parameters, after moving there what the last pass has left."""
+        self.add_up()
+        for place, p in enumerate(self._half):
+            if self._sums[place] is None:
+                self._sums[place] = torch.zeros_like(p, dtype=torch.float32)
+        return [total for total in self._sums if total is not None]
 
     def norm(self) -> Tensor:
         """Of all gradients, float32."""

@@ -33,8 +33,14 @@ class Ranks:
         """What to call backward on."""
         return loss
 
-    def reduce_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """After the last backward of an update: every rank's gradients are the sum over ranks."""
+    def reduce_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """After the last backward of an update: make every rank's gradients, in place, the sum over ranks.
+
+        Not read if nothing is to be reduced here.
+        """
+
+    def require_equal(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Raise RuntimeError if ranks that hold whole copies of these tensors hold different ones."""
 
     def whole(self, value: Tensor) -> Tensor:
         """A plain tensor from one that may be spread over ranks."""

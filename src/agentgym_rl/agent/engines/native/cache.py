@@ -1,4 +1,4 @@
-"""Keys and values of many sequences, one slot each, in two tensors."""
+"""Keys and values of many sequences, one slot each, in a tensor a layer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import torch
 
 
 class SlotCache:
-    """`keys` and `values` are [layers, slots, kv_heads, length + 1, head_dim].
+    """`keys` and `values` have a tensor [slots, kv_heads, length + 1, head_dim] for each layer.
 
     The last position of a slot belongs to no token: padding writes there. Memory grows to what is used, up to
-    max_slots x max_length. Fresh memory is zero, never garbage: a masked position has weight 0, and 0 x NaN is NaN.
+    max_slots x max_length, a layer after the other: only one layer's is there twice for a moment. Fresh memory is zero,
+    never garbage: a masked position has weight 0, and 0 x NaN is NaN.
     """
 
     def __init__(
@@ -30,40 +31,53 @@ class SlotCache:
         self.free()
 
     def free(self) -> None:
-        self.keys, self.values = self._zeros(0, 0), self._zeros(0, 0)
+        self._both = [self._zeros(0, 0) for _ in range(self._layers)]
+
+    @property
+    def keys(self) -> list[torch.Tensor]:
+        return [both[0] for both in self._both]
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        return [both[1] for both in self._both]
 
     @property
     def spare_position(self) -> int:
         """Where padding is written."""
-        return self.keys.shape[3] - 1
+        return self._both[-1].shape[3] - 1  # the last layer is the last to grow
 
     def reserve(self, slots: int, length: int) -> None:
-        """Make room for `slots` slots of `length` tokens, keeping what is stored."""
-        old_slots, old_length = self.keys.shape[1], self.spare_position
+        """Make room for `slots` slots of `length` tokens, keeping what is stored.
+
+        If memory runs out halfway, the first layers have more room than is used, and everything stored is intact.
+        """
+        old_slots, old_length = self._both[-1].shape[1], self.spare_position
         if slots <= old_slots and length <= old_length:
             return
         new_slots = old_slots if slots <= old_slots else min(self.max_slots, max(slots, 2 * old_slots))
         new_length = old_length if length <= old_length else min(self.max_length, max(length + 64, 2 * old_length))
-        # Both or none: where there is no memory for the second, the first stays what it was.
-        keys, values = self._zeros(new_slots, new_length), self._zeros(new_slots, new_length)
-        for old, new in ((self.keys, keys), (self.values, values)):
-            new[:, :old_slots, :, :old_length] = old[:, :, :, :old_length]
-        self.keys, self.values = keys, values
+        for layer, old in enumerate(self._both):
+            has_slots, has_length = old.shape[1], old.shape[3] - 1
+            if new_slots > has_slots or new_length > has_length:
+                new = self._zeros(max(new_slots, has_slots), max(new_length, has_length))
+                new[:, :old_slots, :, :old_length] = old[:, :old_slots, :, :old_length]
+                self._both[layer] = new
 
     def clear(self, slot: int) -> None:
-        if slot < self.keys.shape[1]:
-            self.keys[:, slot] = 0
-            self.values[:, slot] = 0
+        for both in self._both:
+            if slot < both.shape[1]:
+                both[:, slot] = 0
 
     def copy(self, source: int, target: int, length: int) -> None:
         """The first `length` positions of one slot to another."""
-        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
-        self.values[:, target, :, :length] = self.values[:, source, :, :length]
+        for both in self._both:
+            both[:, target, :, :length] = both[:, source, :, :length]
 
     def bytes_of(self, slots: int, length: int) -> int:
         """What keys and values of so many slots and tokens take."""
         return 2 * self._layers * slots * self._heads * (length + 1) * self._head_dim * self._dtype.itemsize
 
     def _zeros(self, slots: int, length: int) -> torch.Tensor:
-        shape = (self._layers, slots, self._heads, length + 1, self._head_dim)
+        """One layer's keys and values."""
+        shape = (2, slots, self._heads, length + 1, self._head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)

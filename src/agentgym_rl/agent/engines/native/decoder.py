@@ -122,6 +122,10 @@ class DecoderRunner:
     def free(self) -> None:
         self.cache.free()
 
+    def resize(self, max_slots: int) -> None:
+        self.free()
+        self.cache.max_slots = max_slots
+
     def _forward_group(self, group: RowGroup) -> torch.Tensor:
         batch = self._batch(group)
         decoder, head_dim = self._decoder, self._head_dim

@@ -9,6 +9,7 @@ import asyncio
 import math
 import random
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -96,7 +97,7 @@ class NativeEngine:
         self._launches = hasattr(runner, "launch")
         self._waiter = ThreadPoolExecutor(1, "native-engine") if self._launches else None
         self._usual_reply = 64.0
-        self._sessions = SessionTable(max_sessions)
+        self._sessions, self._max_sessions = SessionTable(max_sessions), max_sessions
         self._seeds = random.Random(seed)
         self._waiting: deque[Request] = deque()
         self._running: dict[Request, None] = {}
@@ -150,10 +151,7 @@ class NativeEngine:
         again. Replies under way are finished first."""
         while self._task is not None:
             await asyncio.wait([self._task])
-        self._sessions.invalidate()
-        self._runner.free()
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+        self._limit_sessions(self._max_sessions)
 
     async def close(self) -> None:
         self._closed = True
@@ -240,8 +238,11 @@ class NativeEngine:
             # At least one token is computed, for the logits that follow it.
             session.num_cached = min(session.num_cached, request.num_reusable, request.num_prompt - 1)
             session.token_ids = request.token_ids
-            request.session, request.version = session, self.version
+            request.session = session
             self._running[request] = None
+            if request.logprobs:  # it was begun, and put back for lack of memory
+                continue
+            request.version = self.version
             self._stats["requests"] += 1
             self._stats["prompt_tokens_reused"] += session.num_cached
 
@@ -255,9 +256,16 @@ class NativeEngine:
             with evaluating(self._model):
                 logits, num_computed = runner.forward(rows)
             tokens, logprobs = self._sample(requests, logits)
+        except torch.OutOfMemoryError as error:
+            reason = str(error)  # and not the error, whose frames hold memory
         except Exception as error:
             # Caught here and not higher: the callers are not on this stack, and each of them must be told.
             self._fail(requests, f"A step of the model failed: {type(error).__name__}: {error}", error)
+            return
+        else:
+            reason = ""
+        if reason:
+            self._make_room(reason)
             return
         self._count_prompts(requests, rows, num_computed)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
@@ -283,6 +291,7 @@ class NativeEngine:
         started = time.perf_counter()
         requests, updates = list(self._running), self._updates
         lengths = [len(request.token_ids) for request in requests]
+        reason = ""
         try:
             self._begin(requests)
             under_way: deque[Launch] = deque()
@@ -302,13 +311,48 @@ class NativeEngine:
                 launch = under_way.popleft()
                 await asyncio.get_running_loop().run_in_executor(self._waiter, launch.wait)
                 await self._collect(requests, launch, updates)
+        except torch.OutOfMemoryError as error:
+            reason = str(error)  # and not the error, whose frames hold memory
         except Exception as error:
             self._fail(
                 [r for r in requests if r in self._running],
                 f"A launch on the device failed: {type(error).__name__}: {error}",
                 error,
             )
+        if reason:
+            self._make_room(reason)
         self._stats["busy_seconds"] += time.perf_counter() - started
+
+    def _make_room(self, reason: str) -> None:
+        """After running out of memory: drop all keys and values and go on with half as many sequences at once.
+
+        Requests under way are put back and computed again, so that long episodes are not the ones that are lost. Only
+        a sequence that does not fit alone fails.
+        """
+        requests, slots = list(self._running), self._sessions.max_sessions
+        longest = max((len(request.token_ids) for request in requests), default=0)
+        if slots == 1:
+            self._fail(requests, f"There is no memory for one sequence of {longest} tokens: {reason}")
+            self._limit_sessions(self._max_sessions)
+            return
+        warnings.warn(
+            f"The engine ran out of memory with room for {slots} sequences, the longest of {longest} tokens. Keys and "
+            f"values are dropped and computed again; from now on {slots // 2} sequences run at once. Lower "
+            f"agent.concurrency or limits.max_context to avoid this. ({reason.splitlines()[0]})",
+            stacklevel=2,
+        )
+        self._sessions.evictions += len(self._sessions)
+        for request in requests:
+            request.session = None
+        self._running.clear()
+        self._waiting.extendleft(reversed(requests))
+        self._limit_sessions(slots // 2)
+
+    def _limit_sessions(self, count: int) -> None:
+        self._sessions.resize(count)
+        self._runner.resize(count)
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
 
     def _begin(self, requests: list[Request]) -> None:
         runner = cast(LaunchRunner, self._runner)

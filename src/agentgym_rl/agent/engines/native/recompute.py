@@ -54,3 +54,6 @@ class RecomputeRunner:
 
     def free(self) -> None:
         """Nothing is kept."""
+
+    def resize(self, max_slots: int) -> None:
+        """Nothing is kept."""

@@ -38,6 +38,10 @@ class Runner(Protocol):
         """Give the cache's memory back."""
         ...
 
+    def resize(self, max_slots: int) -> None:
+        """Give the cache's memory back, and use only the first `max_slots` slots from now on."""
+        ...
+
 
 MOST_STOPS = 8
 """Stop tokens of a row that a launch looks for; the scheduler looks for further ones."""
@@ -102,3 +106,5 @@ class LaunchRunner(Protocol):
     def clear(self, slot: int) -> None: ...
 
     def free(self) -> None: ...
+
+    def resize(self, max_slots: int) -> None: ...

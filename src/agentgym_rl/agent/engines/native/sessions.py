@@ -33,15 +33,21 @@ class SessionTable:
     """Hands out slots, lowest first so that those in use lie close; evicts the idle session used longest ago."""
 
     def __init__(self, max_sessions: int) -> None:
-        self._free = list(range(max_sessions))
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
         self.evictions = 0
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self.resize(max_sessions)
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def __contains__(self, name: str) -> bool:
         return name in self._sessions
+
+    def resize(self, max_sessions: int) -> None:
+        """Forget all sessions, busy ones too, and have so many slots from now on."""
+        self._sessions.clear()
+        self._free = list(range(max_sessions))
+        self.max_sessions = max_sessions
 
     def num_reusable(self, name: str, prompt_ids: list[int]) -> int:
         """How many tokens of the prompt the session has cached."""

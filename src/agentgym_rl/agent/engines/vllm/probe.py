@@ -9,7 +9,7 @@ log-probabilities are off by one or more.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,9 @@ the last are compared."""
 CHUNK = 1 << 22
 """Numbers that are added up at once: a hundred megabytes beside a device that is full."""
 
+Merge = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
+"""(name, frozen weights) of a model with adapters -> (name, weights with them inside)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -36,7 +39,7 @@ class Probe:
     """Of every token but the first, under the learner's weights at temperature 1."""
     tolerance: float = TOLERANCE[torch.float32]
     checksums: dict[str, str] = field(default_factory=dict)
-    """Of some tensors, in the engine's type; none of adapters, which engines fold in as they load them."""
+    """Of some tensors, in the engine's type; none of a model with adapters that the engine merges itself."""
     shapes: dict[str, list[int]] = field(default_factory=dict)
 
     def check_held(self, workers: Sequence[Mapping[str, str]], version: int) -> None:
@@ -73,13 +76,15 @@ def probe_model(
     engine_dtype: torch.dtype | None = None,
     token_ids: Sequence[int] | None = None,
     sent_dtype: torch.dtype | None = None,
+    merge: Merge | None = None,
 ) -> Probe:
     """Tokens spread over the vocabulary, as `model` scores them, and checksums of some of its tensors: those of an
-    engine in `engine_dtype` that was sent `sent_dtype`, each of them the model's where it is not given."""
+    engine in `engine_dtype` that was sent `sent_dtype`, each of them the model's where it is not given. `merge` says
+    what a model with adapters sends instead of its own weights."""
     _require_exact_frequencies(model)
     weight = model.get_input_embeddings().weight
     checksums, shapes = {}, {}
-    for name, tensor in _watched(model):
+    for name, tensor in _watched(model, merge):
         sent = tensor.to(sent_dtype or tensor.dtype)
         checksums[name], shapes[name] = checksum(sent.to(engine_dtype or sent.dtype)), list(sent.shape)
     if token_ids is None:
@@ -136,13 +141,14 @@ def _require_exact_frequencies(model: Any) -> None:
             )
 
 
-def _watched(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _watched(model: Any, merge: Merge | None) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, whole tensor); where a model is spread over ranks every one of them must read all."""
-    parameters = dict(model.named_parameters())
-    if any("lora_" in name for name in parameters):
+    parameters = {name: p for name, p in model.named_parameters() if "lora_" not in name}
+    if merge is None and len(parameters) < len(list(model.named_parameters())):
         return
     for end in WATCHED:
-        names = [name for name in parameters if name.endswith(end)]
+        names = [name for name in parameters if name.replace(".base_layer", "").endswith(end)]
         for name in dict.fromkeys(names[i] for i in (0, len(names) // 2, -1) if names):
             tensor = parameters[name].detach()
-            yield name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            whole = [(name, tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor)]
+            yield from whole if merge is None else merge(whole)

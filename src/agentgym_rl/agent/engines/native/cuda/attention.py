@@ -182,21 +182,19 @@ def copy_slots_kernel(
     sources,
     targets,
     lengths,
-    layer_stride,
     slot_stride,
     head_stride,
-    NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
 ):
     pair = tl.program_id(0)
-    plane = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
     low = tl.program_id(2) * BLOCK_LENGTH
     length = tl.load(lengths + pair).to(tl.int32)
     if low < length:
         offs_n = low + tl.arange(0, BLOCK_LENGTH)
         offs_d = tl.arange(0, HEAD_DIM)
-        base = plane // NUM_KV_HEADS * layer_stride + plane % NUM_KV_HEADS * head_stride
+        base = kv_head * head_stride
         source = base + tl.load(sources + pair) * slot_stride
         target = base + tl.load(targets + pair) * slot_stride
         tile = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
@@ -300,10 +298,10 @@ def queries_per_block(group: int, dtype: torch.dtype) -> int:
 
 
 def copy_slots(keys: torch.Tensor, values: torch.Tensor, pairs: torch.Tensor, longest: int) -> None:
-    """The first pairs[2] positions of slots pairs[0] to slots pairs[1], in every layer of [layers, slots, K, L, D]."""
-    num_layers, _, num_kv, _, head_dim = keys.shape
+    """The first pairs[2] positions of slots pairs[0] to slots pairs[1], of one layer's [slots, K, L, D]."""
+    _, num_kv, _, head_dim = keys.shape
     block = 64
-    copy_slots_kernel[(pairs.shape[1], num_layers * num_kv, triton.cdiv(longest, block))](
+    copy_slots_kernel[(pairs.shape[1], num_kv, triton.cdiv(longest, block))](
         keys,
         values,
         pairs[0],
@@ -311,8 +309,6 @@ def copy_slots(keys: torch.Tensor, values: torch.Tensor, pairs: torch.Tensor, lo
         pairs[2],
         keys.stride(0),
         keys.stride(1),
-        keys.stride(2),
-        NUM_KV_HEADS=num_kv,
         HEAD_DIM=head_dim,
         BLOCK_LENGTH=block,
     )

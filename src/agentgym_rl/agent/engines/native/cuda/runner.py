@@ -20,6 +20,7 @@ from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState
 from agentgym_rl.agent.engines.native.cuda.weights import addresses, why_not_captured
 from agentgym_rl.agent.engines.native.decoder import share_prompts
 from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
+from agentgym_rl.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -147,7 +148,9 @@ class CapturedRunner:
         ]
         if copies:
             pairs = torch.tensor(copies, device=self._device).t().contiguous()
-            copy_slots(self.cache.keys, self.cache.values, pairs, max(length for _, _, length in copies))
+            longest = max(length for _, _, length in copies)
+            for keys, values in zip(self.cache.keys, self.cache.values, strict=True):
+                copy_slots(keys, values, pairs, longest)
         return sum(each.tokens.shape[1] for each in passes)
 
     @torch.no_grad()
@@ -197,6 +200,12 @@ class CapturedRunner:
         self._forget_graphs()
         self.cache.free()
 
+    def resize(self, max_slots: int) -> None:
+        if self._on_cuda:
+            torch.cuda.synchronize(self._device)  # launches may be under way
+        self.free()
+        self.cache.max_slots = max_slots
+
     def _forget_graphs(self) -> None:
         """And their memory, which ends with the last of them: later ones need a pool of their own."""
         self._graphs.clear()
@@ -243,16 +252,15 @@ class CapturedRunner:
         stream = self._stream
         if stream is None:
             return run
-        graph = torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            run()
-            torch.cuda.synchronize(self._device)
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
+        try:
+            with torch.cuda.stream(stream):
                 run()
-            finally:
-                graph.capture_end()
+                torch.cuda.synchronize(self._device)
+                graph = capture(run, self._pool)
+        except BaseException:
+            self._forget_graphs()
+            raise
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self.captures += 1
         return graph.replay
