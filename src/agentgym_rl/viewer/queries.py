@@ -187,25 +187,28 @@ class Queries:
 
         Those with different outcomes come first: they are what somebody who compares looks for.
         """
-        ours = self._by_task(left, ORDERS["oldest" if left == right else "step"])
-        theirs = self._by_task(right, _NEWEST)
+        alone = left == right
+        ours = self._by_task(left, ORDERS["oldest" if alone else "step"])
+        theirs = self._by_task(right, ORDERS["oldest" if alone else "step"], last=alone)
         rows = [
             {"env": env, "item": item, "left": row, "right": theirs[env, item]}
             for (env, item), row in ours.items()
-            if (env, item) in theirs and (left != right or theirs[env, item]["key"] != row["key"])
+            if (env, item) in theirs and not (alone and theirs[env, item]["key"] == row["key"])
         ]
         rows.sort(key=lambda r: (r["left"]["success"] == r["right"]["success"], r["env"], r["item"]))
         return {"total": len(rows), "rows": rows[:MOST_SHARED]}
 
-    def _by_task(self, run: Path, order: str) -> dict[tuple[str, int], dict[str, Any]]:
-        """The first episode of each task in an order."""
+    def _by_task(self, run: Path, order: str, *, last: bool = False) -> dict[tuple[str, int], dict[str, Any]]:
+        """Return the first episode of each task in an order, or the last."""
         number = self._index.run_number(run)
         stems = self._stems(number)
         found: dict[tuple[str, int], dict[str, Any]] = {}
         names = ("kind", "step", "stop", "reward", "turns")
-        query = f"SELECT env, item, success, {', '.join(names)}, file, line FROM episodes WHERE run = ? ORDER BY {order}"
+        query = (
+            f"SELECT env, item, success, {', '.join(names)}, file, line FROM episodes WHERE run = ? ORDER BY {order}"
+        )
         for row in self._index.connection.execute(query, (number,)):
-            if (row["env"], row["item"]) not in found:
+            if last or (row["env"], row["item"]) not in found:
                 side = {name: row[name] for name in names} | {"success": bool(row["success"])}
                 found[row["env"], row["item"]] = side | {"key": f"{stems[row['file']]}.{row['line']}"}
         return found

@@ -102,17 +102,18 @@ function sameTask(data, { env, item }) {
 const MOST_SHARED = 200;
 
 function sharedTasks(data, { left, right }) {
-  const latest = (run, order) => {
+  const alone = left === right;
+  const byTask = (run, last) => {
     const found = new Map();
-    for (const row of ordered(need(data.rows[run], "run"), order)) {
+    for (const row of ordered(need(data.rows[run], "run"), alone ? "oldest" : "step")) {
       const task = JSON.stringify([row.env, row.item]);
-      if (!found.has(task)) found.set(task, row);
+      if (last || !found.has(task)) found.set(task, row);
     }
     return found;
   };
-  const [ours, theirs] = [latest(left, left === right ? "oldest" : "step"), latest(right, "step")];
+  const [ours, theirs] = [byTask(left, false), byTask(right, alone)];
   const side = ({ key, kind, step, stop, success, reward, turns }) => ({ key, kind, step, stop, success, reward, turns });
-  const rows = [...ours].filter(([task, row]) => theirs.has(task) && (left !== right || theirs.get(task).key !== row.key))
+  const rows = [...ours].filter(([task, row]) => theirs.has(task) && !(alone && theirs.get(task).key === row.key))
     .map(([task, row]) => ({ env: row.env, item: row.item, left: side(row), right: side(theirs.get(task)) }))
     .sort((a, b) => (a.left.success === a.right.success) - (b.left.success === b.right.success) || (a.env < b.env ? -1 : a.env > b.env ? 1 : a.item - b.item));
   return { total: rows.length, rows: rows.slice(0, MOST_SHARED) };
