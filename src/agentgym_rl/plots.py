@@ -134,14 +134,14 @@ def _draw_evaluations(
         step, (low, high) = played[place]["step"], intervals[place]
         leading = step < (left + right) / 2
         beside = step + (1 if leading else -1) * LABEL_SHARE[0] * (right - left)
-        below = _label_below(success, sorted((step, beside)), low, high)
+        is_below = _label_below(success, sorted((step, beside)), low, high)
         axes.annotate(
             f"{100 * rates[place]:.0f}%",
-            (step, low if below else high),
-            xytext=(-5 if leading else 5, -4 if below else 4),
+            (step, low if is_below else high),
+            xytext=(-5 if leading else 5, -4 if is_below else 4),
             textcoords="offset points",
             ha="left" if leading else "right",
-            va="top" if below else "bottom",
+            va="top" if is_below else "bottom",
             fontsize=12,
             fontweight="bold",
             color=HELD_OUT,
@@ -164,7 +164,7 @@ def _label_below(success: tuple[list[int], list[float]], across: Sequence[float]
 
     def crossed(bottom: float) -> float:
         """The smoothed line counts more than the faint one behind it."""
-        inside = [numpy.count_nonzero((line > bottom) & (line < bottom + LABEL_SHARE[1])) for line in lines]
+        inside = [int(numpy.sum((line > bottom) & (line < bottom + LABEL_SHARE[1]))) for line in lines]
         outside = bottom < 0 or bottom + LABEL_SHARE[1] > 1
         return float("inf") if outside else sum(w * n for w, n in zip((1, 10), inside, strict=False))
 

@@ -190,7 +190,7 @@ class Queries:
         alone = left == right
         ours = self._by_task(left, ORDERS["oldest" if alone else "step"])
         theirs = self._by_task(right, ORDERS["oldest" if alone else "step"], last=alone)
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"env": env, "item": item, "left": row, "right": theirs[env, item]}
             for (env, item), row in ours.items()
             if (env, item) in theirs and not (alone and theirs[env, item]["key"] == row["key"])
