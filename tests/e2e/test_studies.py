@@ -189,6 +189,19 @@ def test_arms_are_compared_within_a_task_and_seed(tmp_path: Path) -> None:
     assert (tmp_path / "evidence-horizons.png").stat().st_size > 10_000
 
 
+def test_panels_of_one_measure_share_limits_and_have_y_labels() -> None:
+    runs = [record("staged", 0, 0.5), record("staged", 0, 0.1, "textcraft")]
+    figure = plot.horizons_figure(runs)
+    axes = figure.axes
+    assert figure.get_figwidth() * figure.dpi <= 1800
+    assert len(axes) == 2 * len(plot.PANELS)
+    assert all(some.get_ylabel() for some in axes)
+    for first, second in zip(axes[: len(plot.PANELS)], axes[len(plot.PANELS) :], strict=True):
+        assert first.get_ylim() == second.get_ylim()
+    assert axes[0].get_title(loc="left") == "BabyAI: held-out success"
+    assert axes[len(plot.PANELS)].get_title(loc="left") == "TextCraft: held-out success"
+
+
 def test_far_rooms_are_compared_by_the_last_models_and_one_comparison_decides(tmp_path: Path) -> None:
     arms = {"staged": ["11", "10"], "fixed-long": ["10", "10"], "fixed-short": ["00", "10"]}
     runs = [record(arm, s, 0.5, "far rooms") for arm in arms for s in range(6)]

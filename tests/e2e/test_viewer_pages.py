@@ -84,6 +84,8 @@ def put(path: Path, content: object) -> None:
 PAGES = {
     "runs": "Runs",
     "run/small": "small",
+    "config/small": "small",
+    "compare": "Compare",
     "episodes/small": "small",
     "groups/small": "small",
     "episode/small/step_000002.0": "maze / 20",
@@ -332,7 +334,7 @@ def test_evaluations_have_tables_and_the_scaling_plot(page: Page, url: str) -> N
 
 
 def evaluation_json(own_name: bool, success: float, state: str = "finished") -> dict[str, object]:
-    """An eval.json as a suite writes it, or with `own_name` as an evaluation of a whole environment."""
+    """An eval.json as a suite writes it, one task without data, or with `own_name` one of a whole environment."""
     rate = {"value": success, "low": 0.1, "high": 0.9}
     cell: dict[str, object] = {"items": 4, "episodes": 3, "errors": 1, "unplayed": 0, "success": rate}
     cell |= {"success_errors_as_failures": 0.375, "turns": 5.0, "truncated": 0.25, "unreported": 0, "cost_usd": 6e-6}
@@ -341,7 +343,7 @@ def evaluation_json(own_name: bool, success: float, state: str = "finished") -> 
     maze = "maze" if own_name else "Maze"
     plan: dict[str, object] = {"scenario": maze, "name": "all", "env": "maze", "items": [1, 2], "max_turns": 9}
     plan |= {"data": "mazes", "own_data": False, "missing": ""}
-    plans = [plan, plan | {"name": "far", "items": [], "missing": "its maps are needed"}]
+    plans = [plan, *([] if own_name else [plan | {"name": "far", "items": [], "missing": "its maps are needed"}])]
     plans += [
         plan | {"scenario": "Stand-in", "env": "web", "own_data": True},
         plan | {"scenario": "Absent", "items": []},
@@ -366,14 +368,19 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
     go(page, f"{url}#/evals")
     expect(page.locator("thead th")).to_have_text(["Agent", "Maze", "Stand-in †", "Mean", "Episodes"])
     row = page.locator("tbody tr", has_text="whole")
-    expect(row.locator(".rate b")).to_have_text(["50.0 *", "50.0", "50.0 †"])
+    expect(row.locator(".rate b")).to_have_text(["50.0", "50.0", "50.0 †"])
     expect(row.locator(".rate").nth(2)).to_contain_text("10–90")
+    # A scenario played in part has no overall, and there is no mean over it.
+    expect(page.locator("tbody tr", has_text="suite").locator(".rate")).to_have_text(["– *", "50.010–90", "–"])
     expect(page.locator(".notes")).to_contain_text("† our own data")
-    expect(page.locator(".notes")).to_contain_text("* over the tasks that were played")
+    expect(page.locator(".notes")).to_contain_text("* played in part")
     expect(page.locator(".legend-lines")).not_to_contain_text("Absent")
     put(root / "whole" / "eval.json", evaluation_json(True, 0.75))
-    expect(row.locator(".rate b").first).to_have_text("75.0 *")
+    expect(row.locator(".rate b").first).to_have_text("75.0")
 
+    go(page, f"{url}#/eval/whole")
+    facts = page.locator(".facts")
+    expect(facts).to_contain_text(re.compile(r"Mean of 2 scenarios\s*75\.0% \(10–90\)"))
     go(page, f"{url}#/eval/suite")
     table = page.locator("section", has_text="its maps are needed").locator("table")
     expect(table.locator("tbody tr").first).to_be_visible()
@@ -393,8 +400,8 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
         "$0",
     ]
     expect(page.locator("section", has_text="Stand-in †").last.locator("tbody")).to_contain_text("unknown")
-    facts = page.locator(".facts")
-    expect(facts).to_contain_text(re.compile(r"Mean of 2 scenarios\s*50\.0% \(10–90\)"))
+    expect(facts).to_contain_text("Success, tasks played")
+    expect(page.locator("tr.total th")).to_have_text("tasks played *")
     expect(facts).to_contain_text(re.compile(r"Cost\s*unknown"))
     expect(page.locator(".causes li")).to_have_text(["1 × <b>the server</b> said 500", "1 × other causes"])
     put(root / "suite" / "eval.json", {"results": "x"})
@@ -465,6 +472,8 @@ def test_an_export_answers_as_the_server_does(page: Page, url: str, root: Path, 
         "groups?run=small&kind=train&mixed=true",
         "groups?run=small&kind=train&step=2",
         "same_task?env=maze&item=2",
+        "shared_tasks?left=small&right=small",
+        "shared_tasks?left=small&right=oracle",
     ]
     go(page, f"{url}#/evals")
     ask = "async questions => Promise.all(questions.map(async q => (await fetch('api/' + q)).json()))"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,17 @@ from agentgym_rl.evaluation.options import prices_of, turns_of
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
 from agentgym_rl.evaluation.plot import turns_plot
 from agentgym_rl.evaluation.records import Record, record_of
-from agentgym_rl.evaluation.report import Entry, dollars, entry_of, grids, markdown, notes, published_entries
+from agentgym_rl.evaluation.report import (
+    FEWER_NOTE,
+    PARTLY_NOTE,
+    Entry,
+    dollars,
+    entry_of,
+    grids,
+    markdown,
+    notes,
+    published_entries,
+)
 from agentgym_rl.evaluation.suites import AGENTGYM_27, evenly_spaced
 from agentgym_rl.evaluation.terminal import print_comparison, print_report
 from agentgym_rl.runlog import read_trajectories
@@ -338,11 +350,73 @@ def test_a_mean_is_shown_only_beside_means_over_the_same_scenarios(tmp_path: Pat
     assert [row[-1].text for row in grids([entry, other])[0].rows] == ["–", "33.3 †"]
 
 
-def test_a_scenario_played_in_part_is_marked(tmp_path: Path) -> None:
+def rows_of(entries: list[Entry], title: str) -> list[list[str]]:
+    (grid,) = [grid for grid in grids(entries) if grid.title == title]
+    return [[cell.text for cell in row] for row in grid.rows]
+
+
+def suite_plans(scenario: str, subsets: set[str] | None = None, limit: int = 1000) -> list[TaskPlan]:
+    """Plans of a suite's scenario, or of some subsets of it, with at most `limit` items each."""
+    tasks = [task for task in AGENTGYM_27 if task.scenario.name == scenario]
+    return [
+        plan(scenario, task.name, range(100 * k, 100 * k + min(limit, task.num_items)), task.scenario.env,
+             subset=task.subset)
+        for k, task in enumerate(tasks)
+        if subsets is None or task.subset in subsets
+    ]  # fmt: skip
+
+
+def evaluated_suite(root: Path, plans: list[TaskPlan]) -> Entry:
+    """An evaluation whose agent solved the even items."""
+    records = attempts(
+        *(
+            record_of(
+                replace(trajectory(item, WON if item % 2 == 0 else LOST), task=Task(plan.env, item)), 0, 0, (), None
+            )
+            for plan in plans
+            for item in plan.items
+        )
+    )
+    with Folder(root, config(plans, root.name), {}) as folder:
+        folder.save(results(plans, records, 1, None, None), "finished")
+    return entry_of(read_evaluation(root))
+
+
+def test_a_scenario_played_in_part_is_marked_and_has_no_overall(tmp_path: Path) -> None:
     plans = [plan("Deep search", "HotpotQA", range(1)), plan("Deep search", "NQ", range(0), missing="no questions")]
     entry = entry_of(read_evaluation(evaluated(tmp_path / "us", plans, {0: WON})))
-    assert [cell.text for cell in grids([entry])[0].rows[0]] == ["us", "100.0", "–", "100.0 *"]
-    assert "* over the tasks that were played, not over the whole scenario." in notes([entry])
+    assert rows_of([entry], "Deep search") == [["us *", "100.0", "–", "– *"]]
+    assert PARTLY_NOTE in notes([entry])
+
+
+def test_one_subset_has_no_overall_beside_published_ones(tmp_path: Path) -> None:
+    goto = evaluated_suite(tmp_path / "goto", suite_plans("BabyAI", {"GoTo"}))
+    by_number = evaluated_suite(tmp_path / "items", [plan("BabyAI", "items", range(90), "babyai", split="")])
+    whole = evaluated_suite(tmp_path / "suite", suite_plans("BabyAI"))
+    few = evaluated_suite(tmp_path / "few", suite_plans("BabyAI", limit=5))
+    split = evaluated_suite(tmp_path / "split", [plan("BabyAI", "test", range(90), "babyai")])
+    source, published = published_entries(["BabyAI"])
+    overall = {row[0]: row[-1] for row in rows_of([goto, by_number, whole, few, split, *published], "BabyAI")}
+    assert overall["goto *"] == overall["items *"] == "– *"
+    assert (overall["suite"], overall["few"], overall["split"]) == ("53.3", "60.0 §", "50.0")
+    assert overall["ScalingInter-7B ‡"] == "96.7"
+    said = notes([goto, *published], source)
+    assert PARTLY_NOTE in said
+    assert FEWER_NOTE not in said
+    assert FEWER_NOTE in notes([few])
+    # The same in the summary of several scenarios, and no mean over one that was played in part.
+    both = evaluated_suite(tmp_path / "both", suite_plans("BabyAI", {"GoTo"}) + suite_plans("TextCraft"))
+    assert rows_of([both, *published], "Success, %")[0] == ["both", "– *", "52.0", "–"]
+    assert both.overall is None
+
+
+def test_a_row_that_lacks_tasks_of_another_has_no_overall(tmp_path: Path) -> None:
+    one, two = plan("maze", "small", range(2), subset="small"), plan("maze", "large", range(2, 4), subset="large")
+    first = evaluated(tmp_path / "one", [one], {0: WON, 1: WON})
+    second = evaluated(tmp_path / "two", [one, two], {0: WON, 1: WON, 2: LOST, 3: LOST})
+    entries = [entry_of(read_evaluation(folder)) for folder in (first, second)]
+    assert rows_of(entries, "maze") == [["one *", "100.0", "–", "– *"], ["two", "100.0", "0.0", "50.0"]]
+    assert rows_of(entries[:1], "maze") == [["one", "100.0"]]
 
 
 def test_rows_that_cannot_be_read_across_are_named(tmp_path: Path) -> None:
@@ -360,9 +434,11 @@ def test_our_own_data_are_marked_wherever_a_scenario_is_named(tmp_path: Path) ->
     entry = entry_of(read_evaluation(root))
     found = {grid.title: [row[0].text for row in grid.rows] for grid in grids([entry])}
     assert found["us"] == ["A", "Web † *"]
-    assert found["us: success, %, by turns allowed"] == ["A", "Web † *", "mean †"]
+    assert found["us: success, %, by turns allowed"] == ["A", "Web † *"]  # a part has no mean
+    whole = entry_of(read_evaluation(evaluated(tmp_path / "all", plans[:2], {0: WON, 1: WON}, turns=[1, 4])))
+    assert [row[0] for row in rows_of([whole], "all: success, %, by turns allowed")] == ["A", "Web †", "mean †"]
     called: list[str] = []
-    turns_plot(entry.by_turns, tmp_path / "turns.png", "a $name_ of a model", lambda name: called.append(name) or name)
+    turns_plot(whole.by_turns, tmp_path / "turns.png", "a $name_ of a model", lambda name: called.append(name) or name)
     assert called == ["A", "Web", "mean of scenarios"]
     screen = io.StringIO()
     print_comparison(Console(file=screen, width=140), compare(load_side(root), load_side(root)))
@@ -436,6 +512,22 @@ def test_a_wide_table_in_a_narrow_terminal_is_cut_between_columns(width: int, pa
     for whole in ("Qwen2.5-3B-Instruct ‡", "ScalingInter-7B ‡", "WebArena", "TextCraft"):
         assert whole in text
     assert text.count("Gemini-2.5-Pro ‡") == parts
+
+
+def test_a_comparison_in_80_columns_breaks_no_word(tmp_path: Path) -> None:
+    plans = [plan("BabyAI", "a", range(6))]
+    first = evaluated(tmp_path / "quickstart@100", plans, dict.fromkeys(range(6), LOST))
+    second = evaluated(tmp_path / "quickstart@200", plans, dict.fromkeys(range(6), WON))
+    screen = io.StringIO()
+    print_comparison(Console(file=screen, width=80), compare(load_side(first), load_side(second)))
+    text = screen.getvalue()
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    headings = ["items", "quickstart@100", "quickstart@200", "difference", "95%", "interval", "p", "test"]
+    drawn = " ".join(line for line, below in pairwise(lines) if set(below.strip()) == {"─"}).split()
+    assert drawn == headings
+    for whole in ("BabyAI  success, %", "BabyAI  reward", "McNemar, exact", "+100.0 to +100.0"):
+        assert whole in text
 
 
 def test_published_numbers_are_those_of_the_reference() -> None:

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from agentgym_rl.intervals import wilson_interval
-from agentgym_rl.plots import learning_curve, smooth
+from agentgym_rl.plots import _draw_evaluations, _draw_success, learning_curve, smooth
 
 METRICS = [{"step": step, "success/mean": step / 40, "turns/mean": 1 + step / 20} for step in range(1, 31)]
 EVALUATIONS = [{"step": 0, "success": 0.0, "episodes": 50}, {"step": 30, "success": 1.0, "episodes": 50}]
@@ -92,6 +94,28 @@ def test_what_is_given_is_in_the_picture(tmp_path: Path) -> None:
     assert (
         len({whole, drawn([], EVALUATIONS, STAGES), drawn(METRICS, [], STAGES), drawn(METRICS, EVALUATIONS, [])}) == 4
     )
+
+
+@pytest.mark.parametrize("first", [0.0, 0.2, 0.5, 0.99])
+def test_a_label_of_an_evaluation_is_not_over_the_curve(first: float) -> None:
+    rates = [min(1.0, first + 0.08 + 0.004 * step) for step in range(100)]  # begins just above the first interval
+    figure = Figure(figsize=(9.6, 4), dpi=160)
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    axes.set_xlim(-1, 101)
+    success = (list(range(1, 101)), rates)
+    _draw_success(axes, success)
+    held_out = [{"step": 0, "success": first, "episodes": 250}, {"step": 100, "success": rates[-1], "episodes": 250}]
+    _draw_evaluations(axes, held_out, success)
+    canvas.draw()
+    label, curve = axes.texts[0], axes.lines[1]
+    box = label.get_window_extent()
+    points = axes.transData.transform(list(zip(*curve.get_data(), strict=True)))
+    assert label.get_text() == f"{100 * first:.0f}%"
+    assert not [point for point in points if box.contains(*point)]
+    drawn = axes.get_window_extent()
+    assert drawn.y0 <= box.y0
+    assert box.y1 <= drawn.y1
 
 
 def test_drawing_leaves_no_global_figure_behind(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from typing import Any
 
 from agentgym_rl.environment import agentgym, catalog
 from agentgym_rl.environment.base import TextEnv
@@ -265,6 +266,15 @@ class RemotePool(_Pool):
         client = self._take_client(env)
         try:
             return await client.items(split, subset)
+        finally:
+            self._idle_clients[env].append(client)
+
+    async def info(self, env: str) -> dict[str, Any]:
+        """Return what the server says of an environment."""
+        self._check_name(env)
+        client = self._take_client(env)
+        try:
+            return await client.info()
         finally:
             self._idle_clients[env].append(client)
 

@@ -11,6 +11,7 @@ from agentgym_rl.agent.engines.openai import Prices
 from agentgym_rl.evaluation.plan import TaskPlan
 from agentgym_rl.evaluation.records import Outcome, Record
 from agentgym_rl.evaluation.statistics import combined_interval, mean_interval, pass_at_k, rate_interval
+from agentgym_rl.evaluation.suites import coverage
 
 Key = tuple[str, int, int]
 Attempts = Mapping[Key, Sequence[Record]]
@@ -42,7 +43,9 @@ def _result(
     for plan in plans:
         tasks[plan.key] = _cell([plan], attempts, samples, horizon, prices)
     for name in dict.fromkeys(plan.scenario for plan in plans):
-        scenarios[name] = _cell([p for p in plans if p.scenario == name], attempts, samples, horizon, prices)
+        own = [plan for plan in plans if plan.scenario == name]
+        cell = _cell(own, attempts, samples, horizon, prices)
+        scenarios[name] = cell and cell | {"coverage": coverage(own)}
     return {
         "max_turns": horizon,
         "tasks": tasks,
@@ -135,10 +138,12 @@ def _costs(spent: Sequence[tuple[Record, int]], prices: Prices | None) -> dict[s
 
 
 def _overall(plans: Sequence[TaskPlan], scenarios: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Plain mean over the scenarios played; None unless there are several and no environment is without a result."""
+    """Plain mean over the scenarios played; None unless there are several, each played as a whole, and no environment
+    is without a result."""
     played = {name: cell["success"] for name, cell in scenarios.items() if cell and cell["success"]}
     environments = {plan.env for plan in plans if plan.scenario in played}
-    if len(played) < 2 or any(plan.env not in environments for plan in plans):
+    in_part = any(cell["coverage"] == "part" for cell in scenarios.values() if cell)
+    if len(played) < 2 or in_part or any(plan.env not in environments for plan in plans):
         return None
     interval = combined_interval([(rate["value"], rate["low"], rate["high"]) for rate in played.values()])
     own = any(plan.own_data for plan in plans if plan.scenario in played)

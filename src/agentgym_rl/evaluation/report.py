@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -16,12 +16,16 @@ from typing import Any
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.evaluation.metrics import INTERVALS
 from agentgym_rl.evaluation.plan import TaskPlan
+from agentgym_rl.evaluation.suites import Coverage, coverage
 
 MISSING = "–"
 OWN = "†"
 OWN_NOTE = f"{OWN} our own data, which stand in for the benchmark's: not comparable with published results."
 PUBLISHED = "‡"
 PARTLY = "*"
+PARTLY_NOTE = f"{PARTLY} played in part: rates are over the tasks that were played, and there is no overall."
+FEWER = "§"
+FEWER_NOTE = f"{FEWER} over fewer items than the suite has: its tasks weigh differently in this overall."
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +146,8 @@ def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
     lines += _data_notes([plan for entry in ours for plan in entry.plans])
     if any(plan.own_data for entry in ours for plan in entry.plans if plan.items):
         lines.append(OWN_NOTE)
-    if any(_partly_played(entry) for entry in ours):
-        lines.append(f"{PARTLY} over the tasks that were played, not over the whole scenario.")
+    kinds = {_coverage(entry, name, _columns(ours, name)) for entry in ours for name in entry.scenarios}
+    lines += [note for kind, note in (("part", PARTLY_NOTE), ("fewer items", FEWER_NOTE)) if kind in kinds]
     if source:
         lines.append(f"{PUBLISHED} published, not measured here ({source}): on other items and with other prompts.")
     return lines
@@ -191,19 +195,29 @@ def _summary(entries: Sequence[Entry], scenarios: Sequence[str], own: set[str]) 
     marked = [f"{name} {OWN}" if name in own else name for name in scenarios]
     grid = Grid("Success, %", ["agent", *marked, "mean"])
     for entry in entries:
-        cells = [_overall(entry, scenario) for scenario in scenarios]
+        cells = [_overall(entry, scenario, _columns(entries, scenario)) for scenario in scenarios]
         grid.rows.append([_name(entry), *cells, _mean(entry, entries)])
     return grid
 
 
-def _overall(entry: Entry, scenario: str) -> Cell:
+def _overall(entry: Entry, scenario: str, columns: Collection[str]) -> Cell:
+    """A part's rate would be read as the whole scenario's, above published ones: it is not shown."""
     cell = _rate(entry.scenarios.get(scenario))
-    return Cell(f"{cell.text} {PARTLY}", cell.small) if scenario in _partly_played(entry) else cell
+    kind = _coverage(entry, scenario, columns)
+    if kind == "part":
+        return Cell(f"{MISSING} {PARTLY}")
+    return Cell(f"{cell.text} {FEWER}", cell.small) if kind == "fewer items" and cell.text != MISSING else cell
 
 
-def _partly_played(entry: Entry) -> set[str]:
-    """Scenarios of which some tasks have no data here."""
-    return {p.scenario for p in entry.plans if p.items} & {p.scenario for p in entry.plans if p.missing}
+def _coverage(entry: Entry, scenario: str, columns: Collection[str] = ()) -> Coverage:
+    """Of the scenario as a whole; `columns` are the names of its tasks in the table."""
+    plans = [plan for plan in entry.plans if plan.scenario == scenario]
+    return coverage(plans, columns) if any(plan.items for plan in plans) else "whole"
+
+
+def _columns(entries: Sequence[Entry], scenario: str) -> set[str]:
+    """Names of a scenario's tasks that any of the entries played."""
+    return {plan.name for entry in entries for plan in entry.plans if plan.scenario == scenario and plan.items}
 
 
 def _mean(entry: Entry, entries: Sequence[Entry]) -> Cell:
@@ -221,17 +235,21 @@ def _scenario(entries: Sequence[Entry], scenario: str, plans: Sequence[TaskPlan]
     title = f"{scenario} {OWN}" if scenario in own else scenario
     several = len(plans) > 1 or any(entry.published for entry in entries)
     grid = Grid(title, ["agent", *(plan.heading or plan.name for plan in plans), *(["overall"] if several else [])])
+    columns = _columns(entries, scenario)
     for entry in entries:
         if entry.scenarios.get(scenario) is None:
             continue
         cells = [_rate(entry.tasks.get(plan.key)) for plan in plans]
-        grid.rows.append([_name(entry), *cells, *([_overall(entry, scenario)] if several else [])])
+        name = _name(entry)
+        if several and _coverage(entry, scenario, columns) == "part":
+            name = Cell(f"{name.text} {PARTLY}")
+        grid.rows.append([name, *cells, *([_overall(entry, scenario, columns)] if several else [])])
     return grid
 
 
 def marked(entry: Entry, scenario: str) -> str:
     """A scenario's name where it heads a row of one evaluation."""
-    marks = [OWN] * (scenario in entry.own) + [PARTLY] * (scenario in _partly_played(entry))
+    marks = [OWN] * (scenario in entry.own) + [PARTLY] * (_coverage(entry, scenario) == "part")
     return " ".join([scenario, *marks])
 
 

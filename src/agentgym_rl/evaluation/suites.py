@@ -6,8 +6,13 @@ data, and our own questions or sites are never shown under the name of a publish
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+from agentgym_rl.evaluation.plan import TaskPlan
+
+Coverage = Literal["whole", "fewer items", "part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +107,34 @@ def evenly_spaced(items: Sequence[int], count: int) -> list[int]:
     if count >= len(items):
         return list(items)
     return [items[place * len(items) // count] for place in range(count)]
+
+
+def coverage(plans: Sequence[TaskPlan], columns: Collection[str] = ()) -> Coverage:
+    """Say how much of one scenario was played: its overall may stand beside that of the whole scenario, or not.
+
+    `part`: some of its tasks only. `fewer items`: every task, but of some fewer items than the suite has, so that the
+    tasks weigh differently in the overall. `columns`: names of all tasks in the table, by which a scenario that is in
+    no suite is measured.
+    """
+    played = [plan for plan in plans if plan.items]
+    known = {(plan.scenario, plan.env) for plan in plans}
+    tasks = [
+        task
+        for suite in (*SUITES.values(), *STAND_INS.values())
+        for task in suite
+        if (task.scenario.name, task.scenario.env) in known
+    ]
+    whole_split = any(plan.split and plan.subset is None for plan in played)
+    items = {plan.subset: len(plan.items) for plan in played}
+    if tasks:
+        covered = whole_split or all(task.subset in items for task in tasks)
+    else:
+        covered = whole_split or set(columns) <= {plan.name for plan in played}
+    if not covered or any(plan.missing for plan in plans):
+        return "part"
+    published = [task for task in tasks if task in AGENTGYM_27]
+    if whole_split:
+        fewer = sum(items.values()) < sum(task.num_items for task in published)
+    else:
+        fewer = any(items[task.subset] < task.num_items for task in published)
+    return "fewer items" if fewer else "whole"

@@ -77,15 +77,14 @@ def print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
     first, second = comparison["first"]["name"], comparison["second"]["name"]
     for side in ("first", "second"):
         console.print(Text(f"  {comparison[side]['name']}: {comparison[side]['folder']}", "dim"))
-    table = _table()
-    for heading in ("", "items", first, second, "difference", "95% interval", "p", "test"):
-        table.add_column(heading, justify="left" if heading in ("", "test") else "right", overflow="fold")
+    grid = Grid("", ["", "items", first, second, "difference", "95% interval", "p", "test"])
     own = comparison["own_data"]
     lines = {f"{name} {OWN}" if name in own else name: cell for name, cell in comparison["scenarios"].items()}
     rows = {**lines, "all items": comparison["all"]} if len(lines) > 1 else lines
     for name, numbers in rows.items():
-        _compared(table, name, numbers)
-    console.print(table)
+        grid.rows += _compared(name, numbers)
+    for part in _fitting(grid, console.width):
+        console.print(part)
     if "mcnemar" in comparison["all"]:
         m = comparison["all"]["mcnemar"]
         console.print(
@@ -102,24 +101,27 @@ def print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
     console.print(Text.assemble(("\n● ", "cyan"), (verdict(comparison["all"], first, second), "bold")))
 
 
-def _compared(table: Table, name: str, numbers: Mapping[str, Any]) -> None:
+def _compared(name: str, numbers: Mapping[str, Any]) -> list[list[Cell]]:
     success, reward = numbers["success"], numbers["reward"]
     exact = "mcnemar" in numbers
-    table.add_row(
-        Text.assemble((name, "cyan"), "  success, %"),
-        str(numbers["items"]),
-        *(f"{100 * success[side]:.1f}" for side in ("first", "second")),
-        f"{100 * success['difference']:+.1f}",
-        f"{100 * success['low']:+.1f} to {100 * success['high']:+.1f}",
-        f"{numbers['mcnemar']['p'] if exact else success['p']:.3g}",
-        "McNemar, exact" if exact else "sign flips",
-    )
-    table.add_row(
-        Text("reward", justify="right"),
-        "",
-        *(f"{reward[side]:.3g}" for side in ("first", "second")),
-        f"{reward['difference']:+.3g}",
-        f"{reward['low']:+.3g} to {reward['high']:+.3g}",
-        f"{reward['p']:.3g}",
-        "sign flips",
-    )
+    texts = [
+        [
+            f"{name}  success, %",
+            str(numbers["items"]),
+            *(f"{100 * success[side]:.1f}" for side in ("first", "second")),
+            f"{100 * success['difference']:+.1f}",
+            f"{100 * success['low']:+.1f} to {100 * success['high']:+.1f}",
+            f"{numbers['mcnemar']['p'] if exact else success['p']:.3g}",
+            "McNemar, exact" if exact else "sign flips",
+        ],
+        [
+            f"{name}  reward",
+            "",
+            *(f"{reward[side]:.3g}" for side in ("first", "second")),
+            f"{reward['difference']:+.3g}",
+            f"{reward['low']:+.3g} to {reward['high']:+.3g}",
+            f"{reward['p']:.3g}",
+            "sign flips",
+        ],
+    ]
+    return [[Cell(text) for text in row] for row in texts]

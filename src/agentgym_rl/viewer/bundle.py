@@ -74,7 +74,7 @@ def page(files: Mapping[str, bytes], data: Any, title: str) -> bytes:
 <script type="application/octet-stream" id="embedded">{packed}</script>
 <script type="module">{script}</script>
 </head>
-<body><noscript>This page needs JavaScript.</noscript></body>
+<body><p class="starting" role="status">Loading</p><noscript>This page needs JavaScript.</noscript></body>
 </html>
 """
     return text.encode()

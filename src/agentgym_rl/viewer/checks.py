@@ -126,7 +126,8 @@ def _cell(check: Check, cell: Any, where: str) -> dict[str, Any] | None:
         return None
     table = check.table(cell, where)
     rates = {name: _rate(check, table[name], f"{where}.{name}") for name in table if _RATE.fullmatch(name)}
-    return _counts(check, table, where) | rates
+    coverage = check.text(table.get("coverage"), f"{where}.coverage")
+    return _counts(check, table, where) | rates | ({"coverage": coverage} if coverage else {})
 
 
 def _counts(check: Check, table: dict[str, Any], where: str) -> dict[str, Any]:

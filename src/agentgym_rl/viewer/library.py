@@ -149,5 +149,8 @@ class Library:
     def same_task(self, env: str, item: int) -> list[dict[str, Any]]:
         return self.queries.same_task({run: place.path for run, place in self.places().items()}, env, item)
 
+    def shared_tasks(self, left: str, right: str) -> dict[str, Any]:
+        return self.queries.shared_tasks(self.place(left).path, self.place(right).path)
+
     def close(self) -> None:
         self.index.close()

@@ -25,6 +25,8 @@ ORDERS = {
     "sampled": f"sampled DESC, {_NEWEST}",
     "seconds": f"seconds DESC, {_NEWEST}",
 }
+MOST_SHARED = 200
+"""Tasks in the list of those that two runs share."""
 _COLUMNS = (
     "episodes.file, line, episodes.step, kind, trajectory, team, env, item, subset, stop, success, reward, turns, "
     "horizon, sampled, seconds"
@@ -179,6 +181,37 @@ class Queries:
             of_run = [self._row(row, stems) | {"run": run_id} for row in rows]
             self._add_advantages(number, of_run)
             found += of_run
+        return found
+
+    def shared_tasks(self, left: Path, right: Path) -> dict[str, Any]:
+        """Tasks that two runs played, with the latest episode of each; of one run, its first and its latest.
+
+        Those with different outcomes come first: they are what somebody who compares looks for.
+        """
+        alone = left == right
+        ours = self._by_task(left, ORDERS["oldest" if alone else "step"])
+        theirs = self._by_task(right, ORDERS["oldest" if alone else "step"], last=alone)
+        rows: list[dict[str, Any]] = [
+            {"env": env, "item": item, "left": row, "right": theirs[env, item]}
+            for (env, item), row in ours.items()
+            if (env, item) in theirs and not (alone and theirs[env, item]["key"] == row["key"])
+        ]
+        rows.sort(key=lambda r: (r["left"]["success"] == r["right"]["success"], r["env"], r["item"]))
+        return {"total": len(rows), "rows": rows[:MOST_SHARED]}
+
+    def _by_task(self, run: Path, order: str, *, last: bool = False) -> dict[tuple[str, int], dict[str, Any]]:
+        """Return the first episode of each task in an order, or the last."""
+        number = self._index.run_number(run)
+        stems = self._stems(number)
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        names = ("kind", "step", "stop", "reward", "turns")
+        query = (
+            f"SELECT env, item, success, {', '.join(names)}, file, line FROM episodes WHERE run = ? ORDER BY {order}"
+        )
+        for row in self._index.connection.execute(query, (number,)):
+            if last or (row["env"], row["item"]) not in found:
+                side = {name: row[name] for name in names} | {"success": bool(row["success"])}
+                found[row["env"], row["item"]] = side | {"key": f"{stems[row['file']]}.{row['line']}"}
         return found
 
     def evaluations(self, run: Path) -> list[dict[str, Any]]:

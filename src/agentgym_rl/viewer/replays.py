@@ -1,7 +1,8 @@
 """The environment's own picture of every turn of a recorded episode, made by playing its actions again.
 
 Environments are deterministic given the item, so this costs nothing while training. Where that fails (the environment
-is not installed, draws nothing, or answers differently from what was recorded) the reason stands for the picture.
+is not installed, draws nothing, or answers differently from what was recorded) the reason stands for the picture. A
+picture that the environment recorded itself, as text under `picture` of a step's info, is shown as it is.
 """
 
 from __future__ import annotations
@@ -61,6 +62,14 @@ def replies_and_observations(episode: dict[str, Any]) -> tuple[list[str], list[s
     return replies, [str(m["content"]) for m in messages if m["role"] == "user"]
 
 
+def _recorded_picture(episode: dict[str, Any], turn: int) -> Frame | None:
+    """The picture in the info of the step that led to this state; the first state has no such step."""
+    infos = episode.get("infos")
+    info = infos[turn - 1] if isinstance(infos, list) and 0 < turn <= len(infos) else None
+    picture = info.get("picture") if isinstance(info, dict) else None
+    return picture_of(picture) if isinstance(picture, str) and picture else None
+
+
 class Replays:
     """Episodes played again, the last few of them kept."""
 
@@ -75,6 +84,8 @@ class Replays:
             return f"the episode has {len(replies)} turns, there is no turn {turn}"
         if turn >= len(observations):
             return "the last reply was cut or failed, so the environment never answered it"
+        if (recorded := _recorded_picture(episode, turn)) is not None:
+            return recorded
         if name not in self._kept:
             frames = [asyncio.get_running_loop().create_future() for _ in observations]
             task = asyncio.create_task(self._play(frames, episode, replies, observations, style))

@@ -51,6 +51,7 @@ class Runs:
                 "agent": result["config"]["agent"]["name"],
                 "updated": _modified(place.path / "eval.json"),
                 "success": _success(result),
+                "in_part": _in_part(result),
                 "environments": sorted({plan["env"] for plan in result["config"]["tasks"] if plan["env"]}),
             }
         (status, wrong), (config, unreadable) = read_status(place.path), self._config(place)
@@ -77,6 +78,7 @@ class Runs:
             "summary": read_json(place.path / "summary.json")[0],
             "doctor": read_lines(place.path / "doctor.jsonl")[-200:],
             "evaluations": [_with_interval(row) for row in self._queries.evaluations(place.path)],
+            "checkpoints": _checkpoints(place.path / "checkpoints"),
             "tokenizer": find_tokenizer(place.path, config) is not None,
         }
 
@@ -117,7 +119,7 @@ class Runs:
 
     def stamp(self, place: Place) -> list[int | str]:
         """What a page compares to know that it is out of date. A process that is killed changes no file."""
-        names = ("metrics.jsonl", "status.json", "eval.json", "doctor.jsonl", "summary.json")
+        names = ("metrics.jsonl", "status.json", "eval.json", "doctor.jsonl", "summary.json", "checkpoints")
         return [*stamp_of(*(place.path / name for name in names)), self._state(place)]
 
     def _state(self, place: Place) -> str:
@@ -143,6 +145,25 @@ class Runs:
             with self._guard:
                 self._kept[what, path] = kept
         return kept[1]
+
+
+def _checkpoints(folder: Path) -> list[dict[str, Any]]:
+    """Saved checkpoints, oldest step first: what each holds, its size, and when it was saved."""
+    found = []
+    for path in folder.glob("step_*"):
+        if path.is_symlink():  # sizes are those of this run's own files
+            continue
+        try:
+            sizes = [(entry, entry.lstat().st_size) for entry in path.rglob("*") if not entry.is_dir()]
+            holds = sorted({entry.relative_to(path).parts[0] for entry, _ in sizes})
+            saved = path.lstat().st_mtime
+        except OSError:  # removed while it was read
+            continue
+        step = path.name.removeprefix("step_")
+        if step.isdecimal():
+            row = {"step": int(step), "holds": holds, "bytes": sum(size for _, size in sizes), "saved": saved}
+            found.append(row)
+    return sorted(found, key=lambda row: row["step"])
 
 
 def damaged_overview(place: Place, error: Exception) -> dict[str, Any]:
@@ -205,6 +226,12 @@ def _success(evaluation: dict[str, Any]) -> float | None:
     cell = last["overall"] or (cells[0] if len(cells) == 1 else None)
     rate = cell.get("success") if cell else None
     return rate["value"] if rate else None
+
+
+def _in_part(evaluation: dict[str, Any]) -> bool:
+    """True if some tasks of a scenario were not played: its success is not that of the whole."""
+    last = evaluation["results"][-1:]
+    return any(cell and cell.get("coverage") == "part" for result in last for cell in result["scenarios"].values())
 
 
 def _modified(path: Path) -> float | None:

@@ -118,6 +118,10 @@ def reading_routes(library: Library) -> APIRouter:
     def same_task(env: Text, item: Whole) -> Response:
         return answer(library.same_task(env, item))
 
+    @router.get("/shared_tasks")
+    def shared_tasks(left: Text, right: Text) -> Response:
+        return answer(library.shared_tasks(left, right))
+
     return router
 
 

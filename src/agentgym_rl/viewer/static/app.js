@@ -3,6 +3,7 @@
 import { get, isExport, prepare } from "./api.js";
 import { episodesPage, groupsPage } from "./browse.js";
 import { comparePage } from "./compare.js";
+import { configPage } from "./config.js";
 import { fill, h, message } from "./dom.js";
 import { episodePage } from "./episode.js";
 import { evalPage, evalsPage } from "./evals.js";
@@ -16,13 +17,13 @@ import { runPage } from "./run.js";
 
 const PAGES = {
   "": homePage, runs: homePage, run: runPage, episodes: episodesPage, groups: groupsPage, episode: episodePage,
-  group: groupPage, compare: comparePage, play: playPage, evals: evalsPage, eval: evalPage,
+  group: groupPage, compare: comparePage, play: playPage, evals: evalsPage, eval: evalPage, config: configPage,
 };
 const SECTIONS = [["runs", "Runs"], ["evals", "Evals"], ["compare", "Compare"], ["play", "Play"]];
-const BELONGS = { "": "runs", run: "runs", episodes: "runs", groups: "runs", episode: "runs", group: "runs", eval: "evals" };
+const BELONGS = { "": "runs", run: "runs", episodes: "runs", groups: "runs", episode: "runs", group: "runs", config: "runs", eval: "evals" };
 const THEMES = ["auto", "light", "dark"];
 
-const main = h("main", { id: "main" });
+const main = h("main", { id: "main" }, h("p", { class: "starting", role: "status" }, "Loading"));
 const notice = h("div", { class: "notice", role: "status" });
 const nav = h("nav", { "aria-label": "Main" });
 const help = h("dialog", { class: "help", "aria-label": "Keyboard" });

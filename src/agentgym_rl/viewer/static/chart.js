@@ -3,7 +3,7 @@
 import { fill, h, s } from "./dom.js";
 import { number } from "./format.js";
 
-const MARGIN = { top: 18, right: 14, bottom: 24, left: 46 };
+const MARGIN = { top: 18, right: 14, bottom: 40, left: 68 };
 const MAX_POINTS = 600;
 const LETTER = 6.6; // px, at the size of a stage's label: an upper bound for digits and small letters
 
@@ -81,7 +81,7 @@ export function sharedCursor() {
  * lines: [{name, color, points: [[x, y]], raw: [[x, y]] or null, stepped, dashed}]
  * marks: [{name, color, points: [{x, y, low, high, text}]}]
  * stages: [{from, to, label, short}]
- * options: {format, range: [low, high], height, xLabel, formatX, cursor, label}
+ * options: {format, range: [low, high], height, xTitle, yTitle, xLabel, formatX, cursor, label}
  */
 export function chart(options) {
   const node = h("div", { class: "chart" });
@@ -129,7 +129,7 @@ export function chart(options) {
     fill(
       drawing,
       s("g", { class: "stages" }, data.stages.map((stage, i) => shade(stage, i, x, width))),
-      s("g", { class: "axis" }, yAxis(y, width), xAxis(x, width)),
+      s("g", { class: "axis" }, yAxis(y, width), xAxis(x, width), titles(width)),
       s("g", {}, data.lines.map((line) => drawLine(line, x, y))),
       s("g", {}, data.marks.map((mark) => drawMarks(mark, x, y))),
       rule,
@@ -206,7 +206,15 @@ export function chart(options) {
     const marks = options.xTicks ?? ticks(x.low, x.high, Math.max(2, Math.floor(width / 110)));
     return marks
       .filter((tick) => options.formatX || Number.isInteger(tick))
-      .map((tick) => s("text", { x: x(tick), y: height - 7, "text-anchor": "middle" }, formatX(tick)));
+      .map((tick) => s("text", { x: x(tick), y: height - 23, "text-anchor": "middle" }, formatX(tick)));
+  }
+
+  function titles(width) {
+    const [across, down] = [(MARGIN.left + width - MARGIN.right) / 2, (MARGIN.top + height - MARGIN.bottom) / 2];
+    return [
+      s("text", { class: "axis-title", x: across, y: height - 6, "text-anchor": "middle" }, options.xTitle ?? ""),
+      s("text", { class: "axis-title", x: -down, y: 12, "text-anchor": "middle", transform: "rotate(-90)" }, options.yTitle ?? ""),
+    ];
   }
 
   function dispose() {

@@ -1,9 +1,12 @@
-// Two episodes of one item, aligned turn by turn: two checkpoints, two agents, or two tries.
+// Two episodes of one item, aligned turn by turn: two checkpoints, two agents, or two tries. Without a choice of
+// episodes, two runs: the settings in which they differ, and the tasks that both played.
 
 import { get } from "./api.js";
-import { fill, h, select } from "./dom.js";
+import { differences } from "./config.js";
+import { fill, guarded, h, message, select } from "./dom.js";
 import { badges, block, sectionOf } from "./episode.js";
-import { isolated, KINDS, number, STOPS, taskName } from "./format.js";
+import { outcome } from "./browse.js";
+import { count, isolated, KINDS, number, STOPS, taskName } from "./format.js";
 import { pictureBox } from "./picture.js";
 import { link } from "./route.js";
 import { turnsOf } from "./turns.js";
@@ -18,10 +21,7 @@ const nameOf = (row) => `${row.run}|${row.key}`;
 export async function comparePage(route) {
   const node = h("div", { class: "page" });
   const a = parts(route.query.get("a"));
-  if (!a) {
-    fill(node, h("header", { class: "page-head" }, h("h1", {}, "Compare")), h("p", { class: "message info" }, "Open an episode and choose Compare: every other episode of the same item, of any run or evaluation, can stand beside it."));
-    return { node, title: "Compare", keys: [] };
-  }
+  if (!a) return compareRuns(route);
   const first = await get("episode", a);
   const same = await get("same_task", { env: first.env, item: first.item });
   const others = same.filter((row) => nameOf(row) !== nameOf(a));
@@ -84,6 +84,50 @@ export async function comparePage(route) {
     section: "compare",
     keys: [["s", "swap the sides", () => (location.hash = link("compare", { ...Object.fromEntries(route.query), a: nameOf(wanted), b: nameOf(a) }))]],
   };
+}
+
+/** Two runs or evaluations, chosen here, or one against itself. */
+async function compareRuns(route) {
+  const node = h("div", { class: "page" });
+  const title = h("h1", {}, "Compare");
+  const { runs } = await get("overview");
+  if (!runs.length) {
+    fill(node, h("header", { class: "page-head" }, title), message("info", "No runs here yet: there is nothing to compare."));
+    return { node, title: "Compare", keys: [] };
+  }
+  const ids = runs.map((run) => run.id);
+  const left = ids.find((id) => id === route.query.get("left")) ?? ids[0];
+  const played = new Set(runs.find((run) => run.id === left).environments);
+  const likely = runs.find((run) => run.id !== left && run.environments.some((env) => played.has(env)));
+  const right = ids.find((id) => id === route.query.get("right")) ?? likely?.id ?? ids.find((id) => id !== left) ?? left;
+  const chooser = (value, side, letter) => h("label", {}, h("span", { class: "letter" }, letter), select(ids.map((id) => [id, id]), value, (chosen) => (location.hash = link("compare", { left, right, [side]: chosen })), side === "left" ? "Left run" : "Right run"));
+  const [details, shared] = await Promise.all([Promise.all([left, right].map((id) => get("run", { run: id }))), get("shared_tasks", { left, right })]);
+  fill(
+    node,
+    h("header", { class: "page-head" }, title, h("p", {}, "Two runs or evaluations, or one with itself.")),
+    h("div", { class: "choose-runs" }, chooser(left, "left", "A"), chooser(right, "right", "B")),
+    left === right ? null : guarded("config.toml", () => differences(...details)),
+    sharedTasks(shared, left, right),
+  );
+  return { node, title: "Compare", keys: [["s", "swap the sides", () => (location.hash = link("compare", { left: right, right: left }))]] };
+}
+
+function sharedTasks({ total, rows }, left, right) {
+  const title = h("h2", {}, left === right ? "Tasks played more than once" : "Tasks that both played");
+  if (!rows.length) {
+    const alone = (id) => h("a", { class: "button", href: link("compare", { left: id, right: id }) }, `${isolated(id)} with itself`);
+    const none = left === right ? "No task was played twice here: choose another run on one side." : "They have no task in common. Choose other runs, or compare one with itself: its first and its latest episodes.";
+    return h("section", { class: "card" }, title, h("p", { class: "hint" }, none), left === right ? null : h("div", { class: "choose-runs" }, alone(left), alone(right)));
+  }
+  const side = (run, episode) => h("td", {}, outcome(episode), ` ${KINDS[episode.kind] ?? episode.kind} ${episode.step} · reward ${number(episode.reward)} · ${count(episode.turns, "turn")}`);
+  const line = (row) => h("tr", {}, h("th", { scope: "row" }, h("a", { href: link("compare", { a: `${left}|${row.left.key}`, b: `${right}|${row.right.key}` }) }, taskName(row))), side(left, row.left), side(right, row.right));
+  return h(
+    "section",
+    { class: "card" },
+    title,
+    h("div", { class: "table-scroll" }, h("table", { class: "shared" }, h("thead", {}, h("tr", {}, ["Task", "A", "B"].map((name) => h("th", {}, name)))), h("tbody", {}, rows.map(line)))),
+    h("p", { class: "hint" }, `${left === right ? "The first and the latest episode" : "The latest episode"} of each task; different outcomes first.`, total > rows.length ? ` The first ${rows.length} of ${total}.` : ""),
+  );
 }
 
 /** Another checkpoint of the same kind if there is one, with the other outcome if possible. */

@@ -3,21 +3,21 @@
 import { get } from "./api.js";
 import { chart, sharedCursor, smooth } from "./chart.js";
 import { fill, h, segmented } from "./dom.js";
-import { duration, number, percent } from "./format.js";
+import { count, duration, number, percent } from "./format.js";
 
 const MAIN = [
-  { title: "Success", metric: "success/mean", rate: true, heldOut: true, hint: "Share of episodes that the environment ended as a success. Circles: held-out evaluations with 95% intervals." },
-  { title: "Reward", metric: "reward/mean", hint: "Sum of an episode's rewards, mean over episodes." },
-  { title: "Turns and horizon", metric: "turns/mean", horizon: true, hint: "Turns played per episode; dashed: turns allowed." },
-  { title: "Entropy", metric: "entropy/mean", hint: "Entropy of the next-token distribution at the sampled tokens, in nats." },
-  { title: "KL to the reference", metric: "kl/reference", hint: "KL divergence from the reference model." },
-  { title: "Mismatch", metric: "mismatch/abs", hint: "Mean absolute difference between the learner's and the sampler's log-probability of a token. Should be near 0." },
-  { title: "Throughput", metric: "tokens/sampled_per_s", hint: "Tokens sampled per second of rollout." },
-  { title: "Truncated", metric: "truncated/rate", rate: true, hint: "Share of episodes that ended out of turns, out of context, out of time or in the middle of a reply." },
-  { title: "Groups without variance", metric: "groups/zero_variance", rate: true, hint: "Share of groups whose episodes all got the same reward: nothing is learned from them." },
-  { title: "Invalid actions", metric: "actions/invalid_rate", rate: true, hint: "Share of turns whose action the environment did not understand or could not do." },
-  { title: "Gradient norm", metric: "grad/norm", hint: "Norm of the gradient before clipping." },
-  { title: "Loss", metric: "loss", hint: "What was minimised." },
+  { title: "Success", metric: "success/mean", unit: "share of episodes", rate: true, heldOut: true, hint: "Share of episodes that the environment ended as a success. Circles: held-out evaluations with 95% intervals." },
+  { title: "Reward", metric: "reward/mean", unit: "reward an episode", hint: "Sum of an episode's rewards, mean over episodes." },
+  { title: "Turns and horizon", metric: "turns/mean", unit: "turns an episode", horizon: true, hint: "Turns played per episode; dashed: turns allowed." },
+  { title: "Entropy", metric: "entropy/mean", unit: "nats a token", hint: "Entropy of the next-token distribution at the sampled tokens, in nats." },
+  { title: "KL to the reference", metric: "kl/reference", unit: "nats a token", hint: "KL divergence from the reference model." },
+  { title: "Mismatch", metric: "mismatch/abs", unit: "nats a token", hint: "Mean absolute difference between the learner's and the sampler's log-probability of a token. Should be near 0." },
+  { title: "Throughput", metric: "tokens/sampled_per_s", unit: "tokens a second", hint: "Tokens sampled per second of rollout." },
+  { title: "Truncated", metric: "truncated/rate", unit: "share of episodes", rate: true, hint: "Share of episodes that ended out of turns, out of context, out of time or in the middle of a reply." },
+  { title: "Groups without variance", metric: "groups/zero_variance", unit: "share of groups", rate: true, hint: "Share of groups whose episodes all got the same reward: nothing is learned from them." },
+  { title: "Invalid actions", metric: "actions/invalid_rate", unit: "share of turns", rate: true, hint: "Share of turns whose action the environment did not understand or could not do." },
+  { title: "Gradient norm", metric: "grad/norm", unit: "norm", hint: "Norm of the gradient before clipping." },
+  { title: "Loss", metric: "loss", unit: "loss", hint: "What was minimised." },
 ];
 
 export const COLORS = Array.from({ length: 8 }, (_, i) => `var(--c${i})`);
@@ -31,7 +31,7 @@ export function stagesOf(metrics) {
     const turns = metrics.series[name][i];
     if (turns === null) return;
     if (stages.length && stages.at(-1).turns === turns) stages.at(-1).to = step + 0.5;
-    else stages.push({ from: step - 0.5, to: step + 0.5, turns, label: `${turns} turns`, short: `${turns}` });
+    else stages.push({ from: step - 0.5, to: step + 0.5, turns, label: count(turns, "turn"), short: `${turns}` });
   });
   return stages.length > 1 ? stages : [];
 }
@@ -114,7 +114,8 @@ export function curvesPanel(state, onState) {
 
   function card(spec) {
     const options = {
-      cursor, label: spec.title, height: spec.small ? 130 : 190,
+      cursor, label: spec.title, height: spec.small ? 150 : 206,
+      yTitle: spec.unit ?? spec.metric.split("/").at(-1).replaceAll("_", " "), xTitle: axis === "time" ? "time since the first step" : "training step",
       format: spec.rate ? percent : number, range: spec.rate ? [0, 1] : null,
       xLabel: axis === "time" ? "after" : "step", formatX: axis === "time" ? duration : null,
     };

@@ -10,6 +10,7 @@ import { bar, runHead, troubles } from "./run.js";
 
 const OWN = "†"; // as in the report that agentgym-rl eval writes
 const PARTLY = "*";
+const FEWER = "§";
 
 const lastOf = (evaluation) => evaluation.results.at(-1) ?? null;
 const agentOf = (evaluation) => evaluation.config.agent.name || "agent";
@@ -18,7 +19,14 @@ const marked = (name, mark) => (mark ? `${isolated(name)} ${mark}` : name);
 /** The plans of a scenario: what was to be played, on which items, and why not. */
 const plansOf = (evaluation, scenario) => evaluation.config.tasks.filter((plan) => plan.scenario === scenario);
 const isOwn = (plans) => plans.some((plan) => plan.own_data && plan.items);
-const isPartly = (plans) => plans.some((plan) => plan.items) && plans.some((plan) => plan.missing);
+
+/** "whole", "fewer items" or "part"; an evaluation of an older version does not say, but for data that were missing. */
+function coverageOf(cell, plans) {
+  const missing = plans.some((plan) => plan.items) && plans.some((plan) => plan.missing);
+  return cell?.coverage ?? (missing ? "part" : "whole");
+}
+
+const inPart = (evaluation) => Object.entries(lastOf(evaluation)?.scenarios ?? {}).some(([name, cell]) => cell && coverageOf(cell, plansOf(evaluation, name)) === "part");
 
 /**
  * Scenario -> column. An evaluation of a whole environment calls its scenario by the environment's name, one of a suite
@@ -35,7 +43,7 @@ export function columnNames(evaluations) {
   };
 }
 
-/** [{name, own, cells: Map(evaluation -> {cell, partly, plans})}], those with a result only. */
+/** [{name, own, cells: Map(evaluation -> {cell, coverage, plans})}], those with a result only. */
 function columnsOf(evaluations) {
   const nameOf = columnNames(evaluations);
   const columns = new Map();
@@ -45,7 +53,7 @@ function columnsOf(evaluations) {
       const [name, plans] = [nameOf(evaluation, scenario), plansOf(evaluation, scenario)];
       if (!columns.has(name)) columns.set(name, { name, own: false, cells: new Map() });
       columns.get(name).own ||= isOwn(plans);
-      columns.get(name).cells.set(evaluation, { cell, plans, partly: isPartly(plans) });
+      columns.get(name).cells.set(evaluation, { cell, plans, coverage: coverageOf(cell, plans) });
     }
   }
   return [...columns.values()];
@@ -67,10 +75,11 @@ function table(headings, rows) {
 /** One line an evaluation: success in every scenario, and the mean over them. */
 function summary(found) {
   const columns = columnsOf(found.map(({ evaluation }) => evaluation));
-  const overalls = found.map(({ evaluation }) => lastOf(evaluation)?.overall).filter(Boolean);
+  const overallOf = (evaluation) => (inPart(evaluation) ? null : lastOf(evaluation)?.overall);
+  const overalls = found.map(({ evaluation }) => overallOf(evaluation)).filter(Boolean);
   const alike = new Set(overalls.map((overall) => JSON.stringify(overall.scenarios.toSorted()))).size <= 1;
   const rows = found.map(({ place, evaluation }) => {
-    const overall = lastOf(evaluation)?.overall;
+    const overall = overallOf(evaluation);
     // Means over different scenarios cannot be read down the column: each says what it is of.
     const over = overall && !alike ? `of ${overall.scenarios.length} scenarios` : "";
     return h(
@@ -79,7 +88,9 @@ function summary(found) {
       h("th", { scope: "row" }, h("a", { href: link("eval", place.id) }, agentOf(evaluation)), h("small", {}, place.id), place.problems?.length ? h("small", { class: "invalid" }, "damaged: open it") : null),
       columns.map((column) => {
         const own = column.cells.get(evaluation);
-        return rate(own?.cell, own?.partly ? PARTLY : "");
+        // A part's rate would be read as the whole scenario's.
+        if (own?.coverage === "part") return h("td", { class: "rate none" }, `– ${PARTLY}`);
+        return rate(own?.cell, own?.coverage === "fewer items" ? FEWER : "");
       }),
       overalls.length ? rate(overall, overall?.own_data ? OWN : "", over) : null,
       h("td", {}, h("a", { href: link("episodes", place.id) }, number(place.episodes))),
@@ -95,16 +106,17 @@ function notes(lines) {
 
 function markNotes(columns) {
   const own = columns.some((column) => column.own);
-  const partly = columns.some((column) => [...column.cells.values()].some((some) => some.partly));
+  const covered = (kind) => columns.some((column) => [...column.cells.values()].some((some) => some.coverage === kind));
   return [
     own ? `${OWN} our own data, which stand in for the benchmark's: not comparable with published results.` : null,
-    partly ? `${PARTLY} over the tasks that were played, not over the whole scenario.` : null,
+    covered("part") ? `${PARTLY} played in part: rates are over the tasks that were played, and there is no overall.` : null,
+    covered("fewer items") ? `${FEWER} over fewer items than the suite has: its tasks weigh differently in this overall.` : null,
   ].filter(Boolean);
 }
 
 /** Columns whose rows were not played on the same items with the same turns. */
 function differences(columns) {
-  const differ = (cells, of) => new Set(cells.map(({ plans }) => JSON.stringify(plans.filter((plan) => plan.items).map(of).toSorted()))).size > 1;
+  const differ = (cells, of) => new Set(cells.map(({ plans }) => JSON.stringify([...new Set(plans.filter((plan) => plan.items).map(of))].toSorted()))).size > 1;
   return columns.map((column) => {
     const cells = [...column.cells.values()];
     const kinds = [differ(cells, (plan) => plan.which_items) ? "items" : null, differ(cells, (plan) => plan.max_turns) ? "turns" : null].filter(Boolean);
@@ -176,12 +188,14 @@ export async function evalPage(route) {
 function factsOf(run, evaluation) {
   const last = lastOf(evaluation);
   const cells = Object.values(last?.scenarios ?? {}).filter(Boolean);
-  const cell = last?.overall ?? (cells.length === 1 ? cells[0] : null);
+  const part = inPart(evaluation);
+  const overall = part ? null : last?.overall;
+  const cell = overall ?? (cells.length === 1 ? cells[0] : null);
   const success = cell?.success;
   const total = last?.total ?? {};
   const facts = [
     ["Agent", agentOf(evaluation)],
-    [last?.overall ? `Mean of ${last.overall.scenarios.length} scenarios` : "Success", success ? `${(100 * success.value).toFixed(1)}%${hasInterval(success) ? ` (${interval(success)})` : ""}` : "–"],
+    [overall ? `Mean of ${overall.scenarios.length} scenarios` : part ? "Success, tasks played" : "Success", success ? `${(100 * success.value).toFixed(1)}%${hasInterval(success) ? ` (${interval(success)})` : ""}` : "–"],
     ["Episodes", number(run.episodes)],
     ["Errors", number(total.errors)],
     total.unplayed ? ["Not played yet", number(total.unplayed)] : null,
@@ -204,14 +218,15 @@ function scenarioTable(id, scenario, result, evaluation) {
   const plans = plansOf(evaluation, scenario);
   const tasks = Object.entries(result.tasks).filter(([key]) => key.startsWith(`${scenario}/`));
   const rows = tasks.map(([key, cell]) => [key.slice(scenario.length + 1), cell, plans.find((plan) => `${plan.scenario}/${plan.name}` === key)]);
-  if (rows.length > 1) rows.push(["overall", result.scenarios[scenario], null]);
+  const coverage = coverageOf(result.scenarios[scenario], plans);
+  if (rows.length > 1) rows.push([coverage === "part" ? `tasks played ${PARTLY}` : "overall", result.scenarios[scenario], null]);
   const cells = rows.map(([, cell]) => cell).filter(Boolean);
   const has = (name) => cells.some((cell) => cell[name] !== null && cell[name] !== undefined);
   // pass@1 is avg@k once more.
   const several = [...new Set(cells.flatMap((cell) => Object.keys(cell).filter((name) => /^(avg|pass)@/.test(name) && name !== "pass@1")))];
   const plain = (name) => (cell) => h("td", {}, number(cell[name]));
   const columns = [
-    ["Success", (cell, plan) => rate(cell, !plan && isPartly(plans) ? PARTLY : "")],
+    ["Success", (cell, plan) => rate(cell, !plan && coverage === "fewer items" ? FEWER : "")],
     ...several.map((name) => [name, (cell) => rate({ success: cell[name] })]),
     ["Reward", (cell) => h("td", {}, number(cell.reward?.value), cell.reward && hasInterval(cell.reward) ? h("small", {}, ` ${number(cell.reward.low, 2)} to ${number(cell.reward.high, 2)}`) : null)],
     ["Turns", plain("turns")],
@@ -231,8 +246,8 @@ function scenarioTable(id, scenario, result, evaluation) {
     return h("tr", { class: plan ? null : "total" }, head, columns.map(([, draw]) => draw(cell, plan)));
   };
   const data = [...new Set(plans.filter((plan) => plan.items && plan.data).map((plan) => `Played on ${plan.data}.`))];
-  const marks = markNotes([{ own: isOwn(plans), cells: new Map([[evaluation, { partly: isPartly(plans) }]]) }]);
-  return h("section", { class: "card" }, table([marked(scenario, isOwn(plans) ? OWN : ""), ...columns.map(([name]) => name)], rows.map(line)), notes([...data, ...marks]));
+  const marks = markNotes([{ own: isOwn(plans), cells: new Map([[evaluation, { coverage }]]) }]);
+  return h("section", { class: "card" }, table([marked(scenario, [isOwn(plans) ? OWN : "", coverage === "part" ? PARTLY : ""].filter(Boolean).join(" ")), ...columns.map(([name]) => name)], rows.map(line)), notes([...data, ...marks]));
 }
 
 function scalingChart(found) {
@@ -246,7 +261,9 @@ function scalingChart(found) {
       const rows = results.map((result) => [result.max_turns, result.scenarios[scenario]?.success]).filter(([, success]) => success);
       if (!rows.length) continue;
       const color = COLORS[lines.length % COLORS.length];
-      const own = marked(nameOf(evaluation, scenario), isOwn(plansOf(evaluation, scenario)) ? OWN : "");
+      const plans = plansOf(evaluation, scenario);
+      const part = coverageOf(results[0].scenarios[scenario], plans) === "part";
+      const own = marked(nameOf(evaluation, scenario), [isOwn(plans) ? OWN : "", part ? PARTLY : ""].filter(Boolean).join(" "));
       const name = found.length > 1 ? `${isolated(agentOf(evaluation))} · ${own}` : own;
       lines.push({ name, color, points: rows.map(([turns, success]) => [turns, success.value]) });
       marks.push({ name: `${name} 95%`, color, points: rows.map(([turns, success]) => ({ x: turns, y: success.value, low: success.low, high: success.high, text: `${percent(success.low)} to ${percent(success.high)}` })) });
@@ -254,7 +271,7 @@ function scalingChart(found) {
   }
   if (!lines.length) return null;
   const xTicks = [...new Set(lines.flatMap((line) => line.points.map(([turns]) => turns)))];
-  const made = chart({ format: percent, range: [0, 1], xLabel: "turns", xTicks, height: 260, label: "success by turns allowed" });
+  const made = chart({ format: percent, range: [0, 1], xLabel: "turns", xTitle: "turns allowed", yTitle: "success", xTicks, height: 260, label: "success by turns allowed" });
   const legend = h("div", { class: "legend-lines" }, lines.map((line) => h("span", {}, h("i", { style: { background: line.color } }), line.name)));
   requestAnimationFrame(() => made.update({ lines, marks }));
   return { node: h("figure", { class: "card chart-card scaling" }, h("figcaption", {}, "Success by turns allowed"), legend, made.node), dispose: made.dispose };

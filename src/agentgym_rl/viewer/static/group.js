@@ -54,7 +54,7 @@ export async function groupPage(route) {
       { class: "page" },
       h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link(sectionOf(first)[0]) }, sectionOf(first)[1]), " / ", h("a", { href: link("groups", run) }, run), " / "), h("h1", {}, `Group ${taskName(first)}`), h("div", { class: "badges" }, [`step ${first.step}`, `${members.filter((member) => member.success).length} of ${members.length} succeeded`, `mean reward ${number(mean)}`, recorded ? null : "advantages not recorded", first.group.length > MOST ? `the first ${MOST} of ${first.group.length}` : null].filter(Boolean).map((fact) => h("span", { class: "badge" }, fact)))),
       h("details", { class: "block observation", open: true }, h("summary", {}, "What all of them saw first"), h("pre", {}, seen)),
-      h("div", { class: "side-by-side card" }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Turn"), heads)), h("tbody", {}, rows))),
+      h("div", { class: "side-by-side card", style: { "--members": String(members.length) } }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Turn"), heads)), h("tbody", {}, rows))),
     ),
     title: `Group ${taskName(first)}`,
     section: sectionOf(first)[0],

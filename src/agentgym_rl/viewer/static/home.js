@@ -93,7 +93,7 @@ export async function homePage(route) {
       "li",
       { class: "run-row eval-row" },
       h("a", { href: link("eval", run.id), class: "run-name" }, run.id, h("small", {}, run.agent || run.environments.join(", ")), problemOf(run)),
-      h("span", { class: "run-success" }, typeof run.success === "number" ? percent(run.success) : ""),
+      h("span", { class: "run-success" }, typeof run.success === "number" ? percent(run.success) : "", run.in_part ? h("small", {}, "in part") : null),
       h("a", { href: link("episodes", run.id), class: "run-count" }, count(run.episodes, "episode")),
       h("time", {}, ago(run.updated)),
     );

@@ -24,6 +24,7 @@ export function answerOffline(data, path, parameters) {
   if (path === "facets") return facetsOf(data.rows[run] ?? [], parameters);
   if (path === "episode") return need(data.episodes[run]?.[parameters.key], "episode in this file");
   if (path === "same_task") return sameTask(data, parameters);
+  if (path === "shared_tasks") return sharedTasks(data, parameters);
   if (path === "frame") return frameOf(data, parameters);
   throw new Error("an exported page does not play: start agentgym-rl view");
 }
@@ -96,6 +97,26 @@ function sameTask(data, { env, item }) {
   return Object.entries(data.rows).flatMap(([run, rows]) =>
     ordered(rows.filter((row) => row.env === env && String(row.item) === String(item))).map((row) => ({ ...row, run })),
   );
+}
+
+const MOST_SHARED = 200;
+
+function sharedTasks(data, { left, right }) {
+  const alone = left === right;
+  const byTask = (run, last) => {
+    const found = new Map();
+    for (const row of ordered(need(data.rows[run], "run"), alone ? "oldest" : "step")) {
+      const task = JSON.stringify([row.env, row.item]);
+      if (last || !found.has(task)) found.set(task, row);
+    }
+    return found;
+  };
+  const [ours, theirs] = [byTask(left, false), byTask(right, alone)];
+  const side = ({ key, kind, step, stop, success, reward, turns }) => ({ key, kind, step, stop, success, reward, turns });
+  const rows = [...ours].filter(([task, row]) => theirs.has(task) && !(alone && theirs.get(task).key === row.key))
+    .map(([task, row]) => ({ env: row.env, item: row.item, left: side(row), right: side(theirs.get(task)) }))
+    .sort((a, b) => (a.left.success === a.right.success) - (b.left.success === b.right.success) || (a.env < b.env ? -1 : a.env > b.env ? 1 : a.item - b.item));
+  return { total: rows.length, rows: rows.slice(0, MOST_SHARED) };
 }
 
 function frameOf(data, { run, key, turn }) {

@@ -67,6 +67,7 @@ export async function playPage(route) {
     const split = "train" in chosen.ranges ? "train" : Object.keys(chosen.ranges)[0];
     const subset = route.query.get("subset");
     const mine = ++asked;
+    if (!split) return refuse(`${chosen.name} does not say which items it has: type a number`);
     if (subset) {
       try {
         const { items } = await get("items", { env: chosen.name, split, subset });

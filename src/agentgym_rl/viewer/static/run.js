@@ -1,4 +1,4 @@
-// One run: how it stands, what the doctor says, its curves, stages and config.
+// One run: how it stands, what the doctor says, its curves and stages.
 
 import { get } from "./api.js";
 import { COLORS, curvesPanel } from "./curves.js";
@@ -9,8 +9,11 @@ import { link } from "./route.js";
 
 /** Name and tabs at the top of everything about a run. */
 export function runHead(run, current) {
-  const tabs = [["run", "Curves"], ["episodes", "Episodes"], ["groups", "Groups"]];
-  if (run.kind === "eval") tabs.splice(0, 1, ["eval", "Results"]);
+  const tabs = [["run", "Curves"], ["episodes", "Episodes"], ["groups", "Groups"], ["config", "Config"]];
+  if (run.kind === "eval") {
+    tabs.splice(0, 1, ["eval", "Results"]);
+    tabs.pop();
+  }
   return h(
     "header",
     { class: "page-head run-head" },
@@ -42,7 +45,7 @@ export async function runPage(route) {
     fill(head, runHead(run, "run"));
     fill(facts, factsOf(run));
     fill(warnings, doctor(run.doctor), run.status?.error ? message("error", run.status.error) : null, troubles(run));
-    fill(below, [["summary.json", () => stages(run.summary)], ["summary.json", () => subsets(run.summary)], ["config.toml", () => config(run.config)]].map(([file, make]) => guarded(file, make)));
+    fill(below, [["summary.json", () => stages(run.summary)], ["summary.json", () => subsets(run.summary)]].map(([file, make]) => guarded(file, make)));
   }
 
   draw();
@@ -53,10 +56,8 @@ export async function runPage(route) {
     dispose: curves.dispose,
     async onChange(changes) {
       if (!changes.runs.has(id) && !changes.grown) return;
-      const open = new Set([...below.querySelectorAll("details[open]")].map((some) => some.dataset.name));
       run = await get("run", { run: id });
       draw();
-      for (const some of below.querySelectorAll("details")) some.open = open.has(some.dataset.name);
       await curves.show([{ id, color: COLORS[0], evaluations: run.evaluations }]);
       await curves.refresh(changes.runs);
     },
@@ -138,17 +139,4 @@ export function bar(value) {
   const node = h("span", { class: "bar" }, h("i", {}));
   node.firstChild.style.width = `${100 * Math.min(1, Math.max(0, value ?? 0))}%`;
   return node;
-}
-
-function config(settings) {
-  if (!settings || !Object.keys(settings).length) return null;
-  return h("section", { class: "card config" }, h("details", { "data-name": "config" }, h("summary", {}, h("h2", {}, "Config")), h("pre", {}, lines(settings, "").join("\n"))));
-}
-
-function lines(table, prefix) {
-  return Object.entries(table).flatMap(([name, value]) => {
-    if (Array.isArray(value) && value.some((some) => some && typeof some === "object")) return value.flatMap((some, i) => lines(some, `${prefix}${name}.${i}.`));
-    if (value && typeof value === "object" && !Array.isArray(value)) return lines(value, `${prefix}${name}.`);
-    return [`${prefix}${name} = ${JSON.stringify(value)}`];
-  });
 }
