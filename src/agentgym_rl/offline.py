@@ -233,7 +233,7 @@ class OfflineRun:
     def stop_here(self) -> NoReturn:
         """With a checkpoint: after the last update, without the episodes that were being played."""
         self.stop.may_leave = lambda: False  # it is on its way out: once is enough
-        stop_with_checkpoint(self.save, self.step, self.log, self.console)
+        stop_with_checkpoint(self.save, self.step, self.log, self.console, self.stop.by)
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""

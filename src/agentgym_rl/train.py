@@ -69,9 +69,9 @@ async def train(
     A `pool` handed in is played instead of the recipe's own environments and is left open: their names, splits and
     subsets must be in it, and it reads actions in the format of the recipe's style.
     """
-    stop = Stop()
-    with stop.listening(), stop.ending_with(stop_before_there_is_a_run):
-        return await _train(config, folder, resume, console or Console(), pool, stop)
+    stop, console = Stop(), console or Console()
+    with stop.listening(), stop.ending_with(lambda: stop_before_there_is_a_run(console, stop.by)):
+        return await _train(config, folder, resume, console, pool, stop)
 
 
 async def _train(
@@ -104,8 +104,9 @@ async def _train(
                 say=console.warn,
             ) as log,
             room_or_error(folder),  # so that status.json has that line too
-            stop.ending_with(lambda: stop_before_training(log, console)),
+            stop.ending_with(lambda: stop_before_training(log, console, stop.by)),
         ):
+            stop.last_words = lambda: log.set_status("stopped", error="ended at once by Ctrl-C")
             if config.method != "rl":
                 return await train_offline(config, playing, items, log, console, started, stop)
             log.set_status("running", steps=config.rl.steps)
@@ -235,7 +236,7 @@ class Run:
         """With a checkpoint: after the step that was being learned from, or without the episodes that were being
         played."""
         self.stop.may_leave = lambda: False  # it is on its way out: once is enough
-        stop_with_checkpoint(self.save, self.state.step, self.log, self.console)
+        stop_with_checkpoint(self.save, self.state.step, self.log, self.console, self.stop.by)
 
     def _standing(self) -> dict[str, Any] | None:
         """Under overlap the next step is being learned from as soon as this one is over."""
