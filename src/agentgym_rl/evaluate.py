@@ -22,7 +22,7 @@ from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import read_items
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluation.evaluate import Pace, play
-from agentgym_rl.evaluation.folder import Folder, write_atomically, writing
+from agentgym_rl.evaluation.folder import Folder, default_root, write_atomically, writing
 from agentgym_rl.evaluation.metrics import results
 from agentgym_rl.evaluation.options import prices_of, turns_of, wants_published
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
@@ -54,6 +54,10 @@ SAVE_EVERY_S = 15.0
 """How often eval.json shows what is known so far."""
 CONCURRENCY, CONCURRENCY_HEAVY = 32, 8
 """Episodes at once unless asked for otherwise; fewer where each has a browser or a share of a Java process."""
+SUBSETS_NAMED = 3
+"""More subsets than these are counted, not named, in the name of a folder."""
+NAME_LENGTH = 200
+"""Characters of such a name; file systems allow 255."""
 WEBARENA_SITES = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "MAP")
 SEARCHQA_DATA, SEARCHQA_INDEX = "AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX"
 DATA = {
@@ -143,8 +147,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     heavy = {plan.env for plan in playable if request.url is None and not catalog.load(plan.env).cheap}
     at_once = {plan.env: _concurrency(request, plan.env in heavy) for plan in playable}
     config = _config(request, candidate, plans)
-    named = "-".join(filter(None, (candidate.name, request.suite, request.env)))
-    root = request.out or Path("evals") / _slug(named)
+    root = request.out or default_root(Path("evals"), _name(request, candidate), config)
     # Before the folder is made: an agent that cannot be loaded leaves nothing behind.
     agent = load_agent(candidate, max(at_once.values()), most)
     try:
@@ -445,5 +448,9 @@ def _concurrency(request: Request, heavy: bool) -> int:
     return request.concurrency or (CONCURRENCY_HEAVY if heavy else CONCURRENCY)
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^\w.@-]+", "-", name).strip("-")
+def _name(request: Request, candidate: Candidate) -> str:
+    """Agent, suite, environment, subsets and turns, as one name of a folder."""
+    subsets = request.subsets if len(request.subsets) <= SUBSETS_NAMED else (f"{len(request.subsets)} subsets",)
+    turns = f"turns {' '.join(map(str, request.turns))}" if request.turns else ""
+    parts = filter(None, (candidate.name, request.suite, request.env, *subsets, turns))
+    return re.sub(r"[^\w.@-]+", "-", "-".join(parts)).strip("-")[:NAME_LENGTH]

@@ -391,6 +391,31 @@ async def test_places_that_cannot_be_written(tmp_path: Path) -> None:
             await evaluate(Request(AgentOptions("random"), out=out, **GO_TO_BALL), quiet())
 
 
+async def test_default_folders_of_different_evaluations_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    few: dict[str, Any] = {"env": "keydoor", "limit": 2}
+
+    async def folders_after(**changes: Any) -> set[str]:
+        await evaluate(Request(AgentOptions("random"), **{**few, **changes}), quiet())
+        return {path.name for path in Path("evals").iterdir()}
+
+    expected = {"random-keydoor"}
+    assert await folders_after() == expected
+    assert await folders_after(concurrency=1) == expected, "the same evaluation goes on in its folder"
+    expected |= {"random-keydoor-turns-1-2"}
+    assert await folders_after(turns=(1, 2)) == expected
+    expected |= {"random-keydoor-near-turns-1-2"}
+    assert await folders_after(subsets=("near",), turns=(1, 2)) == expected
+    expected |= {"random-keydoor-2"}
+    assert await folders_after(limit=1) == expected
+    assert await folders_after(limit=1) == expected
+    assert await folders_after() == expected
+    expected |= {"random-keydoor-3"}
+    assert await folders_after(limit=3) == expected
+
+
 async def test_a_rerun_with_other_settings_is_refused(tmp_path: Path) -> None:
     await run(tmp_path, "random")
     for changes, words in (
