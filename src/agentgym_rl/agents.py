@@ -17,6 +17,7 @@ from agentgym_rl.agent.engines.openai import ChatClient, Meter, Prices, Tokens
 from agentgym_rl.agent.policy import ChatPolicy, EnginePolicy, OraclePolicy, Policy, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
+from agentgym_rl.config_errors import reason
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import list_checkpoints
 from agentgym_rl.types import EnvSession, Sampling
@@ -175,7 +176,7 @@ def _model(options: AgentOptions, path: str, chat_template: str | None, trained_
         model = ModelConfig.model_validate(given | {"dtype": options.dtype or "float32"})
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"--{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
+        raise ConfigError(f"--{first['loc'][0]} {reason(dict(first))}") from error
     device, _ = wiring.choose_device(model)
     if options.dtype is None and device.startswith("cuda"):
         model = ModelConfig.model_validate(given | {"dtype": trained_in})

@@ -218,7 +218,7 @@ def evaluate(
     turns: Annotated[str | None, typer.Option(help="Turns allowed, one number or several: 2,4,8,16,32")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes of each item, for avg@k and pass@k")] = 1,
     seed: Annotated[int, typer.Option(help="Of sampling and of random play")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default in evals/, named after the options")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default one in evals/")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the agent in the tables")] = None,
     compare: Annotated[str | None, typer.Option(help="`published` adds the paper's rows to the table")] = None,
     temperature: Annotated[float | None, _option("Model", "0 for greedy; 1, or the run's own", min=0)] = None,

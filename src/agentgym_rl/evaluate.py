@@ -20,7 +20,7 @@ from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.console import Console
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import read_items
-from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.errors import ConfigError, EngineError, did_you_mean
 from agentgym_rl.evaluation.evaluate import Pace, play
 from agentgym_rl.evaluation.folder import Folder, default_root, write_atomically, writing
 from agentgym_rl.evaluation.metrics import results
@@ -96,7 +96,9 @@ class Request:
         if self.suite is None and self.env is None:
             raise ConfigError("say what to play: --suite agentgym-27, --env NAME, or both for one of its scenarios")
         if self.suite is not None and self.suite not in SUITES:
-            raise ConfigError(f"unknown suite {self.suite!r}: known are {', '.join(SUITES)}")
+            raise ConfigError(
+                f"unknown suite {self.suite!r}: known are {', '.join(SUITES)}{did_you_mean(self.suite, SUITES)}"
+            )
         if self.suite is not None and (self.subsets or self.items or self.url):
             raise ConfigError("a suite has its own items: leave out --subset, --items and --url, or leave out --suite")
         if self.suite is not None and self.env is not None and self.env not in _environments(self.suite):
@@ -104,7 +106,8 @@ class Request:
         if self.items is not None and self.subsets:
             raise ConfigError("give --items or --subset, not both")
         if self.agent.style is not None and self.agent.style not in STYLES:
-            raise ConfigError(f"unknown style {self.agent.style!r}: known are {', '.join(STYLES)}")
+            known, hint = ", ".join(STYLES), did_you_mean(self.agent.style, STYLES)
+            raise ConfigError(f"unknown style {self.agent.style!r}: known are {known}{hint}")
         if any(t < 1 for t in self.turns):
             raise ConfigError(f"--turns needs numbers from 1 on, got {self.turns}")
 
