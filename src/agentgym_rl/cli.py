@@ -35,6 +35,12 @@ def train(
 
     config = load_config(recipe, overrides or [])
     folder = config.folder(resume=resume)
+    from agentgym_rl.preflight import require_recipe
+    from agentgym_rl.runlog import require_place
+
+    # Before torch is imported, which takes seconds.
+    require_recipe(config)
+    require_place(folder, resume=resume)
     from agentgym_rl.console import Console
     from agentgym_rl.endings import Stopped
     from agentgym_rl.fits import too_large

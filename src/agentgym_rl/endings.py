@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -135,6 +136,24 @@ def stop_before_training(log: RunLog, console: Console, by: str) -> NoReturn:
         step = int(kept[-1].name.rpartition("_")[2])
         stopped(log, console, step, f"stopped by {by} before it went on after step {step}: go on with --resume")
     stopped(log, console, 0, f"stopped by {by} before its first checkpoint: --resume starts from the beginning")
+
+
+@contextmanager
+def nothing_left_of_a_failed_start(folder: Path) -> Iterator[None]:
+    """Remove a new run directory if the run fails before it has played anything. Hidden files of others stay."""
+    resumed = (folder / "config.toml").is_file()
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        yield
+    except Exception:
+        played = any(path.is_file() for name in ("trajectories", "checkpoints") for path in (folder / name).rglob("*"))
+        if not resumed and not played:
+            for path in (*folder.glob("[!.]*"), *folder.glob(".lock"), *folder.glob(".*.tmp")):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            for path in made:
+                with suppress(OSError):  # somebody else may have put something there meanwhile
+                    path.rmdir()
+        raise
 
 
 @contextmanager

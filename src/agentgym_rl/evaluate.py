@@ -140,8 +140,9 @@ def request_of(given: Mapping[str, Any]) -> Request:
 async def evaluate(request: Request, console: Console | None = None) -> dict[str, Any]:
     """Evaluate one agent and return the content of its eval.json."""
     console = console or Console()
+    plans = _asked_plans(request)  # before the agent: what a name is wrong of is told without loading torch
     candidate = find_agent(request.agent)
-    plans = make_plans(request, candidate)
+    plans = _as_played(plans, request, candidate)
     playable = [plan for plan in plans if plan.items]
     if not playable:
         raise ConfigError(f"nothing to play: {plans[0].missing or 'the choice of items is empty'}")
@@ -296,7 +297,15 @@ def _failures(total: Mapping[str, Any]) -> str:
 
 def make_plans(request: Request, candidate: Candidate) -> list[TaskPlan]:
     """Every column with its items. What cannot be played stays as a column that says why."""
-    plans = _suite_plans(request) if request.suite is not None else _environment_plans(request)
+    return _as_played(_asked_plans(request), request, candidate)
+
+
+def _asked_plans(request: Request) -> list[TaskPlan]:
+    return _suite_plans(request) if request.suite is not None else _environment_plans(request)
+
+
+def _as_played(plans: list[TaskPlan], request: Request, candidate: Candidate) -> list[TaskPlan]:
+    """The plans with the candidate's own style and context, and the turns asked for."""
     changes: dict[str, Any] = {}
     if candidate.own_style:
         changes["style"] = candidate.playing.style

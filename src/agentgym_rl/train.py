@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from agentgym_rl import serving, wiring
+from agentgym_rl import preflight, serving, wiring
 from agentgym_rl.config import Config, completed
 from agentgym_rl.console import Console
-from agentgym_rl.demonstrations import require_files
 from agentgym_rl.endings import (
     Stop,
     last_checkpoint,
+    nothing_left_of_a_failed_start,
     room_or_error,
     stop_before_there_is_a_run,
     stop_before_training,
@@ -83,9 +83,8 @@ async def _train(
     playing = pool or wiring.EnvironmentsPool(config.environments, config.agent)
     try:
         # Before the run directory is made: what cannot be leaves nothing behind.
-        wiring.require_model(config.model)
-        require_files(config)
-        wiring.require_recovery(config)
+        preflight.require_recipe(config, environments=pool is None)
+        wiring.choose_device(config.model)
         serving.require_engine(config)
         if config.scale is not None:
             from agentgym_rl.cluster import plan_of
@@ -94,6 +93,7 @@ async def _train(
         items = await wiring.all_items(playing, config.environments)
         with (
             room_or_error(folder),
+            nothing_left_of_a_failed_start(folder),
             RunLog.create(
                 folder,
                 config.resolved(),

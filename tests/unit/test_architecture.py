@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "cluster": ALL,
     "serving": ALL,
     "fits": ALL,
+    "preflight": ALL,
     "starting": ALL,
     "heldout": ALL,
     "mistakes": LEAVES | {"agent.policy", "environment.wire"},

@@ -156,18 +156,21 @@ def load(name: str) -> type[TextEnv]:
     return entry.loader()
 
 
-def items(env_class: type[TextEnv], split: str, subset: str | None = None) -> Sequence[int]:
-    """Items of a split, ascending: the range itself (nothing is listed), or with a subset a tuple made once."""
+def require_names(env_class: type[TextEnv], split: str, subset: str | None = None) -> None:
+    """Raise ConfigError for a split or a subset that the environment does not have."""
     if split not in env_class.splits:
         known, hint = ", ".join(env_class.splits), did_you_mean(split, env_class.splits)
         raise ConfigError(f"{env_class.name} has no split {split!r}: known are {known}{hint}")
-    if subset is None:
-        return env_class.splits[split]
-    if subset not in env_class.subsets:
+    if subset is not None and subset not in env_class.subsets:
         known = ", ".join(env_class.subsets) or "none"
         hint = did_you_mean(subset, env_class.subsets)
         raise ConfigError(f"{env_class.name} has no subset {subset!r}: known are {known}{hint}")
-    return _subset_items(env_class, split, subset)
+
+
+def items(env_class: type[TextEnv], split: str, subset: str | None = None) -> Sequence[int]:
+    """Items of a split, ascending: the range itself (nothing is listed), or with a subset a tuple made once."""
+    require_names(env_class, split, subset)
+    return env_class.splits[split] if subset is None else _subset_items(env_class, split, subset)
 
 
 @lru_cache(maxsize=64)
