@@ -95,6 +95,7 @@ def find_agent(options: AgentOptions) -> Candidate:
             f"--agent {spec!r} is neither oracle, random, openai:MODEL, a run (config.toml), a model folder "
             "(config.json) nor a hub name (owner/model)"
         )
+    _model_config(options, spec, options.chat_template)
     try:
         find_model(spec)
     except ConfigError as error:
@@ -178,16 +179,20 @@ def _candidate(
 
 
 def _model(options: AgentOptions, path: str, chat_template: str | None, trained_in: str = "float32") -> ModelConfig:
-    given = {"path": path, "chat_template": chat_template, "device": options.device}
-    try:
-        model = ModelConfig.model_validate(given | {"dtype": options.dtype or "float32"})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"--{first['loc'][0]} {reason(dict(first))}") from error
+    model = _model_config(options, path, chat_template)
     device, _ = wiring.choose_device(model)
     if options.dtype is None and device.startswith("cuda"):
-        model = ModelConfig.model_validate(given | {"dtype": trained_in})
+        model = _model_config(replace(options, dtype=trained_in), path, chat_template)
     return model
+
+
+def _model_config(options: AgentOptions, path: str, chat_template: str | None) -> ModelConfig:
+    given = {"path": path, "chat_template": chat_template, "device": options.device}
+    try:
+        return ModelConfig.model_validate(given | {"dtype": options.dtype or "float32"})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"--{first['loc'][0]}: {reason(dict(first))}") from error
 
 
 def fingerprint(folder: Path) -> str:
