@@ -12,13 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentgym_rl import wiring
-from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.openai import ChatClient, Meter, Prices, Tokens
 from agentgym_rl.agent.policy import ChatPolicy, EnginePolicy, OraclePolicy, Policy, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
+from agentgym_rl.config_errors import reason
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.checkpoint import list_checkpoints
+from agentgym_rl.training.lookup import find_model
 from agentgym_rl.types import EnvSession, Sampling
 
 OPENAI = "openai:"
@@ -95,6 +95,13 @@ def find_agent(options: AgentOptions) -> Candidate:
             f"--agent {spec!r} is neither oracle, random, openai:MODEL, a run (config.toml), a model folder "
             "(config.json) nor a hub name (owner/model)"
         )
+    _model_config(options, spec, options.chat_template)
+    try:
+        find_model(spec)
+    except ConfigError as error:
+        raise ConfigError(
+            f"--agent {spec!r} is no run (config.toml) and no model that can be found: {error}"
+        ) from error
     identity = {"kind": "model", "path": spec} | ({"weights": fingerprint(folder)} if is_folder else {})
     candidate = _candidate(options, "model", folder.resolve().name if is_folder else spec, identity, AgentConfig())
     candidate.model, candidate.weights = _model(options, spec, options.chat_template), spec
@@ -110,6 +117,8 @@ def _run_of(spec: str) -> tuple[Path, int | None] | None:
 
 
 def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candidate:
+    from agentgym_rl.training.checkpoint import list_checkpoints
+
     config: Config = load_config(run / "config.toml", [])
     found = {int(path.name.rpartition("_")[2]): path for path in list_checkpoints(run / "checkpoints")}
     if not found or (step is not None and step not in found):
@@ -170,16 +179,20 @@ def _candidate(
 
 
 def _model(options: AgentOptions, path: str, chat_template: str | None, trained_in: str = "float32") -> ModelConfig:
-    given = {"path": path, "chat_template": chat_template, "device": options.device}
-    try:
-        model = ModelConfig.model_validate(given | {"dtype": options.dtype or "float32"})
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise ConfigError(f"--{first['loc'][0]}: {first['msg']}, got {first['input']!r}") from error
+    model = _model_config(options, path, chat_template)
     device, _ = wiring.choose_device(model)
     if options.dtype is None and device.startswith("cuda"):
-        model = ModelConfig.model_validate(given | {"dtype": trained_in})
+        model = _model_config(replace(options, dtype=trained_in), path, chat_template)
     return model
+
+
+def _model_config(options: AgentOptions, path: str, chat_template: str | None) -> ModelConfig:
+    given = {"path": path, "chat_template": chat_template, "device": options.device}
+    try:
+        return ModelConfig.model_validate(given | {"dtype": options.dtype or "float32"})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"--{first['loc'][0]}: {reason(dict(first))}") from error
 
 
 def fingerprint(folder: Path) -> str:
@@ -232,6 +245,8 @@ class ModelAgent:
 
     def __init__(self, candidate: Candidate, concurrency: int, max_context: int) -> None:
         assert candidate.model is not None
+        from agentgym_rl.agent.engines.native import NativeEngine
+
         model, tokenizer = load_weights(candidate)
         self.step = candidate.step
         self._playing = candidate.playing

@@ -56,6 +56,12 @@ def train(
     config = load_config(find_recipe(recipe), overrides or [])
     require_allowed_variables(config)
     folder = config.folder(resume=resume)
+    from agentgym_rl.preflight import require_recipe
+    from agentgym_rl.runlog import require_place
+
+    # Before torch is imported, which takes seconds.
+    require_recipe(config)
+    require_place(folder, resume=resume)
     from agentgym_rl.console import Console
     from agentgym_rl.endings import Stopped
     from agentgym_rl.fits import too_large
@@ -281,7 +287,7 @@ def evaluate(
     turns: Annotated[str | None, typer.Option(help="Turns allowed, one number or several: 2,4,8,16,32")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes of each item, for avg@k and pass@k")] = 1,
     seed: Annotated[int, typer.Option(help="Of sampling and of random play")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default evals/AGENT-SUITE-ENV")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results; by default one in evals/")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the agent in the tables")] = None,
     compare: Annotated[str | None, typer.Option(help="`published` adds the paper's rows to the table")] = None,
     temperature: Annotated[float | None, _option("Model", "0 for greedy; 1, or the run's own", min=0)] = None,

@@ -9,8 +9,9 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from agentgym_rl.config_errors import first_error
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
@@ -56,12 +57,19 @@ class ModelConfig(_Section):
     chat_template: str | None = None
     """Name of a built-in template or path of a Jinja file (from the recipe's folder or the current one), instead of the
     tokenizer's own."""
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights. In bfloat16 the optimizer works on a float32 master that it keeps beside them."""
 
     lora: LoraSettings | None = None
     """Train low-rank adapters instead of the weights."""
+
+    @field_validator("device")
+    @classmethod
+    def _known_device(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise ValueError("must be auto, cpu, cuda, or one of several such as cuda:1")
+        return device
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -255,7 +263,7 @@ class ScaleConfig(_Section):
 class Config(_Section):
     """A run."""
 
-    name: str = Field("run", pattern=r"^[\w.-]+$")
+    name: str = "run"
     run_dir: str | None = None
     """Where the run is kept; by default runs/<name>, or runs/<name>-2 and so on when that is taken."""
     seed: int = 0
@@ -283,12 +291,19 @@ class Config(_Section):
     """Dashboards that get a copy of the metrics; each needs the pip extra of its name."""
     scale: ScaleConfig | None = None
 
+    @field_validator("name")
+    @classmethod
+    def _name_of_a_folder(cls, name: str) -> str:
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError("must consist of letters, digits, '.', '_' and '-', because a folder is named after it")
+        return name
+
     @model_validator(mode="before")
     @classmethod
     def _sections_of_the_method(cls, raw: Any) -> Any:
         """Refuse what the method does not read, and fill in the sections it does."""
         method = raw.get("method", "rl") if isinstance(raw, dict) else None
-        if method not in SECTIONS:
+        if method not in tuple(SECTIONS):  # a list or a section has no hash
             return raw
         foreign = {name for names in SECTIONS.values() for name in names} - set(SECTIONS[method])
         for section in sorted(foreign & {name for name, value in raw.items() if value is not None}):
@@ -395,8 +410,8 @@ def completed(saved: dict[str, Any]) -> dict[str, Any]:
         return Config.model_validate(saved).resolved()
     except ValidationError as error:
         raise ConfigError(
-            f"this version cannot read the config that the run was saved with ({_said(error)}): go on with the version "
-            "that saved it, or start a new run in another directory"
+            f"this version cannot read the config that the run was saved with ({first_error(error, Config)}): go on "
+            "with the version that saved it, or start a new run in another directory"
         ) from error
 
 
@@ -421,7 +436,7 @@ def load_config(path: Path | None, overrides: list[str]) -> Config:
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_said(error)) from error
+        raise ConfigError(first_error(error, Config)) from error
 
 
 def require_allowed_variables(config: Config) -> None:
@@ -446,18 +461,6 @@ def _find_template(raw: dict[str, Any], folder: Path) -> None:
         path, here = os.path.abspath(folder / template), os.path.abspath(os.curdir)
         # Relative where it can be, so that a run can be resumed from a checkout that was moved.
         model["chat_template"] = os.path.relpath(path, here) if path.startswith(here + os.sep) else path
-
-
-def _said(error: ValidationError) -> str:
-    """Of what is wrong the first, in one line."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"]) or "recipe"
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-    reason = first["msg"].removeprefix("Value error, ")
-    if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-        reason, got = "unknown key", ""
-    return f"{place}: {reason}{got}{more}"
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

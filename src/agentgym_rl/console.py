@@ -7,10 +7,12 @@ control codes, and carry the time left themselves.
 from __future__ import annotations
 
 import io
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -43,11 +45,21 @@ class Column:
     """On a narrow terminal the highest rank goes first."""
 
 
+class _UntilNobodyReads(Screen):
+    """Prints as long as somebody reads: a run does not end with the `head` or `less` behind it."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+            sys.stderr.write("agentgym-rl: nobody reads the output any more; the work goes on without it\n")
+
+
 class Console:
     """The face of a run. `file` is stdout unless given; a terminal is recognised by itself."""
 
     def __init__(self, file: TextIO | None = None, *, rich_console: RichConsole | None = None) -> None:
-        self.rich = rich_console or Screen(file=file, highlight=False)
+        self.rich = rich_console or _UntilNobodyReads(file=file, highlight=False)
         if not self.rich.is_terminal:
             self.rich.width = PLAIN_WIDTH
         stream = self.rich.file

@@ -23,13 +23,6 @@ from agentgym_rl.types import EnvPool, Sample, Trajectory
 Demonstration = Trajectory | Conversation
 
 
-def require_files(config: Config) -> None:
-    """ConfigError now rather than later if a file is missing or of the wrong kind."""
-    for path in find_files(config.data.files if config.data else ()):
-        if not is_trajectory_file(path) and config.method == "dpo":
-            raise ConfigError(f"data.files: {path} has no rewards to build pairs from, dpo needs trajectories (.jsonl)")
-
-
 async def load_demonstrations(
     config: Config, pool: EnvPool, items: wiring.Items, log: RunLog, console: Console
 ) -> list[Demonstration]:

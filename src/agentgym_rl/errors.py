@@ -12,6 +12,9 @@
 Messages say what was needed, what came, and what to do.
 """
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class AgentGymError(Exception):
     """Base of all errors raised on purpose."""
@@ -43,3 +46,10 @@ class DiskFull(AgentGymError):
 
 class WorkerLost(AgentGymError):
     """A process of the run died that it cannot go on without."""
+
+
+def did_you_mean(given: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the known name that is most like the given one; nothing if none is."""
+    names = {name.lower(): name for name in known}
+    close = get_close_matches(given.lower(), names, n=1)
+    return f"; did you mean {names[close[0]]!r}?" if close else ""

@@ -20,9 +20,9 @@ from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.console import Console
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import is_agentgym, read_items
-from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.errors import ConfigError, EngineError, did_you_mean
 from agentgym_rl.evaluation.evaluate import Pace, play
-from agentgym_rl.evaluation.folder import Folder, write_atomically, writing
+from agentgym_rl.evaluation.folder import Folder, default_root, write_atomically, writing
 from agentgym_rl.evaluation.metrics import results
 from agentgym_rl.evaluation.options import prices_of, turns_of, wants_published
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
@@ -54,6 +54,10 @@ SAVE_EVERY_S = 15.0
 """How often eval.json shows what is known so far."""
 CONCURRENCY, CONCURRENCY_HEAVY = 32, 8
 """Episodes at once unless asked for otherwise; fewer where each has a browser or a share of a Java process."""
+SUBSETS_NAMED = 3
+"""More subsets than these are counted, not named, in the name of a folder."""
+NAME_LENGTH = 200
+"""Characters of such a name; file systems allow 255."""
 WEBARENA_SITES = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "MAP")
 SEARCHQA_DATA, SEARCHQA_INDEX = "AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX"
 DATA = {
@@ -96,7 +100,9 @@ class Request:
         if self.suite is None and self.env is None:
             raise ConfigError("say what to play: --suite agentgym-27, --env NAME, or both for one of its scenarios")
         if self.suite is not None and self.suite not in SUITES:
-            raise ConfigError(f"unknown suite {self.suite!r}: known are {', '.join(SUITES)}")
+            raise ConfigError(
+                f"unknown suite {self.suite!r}: known are {', '.join(SUITES)}{did_you_mean(self.suite, SUITES)}"
+            )
         if self.suite is not None and (self.subsets or self.items or self.url):
             raise ConfigError("a suite has its own items: leave out --subset, --items and --url, or leave out --suite")
         if self.suite is not None and self.env is not None and self.env not in _environments(self.suite):
@@ -104,7 +110,8 @@ class Request:
         if self.items is not None and self.subsets:
             raise ConfigError("give --items or --subset, not both")
         if self.agent.style is not None and self.agent.style not in STYLES:
-            raise ConfigError(f"unknown style {self.agent.style!r}: known are {', '.join(STYLES)}")
+            known, hint = ", ".join(STYLES), did_you_mean(self.agent.style, STYLES)
+            raise ConfigError(f"unknown style {self.agent.style!r}: known are {known}{hint}")
         if any(t < 1 for t in self.turns):
             raise ConfigError(f"--turns needs numbers from 1 on, got {self.turns}")
 
@@ -137,8 +144,11 @@ def request_of(given: Mapping[str, Any]) -> Request:
 async def evaluate(request: Request, console: Console | None = None) -> dict[str, Any]:
     """Evaluate one agent and return the content of its eval.json."""
     console = console or Console()
+    plans = _asked_plans(
+        request, await _listed_items(request)
+    )  # before the agent: what a name is wrong of is told without loading torch
     candidate = find_agent(request.agent)
-    plans = make_plans(request, candidate, await _listed_items(request))
+    plans = _as_played(plans, request, candidate)
     playable = [plan for plan in plans if plan.items]
     if not playable:
         raise ConfigError(f"nothing to play: {plans[0].missing or 'the choice of items is empty'}")
@@ -147,8 +157,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     heavy = {plan.env for plan in playable if request.url is None and not catalog.load(plan.env).cheap}
     at_once = {plan.env: _concurrency(request, plan.env in heavy) for plan in playable}
     config = _config(request, candidate, plans)
-    named = "-".join(filter(None, (candidate.name, request.suite, request.env)))
-    root = request.out or Path("evals") / _slug(named)
+    root = request.out or default_root(Path("evals"), _name(request, candidate), config)
     # Before the folder is made: an agent that cannot be loaded leaves nothing behind.
     agent = load_agent(candidate, max(at_once.values()), most)
     try:
@@ -310,7 +319,15 @@ async def _listed_items(request: Request) -> Listed:
 
 def make_plans(request: Request, candidate: Candidate, listed: Listed | None = None) -> list[TaskPlan]:
     """Every column with its items. What cannot be played stays as a column that says why. `listed` are a server's."""
-    plans = _suite_plans(request) if request.suite is not None else _environment_plans(request, listed or {})
+    return _as_played(_asked_plans(request, listed or {}), request, candidate)
+
+
+def _asked_plans(request: Request, listed: Listed) -> list[TaskPlan]:
+    return _suite_plans(request) if request.suite is not None else _environment_plans(request, listed)
+
+
+def _as_played(plans: list[TaskPlan], request: Request, candidate: Candidate) -> list[TaskPlan]:
+    """The plans with the candidate's own style and context, and the turns asked for."""
     changes: dict[str, Any] = {}
     if candidate.own_style:
         changes["style"] = candidate.playing.style
@@ -474,5 +491,9 @@ def _concurrency(request: Request, heavy: bool) -> int:
     return request.concurrency or (CONCURRENCY_HEAVY if heavy else CONCURRENCY)
 
 
-def _slug(name: str) -> str:
-    return re.sub(r"[^\w.@-]+", "-", name).strip("-")
+def _name(request: Request, candidate: Candidate) -> str:
+    """Agent, suite, environment, subsets and turns, as one name of a folder."""
+    subsets = request.subsets if len(request.subsets) <= SUBSETS_NAMED else (f"{len(request.subsets)} subsets",)
+    turns = f"turns {' '.join(map(str, request.turns))}" if request.turns else ""
+    parts = filter(None, (candidate.name, request.suite, request.env, *subsets, turns))
+    return re.sub(r"[^\w.@-]+", "-", "-".join(parts)).strip("-")[:NAME_LENGTH]

@@ -10,10 +10,12 @@ from typing import Any
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, on_each_host, table
+from agentgym_rl.training.lookup import find_model
 from agentgym_rl.training.settings import OptimizerSettings
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """How configs call the number of them; each layer then has as many MLPs, or more."""
 SIZES = (
@@ -141,14 +143,28 @@ def too_large(config: Config) -> str | None:
     return f"by the doctor's arithmetic this is too large: {first}; `agentgym-rl doctor RECIPE` shows the parts"
 
 
+def require_memory(config: Config) -> None:
+    """Raise ConfigError if the weights alone of a model from nothing, made in float32 here, exceed the memory."""
+    if config.model.scratch is None or (config.scale is not None and config.scale.address):
+        return
+    parameters, memory = shape_of(config.model).count, _host_bytes()
+    if 4 * parameters > memory:
+        raise ConfigError(
+            f"model.scratch asks for {parameters / 1e9:,.0f} billion parameters, {4 * parameters / GIB:,.0f} GiB of "
+            f"weights, and this machine has {memory / GIB:,.0f} GiB: set a smaller hidden_size, intermediate_size or "
+            "num_layers"
+        )
+
+
 def _read(path: str) -> dict[str, Any]:
     local = Path(path).expanduser() / "config.json"
     if local.is_file():
         return _checked(path, local)
+    found = find_model(path)
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path).to_dict()
+        return AutoConfig.from_pretrained(found).to_dict()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path!r} cannot be read: {str(error).splitlines()[0]}") from error
 
@@ -183,4 +199,7 @@ def _cuda_bytes() -> int | None:
 
 
 def _host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """Of this machine, or what a container is granted of it."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    granted = [path.read_text().strip() for path in CGROUP_LIMITS if path.is_file()]
+    return min([memory, *(int(text) for text in granted if text.isdigit())])

@@ -230,7 +230,7 @@ class OfflineRun:
         """With a checkpoint: after the last update, without the episodes that were being played."""
         self.stop.may_leave = lambda: False  # it is on its way out: once is enough
         write = None if self.saved_step == self.step else self.save
-        stop_with_checkpoint(write, self.step, self.log, self.console)
+        stop_with_checkpoint(write, self.step, self.log, self.console, self.stop.by)
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and remember the result."""

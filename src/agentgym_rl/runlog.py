@@ -113,10 +113,7 @@ class RunLog:
         root = Path(root)
         config_path = root / "config.toml"
         exists = config_path.is_file()
-        if exists and not resume:
-            raise ConfigError(f"{root} already holds a run: add --resume to go on with it, or choose another directory")
-        if not exists:
-            _require_empty(root)
+        require_place(root, resume=resume)
         resolved = _without_none(config)
         if exists:
             _require_same(config_path, resolved, may_change, completed)
@@ -403,8 +400,13 @@ def _make(folder: Path) -> None:
         raise ConfigError(f"the run directory {folder} cannot be made: {error.strerror or error}") from error
 
 
-def _require_empty(root: Path) -> None:
-    """A kill before config.toml was written leaves empty folders and hidden files; all else is somebody's."""
+def require_place(root: Path, *, resume: bool) -> None:
+    """Raise ConfigError unless a run can be started in `root`, or gone on with. A kill before config.toml was written
+    leaves empty folders and hidden files; all else is somebody's."""
+    if (root / "config.toml").is_file():
+        if not resume:
+            raise ConfigError(f"{root} already holds a run: add --resume to go on with it, or choose another directory")
+        return
     if root.exists() and not root.is_dir():
         raise ConfigError(f"a run directory is needed, {root} is a file: choose another directory")
     names = [path.name for path in root.glob("*")] if root.is_dir() else []

@@ -13,13 +13,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from agentgym_rl import serving, wiring
+from agentgym_rl import preflight, serving, wiring
 from agentgym_rl.config import Config, completed
 from agentgym_rl.console import Console
-from agentgym_rl.demonstrations import require_files
 from agentgym_rl.endings import (
     Stop,
     last_checkpoint,
+    nothing_left_of_a_failed_start,
     room_or_error,
     stop_before_there_is_a_run,
     stop_before_training,
@@ -69,9 +69,9 @@ async def train(
     A `pool` handed in is played instead of the recipe's own environments and is left open: their names, splits and
     subsets must be in it, and it reads actions in the format of the recipe's style.
     """
-    stop = Stop()
-    with stop.listening(), stop.ending_with(stop_before_there_is_a_run):
-        return await _train(config, folder, resume, console or Console(), pool, stop)
+    stop, console = Stop(), console or Console()
+    with stop.listening(), stop.ending_with(lambda: stop_before_there_is_a_run(console, stop.by)):
+        return await _train(config, folder, resume, console, pool, stop)
 
 
 async def _train(
@@ -83,9 +83,8 @@ async def _train(
     playing = pool or wiring.EnvironmentsPool(config.environments, config.agent)
     try:
         # Before the run directory is made: what cannot be leaves nothing behind.
-        wiring.require_model(config.model)
-        require_files(config)
-        wiring.require_recovery(config)
+        preflight.require_recipe(config, environments=pool is None)
+        wiring.choose_device(config.model)
         serving.require_engine(config)
         if config.scale is not None:
             from agentgym_rl.cluster import plan_of
@@ -94,6 +93,7 @@ async def _train(
         items = await wiring.all_items(playing, config.environments)
         with (
             room_or_error(folder),
+            nothing_left_of_a_failed_start(folder),
             RunLog.create(
                 folder,
                 config.resolved(),
@@ -104,8 +104,9 @@ async def _train(
                 say=console.warn,
             ) as log,
             room_or_error(folder),  # so that status.json has that line too
-            stop.ending_with(lambda: stop_before_training(log, console)),
+            stop.ending_with(lambda: stop_before_training(log, console, stop.by)),
         ):
+            stop.last_words = lambda: log.set_status("stopped", error="ended at once by Ctrl-C")
             if config.method != "rl":
                 return await train_offline(config, playing, items, log, console, started, stop)
             log.set_status("running", steps=config.rl.steps)
@@ -235,7 +236,7 @@ class Run:
         played."""
         self.stop.may_leave = lambda: False  # it is on its way out: once is enough
         write = None if self.saved_step == self.state.step else self.save
-        stop_with_checkpoint(write, self.state.step, self.log, self.console)
+        stop_with_checkpoint(write, self.state.step, self.log, self.console, self.stop.by)
 
     def _standing(self) -> dict[str, Any] | None:
         """Under overlap the next step is being learned from as soon as this one is over."""

@@ -7,10 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import torch
-from transformers.utils import logging as transformers_logging
+from typing import TYPE_CHECKING, Any
 
 from agentgym_rl.agent.collect import Collector, Places
 from agentgym_rl.agent.engines.base import Engine
@@ -23,13 +20,13 @@ from agentgym_rl.environment.agentgym import read_items
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training import lora
-from agentgym_rl.training.model import load_model, require_folder
+from agentgym_rl.training.lookup import find_model
 from agentgym_rl.types import Collect, EnvPool, EnvSession, Group, Limits, Sampling, Task
 
-Wrap = Callable[[EnvSession], EnvSession]
+if TYPE_CHECKING:
+    import torch
 
-transformers_logging.disable_progress_bar()  # a checkpoint would draw one through the console's lines
+Wrap = Callable[[EnvSession], EnvSession]
 
 
 def _as_it_is(session: EnvSession) -> EnvSession:
@@ -103,8 +100,25 @@ def _token(env: EnvironmentConfig) -> str | None:
     return os.environ[env.token_variable]
 
 
+def require_environments(environments: tuple[EnvironmentConfig, ...]) -> None:
+    """Raise ConfigError for names, items and tokens that are not there, without opening anything."""
+    for env in environments:
+        _token(env)
+        if env.items:
+            _chosen_items(env)
+        if env.url is not None:
+            continue
+        env_class = catalog.load(env.name)
+        catalog.CATALOG[env.name].check()
+        for split in (env.split, env.eval_split) if not env.items else ():
+            for subset in env.subsets or (None,):
+                catalog.require_names(env_class, split, subset)
+
+
 def choose_device(model: ModelConfig) -> tuple[str, torch.dtype]:
     """(device, dtype): CUDA where there is one, else the CPU, unless the config says otherwise."""
+    import torch
+
     device = model.device if model.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"model.device = {device!r} needs a CUDA device, none is here: use 'cpu', or 'auto'")
@@ -113,6 +127,9 @@ def choose_device(model: ModelConfig) -> tuple[str, torch.dtype]:
 
 def load_from(folder: str | Path, model: ModelConfig) -> tuple[Any, Any]:
     """(model, tokenizer) on the device and in the type the config wants."""
+    from agentgym_rl.training import lora
+    from agentgym_rl.training.model import load_model
+
     device, dtype = choose_device(model)
     if model.lora is not None and (Path(folder) / "adapter_config.json").is_file():
         assert model.path is not None
@@ -221,12 +238,9 @@ def make_collector(
 
 
 def require_model(model: ModelConfig) -> None:
-    """ConfigError now rather than after a warm start, where that can be told without loading anything."""
-    choose_device(model)
-    if model.lora is not None:
-        lora.require_peft()
+    """Raise ConfigError for a model that is not there, without loading anything."""
     if model.path is not None:
-        require_folder(model.path)
+        find_model(model.path)
 
 
 def require_recovery(config: Config) -> None:

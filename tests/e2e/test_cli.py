@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -21,8 +22,12 @@ from agentgym_rl import __version__
 COMMAND = str(Path(sys.executable).with_name("agentgym-rl"))
 
 
-def command(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=280, cwd=cwd, check=False)
+def command(
+    *arguments: str, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [COMMAND, *arguments], capture_output=True, text=True, timeout=280, cwd=cwd, env=env, check=False
+    )
 
 
 def forked(tmp_path: Path, *arguments: str) -> tuple[int | None, str]:
@@ -68,6 +73,80 @@ def test_a_bad_config(recipe: str, overrides: list[str], words: list[str], tmp_p
     assert (done.returncode, done.stdout) == (2, "")
     one_clear_line(done.stderr, *words)
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.fixture
+def without_torch(tmp_path: Path) -> dict[str, str]:
+    """Environment variables under which importing torch fails, and the hub of models is out of reach."""
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "torch.py").write_text("raise AssertionError('torch was imported')")
+    path = os.pathsep.join(filter(None, (str(tmp_path / "broken"), os.environ.get("PYTHONPATH"))))
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "hub"), "NO_PROXY": "*"}
+    return {**os.environ, **hub, "PYTHONPATH": path}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["environments.0.name=babyia"], ["unknown environment 'babyia'", "did you mean 'babyai'?"]),
+        (["environments.0.subsets=['PickupLok']"], ["no subset 'PickupLok'", "did you mean 'PickupLoc'?"]),
+        (["environments.0.split=trian"], ["no split 'trian'", "did you mean 'train'?"]),
+        (["environments.0.token_variable=NO_SUCH_TOKEN"], ["NO_SUCH_TOKEN"]),
+        (["engine.kind=vllm"], ["pip install 'agentgym-rl[vllm]'"]),
+        (["model.chat_template=nowhere.jinja"], ["nowhere.jinja", "chatml"]),
+        (["model={path='/nowhere/model'}"], ["/nowhere/model", "config.json is missing"]),
+        (["model={path='owner/model'}"], ["'owner/model'", "http://127.0.0.1:9 cannot be reached", "name a folder"]),
+        (["model.scratch.hidden_size=400000"], ["1,281 billion parameters", "smaller hidden_size"]),
+        (["run_dir=taken"], ["taken is not empty", "thesis.tex"]),
+    ],
+)
+def test_mistakes_in_a_recipe_are_found_before_torch_is_imported(
+    arguments: list[str], words: list[str], recipe: str, without_torch: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "thesis.tex").write_text("")
+    done = command("train", recipe, *arguments, cwd=tmp_path, env=without_torch)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    one_clear_line(done.stderr, *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_evaluation_needs_torch_for_models_alone(without_torch: dict[str, str], tmp_path: Path) -> None:
+    for arguments, words in (
+        (("--agent", "some/model", "--env", "babyia"), ["did you mean 'babyai'?"]),
+        (("--agent", "some/model", "--env", "keydoor"), ["'some/model' is no run", "cannot be reached"]),
+    ):
+        done = command("eval", *arguments, cwd=tmp_path, env=without_torch)
+        assert done.returncode == 2, done.stderr
+        one_clear_line(done.stderr, *words)
+    assert not (tmp_path / "evals").exists()
+    done = command("eval", "--agent", "random", "--env", "keydoor", "--limit", "2", cwd=tmp_path, env=without_torch)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_run_whose_model_cannot_be_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / ".gitkeep").touch()
+    (tmp_path / "recipe.toml").write_text(f"model.path = '{tmp_path / 'model'}'\n[[environments]]\nname = 'keydoor'")
+    for folder in (tmp_path / "new" / "run", tmp_path / "kept"):
+        code, said = forked(tmp_path, "train", str(tmp_path / "recipe.toml"), f"run_dir={folder}")
+        assert code == 2, said
+        assert "cannot be loaded" in said
+    assert not (tmp_path / "new").exists()
+    assert os.listdir(tmp_path / "kept") == [".gitkeep"]
+
+
+def test_a_reader_that_leaves_does_not_stop_the_work(tmp_path: Path) -> None:
+    arguments = ("eval", "--agent", "random", "--env", "keydoor", "--limit", "20", "--out", str(tmp_path / "out"))
+    with subprocess.Popen([COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.close()  # as `head` does once it has seen enough
+        assert process.stderr is not None
+        one_clear_line(process.stderr.read(), "nobody reads the output any more")
+    assert process.returncode == 0
+    assert json.loads((tmp_path / "out" / "eval.json").read_text())["state"] == "finished"
 
 
 def test_the_package_is_the_command() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import math
+import os
 import re
 import shutil
 from collections import Counter
@@ -422,6 +423,29 @@ async def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     for out in (tmp_path / "file" / "below", Path("/proc/nowhere"), Path("/dev/null")):
         with pytest.raises(ConfigError, match=f"{out}.*: choose another"):
             await evaluate(Request(AgentOptions("random"), out=out, **GO_TO_BALL), quiet())
+
+
+async def test_default_folders_of_different_evaluations_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    few: dict[str, Any] = {"env": "keydoor", "limit": 2}
+
+    async def folders_after(**changes: Any) -> set[str]:
+        await evaluate(Request(AgentOptions("random"), **{**few, **changes}), quiet())
+        return set(os.listdir("evals"))
+
+    expected = {"random-keydoor"}
+    assert await folders_after() == expected
+    assert await folders_after(concurrency=1) == expected, "the same evaluation goes on in its folder"
+    expected |= {"random-keydoor-turns-1-2"}
+    assert await folders_after(turns=(1, 2)) == expected
+    expected |= {"random-keydoor-near-turns-1-2"}
+    assert await folders_after(subsets=("near",), turns=(1, 2)) == expected
+    expected |= {"random-keydoor-2"}
+    assert await folders_after(limit=1) == expected
+    assert await folders_after(limit=1) == expected
+    assert await folders_after() == expected
+    expected |= {"random-keydoor-3"}
+    assert await folders_after(limit=3) == expected
 
 
 async def test_a_rerun_with_other_settings_is_refused(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM and a full disk: what was learned is kept, and said."""
+"""SIGTERM, Ctrl-C and a full disk: what was learned is kept, and said."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from cluster_for_tests import PATIENT, Command, ForkedCommand, descendants, even
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, final_weights, quiet
 
+from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.config import Config
 from agentgym_rl.console import Console
 from agentgym_rl.endings import Stopped
@@ -134,6 +136,45 @@ def test_sigterm_before_rl_is_a_stop_too_and_resuming_makes_up_for_it(tmp_path: 
     assert run.output.read_text().count("Warm start") == 2, "the second one is kept"
     summary = json.loads((folder / "summary.json").read_text())
     assert [(one["step"], one["episodes"]) for one in summary["evaluations"]] == [(0, 6), (1, 6)]
+
+
+def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
+    run = ForkedCommand(tmp_path / "run", "checkpoint.every=100", "rl.steps=3000")
+    run.until_step(1)
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 0, run.output.read_text()
+    said = run.output.read_text()
+    assert "press Ctrl-C again to end at once" in said
+    last = steps_of(run.folder)[-1]
+    assert f"stopped by Ctrl-C after step {last}: go on with --resume" in said
+    assert "Traceback" not in said
+    assert json.loads((run.folder / "status.json").read_text())["state"] == "stopped"
+    assert events_of(run.folder) == ["stopped"]
+    assert list_checkpoints(run.folder / "checkpoints")[-1].name == f"step_{last:06d}"
+
+
+def test_the_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
+    run = ForkedCommand(tmp_path / "run", "rl.epochs=1000000")  # its first step would take hours to learn from
+    run.until((run.folder / "trajectories" / "step_000001.jsonl").exists)
+    run.process.send_signal(signal.SIGINT)
+    run.until(lambda: "press Ctrl-C again" in run.output.read_text())
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == -signal.SIGINT
+    said = run.output.read_text()
+    assert "ended at once: --resume goes on from the last checkpoint" in said
+    assert "Traceback" not in said
+    status = json.loads((run.folder / "status.json").read_text())
+    assert (status["state"], status["error"]) == ("stopped", "ended at once by Ctrl-C")
+    assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step_000000"]
+
+
+def test_processes_of_vllm_do_not_hear_of_ctrl_c() -> None:
+    with owned():
+        child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child.send_signal(signal.SIGINT)
+    child.communicate(b"\n")
+    assert child.returncode == 0
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
 def alive(pids: Iterable[int]) -> list[int]:

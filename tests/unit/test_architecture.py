@@ -21,7 +21,8 @@ ALL = None
 MAY_IMPORT: dict[str, frozenset[str] | None] = {
     **dict.fromkeys(LEAVES, frozenset()),
     "__init__": LEAVES,
-    "config": LEAVES | {"training.settings"},
+    "config_errors": LEAVES,
+    "config": LEAVES | {"training.settings", "config_errors"},
     "disk": LEAVES,
     "runlog": LEAVES | {"disk", "trackers"},
     "screen": LEAVES,
@@ -43,6 +44,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "cluster": ALL,
     "serving": ALL,
     "fits": ALL,
+    "preflight": ALL,
     "starting": ALL,
     "heldout": ALL,
     "mistakes": LEAVES | {"agent.policy", "environment.wire"},

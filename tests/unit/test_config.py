@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import tomli_w
 
-from agentgym_rl.config import Config, completed, load_config, require_allowed_variables
+from agentgym_rl.config import Config, EnvironmentConfig, completed, load_config, require_allowed_variables
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.runlog import RunLog
 from agentgym_rl.training.settings import INVALID, Algorithm, Credit
@@ -73,10 +73,18 @@ def test_the_last_override_of_a_key_counts(recipe: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rl.stepz=5", "rl.stepz: unknown key"),
+        ("rl.stepz=5", "rl.stepz: unknown key; did you mean 'steps'"),
         ("rl.optimizer.learning_rate=1", "rl.optimizer.learning_rate: unknown key"),
-        ("colour=red", "colour: unknown key"),
-        ("environments.0.subset=GoTo", "environments.0.subset: unknown key"),
+        ("colour=red", "colour: unknown key$"),
+        ("environments.0.subset=GoTo", "environments.0.subset: unknown key; did you mean 'subsets'"),
+        ("rl.lr=1", r"rl.lr: unknown key here; did you mean rl.optimizer.lr or rl.critic.optimizer.lr\?$"),
+        ("episodes_timeout_s=9", "unknown key"),
+        ("rl.algorithm=gpro", "rl.algorithm: must be .*, got 'gpro'; did you mean 'grpo'"),
+        ("method=sftt", "method: must be .*got 'sftt'; did you mean 'sft'"),
+        ("trackers=tensorboard", r"trackers: must be a list, such as \[\"tensorboard\"\], got 'tensorboard'$"),
+        ("rl.normalize_std=maybe", "rl.normalize_std: must be true or false, got 'maybe'"),
+        ("rl=true", "rl: must be a section, got true"),
+        ("model.device=gpu", "model.device: must be auto, cpu, cuda"),
         ("rl.steps=many", "rl.steps: .*integer.*got 'many'"),
         ("rl.algorithm=ppo2", "rl.algorithm: .*'grpo'.*got 'ppo2'"),
         ("rl.steps=-1", "rl: steps must be at least 0, got -1"),
@@ -99,7 +107,7 @@ def test_the_last_override_of_a_key_counts(recipe: Path) -> None:
         ("model.path=somewhere", "set exactly one of model.path and model.scratch"),
         ("environments=[]", "environments: .*at least 1"),
         ("environments=[{name='a'}, {name='a'}]", "each name once, got a, a"),
-        ("name=a/b", "name: .*pattern"),
+        ("name=a/b", "name: must consist of letters, digits.*, got 'a/b'"),
         ("rl.steps", "expected key=value"),
         ("=5", "expected key=value"),
         ("environments.1.name=x", "1 is not a place in a list of 1"),
@@ -111,6 +119,51 @@ def test_what_is_wrong_is_said_in_one_line(recipe: Path, override: str, message:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(recipe, [override])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[enviroments]\nname = 'babyai'", "enviroments: unknown key; did you mean 'environments'? (and 2 more)"),
+        (
+            "[[environments]]\nname = 'a'\n[modle]\npath = 'b/c'",
+            "modle: unknown key; did you mean 'model'? (and 1 more)",
+        ),
+        ("[environments]\nname = 'a'\n[model]\npath = 'b/c'", "environments: must be a list: write [[environments]] "),
+        ("[[environments]]\nname = 'a'\n[[model]]\npath = 'b/c'", "model: must be a section: write [model] instead of"),
+        ("[[environments]]\n[model]\npath = 'b/c'", "environments.0.name: is needed, and not given"),
+        ("[model]\npath = 'b/c'", "environments: is needed, and not given"),
+    ],
+)
+def test_a_mistyped_section_is_named_before_what_it_leaves_missing(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [])
+    assert str(caught.value).startswith(message)
+
+
+JARGON = re.compile(r"\b(tuple|dictionary|instance|dataclass|Input|valid|Field|None|True|False|datetime|string|bool)\b")
+
+
+def leaves(value: Any, prefix: str = "") -> list[str]:
+    if isinstance(value, dict) and value:
+        return [path for key, inner in value.items() for path in (f"{prefix}{key}", *leaves(inner, f"{prefix}{key}."))]
+    return []
+
+
+@pytest.mark.parametrize("value", ["{ x = 1 }", "[[1]]", "true", "1.5", "text", "2020-01-01", "nan", "-1"])
+def test_no_value_of_any_key_is_refused_in_the_words_of_python(recipe: Path, value: str) -> None:
+    keys = leaves(load_config(recipe, ["scale.engines=1", "trackers=[]"]).resolved())
+    keys += [f"environments.0.{key}" for key in EnvironmentConfig.model_fields]
+    refused = []
+    for key in keys:
+        try:
+            load_config(recipe, ["scale.engines=1", f"{key}={value}"])
+        except ConfigError as error:
+            refused.append(str(error))
+    assert len(refused) > 20
+    assert [text for text in refused if JARGON.search(text)] == []
 
 
 @pytest.mark.parametrize("key", ["learner_cpus", "engine_cpus", "env_host_cpus", "worker_timeout_s"])

@@ -8,7 +8,7 @@ from functools import lru_cache, partial
 from importlib.util import find_spec
 
 from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
-from agentgym_rl.errors import ConfigError
+from agentgym_rl.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,8 @@ CATALOG: dict[str, Entry] = {
 def load(name: str) -> type[TextEnv]:
     """The class of environment `name`; ConfigError when it is unknown or its packages are missing."""
     if name not in CATALOG:
-        raise ConfigError(f"unknown environment {name!r}: known are {', '.join(sorted(CATALOG))}")
+        known = ", ".join(sorted(CATALOG))
+        raise ConfigError(f"unknown environment {name!r}: known are {known}{did_you_mean(name, CATALOG)}")
     entry = CATALOG[name]
     if find_spec(entry.package) is None:  # asked first: an environment may import it as late as in its constructor
         raise ConfigError(
@@ -167,16 +168,21 @@ def published_item(name: str, number: int) -> int:
     return env_class.published_item(number)
 
 
+def require_names(env_class: type[TextEnv], split: str, subset: str | None = None) -> None:
+    """Raise ConfigError for a split or a subset that the environment does not have."""
+    if split not in env_class.splits:
+        known, hint = ", ".join(env_class.splits), did_you_mean(split, env_class.splits)
+        raise ConfigError(f"{env_class.name} has no split {split!r}: known are {known}{hint}")
+    if subset is not None and subset not in env_class.subsets:
+        known = ", ".join(env_class.subsets) or "none"
+        hint = did_you_mean(subset, env_class.subsets)
+        raise ConfigError(f"{env_class.name} has no subset {subset!r}: known are {known}{hint}")
+
+
 def items(env_class: type[TextEnv], split: str, subset: str | None = None) -> Sequence[int]:
     """Items of a split, ascending: the range itself (nothing is listed), or with a subset a tuple made once."""
-    if split not in env_class.splits:
-        raise ConfigError(f"{env_class.name} has no split {split!r}: known are {', '.join(env_class.splits)}")
-    if subset is None:
-        return env_class.splits[split]
-    if subset not in env_class.subsets:
-        known = ", ".join(env_class.subsets) or "none"
-        raise ConfigError(f"{env_class.name} has no subset {subset!r}: known are {known}")
-    return _subset_items(env_class, split, subset)
+    require_names(env_class, split, subset)
+    return env_class.splits[split] if subset is None else _subset_items(env_class, split, subset)
 
 
 @lru_cache(maxsize=64)

@@ -120,6 +120,22 @@ class Folder:
             self._lock.close()
 
 
+def default_root(parent: Path, name: str, config: Mapping[str, Any]) -> Path:
+    """The folder to evaluate into: `parent/name`, or `name-2` and so on if that holds something else. One that holds an
+    evaluation of the same `config` is gone on with."""
+    number = 1
+    while True:
+        root = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            saved = _saved(root)
+        except ConfigError:
+            number += 1
+            continue
+        if saved is None or saved["config"] == _plain(config):
+            return root
+        number += 1
+
+
 def read_evaluation(root: Path) -> dict[str, Any]:
     """The content of an evaluation's eval.json; ConfigError when there is none."""
     row = _saved(root)

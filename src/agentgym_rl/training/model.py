@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.head import head_logprobs
+from agentgym_rl.training.lookup import find_model
 from agentgym_rl.training.microbatch import MicroBatch
 from agentgym_rl.training.packed import packed_states, padded_states, why_not_packed
+
+transformers_logging.disable_progress_bar()  # a checkpoint would draw one through the console's lines
 
 Lent = Callable[[], AbstractContextManager[Any]]
 """Opens a model for a while: a second one, or the same with its adapters switched."""
@@ -45,9 +48,9 @@ def load_tokenizer(path: str) -> Any:
 @contextmanager
 def _or_reason(path: str, what: str) -> Iterator[str]:
     """What to load: a folder that is there, or a hub name; what is wrong with it is said in a line."""
-    folder = require_folder(path)
+    name = find_model(path)
     try:
-        yield str(folder) if folder.is_dir() else path
+        yield name
     except Exception as error:  # of any kind: what a file may hold that is no model has no bounds
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         named = isinstance(error, OSError | ValueError | SafetensorError)
@@ -63,20 +66,6 @@ def _require_all_weights(loading: dict[str, Any]) -> None:
         raise ValueError(f"its weights do not fit its config.json: {name} has the shape {found}, {wanted} is needed")
     if missing := sorted(loading["missing_keys"]):
         raise ValueError(f"its weights lack {len(missing)} tensors that config.json asks for, such as {missing[0]}")
-
-
-def require_folder(path: str) -> Path:
-    """The folder that `path` names, which only a hub name (`owner/model`) may lack."""
-    looks_local = Path(path).is_absolute() or path.startswith((".", "~")) or path.count("/") != 1
-    folder = Path(path).expanduser()
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path = {path!r} holds adapters without the model under them: "
-            "merge them into it first, with `agentgym-rl export RUN FOLDER --merge`"
-        )
-    if looks_local and not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path = {path!r}: no Hugging Face model folder there (config.json is missing)")
-    return folder
 
 
 def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:

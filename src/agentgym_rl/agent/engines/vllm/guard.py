@@ -20,11 +20,14 @@ LOOK_S = 1.0
 
 @contextlib.contextmanager
 def owned() -> Iterator[None]:
-    """vLLM's processes that are started meanwhile belong to this one."""
+    """vLLM's processes that are started meanwhile belong to this one, which ends them: they inherit a blocked SIGINT,
+    because a terminal sends Ctrl-C to all of them."""
     os.environ[OWNER] = str(os.getpid())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         del os.environ[OWNER]
 
 
