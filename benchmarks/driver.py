@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from agentgym_rl.runlog import RunLog
-from agentgym_rl.scale.weights import Staging, buckets
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import HorizonSettings, RLSettings
+from agentgym_rl.transport.buckets import Staging, buckets
 from agentgym_rl.types import Group, Limits, Message, StopReason, Task, Trajectory
 
 GROUP = 8

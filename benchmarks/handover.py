@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from vllm_weights import BUCKET_BYTES, Store, make_model
 
-from agentgym_rl.agent.engines import handover
-from agentgym_rl.agent.engines.handover import HostMemories, HostMemory, HostWeights
-from agentgym_rl.agent.engines.lending import LentWeights, expect, lend
-from agentgym_rl.scale.weights import Staging, buckets, load_buckets, load_lent
+from agentgym_rl.transport import host_memory
+from agentgym_rl.transport.buckets import Staging, buckets, load_buckets, load_lent
+from agentgym_rl.transport.device import LentWeights, expect, lend
+from agentgym_rl.transport.host_memory import HostMemories, HostMemory, HostWeights
 
 State = dict[str, torch.Tensor]
 Send = Callable[[State], dict[str, float]]
@@ -64,7 +64,7 @@ def read(connection: Any, device: str) -> None:
         else:
             with weights.held() as held:
                 load_buckets(own, [held])
-        connection.send((time.perf_counter() - started, total(own), handover.refused()))
+        connection.send((time.perf_counter() - started, total(own), host_memory.refused()))
 
 
 def node(engine: Any) -> Send:

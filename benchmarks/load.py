@@ -41,7 +41,7 @@ from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import EnvError
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import EnvSession, Limits, StopReason, Task
 
 SERVER = "import sys; from agentgym_rl.environment.server import serve; serve(sys.argv[2:], port=int(sys.argv[1]))"

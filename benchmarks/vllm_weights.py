@@ -42,16 +42,16 @@ import numpy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from agentgym_rl.agent.engines.handover import HostMemories
-from agentgym_rl.agent.engines.lending import LentWeights, lend
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
-from agentgym_rl.agent.engines.vllm.checks import require_vllm
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE
+from agentgym_rl.agent.engines.vllm.requirements import require_vllm
 from agentgym_rl.errors import EngineError
-from agentgym_rl.scale.ranks import whole_state
-from agentgym_rl.scale.weights import Bucket, InPlace, Staging, buckets
-from agentgym_rl.serving import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmSeat
+from agentgym_rl.scale.process_group import whole_state
+from agentgym_rl.transport.buckets import Bucket, InPlace, Staging, buckets
+from agentgym_rl.transport.device import LentWeights, lend
+from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
 PROMPT_TOKENS, NEW_TOKENS, TURNS = 256, 64, 2

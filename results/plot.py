@@ -43,7 +43,7 @@ from tables import (
     stages_table,
 )
 
-from agentgym_rl.plots import FAINT, GRID, INK
+from agentgym_rl.run.plots import FAINT, GRID, INK
 
 ARMS = {
     RANDOM: "#f1f3f5",

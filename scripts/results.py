@@ -16,10 +16,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from agentgym_rl.common.intervals import wilson_interval
 from agentgym_rl.environment import catalog
-from agentgym_rl.intervals import wilson_interval
-from agentgym_rl.plots import learning_curve
-from agentgym_rl.runlog import horizon_stages, read_metrics, read_trajectories
+from agentgym_rl.run.log import horizon_stages, read_metrics, read_trajectories
+from agentgym_rl.run.plots import learning_curve
 from agentgym_rl.types import Trajectory
 
 EPISODES = 10

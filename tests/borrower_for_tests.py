@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from processes_for_tests import beside
 
-from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.errors import EngineError
-from agentgym_rl.scale.weights import load_lent
+from agentgym_rl.transport.buckets import load_lent
+from agentgym_rl.transport.device import Door, LentWeights, expect
 
 PATIENCE_S = 120.0
 

@@ -62,7 +62,7 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
 
 def gate_error(tokens: int, size: int, device: str) -> float:
     """The largest of the gate's kernels, forward and backward, against torch."""
-    from agentgym_rl.training import layer_kernels
+    from agentgym_rl.training.device import layer_kernels
 
     both = torch.randn(tokens, 2 * size, device=device, requires_grad=True)
     gate, up = both.chunk(2, 1)

@@ -27,7 +27,7 @@ from agentgym_rl.agent.engines.native import NativeEngine, engine
 from agentgym_rl.agent.engines.native.cuda import model as captured_model
 from agentgym_rl.agent.engines.native.cuda import runner
 from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
-from agentgym_rl.training import head, head_kernels, layer_kernels
+from agentgym_rl.training.device import head, head_kernels, layer_kernels
 from agentgym_rl.types import Completion, Sampling
 
 VOCABULARY = 130

@@ -13,9 +13,9 @@ from typing import Any
 
 PRELOADED = [
     "agentgym_rl.cli",
-    "agentgym_rl.train",
-    "agentgym_rl.fits",
-    "agentgym_rl.scale.ranks",
+    "agentgym_rl.run.rl",
+    "agentgym_rl.run.memory_demand",
+    "agentgym_rl.scale.process_group",
     "agentgym_rl.scale.shards",
     "agentgym_rl.environment.envs.babyai",
     "minigrid.envs.babyai",

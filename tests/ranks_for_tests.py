@@ -14,7 +14,7 @@ from processes_for_tests import CONTEXT
 from training_for_tests import counting_conversations, lively_groups, tiny_model, trajectory
 
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.scale.ranks import ProcessRanks, join, leave, whole_state
+from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_state
 from agentgym_rl.scale.shards import save_shards
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.critic import ValueModel

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from processes_for_tests import beside
 
-from agentgym_rl.agent.engines import handover
+from agentgym_rl.transport import host_memory
 
 
 def on_device(seed: int) -> dict[str, torch.Tensor]:
@@ -42,6 +42,6 @@ def _serve(connection: Any, device: str) -> None:
             found = {name: torch.empty_like(tensor, device=device) for name, tensor in held.tensors()}
             for name, tensor in held.tensors():
                 found[name].copy_(tensor, non_blocking=True)
-            handover.copies_done()
+            host_memory.copies_done()
         read = {name: (str(t.dtype), t.cpu().float().numpy()) for name, t in found.items()}
-        connection.send((read, len(handover._windows), handover.refused()))
+        connection.send((read, len(host_memory._windows), host_memory.refused()))

@@ -15,8 +15,8 @@ from processes_for_tests import CONTEXT
 from safetensors.torch import load_file
 
 from agentgym_rl.config import Config
-from agentgym_rl.console import Console
-from agentgym_rl.runlog import read_metrics
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.log import read_metrics
 from agentgym_rl.training.checkpoint import list_checkpoints
 
 TINY = """

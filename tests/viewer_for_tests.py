@@ -18,12 +18,12 @@ from servers_for_tests import wait_until
 
 from agentgym_rl.agent.policy import OraclePolicy, RandomPolicy
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.commands.view import LocalWorlds
 from agentgym_rl.environment.envs.maze import Maze
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.server import bind
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Limits, Sample, Task, Trajectory
-from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.server import create_app, uvicorn_config

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from common import Report, part_parser
 
-from agentgym_rl import wiring
 from agentgym_rl.config import Config
 from agentgym_rl.environment.envs.textcraft.env import TextCraft
-from agentgym_rl.train import train
+from agentgym_rl.run import build
+from agentgym_rl.run.backend import OneProcess
+from agentgym_rl.run.rl import train
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.tasks import TaskSource
-from agentgym_rl.workers import OneProcess
 
 SUBSETS = ["depth1", "depth2"]
 SIZES = {"groups": 32, "group_size": 8, "turns": 8, "max_new_tokens": 48, "max_context": 2048}
@@ -128,10 +128,10 @@ def rl_steps(
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if device == "cuda" else None
 
     async def run() -> None:
-        pool = wiring.EnvironmentsPool(config.environments, config.agent)
-        items = await wiring.all_items(pool, config.environments)
+        pool = build.EnvironmentsPool(config.environments, config.agent)
+        items = await build.all_items(pool, config.environments)
         numbers = {env: [i for some in subsets.values() for i in some] for env, subsets in items.train.items()}
-        model, tokenizer = load_model(str(taught), device=device, dtype=wiring.choose_device(config.model)[1])
+        model, tokenizer = load_model(str(taught), device=device, dtype=build.choose_device(config.model)[1])
         workers = OneProcess(config, pool, model, tokenizer, taught)
         state = RLState(TaskSource(numbers, 0, {"textcraft": 1.0}), {"textcraft": make_horizon(config.horizon)})
 
@@ -141,7 +141,7 @@ def rl_steps(
                 profiler.start()
 
         hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: found.append(metrics), after_step)
-        limits = {"textcraft": wiring.limits_of(config.agent, 1, workers.room)}
+        limits = {"textcraft": build.limits_of(config.agent, 1, workers.room)}
         collect = workers.collector("bench-", None, 1.0)
         await train_rl(state, workers.learner, collect, workers.publish, limits, config.rl, hooks, 0)
         if profiler is not None:

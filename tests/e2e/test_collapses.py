@@ -13,12 +13,12 @@ from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
 from typer.testing import CliRunner
 
-from agentgym_rl import wiring
 from agentgym_rl.cli import app
-from agentgym_rl.console import Console
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import read_metrics
-from agentgym_rl.train import train
+from agentgym_rl.run import build
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.log import read_metrics
+from agentgym_rl.run.rl import train
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.types import Step
 
@@ -237,8 +237,8 @@ async def test_replies_and_episodes_have_no_room(tmp_path: Path) -> None:
 
 
 async def test_the_sampler_lies_about_its_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = wiring.engine_policies
+    honest = build.engine_policies
     monkeypatch.setattr(
-        wiring, "engine_policies", lambda engine, renderer, agent, _: honest(engine, renderer, agent, 3.0)
+        build, "engine_policies", lambda engine, renderer, agent, _: honest(engine, renderer, agent, 3.0)
     )
     assert "sampler_mismatch" in named(await drive(tmp_path, steps=4))

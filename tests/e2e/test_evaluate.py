@@ -24,16 +24,16 @@ from training_for_tests import slow_logprobs
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.agent.engines.openai import Prices
-from agentgym_rl.agents import AgentOptions, find_agent, fingerprint, load_weights
-from agentgym_rl.console import Console
+from agentgym_rl.commands.evaluate import Request, evaluate
+from agentgym_rl.commands.load_agent import AgentOptions, find_agent, fingerprint, load_weights
+from agentgym_rl.commands.report import report
 from agentgym_rl.environment import catalog
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.evaluate import Request, evaluate
-from agentgym_rl.evaluation.command import report
 from agentgym_rl.evaluation.compare import load_side
 from agentgym_rl.evaluation.folder import read_records
-from agentgym_rl.runlog import read_trajectories
-from agentgym_rl.train import train
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.log import read_trajectories
+from agentgym_rl.run.rl import train
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.settings import ScratchSettings
@@ -469,8 +469,8 @@ async def test_a_rerun_with_other_settings_is_refused(tmp_path: Path) -> None:
 
 async def test_the_suite_says_what_it_was_played_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All 27 tasks are in it. Those without their data are named as not played; ours are marked."""
-    from agentgym_rl.agents import find_agent
-    from agentgym_rl.evaluate import make_plans
+    from agentgym_rl.commands.evaluate import make_plans
+    from agentgym_rl.commands.load_agent import find_agent
 
     request = Request(AgentOptions("oracle"), suite="agentgym-27")
     for variable in ("AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX", "SHOPPING"):

@@ -25,12 +25,12 @@ from runs_for_tests import (
 )
 
 from agentgym_rl.config import Config, load_config
-from agentgym_rl.endings import Stopped
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.rounds import read_round
-from agentgym_rl.train import train
+from agentgym_rl.run.backend import OneProcess
+from agentgym_rl.run.rl import train
+from agentgym_rl.run.rounds import read_round
+from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
-from agentgym_rl.workers import OneProcess
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
 SMALL = {

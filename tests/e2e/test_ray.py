@@ -30,9 +30,9 @@ from cluster_for_tests import (
 )
 from runs_for_tests import comparable_metrics, final_weights, quiet, trainer_state
 
-from agentgym_rl.cluster import Cluster
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.backend_ray import Cluster
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.training.checkpoint import list_checkpoints
 

@@ -22,19 +22,19 @@ from runs_for_tests import counting_config, quiet
 from servers_for_tests import server_in_thread
 from training_for_tests import counting_conversations
 
-from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine
-from agentgym_rl.cluster import Cluster
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
-from agentgym_rl.runlog import read_metrics, read_trajectories
+from agentgym_rl.run.backend_ray import Cluster
+from agentgym_rl.run.log import read_metrics, read_trajectories
+from agentgym_rl.run.rl import train
+from agentgym_rl.run.start import words_of
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.publisher import LEND
 from agentgym_rl.scale.routing import Homes
-from agentgym_rl.starting import words_of
-from agentgym_rl.train import train
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
+from agentgym_rl.transport.device import Door, LentWeights, expect
 from agentgym_rl.types import Sampling
 
 ray = pytest.importorskip("ray")

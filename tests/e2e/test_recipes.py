@@ -13,7 +13,7 @@ from runs_for_tests import Process
 
 from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
-from agentgym_rl.runlog import read_metrics
+from agentgym_rl.run.log import read_metrics
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ALL = sorted(RECIPES.rglob("*.toml"))

@@ -22,7 +22,7 @@ from runs_for_tests import (
     trainer_state,
 )
 
-from agentgym_rl.runlog import read_metrics
+from agentgym_rl.run.log import read_metrics
 from agentgym_rl.training.checkpoint import list_checkpoints
 
 

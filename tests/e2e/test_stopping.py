@@ -23,13 +23,13 @@ from runs_for_tests import counting_config, final_weights, quiet
 
 from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.config import Config
-from agentgym_rl.console import Console
-from agentgym_rl.endings import Stopped
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.train import Run, train
+from agentgym_rl.run.backend import OneProcess
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.rl import Run, train
+from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
-from agentgym_rl.workers import OneProcess
 
 
 def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 from runs_for_tests import quiet
 from viewer_for_tests import library_of
 
-from agentgym_rl.agents import AgentOptions, find_agent
-from agentgym_rl.evaluate import Request, evaluate, make_plans, make_results
+from agentgym_rl.commands.evaluate import Request, evaluate, make_plans, make_results
+from agentgym_rl.commands.load_agent import AgentOptions, find_agent
 from agentgym_rl.evaluation.folder import Folder
 from agentgym_rl.evaluation.plan import episodes_of
 from agentgym_rl.types import StopReason, Trajectory

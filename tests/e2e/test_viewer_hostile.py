@@ -15,10 +15,10 @@ from playwright.sync_api import Browser, Page, expect
 from viewer_for_tests import run as run_in_thread
 from viewer_for_tests import viewer_in_thread
 
+from agentgym_rl.commands.view import LocalWorlds
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import EnvSession, Message, StopReason, Task, Trajectory
-from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library

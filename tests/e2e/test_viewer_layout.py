@@ -18,10 +18,10 @@ from viewer_for_tests import library_of, played, run, viewer_in_thread, write_ev
 
 from agentgym_rl.agent.policy import OraclePolicy
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.commands.view import LocalWorlds, served_environments
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Limits, Step, Task
-from agentgym_rl.view import LocalWorlds, served_environments
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library
 

@@ -26,7 +26,7 @@ from viewer_for_tests import (
     write_run,
 )
 
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.queries import Filter

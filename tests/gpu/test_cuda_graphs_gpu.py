@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.cuda_graphs import capture
+from agentgym_rl.common.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
+from agentgym_rl.training.device.packed import capture_passes
 from agentgym_rl.training.learner import Imitator
-from agentgym_rl.training.packed import capture_passes
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Completion, Sample, Sampling
 

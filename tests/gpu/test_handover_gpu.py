@@ -9,9 +9,9 @@ import pytest
 import torch
 from reader_for_tests import on_device, reader
 
-from agentgym_rl.agent.engines import handover
-from agentgym_rl.agent.engines.handover import HostMemories, HostMemory
-from agentgym_rl.scale.weights import Staging, buckets, load_buckets
+from agentgym_rl.transport import host_memory
+from agentgym_rl.transport.buckets import Staging, buckets, load_buckets
+from agentgym_rl.transport.host_memory import HostMemories, HostMemory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -109,7 +109,7 @@ def test_a_state_on_the_device_is_lent_to_another_process_as_it_is() -> None:
     ours, theirs = context.Pipe()
     process = context.Process(target=borrow, args=(theirs,), daemon=True)
     process.start()
-    message, lent = handover.pack(state)
+    message, lent = host_memory.pack(state)
     ours.send_bytes(message)
     assert ours.poll(300)
     found = ours.recv()
@@ -120,4 +120,4 @@ def test_a_state_on_the_device_is_lent_to_another_process_as_it_is() -> None:
 
 
 def borrow(connection: Any) -> None:
-    connection.send({name: t.float().cpu().numpy() for name, t in handover.unpack(connection.recv_bytes())})
+    connection.send({name: t.float().cpu().numpy() for name, t in host_memory.unpack(connection.recv_bytes())})

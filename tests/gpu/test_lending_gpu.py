@@ -10,7 +10,7 @@ import torch
 from borrower_for_tests import borrower
 from reader_for_tests import on_device
 
-from agentgym_rl.agent.engines.lending import device_id, lend
+from agentgym_rl.transport.device import device_id, lend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

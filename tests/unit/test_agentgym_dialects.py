@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
-from agentgym_rl import wiring
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.policy import OraclePolicy, ScriptedPolicy
 from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
@@ -30,7 +29,8 @@ from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server import bind
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
-from agentgym_rl.train import train
+from agentgym_rl.run import build
+from agentgym_rl.run.rl import train
 from agentgym_rl.types import Limits, StopReason, Task
 
 
@@ -546,8 +546,8 @@ async def test_the_config_names_items_by_split():
     agent = AgentConfig()
     url = "agentgym+http://127.0.0.1:9/textcraft"
 
-    def pool(**settings: Any) -> wiring.EnvironmentsPool:
-        return wiring.EnvironmentsPool((EnvironmentConfig(name="textcraft", **settings),), agent)
+    def pool(**settings: Any) -> build.EnvironmentsPool:
+        return build.EnvironmentsPool((EnvironmentConfig(name="textcraft", **settings),), agent)
 
     remote = pool(url=url, items={"train": "0-4", "test": "5,7"})
     assert await remote.items("textcraft", "train") == [0, 1, 2, 3, 4]

@@ -15,10 +15,10 @@ import torch
 from tokenizers_for_tests import byte_level_bpe
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentgym_rl.agents import fingerprint
+from agentgym_rl.commands.load_agent import fingerprint
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.fits import shape_of
+from agentgym_rl.run.memory_demand import shape_of
 from agentgym_rl.training.model import load_model
 
 

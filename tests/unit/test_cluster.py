@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from agentgym_rl.agent.templates import TEMPLATES
-from agentgym_rl.cluster import as_workers_read_it, named_variables
 from agentgym_rl.config import Config
+from agentgym_rl.run.backend_ray import as_workers_read_it, named_variables
 
 
 def recipe(**sections: Any) -> Config:

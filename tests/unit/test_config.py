@@ -13,7 +13,7 @@ import tomli_w
 
 from agentgym_rl.config import Config, EnvironmentConfig, completed, load_config, require_allowed_variables
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.training.settings import INVALID, Algorithm, Credit
 
 RECIPE = """

@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agentgym_rl.console import HEADER_EVERY, Console, duration, sparkline
-from agentgym_rl.screen import Screen
+from agentgym_rl.common.screen import Screen
+from agentgym_rl.run.console import HEADER_EVERY, Console, duration, sparkline
 
 METRICS = {
     "reward/mean": 0.385,
@@ -89,7 +89,7 @@ def test_missing_and_nonfinite_values_are_shown_as_such() -> None:
 
 def test_a_pipe_gets_lines_and_no_control_codes() -> None:
     program = f"""
-from agentgym_rl.console import Console
+from agentgym_rl.run.console import Console
 console = Console()
 console.stage("GRPO", "two steps")
 with console.progress("warm start", 2) as advance:

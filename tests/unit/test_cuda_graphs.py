@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgym_rl.cuda_graphs import collector_paused
+from agentgym_rl.common.cuda_graphs import collector_paused
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from agentgym_rl import disk
-from agentgym_rl.endings import last_checkpoint, room_or_error
 from agentgym_rl.errors import DiskFull
-from agentgym_rl.runlog import RunLog, read_metrics, read_trajectories
+from agentgym_rl.run import disk
+from agentgym_rl.run.log import RunLog, read_metrics, read_trajectories
+from agentgym_rl.run.stopping import last_checkpoint, room_or_error
 from agentgym_rl.types import Message, Task, Trajectory
 
 LONG = {f"metric/{i:030}": 0.5 for i in range(40)}
@@ -135,7 +135,7 @@ def test_what_a_run_cannot_do_without_is_one_line(tmp_path: Path) -> None:
 async def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from runs_for_tests import quiet
 
-    monkeypatch.setattr("agentgym_rl.endings.LOOK_S", 0.01)
+    monkeypatch.setattr("agentgym_rl.run.stopping.LOOK_S", 0.01)
     tries: list[int] = []
 
     def write() -> None:
@@ -150,7 +150,7 @@ async def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: p
         tries.clear()
         await last_checkpoint(write, 7, log, quiet(), lambda: True)
         assert len(tries) == 1, "asked to stop it does not wait"
-        monkeypatch.setattr("agentgym_rl.endings.PATIENCE_S", -1.0)
+        monkeypatch.setattr("agentgym_rl.run.stopping.PATIENCE_S", -1.0)
         tries.clear()
         with pytest.raises(OSError, match="too large"):
             await last_checkpoint(write, 7, log, quiet(), lambda: False)

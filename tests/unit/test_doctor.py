@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from agentgym_rl.cli import app
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog, read_metrics
+from agentgym_rl.run.log import RunLog, read_metrics
 from agentgym_rl.training import symptoms
 from agentgym_rl.training.doctor import QUIET_STEPS, SIGNALS, Doctor, diagnose
 from agentgym_rl.training.symptoms import RULES

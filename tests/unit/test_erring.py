@@ -14,24 +14,24 @@ from runs_for_tests import quiet
 from test_rollout import Corridor
 from training_for_tests import tiny_model
 
-from agentgym_rl import wiring
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.policy import OraclePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.config import Config
-from agentgym_rl.demonstrations import load_trajectories, to_sample
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.mistakes import ErringSession, Solutions, erring
-from agentgym_rl.rounds import Round, read_round, write_round
-from agentgym_rl.runlog import RunLog
-from agentgym_rl.starting import play_demonstrations, prepare, words_of
-from agentgym_rl.train import train
+from agentgym_rl.run import build
+from agentgym_rl.run.demonstrations import load_trajectories, to_sample
+from agentgym_rl.run.log import RunLog
+from agentgym_rl.run.mistakes import ErringSession, Solutions, erring
+from agentgym_rl.run.rl import train
+from agentgym_rl.run.rounds import Round, read_round, write_round
+from agentgym_rl.run.start import play_demonstrations, prepare, words_of
 from agentgym_rl.training.conversations import convert, read_conversations
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.settings import SFTSettings
@@ -56,9 +56,9 @@ def config_of(env: str, mistakes: float, *, episodes: int = 40, style: str = "ac
 
 async def played(config: Config, root: Path) -> list[Trajectory]:
     """What the warm start of `config` imitates; the run's files are in `root`."""
-    warm, pool = config.warm_start, wiring.EnvironmentsPool(config.environments, config.agent)
+    warm, pool = config.warm_start, build.EnvironmentsPool(config.environments, config.agent)
     assert warm is not None
-    items = await wiring.all_items(pool, config.environments)
+    items = await build.all_items(pool, config.environments)
     with RunLog.create(root, config.resolved()) as log:
         found = await play_demonstrations(
             config, pool, items, log, quiet(), "oracle", warm.episodes, warm.max_turns, warm.mistakes, "warmstart"
@@ -127,8 +127,8 @@ async def test_one_seed_makes_the_same_mistakes_and_another_seed_others(tmp_path
 async def test_without_mistakes_everything_is_as_the_plain_oracle_plays_it(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.0)
     found = await played(config, tmp_path)
-    pool = wiring.EnvironmentsPool(config.environments, config.agent)
-    collect = wiring.make_collector(config, pool, lambda session, seed: OraclePolicy(session), 1, "warmstart-")
+    pool = build.EnvironmentsPool(config.environments, config.agent)
+    collect = build.make_collector(config, pool, lambda session, seed: OraclePolicy(session), 1, "warmstart-")
     groups = await collect([t.task for t in found], LIMITS, derive_seed(0, "warmstart", "textcraft"))
     await pool.close()
     plain = [replace(g.trajectories[0], id="", seconds=0, horizon=0) for g in groups]
@@ -140,8 +140,8 @@ async def test_without_mistakes_everything_is_as_the_plain_oracle_plays_it(tmp_p
 
 async def test_mistakes_are_in_no_loss_and_all_else_of_the_oracle_is(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.3, episodes=30)
-    pool = wiring.EnvironmentsPool(config.environments, config.agent)
-    items = await wiring.all_items(pool, config.environments)
+    pool = build.EnvironmentsPool(config.environments, config.agent)
+    items = await build.all_items(pool, config.environments)
     with RunLog.create(tmp_path, config.resolved()) as log:
         start = await prepare(config, pool, items, log, quiet())
     await pool.close()
@@ -180,7 +180,7 @@ async def test_the_mark_is_in_the_file_and_survives_being_read_and_converted(tmp
     found = await played(config, tmp_path / "run")
     path = tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl"
     raw = config.model_dump() | {"data": {"files": [str(path)]}, "method": "sft", "rl": None, "horizon": None}
-    items = wiring.Items({}, {})
+    items = build.Items({}, {})
     read = load_trajectories(Config.model_validate(raw), items, quiet())
     assert [t.imitated for t in read if t.success] == [t.imitated for t in found]
     assert any(mistake for t in read for _, mistake in replies(t))
@@ -267,8 +267,8 @@ async def test_an_oracle_that_cannot_go_on_is_not_led_astray(tmp_path: Path) -> 
 
 async def test_demonstrations_of_which_none_succeeds_are_an_error_that_says_so(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.9)
-    pool = wiring.EnvironmentsPool(config.environments, config.agent)
-    items = await wiring.all_items(pool, config.environments)
+    pool = build.EnvironmentsPool(config.environments, config.agent)
+    items = await build.all_items(pool, config.environments)
     with (
         RunLog.create(tmp_path, config.resolved()) as log,
         pytest.raises(EnvError, match=r"^warm start: of 8 .* none in 1 turns: allow more turns, or fewer mistakes$"),

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from agentgym_rl.agent.engines.openai import Prices, Tokens
+from agentgym_rl.commands.eval_options import prices_of, turns_of
+from agentgym_rl.commands.report import report as write_report
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.evaluation.command import report as write_report
 from agentgym_rl.evaluation.compare import compare, load_side, verdict
 from agentgym_rl.evaluation.folder import Folder, read_evaluation, read_records
 from agentgym_rl.evaluation.metrics import results
-from agentgym_rl.evaluation.options import prices_of, turns_of
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
 from agentgym_rl.evaluation.plot import turns_plot
 from agentgym_rl.evaluation.records import Record, record_of
@@ -35,7 +35,7 @@ from agentgym_rl.evaluation.report import (
 )
 from agentgym_rl.evaluation.suites import AGENTGYM_27, evenly_spaced
 from agentgym_rl.evaluation.terminal import print_comparison, print_report
-from agentgym_rl.runlog import read_trajectories
+from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.types import Limits, Message, StopReason, Task, Trajectory
 
 

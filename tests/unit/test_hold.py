@@ -15,7 +15,7 @@ import pytest
 from envs_for_tests import Counting, SlowCounting
 from servers_for_tests import RunningServer, server_in_thread, wait_until
 
-from agentgym_rl.environment.hold import Hold
+from agentgym_rl.environment.liveness import Hold
 from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server_sessions import Sessions
 
@@ -38,7 +38,7 @@ asyncio.run(main(sys.argv[1]))
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
     monkeypatch.setattr("agentgym_rl.environment.server_sessions.GRACE_S", GRACE_S)
-    monkeypatch.setattr("agentgym_rl.environment.hold.AGAIN_S", GRACE_S / 8)
+    monkeypatch.setattr("agentgym_rl.environment.liveness.AGAIN_S", GRACE_S / 8)
     with server_in_thread({"counting": Counting}) as running:
         yield running
 
@@ -86,7 +86,7 @@ async def test_a_hold_that_broke_off_is_taken_up_again(server: RunningServer) ->
 
 
 async def test_a_pool_comes_back_to_a_server_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.environment.hold.AGAIN_S", 0.05)
+    monkeypatch.setattr("agentgym_rl.environment.liveness.AGAIN_S", 0.05)
     with server_in_thread({"counting": Counting}) as first:
         port = int(first.url.rpartition(":")[2])
         pool = RemotePool({"counting": first.url})
@@ -225,8 +225,8 @@ async def test_a_hold_that_is_closed_while_it_starts_is_not_held() -> None:
 
 
 async def test_a_server_that_falls_silent_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.environment.hold.LOOK_S", 0.02)
-    monkeypatch.setattr("agentgym_rl.environment.hold.AGAIN_S", 0.02)
+    monkeypatch.setattr("agentgym_rl.environment.liveness.LOOK_S", 0.02)
+    monkeypatch.setattr("agentgym_rl.environment.liveness.AGAIN_S", 0.02)
     async with listening() as server:
         hold = Hold(server.url, None)
         await hold.start()
@@ -238,7 +238,7 @@ async def test_a_server_that_is_heard_is_not_asked_again(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentgym_rl.environment.server.HEARTBEAT_S", 0.02)
-    monkeypatch.setattr("agentgym_rl.environment.hold.LOOK_S", 0.2)
+    monkeypatch.setattr("agentgym_rl.environment.liveness.LOOK_S", 0.2)
     hold = Hold(server.url, None)
     await hold.start()
     wire = hold._wire

@@ -22,12 +22,12 @@ from ranks_for_tests import on_ranks
 from training_for_tests import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentgym_rl.agent.engines import lending
-from agentgym_rl.agent.engines.lending import Door, LentWeights, device_id, expect, lend
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.errors import EngineError
-from agentgym_rl.scale.ranks import ProcessRanks, whole_state
-from agentgym_rl.scale.weights import InPlace, load_lent
+from agentgym_rl.scale.process_group import ProcessRanks, whole_state
+from agentgym_rl.transport import device
+from agentgym_rl.transport.buckets import InPlace, load_lent
+from agentgym_rl.transport.device import Door, LentWeights, device_id, expect, lend
 from agentgym_rl.types import Sampling
 
 
@@ -235,7 +235,7 @@ def test_a_door_is_for_one_version_and_for_who_was_told_of_it(monkeypatch: pytes
     with pytest.raises(EngineError, match="not expected here"):
         next(LentWeights(old, 1).tensors())
     assert "ConnectionRefused" in lend([], 1, [old], 1)[old.name], "nobody is there any more"
-    monkeypatch.setattr(lending, "KNOCK_S", 0.1)
+    monkeypatch.setattr(device, "KNOCK_S", 0.1)
     failed: list[dict[str, str]] = []
 
     def strangers() -> None:
@@ -273,18 +273,18 @@ def test_a_lender_that_is_gone_before_it_is_let_in_is_not_waited_for_and_a_late_
     third = expect()
     stale.close()
     others.join(60)
-    assert lending._door is not None
-    assert lending._door[0] == third
+    assert device._door is not None
+    assert device._door[0] == third
 
 
 def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "PATIENCE_S", 0.2)
+    monkeypatch.setattr(device, "PATIENCE_S", 0.2)
     door = expect()  # and nobody looks who is there
     assert "TimeoutError('no answer" in lend(a_state(0).items(), 1, [door], 64)[door.name]
     state = a_state(1)
     with borrower(state) as stays, borrower(state) as hangs:
         doors = [stays.expect(), hangs.expect()]
-        monkeypatch.setattr(lending, "PATIENCE_S", 3.0)
+        monkeypatch.setattr(device, "PATIENCE_S", 3.0)
         stays.begin(doors[0], 1)
         hangs.begin(doors[1], 1)
 
@@ -301,8 +301,8 @@ def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPa
 
 def test_torch_still_rebuilds_tensors_of_a_device_from_what_is_changed_and_taken_back_here() -> None:
     """Its own names; that they do what they say is tested in tests/gpu."""
-    assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} < lending.PLACES.keys()
-    assert lending.PLACES["tensor_cls"] == 0
+    assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} < device.PLACES.keys()
+    assert device.PLACES["tensor_cls"] == 0
     assert callable(torch.UntypedStorage._release_ipc_counter)
     assert callable(torch.cuda.memory._set_allocator_settings)
 
@@ -353,7 +353,7 @@ def test_two_ranks_lend_to_two_engines_and_one_that_fails_does_not_hold_up_the_o
 
 
 def test_a_learner_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(device, "PATIENCE_S", 0.05)
     lent = LentWeights(expect(), 3)
     with pytest.raises(EngineError, match="the learner that lends weights 3 did not come within 0 s"):
         load_lent({}, lent)
@@ -363,9 +363,9 @@ def test_other_settings_of_the_allocator_survive_a_room(monkeypatch: pytest.Monk
     told: list[str] = []
     monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", told.append)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
-    with lending._plain_segments():
+    with device._plain_segments():
         assert told == ["max_split_size_mb:128,expandable_segments:True,expandable_segments:False"]
     assert told[1:] == ["max_split_size_mb:128,expandable_segments:True"]
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")  # this one counts, where both are set
-    with lending._plain_segments():
+    with device._plain_segments():
         assert len(told) == 2

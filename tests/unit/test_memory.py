@@ -14,7 +14,7 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.fits import diagnose_recipe, too_large
+from agentgym_rl.run.memory_demand import diagnose_recipe, too_large
 from agentgym_rl.scale.memory import (
     CONTEXT,
     GIB,
@@ -32,7 +32,7 @@ from agentgym_rl.scale.memory import (
     warm_start_memory,
 )
 from agentgym_rl.scale.plan import Plan
-from agentgym_rl.training.head import CHUNK_NUMBERS
+from agentgym_rl.training.device.head import CHUNK_NUMBERS
 
 
 def test_parameters_are_counted_as_the_model_counts_them() -> None:
@@ -385,7 +385,7 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
 
 
 def test_a_cluster_that_is_not_there_is_said_in_one_line() -> None:
-    from agentgym_rl.cluster import plan_of
+    from agentgym_rl.run.backend_ray import plan_of
     from agentgym_rl.scale.ray_app import RayApp
 
     recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}

@@ -17,8 +17,8 @@ from kernels_for_tests import LimitedMemory
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.native.cuda.joint_weights import join, layer_weights, why_not_captured
 from agentgym_rl.agent.engines.native.cuda.packing import pack
-from agentgym_rl.agent.engines.native.cuda.weights import join, layer_weights, why_not_captured
 from agentgym_rl.agent.engines.native.decoder import DecoderRunner
 from agentgym_rl.agent.engines.native.engine import LAUNCH_STEPS
 from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row

@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training import head, master_weights, optimizer
-from agentgym_rl.training.captured import padded_lengths
 from agentgym_rl.training.checkpoint import load_state, save_checkpoint
+from agentgym_rl.training.device import head, master_weights, optimizer
+from agentgym_rl.training.device.captured import padded_lengths
+from agentgym_rl.training.device.packed import capture_passes, packed_states, padded_states, why_not_packed
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs, hidden_states, states_at_end, states_before_actions
-from agentgym_rl.training.packed import capture_passes, packed_states, padded_states, why_not_packed
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings
 from agentgym_rl.types import Sample
 

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from agentgym_rl.intervals import wilson_interval
-from agentgym_rl.plots import _draw_evaluations, _draw_success, learning_curve, smooth
+from agentgym_rl.common.intervals import wilson_interval
+from agentgym_rl.run.plots import _draw_evaluations, _draw_success, learning_curve, smooth
 
 METRICS = [{"step": step, "success/mean": step / 40, "turns/mean": 1 + step / 20} for step in range(1, 31)]
 EVALUATIONS = [{"step": 0, "success": 0.0, "episodes": 50}, {"step": 30, "success": 1.0, "episodes": 50}]
@@ -120,7 +120,7 @@ def test_a_label_of_an_evaluation_is_not_over_the_curve(first: float) -> None:
 
 def test_drawing_leaves_no_global_figure_behind(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from agentgym_rl.plots import learning_curve; "
+        "import sys; from pathlib import Path; from agentgym_rl.run.plots import learning_curve; "
         "learning_curve([], [], [], Path(sys.argv[1]), 'x'); sys.exit('matplotlib.pyplot' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "curve.png")]).returncode == 0

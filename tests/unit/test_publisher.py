@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale import publisher
-from agentgym_rl.scale.board import Published
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.publisher import LEND, EngineGone, Publisher, lends, pairs
+from agentgym_rl.scale.shared_state import Published
+from agentgym_rl.transport.device import Door, LentWeights
 
 
 def plan(**changes: Any) -> Plan:

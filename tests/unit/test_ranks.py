@@ -13,10 +13,10 @@ from processes_for_tests import CONTEXT, exit_code_if_preloaded
 from ranks_for_tests import CASES, ON_FOUR, alone, everything, learner, on_ranks, steps, weights
 from training_for_tests import tiny_model
 
-from agentgym_rl.cluster import Cluster, Rank
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.scale.ranks import whole_state
+from agentgym_rl.run.backend_ray import Cluster, Rank
+from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
 from agentgym_rl.training.ranks import ALONE, Ranks, balanced
@@ -128,7 +128,7 @@ def resume(ranks: Ranks, folder: Path, source: Path) -> Any:
 
 
 def load_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
-    from agentgym_rl.scale.ranks import load_whole
+    from agentgym_rl.scale.process_group import load_whole
 
     load_whole(model, state)
 

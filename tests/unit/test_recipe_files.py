@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from agentgym_rl.agent.templates import resolve_template
+from agentgym_rl.commands.recipes import RECIPES, copy_recipe, find_recipe, packaged_recipes, summary
 from agentgym_rl.config import load_config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.recipe_files import RECIPES, copy_recipe, find_recipe, packaged_recipes, summary
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,9 +15,9 @@ from typing import Any
 import numpy
 import pytest
 
-from agentgym_rl.disk import write_atomically
 from agentgym_rl.errors import ConfigError, WorkerLost
-from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics, read_trajectories
+from agentgym_rl.run.disk import write_atomically
+from agentgym_rl.run.log import RunLog, horizon_stages, read_metrics, read_trajectories
 from agentgym_rl.types import Message, StopReason, Task, Trajectory
 
 CONFIG = {"seed": 7, "train": {"steps": 100, "learning_rate": 1e-6, "clip": None}, "horizon": {"turns": [2, 3, 4]}}
@@ -211,7 +211,7 @@ def test_a_step_played_again_replaces_what_was_left_of_it(tmp_path: Path) -> Non
 WRITER = """
 import sys
 from pathlib import Path
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Task, Trajectory
 log = RunLog.create(Path(sys.argv[1]), {"seed": 1})
 step = 0

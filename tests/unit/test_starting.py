@@ -8,11 +8,11 @@ import torch
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
 
-from agentgym_rl import wiring
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import RunLog
-from agentgym_rl.starting import starting_point, untrained, words_of
+from agentgym_rl.run import build
+from agentgym_rl.run.log import RunLog
+from agentgym_rl.run.start import starting_point, untrained, words_of
 from agentgym_rl.types import Message
 
 
@@ -37,7 +37,7 @@ def test_a_model_from_nothing_in_bf16_keeps_its_rotary_frequencies() -> None:
 async def test_a_warm_start_leaves_the_model_ready_to_play(tmp_path: Path) -> None:
     config = counting_config()
     pool = LocalPool({"counting": Counting})
-    items = await wiring.all_items(pool, config.environments)
+    items = await build.all_items(pool, config.environments)
     with RunLog.create(tmp_path / "run", config.resolved()) as log:
         model, tokenizer = await starting_point(config, pool, items, log, quiet())
     await pool.close()

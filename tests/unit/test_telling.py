@@ -12,15 +12,15 @@ from cluster_for_tests import events_of
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
 
-from agentgym_rl import telling
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import WorkerLost
-from agentgym_rl.telling import Telling
-from agentgym_rl.train import train
+from agentgym_rl.run import events
+from agentgym_rl.run.backend import OneProcess
+from agentgym_rl.run.events import Telling
+from agentgym_rl.run.rl import train
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.sft import SFT
-from agentgym_rl.workers import OneProcess
 
 
 class Workers:
@@ -51,7 +51,7 @@ class Workers:
 
 
 async def test_it_asks_while_a_step_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "ASK_S", 0.0)
+    monkeypatch.setattr(events, "ASK_S", 0.0)
     workers = Workers()
     async with Telling(workers.events, workers.tell), asyncio.timeout(60):
         await workers.third.wait()

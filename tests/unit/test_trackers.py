@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog, read_metrics
-from agentgym_rl.trackers import TRACKERS
+from agentgym_rl.run.log import RunLog, read_metrics
+from agentgym_rl.run.trackers import TRACKERS
 
 CONFIG = {"name": "tiny", "seed": 3, "environments": [{"name": "babyai"}], "rl": {"steps": 4}}
 

@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 
-from agentgym_rl.cluster import plan_of
 from agentgym_rl.config import Config
 from agentgym_rl.errors import WorkerLost
-from agentgym_rl.scale.turns import Turns
+from agentgym_rl.run.backend_ray import plan_of
+from agentgym_rl.scale.host_scheduler import Turns
 
 
 class Playing:

@@ -23,9 +23,9 @@ from viewer_for_tests import (
     write_run,
 )
 
+from agentgym_rl.commands.view import LocalWorlds
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog, read_trajectories
-from agentgym_rl.view import LocalWorlds
+from agentgym_rl.run.log import RunLog, read_trajectories
 from agentgym_rl.viewer import index as index_module
 from agentgym_rl.viewer.discovery import discover, read_status
 from agentgym_rl.viewer.encode import to_json

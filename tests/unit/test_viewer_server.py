@@ -18,11 +18,11 @@ import pytest
 from viewer_for_tests import library_of, played, viewer_in_thread, write_evaluation, write_run
 
 from agentgym_rl.agent.policy import Reply
+from agentgym_rl.commands.view import LocalWorlds
+from agentgym_rl.common.http_guard import is_loopback
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.http_guard import is_loopback
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Message
-from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.library import Library

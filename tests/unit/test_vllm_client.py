@@ -23,21 +23,21 @@ from tokenizers_for_tests import byte_level_bpe
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_for_tests import vllm_processes
 
-from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines import replicas as replicas_module
-from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
-from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
+from agentgym_rl.agent.engines.vllm import Probe, VllmServer, probe_model, requirements
 from agentgym_rl.agent.engines.vllm import server as vllm_server_module
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.train import train
-from agentgym_rl.training.optimizer import make_optimizer
+from agentgym_rl.run import backend_vllm, build
+from agentgym_rl.run.rl import train
+from agentgym_rl.training.device.optimizer import make_optimizer
 from agentgym_rl.training.settings import OptimizerSettings
+from agentgym_rl.transport.host_memory import pack, unpack
 from agentgym_rl.types import Limits, Sampling
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -259,12 +259,12 @@ async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path:
 
 
 def test_a_missing_or_foreign_vllm_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "PACKAGES", ("a-package-nobody-has",))
+    monkeypatch.setattr(requirements, "PACKAGES", ("a-package-nobody-has",))
     with pytest.raises(EngineError, match=r"needs vLLM 0\.22 to 0\.32, which is not installed"):
-        checks.require_vllm()
-    monkeypatch.setattr(checks, "PACKAGES", ("torch",))
+        requirements.require_vllm()
+    monkeypatch.setattr(requirements, "PACKAGES", ("torch",))
     with pytest.raises(EngineError, match=r"needs vLLM 0\.22 to 0\.32, found torch"):
-        checks.require_vllm()
+        requirements.require_vllm()
 
 
 def test_weights_survive_the_way_through_shared_memory() -> None:
@@ -332,17 +332,17 @@ async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
     def missing() -> str:
         raise EngineError("engine.kind = 'vllm' needs vLLM, which is not installed")
 
-    monkeypatch.setattr(serving, "require_vllm", missing)
+    monkeypatch.setattr(backend_vllm, "require_vllm", missing)
     for config in (config_of(), config_of(scale={})):
         with pytest.raises(ConfigError, match="which is not installed"):
             await train(config, tmp_path / "run", console=quiet())
         assert not (tmp_path / "run").exists()
-    serving.require_engine(config_of(scale={"address": "auto"}))  # that is for the nodes to have
-    monkeypatch.setattr(serving, "require_vllm", lambda: "0.32.0")
+    backend_vllm.require_engine(config_of(scale={"address": "auto"}))  # that is for the nodes to have
+    monkeypatch.setattr(backend_vllm, "require_vllm", lambda: "0.32.0")
     split = {"engine": {"kind": "vllm", "tensor_parallel": 3}, "scale": {"layout": "disaggregated"}}
     with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide the model's heads, 2 and 2 of keys"):
-        serving.require_engine(config_of(**split))
-    serving.require_engine(config_of(heads=6, **split))
+        backend_vllm.require_engine(config_of(**split))
+    backend_vllm.require_engine(config_of(heads=6, **split))
 
 
 @pytest.mark.parametrize("seeded", [True, False])
@@ -350,7 +350,7 @@ async def test_requests_have_seeds_unless_the_recipe_says_otherwise(seeded: bool
     engine = {"kind": "vllm", "seeded": seeded}
     config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
     asked, session = ScriptedEngine([[1], [1]]), SimpleNamespace(instruction="")
-    make = wiring.engine_policies(asked, Renderer(byte_level_bpe("chatml")), config, 1.0)
+    make = build.engine_policies(asked, Renderer(byte_level_bpe("chatml")), config, 1.0)
     for seed in (7, 8):
         await make(session, seed).reply([], "Where to?", Limits(1, 4, 200))  # type: ignore[arg-type]
     seeds = {sampling.seed for sampling in asked.samplings}
@@ -365,12 +365,12 @@ def test_a_saved_config_can_be_read_again() -> None:
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (4, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
 def test_adapters_find_room_in_the_ranks_that_vllm_knows(rank: int, room: int) -> None:
-    assert checks.lora_room(rank) == room
+    assert requirements.lora_room(rank) == room
 
 
 def test_adapters_that_are_too_large_for_vllm_are_refused() -> None:
     with pytest.raises(EngineError, match=r"up to rank 512, got 513: set a smaller model\.lora\.rank"):
-        checks.lora_room(513)
+        requirements.lora_room(513)
 
 
 def test_processes_of_vllm_are_found_also_where_it_could_not_name_them() -> None:

@@ -14,15 +14,15 @@ from runs_for_tests import counting_config
 from training_for_tests import counting_player, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentgym_rl.agent.engines import handover
-from agentgym_rl.agent.engines.handover import HostMemories, HostMemory
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.cluster import make_seat
 from agentgym_rl.errors import EngineError
-from agentgym_rl.fits import demand_of
-from agentgym_rl.scale.ranks import whole_state
-from agentgym_rl.scale.weights import InPlace, Staging, buckets, load_buckets
+from agentgym_rl.run.backend_ray import make_seat
+from agentgym_rl.run.memory_demand import demand_of
+from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.training.checkpoint import export
+from agentgym_rl.transport import host_memory
+from agentgym_rl.transport.buckets import InPlace, Staging, buckets, load_buckets
+from agentgym_rl.transport.host_memory import HostMemories, HostMemory
 from agentgym_rl.types import Sampling
 
 
@@ -156,11 +156,11 @@ def test_memory_is_written_in_place_and_read_through_one_mapping_version_after_v
     memory = HostMemory()
     first = memory.fill(a_state(1.0).items())
     assert is_read(first, a_state(1.0))
-    windows = dict(handover._windows)
+    windows = dict(host_memory._windows)
     second, third = (memory.fill(a_state(seed).items()) for seed in (2.0, 3.0))
     assert (third.inode, third.size, third.generation) == (first.inode, first.size, first.generation + 2)
     assert is_read(third, a_state(3.0))
-    assert handover._windows == windows, "mapped once"
+    assert host_memory._windows == windows, "mapped once"
     for old in (first, second):
         with pytest.raises(FileNotFoundError, match="other weights by now"):
             old.held().__enter__()
@@ -212,8 +212,8 @@ def test_another_process_sees_what_was_written_since_it_mapped_the_memory() -> N
 def test_a_state_lent_to_vllm_has_tied_tensors_once() -> None:
     weight = torch.randn(4, 3)
     state = {"embed": weight, "head": weight, "view": weight.t(), "none": torch.empty(0), "nothing": torch.empty(0)}
-    message, lent = handover.pack(state)
-    found = dict(handover.unpack(message))
+    message, lent = host_memory.pack(state)
+    found = dict(host_memory.unpack(message))
     assert list(found) == ["embed", "view", "none", "nothing"]
     assert all(torch.equal(found[name], state[name]) for name in found)
     del lent
@@ -258,7 +258,7 @@ def test_memory_that_cuda_page_locked_is_unlocked_once_whether_somebody_closes_i
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    monkeypatch.setattr(handover, "copies_done", lambda: calls.append(("copies done", 0)))
+    monkeypatch.setattr(host_memory, "copies_done", lambda: calls.append(("copies done", 0)))
     memory = HostMemory()
     for value in (1.0, 2.0):
         memory.fill([("a", torch.full((4,), value))])

@@ -16,7 +16,7 @@ from vllm_for_tests import SMALL, vllm_processes
 
 from agentgym_rl.agent.engines.vllm import VllmEngine
 from agentgym_rl.errors import EngineError
-from agentgym_rl.serving import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmSeat
 from agentgym_rl.types import Sampling
 
 

@@ -13,16 +13,16 @@ import pytest_asyncio
 import torch
 from vllm_for_tests import SMALL, gap, greedy, prompt, scored, vllm_processes
 
-from agentgym_rl.agent.engines.handover import HostMemories
-from agentgym_rl.agent.engines.lending import LentWeights, device_id, lend
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.errors import EngineError
-from agentgym_rl.scale.ranks import whole_state
-from agentgym_rl.scale.weights import buckets
-from agentgym_rl.serving import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmSeat
+from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.settings import LoraSettings
+from agentgym_rl.transport.buckets import buckets
+from agentgym_rl.transport.device import LentWeights, device_id, lend
+from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]

@@ -12,8 +12,8 @@ from vllm_for_tests import vllm_processes
 
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import read_metrics, read_trajectories
-from agentgym_rl.train import train
+from agentgym_rl.run.log import read_metrics, read_trajectories
+from agentgym_rl.run.rl import train
 from agentgym_rl.types import StopReason
 
 

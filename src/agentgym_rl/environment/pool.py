@@ -17,7 +17,7 @@ from agentgym_rl.environment import agentgym, catalog
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.formats import ActionFormat, action_format
-from agentgym_rl.environment.hold import Hold
+from agentgym_rl.environment.liveness import Hold
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable

@@ -22,13 +22,13 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentgym_rl import __version__
+from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.environment import catalog, dialects, wire
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.types import Step
 
 logger = logging.getLogger(__name__)

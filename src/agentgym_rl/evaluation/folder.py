@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 
 from agentgym_rl.agent.engines.openai import Tokens
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.evaluation.checks import require_whole
 from agentgym_rl.evaluation.plan import Episode
 from agentgym_rl.evaluation.records import Record, record_from_row, record_of, usage_to_json
+from agentgym_rl.evaluation.schema import require_whole
 from agentgym_rl.types import Trajectory
 
 if sys.platform != "win32":

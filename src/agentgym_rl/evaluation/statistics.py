@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from agentgym_rl.intervals import wilson_interval
+from agentgym_rl.common.intervals import wilson_interval
 
 NUM_RESAMPLES = 10_000
 EXACT_SIGN_FLIPS = 14

@@ -1,6 +1,6 @@
 """Versions of the weights from ranks to engines, over three ways.
 
-An engine that shares a device with a rank is lent them there (agent/engines/lending.py): every rank gathers all tensors
+An engine that shares a device with a rank is lent them there (transport/device.py): every rank gathers all tensors
 anyway. The others read memory of the node, where all of them are on that of the first rank, or buckets from Ray's
 object store. Those two last, a version that was lent is nowhere but in engines: so while these play the first rank
 writes it too, for whichever engine dies and is started again.
@@ -13,11 +13,11 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.scale.board import Published
 from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.shared_state import Published
 from agentgym_rl.scale.watch import require_none_failed
+from agentgym_rl.transport.device import Door, LentWeights
 
 LEND = "AGENTGYM_RL_LEND"
 """Environment variable of the driver: `never`, or `always`: on CPUs too, which is there for tests."""

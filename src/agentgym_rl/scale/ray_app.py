@@ -29,17 +29,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from agentgym_rl.agent.engines.handover import HostMemories
-from agentgym_rl.agent.engines.lending import Door, device_id, lend
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
-from agentgym_rl.scale.board import Board, Published
+from agentgym_rl.scale.host_scheduler import Turns
 from agentgym_rl.scale.plan import Plan, bundles
+from agentgym_rl.scale.process_group import join, leave
 from agentgym_rl.scale.publisher import EngineGone, Publisher
-from agentgym_rl.scale.ranks import join, leave
 from agentgym_rl.scale.routing import Homes
-from agentgym_rl.scale.turns import Turns
+from agentgym_rl.scale.shared_state import Board, Published
 from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, reaching, sigterm_stays_ours, unless_one_fails
-from agentgym_rl.scale.weights import Receiver, Staging, buckets
+from agentgym_rl.transport.buckets import Receiver, Staging, buckets
+from agentgym_rl.transport.device import Door, device_id, lend
+from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Completion, Group, Sampling
 
 NAMESPACE = "agentgym-rl"
@@ -103,7 +103,7 @@ class LearnerRank:
 
 
 class EngineReplica:
-    """An engine. `make()` gives its Receiver (scale/weights.py), whose `engine` samples."""
+    """An engine. `make()` gives its Receiver (transport/buckets.py), whose `engine` samples."""
 
     def __init__(self, make: Callable[[], Receiver], board: str, index: int) -> None:
         self._seat: Any = make()

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.batch import token_weights
+from agentgym_rl.training.device.optimizer import MasterAdamW, clip, collecting, gradients, make_optimizer
+from agentgym_rl.training.device.packed import capture_passes
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
-from agentgym_rl.training.optimizer import MasterAdamW, clip, collecting, gradients, make_optimizer
-from agentgym_rl.training.packed import capture_passes
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sample

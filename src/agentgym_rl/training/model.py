@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.head import head_logprobs
+from agentgym_rl.training.device.head import head_logprobs
+from agentgym_rl.training.device.packed import packed_states, padded_states, why_not_packed
 from agentgym_rl.training.lookup import find_model
 from agentgym_rl.training.microbatch import MicroBatch
-from agentgym_rl.training.packed import packed_states, padded_states, why_not_packed
 
 transformers_logging.disable_progress_bar()  # a checkpoint would draw one through the console's lines
 
@@ -73,7 +73,9 @@ def action_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[
 
     The head runs on action positions only: observations never meet the vocabulary.
     """
-    if hasattr(model, "gathered"):  # spread over ranks: its parameters are whole within this call (scale/ranks.py)
+    if hasattr(
+        model, "gathered"
+    ):  # spread over ranks: its parameters are whole within this call (scale/process_group.py)
         return model.gathered(_read_actions, batch, temperature)
     return _read_actions(model, batch, temperature)
 

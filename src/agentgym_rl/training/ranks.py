@@ -1,7 +1,7 @@
-"""What an update needs of the other processes that learn beside it: here, where there are none, nothing.
+"""Collective operations an update needs, for a learner of one process. scale/process_group.py has them for several.
 
-`scale/ranks.py` has the same for several processes. Every rank is given its share of a batch with the weights of the
-whole, so that losses, metrics and gradients add up over ranks.
+Every rank gets its share of a batch with the weights of the whole batch, so that losses, metrics and gradients add up
+over ranks.
 """
 
 from __future__ import annotations

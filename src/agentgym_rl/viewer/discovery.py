@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.viewer.checks import checked_status
 from agentgym_rl.viewer.encode import read_object, whole_characters
+from agentgym_rl.viewer.validation import checked_status
 
 MAX_DEPTH = 5
 INSIDE_A_RUN = frozenset({"trajectories", "checkpoints", "reference", "tensorboard", "wandb", "model"})

@@ -10,9 +10,9 @@ from typing import Any
 from agentgym_rl.viewer.bundle import page
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.queries import Filter
+from agentgym_rl.viewer.redaction import for_strangers, without_paths
 from agentgym_rl.viewer.replays import Frame, Picture, Replays, replies_and_observations
 from agentgym_rl.viewer.server import static_files
-from agentgym_rl.viewer.strangers import for_strangers, without_paths
 
 MOST_PICTURES_BYTES = 48 << 20
 """Pictures compress well, but a browser unpacks them all."""

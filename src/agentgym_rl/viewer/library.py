@@ -11,9 +11,9 @@ from typing import Any
 from agentgym_rl.errors import AgentGymError
 from agentgym_rl.viewer.discovery import Place, discover, require_roots
 from agentgym_rl.viewer.index import Index, Indexer
+from agentgym_rl.viewer.playground_protocols import Worlds
 from agentgym_rl.viewer.queries import Filter, Queries
 from agentgym_rl.viewer.runs import Runs, damaged_overview
-from agentgym_rl.viewer.worlds import Worlds
 
 LOOK_AGAIN_S = 2.0
 """New runs are noticed within this time."""

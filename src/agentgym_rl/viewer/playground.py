@@ -10,8 +10,8 @@ from typing import Any
 
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import EnvSession, Message, Step
+from agentgym_rl.viewer.playground_protocols import Policy, Worlds
 from agentgym_rl.viewer.replays import Frame, draw
-from agentgym_rl.viewer.worlds import Policy, Worlds
 
 MAX_GAMES = 8
 """Open at once; a ninth closes the one that was idle longest."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import EnvSession
-from agentgym_rl.viewer.worlds import Worlds
+from agentgym_rl.viewer.playground_protocols import Worlds
 
 KEPT_REPLAYS = 32
 MAX_PICTURE_BYTES = 8 << 20

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from agentgym_rl.intervals import wilson_interval
-from agentgym_rl.viewer.checks import checked_evaluation, environments_of
+from agentgym_rl.common.intervals import wilson_interval
 from agentgym_rl.viewer.discovery import Place, read_json, read_lines, read_status, read_toml, state_now
 from agentgym_rl.viewer.queries import Queries
+from agentgym_rl.viewer.validation import checked_evaluation, environments_of
 from agentgym_rl.viewer.vocabulary import Vocabulary, find_tokenizer, load_vocabulary
 
 SPARK_POINTS = 48

@@ -16,8 +16,8 @@ import uvicorn
 from fastapi import APIRouter, Body, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 
+from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback
 from agentgym_rl.errors import AgentGymError, ConfigError, EnvError
-from agentgym_rl.http_guard import HTTP_OPTIONS, is_loopback
 from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.encode import to_json
 from agentgym_rl.viewer.guard import PICTURE_POLICY, Guard

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from agentgym_rl.agent.engines.handover import HostMemory, HostWeights, pack
-from agentgym_rl.agent.engines.lending import Door, LentWeights
-from agentgym_rl.agent.engines.vllm.checks import EXTENSION, lora_room, reply_room, require_vllm, signed_64
 from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.agent.engines.vllm.probe import Probe
+from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, lora_room, reply_room, require_vllm, signed_64
 from agentgym_rl.errors import EngineError
+from agentgym_rl.transport.device import Door, LentWeights
+from agentgym_rl.transport.host_memory import HostMemory, HostWeights, pack
 from agentgym_rl.types import Completion, Sampling
 
 Source = str | Path | Mapping[str, Any] | HostWeights | LentWeights

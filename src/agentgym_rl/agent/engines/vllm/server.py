@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from agentgym_rl.agent.engines.vllm.checks import EXTENSION, reply_room, signed_64
 from agentgym_rl.agent.engines.vllm.probe import Probe
+from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, reply_room, signed_64
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 

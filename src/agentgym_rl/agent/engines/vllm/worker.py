@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from agentgym_rl.agent.engines.handover import copies_done, refused, unpack
-from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.agent.engines.vllm.guard import end_with_owner
 from agentgym_rl.agent.engines.vllm.probe import held
+from agentgym_rl.transport.device import Door, LentWeights, expect
+from agentgym_rl.transport.host_memory import copies_done, refused, unpack
 
 end_with_owner()
 

@@ -11,11 +11,11 @@ import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention import decode_attention, prefill_attention
+from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
+from agentgym_rl.agent.engines.native.cuda.matmul_kernels import add_product, embed, gate_up, qkv
 from agentgym_rl.agent.engines.native.cuda.packing import Packed
-from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState, pick
-from agentgym_rl.agent.engines.native.cuda.products import add_product, embed, gate_up, qkv
-from agentgym_rl.agent.engines.native.cuda.weights import LayerWeights, layer_weights
+from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState, pick
 
 NARROW = 1024
 """Models up to this hidden size decode with the fused products alone; for wider ones the library's are better."""

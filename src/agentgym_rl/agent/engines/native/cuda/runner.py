@@ -14,13 +14,13 @@ import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention import copy_slots, queries_per_block
+from agentgym_rl.agent.engines.native.cuda.joint_weights import addresses, why_not_captured
 from agentgym_rl.agent.engines.native.cuda.model import NARROW, CapturedModel
 from agentgym_rl.agent.engines.native.cuda.packing import BLOCK_FIELDS, TOKEN_FIELDS, as_packed, pack
-from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState
-from agentgym_rl.agent.engines.native.cuda.weights import addresses, why_not_captured
+from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 from agentgym_rl.agent.engines.native.decoder import share_prompts
 from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
-from agentgym_rl.cuda_graphs import capture
+from agentgym_rl.common.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)

@@ -1,0 +1,508 @@
+"""A run's workers on a Ray cluster: what each process is made of, and the handles that a run calls.
+
+The functions here run inside the actors of scale/ray_app.py, which knows nothing of recipes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer
+
+from agentgym_rl.agent.engines.vllm import Probe, probe_model
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.templates import resolve_template
+from agentgym_rl.config import Config
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run import backend_vllm, build
+from agentgym_rl.run.backend import Heard, Trainer, make_engine, make_learner, make_trainer
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.start import Start, from_nothing, imitate, untrained
+from agentgym_rl.scale.folders import require_same, require_shared
+from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.process_group import ProcessRanks, whole_state
+from agentgym_rl.scale.publisher import lends
+from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, spread
+from agentgym_rl.training import lora
+from agentgym_rl.training.batch import Batch, split_batch
+from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
+from agentgym_rl.training.dpo import Preference, prefer
+from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.rl_learner import by_turn
+from agentgym_rl.training.settings import DPOSettings, SFTSettings
+from agentgym_rl.transport.buckets import InPlace, Receiver
+from agentgym_rl.types import Collect, Group, Limits, Sample, Task
+
+FOUND = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
+"""What a learner fills in of a sample."""
+Found = list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A group to play."""
+
+    task: Task
+    limits: Limits
+    seed: int
+    index: int
+    """Its place among the tasks of the step: ids and seeds are what one process would give."""
+    prefix: str
+    group_size: int
+    temperature: float
+    version: int
+    """Of the weights that it is played with."""
+
+
+class Rank:
+    """A learner's rank, inside its actor. Every method takes all ranks."""
+
+    def __init__(self, config: Config, rank: int, size: int) -> None:
+        assert config.scale is not None
+        torch.set_num_threads(config.threads or int(config.scale.learner_cpus) or 1)
+        device, self._dtype = build.choose_device(config.model)
+        adapters = config.model.lora is not None
+        # Sharded weights are loaded on the host, in float32: they are the optimizer's masters, passes run in `dtype`.
+        changes = {} if adapters else {"device": "cpu", "dtype": "float32"}
+        self._loading = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+        self._config, self._rank = config, rank
+        self._ranks = ProcessRanks(device, shard=not adapters, dtype=self._dtype)
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._learner: Any = None
+        """RL's, or a trainer."""
+        self._shares = config.scale.layout == "colocated"
+        self._merges = adapters and config.engine.kind == "vllm"
+        """vLLM takes adapters from disk alone, which nodes need not share: here it gets weights with them inside."""
+        self._sent_dtype = torch.float32 if self._merges else self._dtype
+        """Of weights on their way to engines; a config whose vLLM would round merged ones is refused."""
+
+    def untrained(self, folder: str) -> int:
+        """The recipe's model as it is before it learns anything, with the tokenizer of `folder`; counts parameters."""
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = untrained(self._loading, self._tokenizer)
+        if self._merges:
+            lora.require_mergeable(self._model)
+        return self._model.num_parameters()
+
+    def load(self, folder: str, reference_dir: str | None = None) -> None:
+        """The model in `folder`, instead of another; with a reference to learn by RL."""
+        self._learner = self._model = None
+        give_memory_back()
+        self._model, self._tokenizer = build.load_from(folder, self._loading.model)
+        if self._merges:
+            lora.require_mergeable(self._model)
+        if reference_dir is not None:
+            self._learner = make_learner(self._config, self._model, Path(reference_dir), self._ranks)
+
+    def teach(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
+        """Begin with updates on `data`; returns how many there are."""
+        self._learner = make_trainer(self._model, data, settings, seed, self._ranks)
+        return self._learner.total
+
+    def step(self) -> dict[str, float]:
+        return self._learner.step()
+
+    @torch.no_grad()
+    def forget_trainer(self) -> None:
+        """And go on from the weights that engines have, as one process and a resumed run do."""
+        self._learner = None
+        for parameter in self._masters().values():
+            parameter.copy_(parameter.to(self._dtype))
+        self._leave_the_device()
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        found = prefer(self._model, pairs, max_tokens, self._ranks)
+        return found if self._rank == 0 else []
+
+    def assess(self, samples: list[Sample], own: bool) -> Found:
+        self._learner.assess(samples, own=own)
+        self._leave_the_device()
+        return [_found(sample) for sample in samples]
+
+    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Found]:
+        count = len(batch.samples)
+        metrics = self._learner.learn(batch, seed)
+        self._leave_the_device()
+        return metrics, self._learner.kl_coef, [_found(sample) for sample in batch.samples[:count]]
+
+    def num_parameters(self) -> int:
+        return self._model.num_parameters()
+
+    def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What engines have, in the type that they have; every rank must read all of it."""
+        named = lora.merged(self._model, self._policy()) if self._merges else self._policy()
+        for name, tensor in named:
+            yield name, tensor.to(self._sent_dtype) if tensor.is_floating_point() else tensor
+        self._leave_the_device()
+
+    def probe(self) -> Probe | None:
+        """For vLLM, which may leave part of the weights behind without a word; takes every rank."""
+        engine = self._config.engine
+        if engine.kind == "native":
+            return None
+        dtype = self._dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
+        merge = partial(lora.merged, self._model) if self._merges else None
+        probe = probe_model(self._model, dtype, sent_dtype=self._sent_dtype, merge=merge)
+        self._leave_the_device()
+        return probe
+
+    def save(self, folder: str) -> None:
+        """This rank's part of the learner's state, and from the first rank the model."""
+        # Gathered first: that takes every rank, and one that fails to write leaves the others waiting.
+        whole = self._whole()
+        if self._learner is not None:
+            save_shards(Path(folder) / SHARDS, self._learner.state() | {"masters": self._masters()})
+        self._write_model(Path(folder) / "model", whole)
+
+    def export(self, folder: str) -> None:
+        """The model alone."""
+        self._write_model(Path(folder), self._whole())
+
+    def _policy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """As it is learned."""
+        for name, tensor in whole_state(self._model):
+            if not any(f".{learners_own}." in name for learners_own in (lora.REFERENCE, lora.CRITIC)):
+                yield name, tensor
+
+    def _whole(self) -> dict[str, torch.Tensor | None]:
+        """For a folder: as engines have it, but adapters, which are small, as they are learned."""
+        state = self.whole_state() if self._ranks.shard else self._policy()
+        return {name: tensor.cpu() if self._rank == 0 else None for name, tensor in state}
+
+    def _masters(self) -> dict[str, torch.Tensor]:
+        """What is rounded away in a folder, and updates add up in."""
+        kept = self._ranks.shard and self._dtype is not torch.float32
+        return dict(self._model.named_parameters()) if kept else {}
+
+    def _write_model(self, folder: Path, whole: dict[str, torch.Tensor | None]) -> None:
+        if self._rank == 0:
+            self._model.save_pretrained(folder, state_dict=whole)
+            self._tokenizer.save_pretrained(folder)
+
+    def restore(self, folder: str, state: dict[str, Any] | None) -> tuple[int, float]:
+        """From shards, or from the `state` that a run of one process wrote; (updates made, weight of KL)."""
+        learner, critic = self._learner, getattr(self._learner, "critic", None)
+        optimizers = {"optimizer": learner._parameters}
+        masters = self._masters()
+        parameters = {"masters": masters}
+        if critic is not None:
+            optimizers["critic.optimizer"] = critic._parameters
+            parameters["critic.parameters"] = dict(critic.model.named_parameters())
+        like = like_learner(optimizers, parameters)
+        shards = Path(folder) / SHARDS
+        found = load_shards(shards, like) if shards.is_dir() else spread(state or {}, like)
+        with torch.no_grad():
+            for name, value in found.pop("masters", {}).items():
+                masters[name].copy_(value)
+        learner.restore(found)
+        return learner.updates, getattr(learner, "kl_coef", 0.0)
+
+    def _leave_the_device(self) -> None:
+        """To the engine it is shared with: torch keeps what was freed for itself until it is told."""
+        if self._shares:
+            give_memory_back()
+
+
+class Player:
+    """An environment host's sessions and how it plays, inside its actor."""
+
+    def __init__(self, config: Config, folder: Path, engine: Any) -> None:
+        self._config, self._engine = config, engine
+        self._pool = build.EnvironmentsPool(config.environments, config.agent)
+        self._renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
+
+    @property
+    def num_open(self) -> int:
+        return self._pool.num_open
+
+    async def play(self, job: Job) -> Group:
+        engine = self._engine.at_least(job.version)
+        policies = build.engine_policies(engine, self._renderer, self._config, job.temperature)
+        collect = build.make_collector(self._config, self._pool, policies, job.group_size, job.prefix)
+        (group,) = await collect([job.task], job.limits, job.seed, job.index)
+        return group
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def make_rank(config: Config, rank: int, size: int) -> Rank:
+    return Rank(config, rank, size)
+
+
+def make_seat(config: Config, folder: Path) -> Receiver:
+    """An engine with weights of its own."""
+    if config.engine.kind == "vllm":
+        return backend_vllm.vllm_seat(config, folder)
+    assert config.scale is not None
+    torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
+    model, tokenizer = build.load_from(folder, config.model)
+    model = freeze(model)
+    return InPlace(make_engine(config, model, Renderer(tokenizer, config.model.chat_template)), model)
+
+
+def make_player(config: Config, folder: Path, variables: dict[str, str], engine: Any) -> Player:
+    os.environ.update(variables)
+    return Player(config, folder, engine)
+
+
+def as_workers_read_it(config: Config, device: str) -> Config:
+    """The recipe for processes in other folders and on other machines: with full paths, the text of files that only
+    the driver need have, and the device that was decided for all of them."""
+    model = config.model
+    changes = {
+        "device": device,
+        "path": None if model.path is None else str(_absolute(Path(model.path))),
+        "chat_template": resolve_template(model.chat_template),
+    }
+    # Which items there are is asked of the driver alone.
+    environments = tuple(env.model_copy(update={"items": {}}) for env in config.environments)
+    return config.model_copy(update={"model": model.model_copy(update=changes), "environments": environments})
+
+
+def named_variables(config: Config) -> dict[str, str]:
+    """What the recipe names of this process's environment, which a cluster's processes do not have. Handed to those
+    that read it and to nobody else: Ray would write a job's variables into its logs."""
+    names = [env.token_variable for env in config.environments if env.token_variable is not None]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+class TrainerHandle:
+    """Of updates on data that is there (workers.Trainer): every rank has all of it and takes its share of a batch."""
+
+    def __init__(self, app: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> None:
+        self._app = app
+        have_the_device(app)
+        self.total: int = app.on_all("teach", data, settings, seed)[0]
+        self.updates = 0
+
+    def step(self) -> dict[str, float]:
+        have_the_device(self._app)
+        metrics = self._app.on_all("step")[0]
+        self.updates += 1
+        return metrics
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.updates = updates
+
+
+class LearnerHandle:
+    """What `train_rl` calls a learner: hands each rank its share and puts together what they find."""
+
+    def __init__(self, app: Any, config: Config) -> None:
+        self._app, self._rl, self._size = app, config.rl, app.plan.learners
+        self.kl_coef = config.rl.kl_coef
+
+    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
+        have_the_device(self._app)
+        shares = balanced([len(s.token_ids) for s in samples], self._size)
+        found = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
+        for share, some in zip(shares, found, strict=True):
+            _fill([samples[i] for i in share], some)
+
+    def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+        have_the_device(self._app)
+        shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
+        results = self._app.on_ranks("learn", [(share, seed) for share in shares])
+        for known, (_, _, found) in zip(indices, results, strict=True):
+            _fill([batch.samples[i] for i in known], found)
+        metrics, self.kl_coef, _ = results[0]
+        return metrics | by_turn(batch.samples)
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.kl_coef = kl_coef
+
+
+class Cluster:
+    """A run's workers (workers.Workers) as actors on a Ray cluster."""
+
+    def __init__(self, config: Config, app: Any, folder: Path) -> None:
+        self._config, self._app = config, app
+        self.learner: Any = LearnerHandle(app, config) if config.method == "rl" else None
+        self.renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
+        self.room: int = app.room
+        self.num_parameters: int = app.on_all("num_parameters")[0]
+
+    @classmethod
+    async def start(
+        cls,
+        config: Config,
+        folder: Path,
+        console: Console,
+        run_dir: Path,
+        reference_dir: Path | None = None,
+        start: Start | None = None,
+    ) -> Cluster:
+        """With the model in `folder`, which ranks put there first where a `start` is given. RL is learned with the one
+        in `reference_dir` as its reference, or with that of `folder`. Checkpoints go into `run_dir`."""
+        try:
+            from agentgym_rl.scale.ray_app import RayApp, on_other_nodes
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "[scale] needs the package ray, which is not installed: pip install 'agentgym-rl[scale]'"
+            ) from error
+        plan = plan_of(config)
+        console.stage(
+            "Cluster", f"{plan.learners} learners, {plan.engines} engines, {plan.env_hosts} environment hosts"
+        )
+        app = RayApp(plan)
+        if start is not None:
+            start.tokenizer.save_pretrained(folder)
+        folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
+        try:
+            app.connect()
+            theirs = as_workers_read_it(config, app.plan.device)
+            await app.start_learners(partial(make_rank, theirs))
+            ask = partial(on_other_nodes, plan.worker_timeout_s)
+            await require_shared(_absolute(run_dir), ask)
+            for place in sorted({folder, reference_dir, _absolute(Path(config.model.path or folder))}):
+                if place.is_dir() and not place.is_relative_to(_absolute(run_dir)):
+                    await require_same(place, ask)
+            console.note(f"on {'GPUs' if app.plan.device == 'cuda' else 'CPUs'}, {config.model.dtype}")
+            if start is not None:
+                await _first_lessons(app, config, folder, start, console)
+            await asyncio.gather(
+                app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
+                app.start_players(
+                    partial(make_seat, theirs, folder), partial(make_player, theirs, folder, named_variables(config))
+                ),
+            )
+            made = cls(config, app, folder)
+            console.note(f"weights go to engines {await app.weights.publish(0)}")
+        except BaseException:
+            await app.close()
+            raise
+        return made
+
+    @property
+    def version(self) -> int:
+        return self._app.weights.version
+
+    def collector(self, prefix: str, group_size: int | None, temperature: float, heard: Heard | None = None) -> Collect:
+        config = self._config
+        sizes = {env.name: group_size or env.group_size or config.rl.group_size for env in config.environments}
+
+        async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+            more = (temperature, self.version)
+            jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
+            return list(await asyncio.gather(*(play(job) for job in jobs)))
+
+        async def play(job: Job) -> Group:
+            group = await self._app.play(job, job.group_size)
+            if heard is not None:
+                for trajectory in group.trajectories:
+                    heard(trajectory)
+            return group
+
+        return collect
+
+    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+        self.learner = TrainerHandle(self._app, data, settings, seed)
+        return self.learner
+
+    def forget_trainer(self) -> None:
+        self.learner = None
+        self._app.on_all("forget_trainer")
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        have_the_device(self._app)
+        return self._app.on_all("prefer", pairs, max_tokens)[0]
+
+    def go_back(self, folder: Path) -> None:
+        self.learner = None
+        self._app.on_all("load", str(folder.absolute()))
+
+    async def publish(self, version: int) -> None:
+        if version != self.version:
+            await self._app.weights.publish(version)
+
+    def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
+        with staged(root, step, keep) as folder:
+            self._app.on_all("save", str(folder.absolute()))
+            require_written(folder, shards=self.learner is not None)
+            save_state(folder, step, state | {"learner": None})
+
+    async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
+        found = await self._app.wait_for_all("restore", str(_absolute(folder)), saved["learner"])
+        self.learner.restored(*found[0])
+
+    async def events(self) -> list[dict[str, Any]]:
+        return await self._app.events()
+
+    async def close(self) -> None:
+        await self._app.close()
+
+
+async def _first_lessons(app: Any, config: Config, folder: Path, start: Start, console: Console) -> None:
+    """Before there is anybody to play: the model that training starts from, into `folder`."""
+    (num_parameters, *_) = await app.wait_for_all("untrained", str(folder))
+    if config.model.scratch is not None:
+        console.note(from_nothing(num_parameters, start))
+    if config.warm_start is not None:
+        await imitate(TrainerHandle(app, start.lessons, config.warm_start.sft, config.seed), console)
+    await app.wait_for_all("export", str(folder))
+
+
+def plan_of(config: Config) -> Plan:
+    scale = config.scale
+    assert scale is not None
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    if scale.address is None or config.model.device != "auto":  # else the driver may have no GPU where nodes do
+        device = "cuda" if build.choose_device(config.model)[0].startswith("cuda") else "cpu"
+    plan = Plan(
+        learners=scale.learners,
+        engines=scale.engines,
+        env_hosts=scale.env_hosts,
+        layout=scale.layout,
+        device=device,
+        learner_cpus=scale.learner_cpus,
+        engine_cpus=scale.engine_cpus,
+        env_host_cpus=scale.env_host_cpus,
+        episodes_per_host=max(1, config.agent.concurrency // scale.env_hosts),
+        address=scale.address,
+        object_store_mb=scale.object_store_mb,
+        bucket_mb=scale.bucket_mb,
+        worker_timeout_s=scale.worker_timeout_s,
+        devices_per_engine=config.engine.tensor_parallel,
+    )
+    lends(plan)  # refuses a word that it does not know
+    return plan
+
+
+def have_the_device(app: Any) -> None:
+    """Ranks, where they share one with engines."""
+    if app.plan.layout == "colocated":
+        app.rest_engines()
+
+
+def give_memory_back() -> None:
+    """Of the device: what nothing in this process uses, for others that work on it."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _absolute(folder: Path) -> Path:
+    """A hub name stays what it is."""
+    place = folder.expanduser()
+    return place.absolute() if place.is_dir() else folder
+
+
+def _found(sample: Sample) -> tuple[Any, ...]:
+    return tuple(getattr(sample, name) for name in FOUND)
+
+
+def _fill(samples: list[Sample], found: Found) -> None:
+    for sample, values in zip(samples, found, strict=True):
+        for name, value in zip(FOUND, values, strict=True):
+            setattr(sample, name, value)
