@@ -126,9 +126,9 @@ def play(job: Job) -> dict[str, Any]:
     """One run, or what is left of it, in a process of its own."""
     arm, seed, folder, easy, steps, episodes, changes = job
     os.environ["OMP_NUM_THREADS"] = "1"
+    from agentgym_rl.commands.train import train
     from agentgym_rl.config import load_config
     from agentgym_rl.run.console import Console
-    from agentgym_rl.run.rl import train
 
     start = folder / f"start-{seed}"
     slug = re.sub(r"[^a-z0-9]+", "-", arm.lower().replace("++", "-plus-plus")).strip("-")

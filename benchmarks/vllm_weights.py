@@ -47,7 +47,7 @@ from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE
 from agentgym_rl.agent.engines.vllm.requirements import require_vllm
 from agentgym_rl.errors import EngineError
-from agentgym_rl.run.backend_vllm import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.transport.buckets import Bucket, InPlace, Staging, buckets
 from agentgym_rl.transport.device import LentWeights, lend
@@ -253,7 +253,7 @@ async def updates(
     differ: Callable[[str, Report], None],
 ) -> Report:
     """Seconds of each way, of a rollout, and of a pass over it. Tells `differ` how far apart engine and learner are."""
-    seat, memories, staging, store = VllmSeat(engine), HostMemories(), Staging(), Store()
+    seat, memories, staging, store = VllmAdapter(engine), HostMemories(), Staging(), Store()
 
     async def by_folder() -> None:
         model.save_pretrained(root / "new")

@@ -6,7 +6,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from safetensors.torch import load_file
 
 from agentgym_rl.config import Config
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.log import read_metrics
+from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.items import Items
+from agentgym_rl.run.log import RunLog, read_metrics
+from agentgym_rl.run.stopping import Stop
 from agentgym_rl.training.checkpoint import list_checkpoints
+from agentgym_rl.types import EnvPool
 
 TINY = """
 name = "tiny"
@@ -183,3 +188,20 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def trainer_state(folder: Path) -> dict[str, Any]:
     return torch.load(list_checkpoints(folder / "checkpoints")[-1] / "trainer.pt", weights_only=True)
+
+
+@contextmanager
+def context_of(
+    config: Config, root: Path, pool: EnvPool | None = None, items: Items | None = None
+) -> Iterator[RunContext]:
+    """Yield the context of a run in `root` that shows nothing; without `items` none are known."""
+    with RunLog.create(root, config.resolved()) as log:
+        yield RunContext(
+            config=config,
+            pool=pool,  # type: ignore[arg-type]
+            items=items or Items({}, {}),
+            log=log,
+            console=quiet(),
+            stop=Stop(),
+            started=time.monotonic(),
+        )

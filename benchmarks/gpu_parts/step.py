@@ -20,11 +20,14 @@ from typing import Any
 import torch
 from common import Report, part_parser
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment.envs.textcraft.env import TextCraft
-from agentgym_rl.run import build
-from agentgym_rl.run.backend import OneProcess
-from agentgym_rl.run.rl import train
+from agentgym_rl.run.backend import LocalBackend
+from agentgym_rl.run.collectors import limits_of
+from agentgym_rl.run.items import all_items
+from agentgym_rl.run.model import choose_device
+from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
@@ -128,11 +131,11 @@ def rl_steps(
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if device == "cuda" else None
 
     async def run() -> None:
-        pool = build.EnvironmentsPool(config.environments, config.agent)
-        items = await build.all_items(pool, config.environments)
+        pool = EnvironmentsPool(config.environments, config.agent)
+        items = await all_items(pool, config.environments)
         numbers = {env: [i for some in subsets.values() for i in some] for env, subsets in items.train.items()}
-        model, tokenizer = load_model(str(taught), device=device, dtype=build.choose_device(config.model)[1])
-        workers = OneProcess(config, pool, model, tokenizer, taught)
+        model, tokenizer = load_model(str(taught), device=device, dtype=choose_device(config.model)[1])
+        workers = LocalBackend(config, pool, model, tokenizer, taught)
         state = RLState(TaskSource(numbers, 0, {"textcraft": 1.0}), {"textcraft": make_horizon(config.horizon)})
 
         async def after_step(step: int) -> None:
@@ -141,7 +144,7 @@ def rl_steps(
                 profiler.start()
 
         hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: found.append(metrics), after_step)
-        limits = {"textcraft": build.limits_of(config.agent, 1, workers.room)}
+        limits = {"textcraft": limits_of(config.agent, 1, workers.max_context)}
         collect = workers.collector("bench-", None, 1.0)
         await train_rl(state, workers.learner, collect, workers.publish, limits, config.rl, hooks, 0)
         if profiler is not None:

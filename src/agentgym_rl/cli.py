@@ -62,9 +62,9 @@ def train(
     # Before torch is imported, which takes seconds.
     require_recipe(config)
     require_place(folder, resume=resume)
+    from agentgym_rl.commands.train import train as run
     from agentgym_rl.run.console import Console
     from agentgym_rl.run.memory_demand import too_large
-    from agentgym_rl.run.rl import train as run
     from agentgym_rl.run.stopping import Stopped
 
     warning = too_large(config)

@@ -380,6 +380,14 @@ class Config(_Section):
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self
 
+    def longest_context(self) -> int:
+        """Return the tokens of the longest episode that any of the environments allows."""
+        return max([self.agent.max_context, *(env.max_context or 0 for env in self.environments)])
+
+    def group_sizes(self, group_size: int | None = None) -> dict[str, int]:
+        """Return episodes of a group by environment: `group_size` for all, or each one's own."""
+        return {env.name: group_size or env.group_size or self.rl.group_size for env in self.environments}
+
     def sessions_per_engine(self) -> int:
         """Episodes that each engine makes room for, of those played at once; what finds no room waits."""
         engines = self.scale.engines if self.scale is not None else self.engine.replicas

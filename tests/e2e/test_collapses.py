@@ -14,11 +14,12 @@ from runs_for_tests import counting_config, quiet
 from typer.testing import CliRunner
 
 from agentgym_rl.cli import app
+from agentgym_rl.commands.train import train
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.run import build
+from agentgym_rl.run import backend
+from agentgym_rl.run.collectors import engine_policies
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.log import read_metrics
-from agentgym_rl.run.rl import train
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.types import Step
 
@@ -237,8 +238,8 @@ async def test_replies_and_episodes_have_no_room(tmp_path: Path) -> None:
 
 
 async def test_the_sampler_lies_about_its_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = build.engine_policies
+    honest = engine_policies
     monkeypatch.setattr(
-        build, "engine_policies", lambda engine, renderer, agent, _: honest(engine, renderer, agent, 3.0)
+        backend, "engine_policies", lambda engine, renderer, agent, _, **options: honest(engine, renderer, agent, 3.0)
     )
     assert "sampler_mismatch" in named(await drive(tmp_path, steps=4))

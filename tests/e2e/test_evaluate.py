@@ -27,13 +27,13 @@ from agentgym_rl.agent.engines.openai import Prices
 from agentgym_rl.commands.evaluate import Request, evaluate
 from agentgym_rl.commands.load_agent import AgentOptions, find_agent, fingerprint, load_weights
 from agentgym_rl.commands.report import report
+from agentgym_rl.commands.train import train
 from agentgym_rl.environment import catalog
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.evaluation.compare import load_side
 from agentgym_rl.evaluation.folder import read_records
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.log import read_trajectories
-from agentgym_rl.run.rl import train
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.scratch import build_model, build_tokenizer
 from agentgym_rl.training.settings import ScratchSettings

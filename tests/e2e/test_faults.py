@@ -13,10 +13,10 @@ from envs_for_tests import Counting, Fuse, Raising, Treacherous
 from runs_for_tests import comparable_trajectories, counting_config, quiet
 from servers_for_tests import server_in_thread, server_process, wait_until
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.run.log import read_metrics
-from agentgym_rl.run.rl import train
 from agentgym_rl.types import EnvSession
 
 RETRIES = 1

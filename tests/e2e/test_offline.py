@@ -24,10 +24,10 @@ from runs_for_tests import (
     trainer_state,
 )
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.run.backend import OneProcess
-from agentgym_rl.run.rl import train
+from agentgym_rl.run.backend import LocalBackend
 from agentgym_rl.run.rounds import read_round
 from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
@@ -129,15 +129,15 @@ async def test_stopped_while_it_is_restored_the_checkpoint_stays_good(
     shutil.rmtree(list_checkpoints(run / "checkpoints")[-1])  # the one before is of the middle of a round
     before = trainer_state(run)
     assert before["learner"]["updates"] == before["step"] > 0
-    restore = OneProcess.restore
+    restore = LocalBackend.restore
 
-    async def slowly(self: OneProcess, folder: Path, saved: dict[str, Any]) -> None:
+    async def slowly(self: LocalBackend, folder: Path, saved: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(5):
             await asyncio.sleep(0)  # as a cluster's ranks take their time
         await restore(self, folder, saved)
 
-    monkeypatch.setattr(OneProcess, "restore", slowly)
+    monkeypatch.setattr(LocalBackend, "restore", slowly)
     _, recipe, *overrides = arguments("sft", run)
     with pytest.raises(Stopped):
         await train(load_config(Path(recipe), overrides), run, resume=True, console=quiet())

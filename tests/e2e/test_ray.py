@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,11 +29,11 @@ from cluster_for_tests import (
     two_nodes,
     workers,
 )
-from runs_for_tests import comparable_metrics, final_weights, quiet, trainer_state
+from runs_for_tests import comparable_metrics, final_weights, trainer_state
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.backend_ray import Cluster
+from agentgym_rl.run.backend_ray import RayBackend
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.training.checkpoint import list_checkpoints
 
@@ -154,10 +155,11 @@ async def test_folders_that_another_node_has_of_its_own_are_refused(
     own = Path("/proc/self/cwd")  # a folder that every process has, and each another one
     recipe = {"model": {"path": "no/model", "device": "cpu"}, "environments": [{"name": "keydoor"}]}
     config = Config.model_validate(recipe | {"scale": {"address": cluster.address, "learners": 1, "engines": 1}})
+    context = SimpleNamespace(config=config, console=quiet(), log=SimpleNamespace(root=own))
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         with pytest.raises(ConfigError, match=r"must see the run directory /proc/self/cwd, .* does not: set run_dir"):
-            await Cluster.start(config, Path("no/model"), quiet(), own)
+            await RayBackend.start(context, Path("no/model"))  # type: ignore[arg-type]
         ask = partial(on_other_nodes, 300.0)
         await require_shared(tmp_path, ask)
         assert os.listdir(tmp_path) == []

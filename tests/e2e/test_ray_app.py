@@ -24,11 +24,11 @@ from training_for_tests import counting_conversations
 
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine
+from agentgym_rl.commands.train import train
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
-from agentgym_rl.run.backend_ray import Cluster
+from agentgym_rl.run.backend_ray import RayBackend
 from agentgym_rl.run.log import read_metrics, read_trajectories
-from agentgym_rl.run.rl import train
-from agentgym_rl.run.start import words_of
+from agentgym_rl.run.start import word_tokenizer
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.publisher import LEND
 from agentgym_rl.scale.routing import Homes
@@ -384,7 +384,7 @@ SMALL_MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num
 
 
 def write_what_a_recipe_names(folder: Path) -> None:
-    tokenizer = words_of(counting_conversations(50))
+    tokenizer = word_tokenizer(counting_conversations(50))
     build_model(ScratchSettings(**SMALL_MODEL), tokenizer, 0).save_pretrained(folder / "mine")
     tokenizer.save_pretrained(folder / "mine")
     (folder / "chat.jinja").write_text(tokenizer.chat_template)
@@ -400,16 +400,16 @@ async def test_a_run_elsewhere_than_its_workers_in_bfloat16_on_shared_devices(
     monkeypatch.setenv(LEND, "always")
     write_what_a_recipe_names(tmp_path)
     seen: list[tuple[Any, ...]] = []
-    close = Cluster.close
+    close = RayBackend.close
 
-    async def look_and_close(self: Cluster) -> None:
+    async def look_and_close(self: RayBackend) -> None:
         rank, engine = self._app.learners[1], self._app.engines[1]
         assert len(self._app.weights._devices) == 2, "ranks looked for engines on their device"
         seen.append(await rank.__ray_call__.remote(lambda r: (r._work._config.model.device, torch.get_num_threads())))
         seen.append(await engine.__ray_call__.remote(lambda e: (e._seat._model.dtype, torch.get_num_threads())))
         await close(self)
 
-    monkeypatch.setattr(Cluster, "close", look_and_close)
+    monkeypatch.setattr(RayBackend, "close", look_and_close)
     with server_in_thread({"counting": Counting}, token="secret") as server:
         env = {"name": "counting", "url": f"{server.url}/counting", "token_variable": "COUNTING_TOKEN"}
         cpus = {"learner_cpus": 2.0, "engine_cpus": 0.5, "env_host_cpus": 0.5}

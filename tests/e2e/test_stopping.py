@@ -22,12 +22,13 @@ from envs_for_tests import Counting
 from runs_for_tests import counting_config, final_weights, quiet
 
 from agentgym_rl.agent.engines.vllm.guard import owned
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.backend import OneProcess
+from agentgym_rl.run.backend import LocalBackend
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.rl import Run, train
+from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
 
@@ -56,7 +57,7 @@ async def test_sigterm_while_a_checkpoint_is_written_stops_it_once(
     save = Run.save
 
     def asked_meanwhile(run: Run) -> None:
-        if run.state.step == 1 and not run.stop.asked:
+        if run.step == 1 and not run.stop.asked:
             os.kill(os.getpid(), signal.SIGTERM)
         save(run)
 
@@ -69,15 +70,15 @@ async def test_sigterm_while_a_checkpoint_is_written_stops_it_once(
 async def test_a_step_that_has_a_checkpoint_is_not_saved_again_when_the_run_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, saved = OneProcess.save, []
+    save, saved = LocalBackend.save, []
 
-    def counted(workers: OneProcess, root: Path, step: int, *rest: Any) -> None:
+    def counted(workers: LocalBackend, root: Path, step: int, *rest: Any) -> None:
         saved.append(step)
         save(workers, root, step, *rest)
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(OneProcess, "save", counted)
+    monkeypatch.setattr(LocalBackend, "save", counted)
     with pytest.raises(Stopped, match="after step 1: go on with --resume"):
         await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
     assert saved == [0, 1]
@@ -191,7 +192,7 @@ def test_sigterm_while_a_cluster_starts_leaves_nothing_running(
     scale = ("scale.learners=1", "scale.engines=1", "scale.env_hosts=1", "scale.object_store_mb=100")
     if moment == "ranks imitate":
         run = ForkedCommand(tmp_path / "run", *scale, "warm_start.sft.epochs=100000")
-        run.until(lambda: "from nothing" in run.output.read_text())
+        run.until(lambda: "from scratch" in run.output.read_text())
         assert not workers("engine")
     else:
         run = ForkedCommand(tmp_path / "run", *scale)

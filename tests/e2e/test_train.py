@@ -15,11 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.log import read_metrics, read_trajectories
-from agentgym_rl.run.rl import train
 from agentgym_rl.types import EnvSession, Step, StopReason
 
 

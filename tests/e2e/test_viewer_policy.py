@@ -13,10 +13,10 @@ from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
 from training_for_tests import counting_player, slow_logprobs
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.commands.view import LocalWorlds, export, load_policy
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.rl import train
 from agentgym_rl.training.checkpoint import export as export_model
 from agentgym_rl.types import EnvSession, Message
 from agentgym_rl.viewer.playground import Playground

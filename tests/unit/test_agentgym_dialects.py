@@ -22,6 +22,7 @@ from starlette.routing import Mount, Route
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.policy import OraclePolicy, ScriptedPolicy
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import INSTRUCTION, AgentGymClient, Server, read_items
@@ -29,8 +30,7 @@ from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server import bind
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
-from agentgym_rl.run import build
-from agentgym_rl.run.rl import train
+from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.types import Limits, StopReason, Task
 
 
@@ -546,8 +546,8 @@ async def test_the_config_names_items_by_split():
     agent = AgentConfig()
     url = "agentgym+http://127.0.0.1:9/textcraft"
 
-    def pool(**settings: Any) -> build.EnvironmentsPool:
-        return build.EnvironmentsPool((EnvironmentConfig(name="textcraft", **settings),), agent)
+    def pool(**settings: Any) -> EnvironmentsPool:
+        return EnvironmentsPool((EnvironmentConfig(name="textcraft", **settings),), agent)
 
     remote = pool(url=url, items={"train": "0-4", "test": "5,7"})
     assert await remote.items("textcraft", "train") == [0, 1, 2, 3, 4]

@@ -16,7 +16,7 @@ from agentgym_rl.environment.envs.searchqa import published
 from agentgym_rl.environment.envs.searchqa.env import searchqa_from
 from agentgym_rl.environment.envs.searchqa.indexing import build_index
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run import build
+from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.training.conversations import of_trajectory, write_conversations
 from agentgym_rl.types import Message, Task, Trajectory
 
@@ -94,9 +94,9 @@ def test_episodes_converted_here_keep_this_packages_numbers(tmp_path: Path) -> N
 
 
 async def test_a_recipe_plays_the_items_that_a_published_list_names(tmp_path: Path) -> None:
-    def pool(name: str, item: str) -> build.EnvironmentsPool:
+    def pool(name: str, item: str) -> EnvironmentsPool:
         env = EnvironmentConfig(name=name, items={"train": published_ids(tmp_path, item)})
-        return build.EnvironmentsPool((env,), AgentConfig())
+        return EnvironmentsPool((env,), AgentConfig())
 
     assert await pool("sciworld", "sciworld_4638").items("sciworld", "train") == [sciworld.published_item(4638)]
     with pytest.raises(ConfigError, match="textcraft_3 is an item of AgentGym's textcraft"):

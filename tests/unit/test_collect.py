@@ -25,7 +25,7 @@ from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError, EnvUnavailable
-from agentgym_rl.run import build
+from agentgym_rl.run.collectors import collect_each
 from agentgym_rl.types import EnvSession, Limits, Sampling, Step, StopReason, Task, Trajectory
 
 LIMITS = Limits(max_turns=6, max_new_tokens=32, max_context=4000)
@@ -240,7 +240,7 @@ async def test_concurrency_bounds_all_environments_together_and_is_shared_by_wei
             return session
 
     pool = Named(lambda number: Slow())
-    collect = build.collect_each(config, pool, oracle, 4, "")  # type: ignore[arg-type]
+    collect = collect_each(config.agent, config.environments, pool, oracle, config.group_sizes(4), "")  # type: ignore[arg-type]
     groups = await asyncio.gather(*(collect([Task(e, 1)] * 16, LIMITS, 0) for e in weights))
     assert all(t.success for part in groups for group in part for t in group.trajectories)
     assert max(sum(row.values()) for row in seen) == 16

@@ -16,7 +16,7 @@ import pytest
 from agentgym_rl.errors import DiskFull
 from agentgym_rl.run import disk
 from agentgym_rl.run.log import RunLog, read_metrics, read_trajectories
-from agentgym_rl.run.stopping import last_checkpoint, room_or_error
+from agentgym_rl.run.stopping import disk_space_or_error, last_checkpoint
 from agentgym_rl.types import Message, Task, Trajectory
 
 LONG = {f"metric/{i:030}": 0.5 for i in range(40)}
@@ -126,16 +126,16 @@ def test_the_status_is_right_and_losses_are_named_where_it_stays_full(tmp_path: 
 
 def test_what_a_run_cannot_do_without_is_one_line(tmp_path: Path) -> None:
     line = r"no room on the disk of .*free some space and run the same command with --resume"
-    with files_of_at_most(2), pytest.raises(DiskFull, match=line), room_or_error(tmp_path / "run"):
+    with files_of_at_most(2), pytest.raises(DiskFull, match=line), disk_space_or_error(tmp_path / "run"):
         RunLog.create(tmp_path / "run", {"seed": 0})
-    with pytest.raises(ZeroDivisionError), room_or_error(tmp_path):
+    with pytest.raises(ZeroDivisionError), disk_space_or_error(tmp_path):
         raise ZeroDivisionError
 
 
 async def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runs_for_tests import quiet
+    from runs_for_tests import context_of, counting_config
 
-    monkeypatch.setattr("agentgym_rl.run.stopping.LOOK_S", 0.01)
+    monkeypatch.setattr("agentgym_rl.run.stopping.POLL_INTERVAL_S", 0.01)
     tries: list[int] = []
 
     def write() -> None:
@@ -144,14 +144,16 @@ async def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: p
         with files_of_at_most(size):
             (tmp_path / "model").write_bytes(b"x" * 2 * LIMIT)
 
-    with RunLog.create(tmp_path / "run", {"seed": 0}) as log:
-        await last_checkpoint(write, 7, log, quiet(), lambda: False)
+    with context_of(counting_config(), tmp_path / "run") as context:
+        await last_checkpoint(write, 7, context)
         assert len(tries) == 3
         tries.clear()
-        await last_checkpoint(write, 7, log, quiet(), lambda: True)
+        context.stop.asked = True
+        await last_checkpoint(write, 7, context)
         assert len(tries) == 1, "asked to stop it does not wait"
-        monkeypatch.setattr("agentgym_rl.run.stopping.PATIENCE_S", -1.0)
+        context.stop.asked = False
+        monkeypatch.setattr("agentgym_rl.run.stopping.DISK_TIMEOUT_S", -1.0)
         tries.clear()
         with pytest.raises(OSError, match="too large"):
-            await last_checkpoint(write, 7, log, quiet(), lambda: False)
+            await last_checkpoint(write, 7, context)
     assert kinds(tmp_path / "run") == ["checkpoint_failed"] * 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs_for_tests import quiet
+from runs_for_tests import context_of, quiet
 from test_rollout import Corridor
 from training_for_tests import tiny_model
 
@@ -19,19 +19,20 @@ from agentgym_rl.agent.policy import OraclePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.run import build
-from agentgym_rl.run.demonstrations import load_trajectories, to_sample
-from agentgym_rl.run.log import RunLog
+from agentgym_rl.run.collectors import episode_slots, make_collector
+from agentgym_rl.run.demonstrations import load_trajectories, play_demonstrations, to_sample
+from agentgym_rl.run.items import all_items
 from agentgym_rl.run.mistakes import ErringSession, Solutions, erring
-from agentgym_rl.run.rl import train
+from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.run.rounds import Round, read_round, write_round
-from agentgym_rl.run.start import play_demonstrations, prepare, words_of
+from agentgym_rl.run.start import prepare, word_tokenizer
 from agentgym_rl.training.conversations import convert, read_conversations
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.settings import SFTSettings
@@ -56,12 +57,12 @@ def config_of(env: str, mistakes: float, *, episodes: int = 40, style: str = "ac
 
 async def played(config: Config, root: Path) -> list[Trajectory]:
     """What the warm start of `config` imitates; the run's files are in `root`."""
-    warm, pool = config.warm_start, build.EnvironmentsPool(config.environments, config.agent)
+    warm, pool = config.warm_start, EnvironmentsPool(config.environments, config.agent)
     assert warm is not None
-    items = await build.all_items(pool, config.environments)
-    with RunLog.create(root, config.resolved()) as log:
+    items = await all_items(pool, config.environments)
+    with context_of(config, root, pool, items) as context:
         found = await play_demonstrations(
-            config, pool, items, log, quiet(), "oracle", warm.episodes, warm.max_turns, warm.mistakes, "warmstart"
+            context, "warmstart", "oracle", episodes=warm.episodes, max_turns=warm.max_turns, mistakes=warm.mistakes
         )
     await pool.close()
     return found
@@ -127,29 +128,30 @@ async def test_one_seed_makes_the_same_mistakes_and_another_seed_others(tmp_path
 async def test_without_mistakes_everything_is_as_the_plain_oracle_plays_it(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.0)
     found = await played(config, tmp_path)
-    pool = build.EnvironmentsPool(config.environments, config.agent)
-    collect = build.make_collector(config, pool, lambda session, seed: OraclePolicy(session), 1, "warmstart-")
+    pool = EnvironmentsPool(config.environments, config.agent)
+    slots = episode_slots(config.agent, config.environments)
+    collect = make_collector(config.agent, pool, lambda session, seed: OraclePolicy(session), 1, "warmstart-", slots)
     groups = await collect([t.task for t in found], LIMITS, derive_seed(0, "warmstart", "textcraft"))
     await pool.close()
     plain = [replace(g.trajectories[0], id="", seconds=0, horizon=0) for g in groups]
     assert [replace(t, id="", seconds=0, horizon=0).to_json() for t in found] == [t.to_json() for t in plain]
     assert "mistake" not in (tmp_path / "trajectories" / "warmstart_000000.jsonl").read_text()
-    renderer = Renderer(words_of(t.messages for t in found))
+    renderer = Renderer(word_tokenizer([t.messages for t in found]))
     assert all(renderer.demonstration(t.messages, t.imitated) == renderer.demonstration(t.messages) for t in found)
 
 
 async def test_mistakes_are_in_no_loss_and_all_else_of_the_oracle_is(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.3, episodes=30)
-    pool = build.EnvironmentsPool(config.environments, config.agent)
-    items = await build.all_items(pool, config.environments)
-    with RunLog.create(tmp_path, config.resolved()) as log:
-        start = await prepare(config, pool, items, log, quiet())
+    pool = EnvironmentsPool(config.environments, config.agent)
+    items = await all_items(pool, config.environments)
+    with context_of(config, tmp_path, pool, items) as context:
+        start = await prepare(context)
     await pool.close()
     episodes = [Trajectory.from_json(json.dumps(row)) for row in written(tmp_path)]
     episodes = [t for t in episodes if t.success and any(t.imitated)]
     renderer = Renderer(start.tokenizer)
     assert sum(mistake for t in episodes for _, mistake in replies(t)) > 10
-    for trajectory, sample in zip(episodes, start.lessons, strict=True):
+    for trajectory, sample in zip(episodes, start.samples, strict=True):
         right = [token for text, mistake in replies(trajectory) if not mistake for token in renderer.reply_ids(text)]
         wrong = [token for text, mistake in replies(trajectory) if mistake for token in renderer.reply_ids(text)]
         assert [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on] == right
@@ -180,8 +182,8 @@ async def test_the_mark_is_in_the_file_and_survives_being_read_and_converted(tmp
     found = await played(config, tmp_path / "run")
     path = tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl"
     raw = config.model_dump() | {"data": {"files": [str(path)]}, "method": "sft", "rl": None, "horizon": None}
-    items = build.Items({}, {})
-    read = load_trajectories(Config.model_validate(raw), items, quiet())
+    with context_of(Config.model_validate(raw), tmp_path / "other") as context:
+        read = load_trajectories(context)
     assert [t.imitated for t in read if t.success] == [t.imitated for t in found]
     assert any(mistake for t in read for _, mistake in replies(t))
     convert([str(path)], tmp_path / "out.json", keep_all=False)
@@ -267,11 +269,11 @@ async def test_an_oracle_that_cannot_go_on_is_not_led_astray(tmp_path: Path) -> 
 
 async def test_demonstrations_of_which_none_succeeds_are_an_error_that_says_so(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.9)
-    pool = build.EnvironmentsPool(config.environments, config.agent)
-    items = await build.all_items(pool, config.environments)
+    pool = EnvironmentsPool(config.environments, config.agent)
+    items = await all_items(pool, config.environments)
     with (
-        RunLog.create(tmp_path, config.resolved()) as log,
+        context_of(config, tmp_path, pool, items) as context,
         pytest.raises(EnvError, match=r"^warm start: of 8 .* none in 1 turns: allow more turns, or fewer mistakes$"),
     ):
-        await play_demonstrations(config, pool, items, log, quiet(), "oracle", 8, 1, 0.9, "warmstart")
+        await play_demonstrations(context, "warmstart", "oracle", episodes=8, max_turns=1, mistakes=0.9)
     await pool.close()

@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 from servers_for_tests import server_in_thread
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import load_config
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.pool import LocalPool, RemotePool
-from agentgym_rl.run.rl import train
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "number_guessing.py"

@@ -15,7 +15,7 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.backend_ray import Cluster, Rank
+from agentgym_rl.run.backend_ray import Rank, RayBackend
 from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
@@ -172,7 +172,7 @@ class Elsewhere:
 
 def test_a_checkpoint_that_was_written_elsewhere_does_not_take_the_place_of_one(tmp_path: Path) -> None:
     (tmp_path / "step_000001").mkdir()
-    cluster = Cluster.__new__(Cluster)
+    cluster = RayBackend.__new__(RayBackend)
     cluster._app, cluster.learner = Elsewhere(), None
     with pytest.raises(ConfigError, match=r"config.json has 0 of the 1 bytes .* all nodes see"):
         cluster.save(tmp_path, 2, {}, keep=1)

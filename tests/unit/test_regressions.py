@@ -11,7 +11,7 @@ from scripts_for_tests import ROOT
 from agentgym_rl.config import AgentConfig, load_config
 from agentgym_rl.environment.envs.webarena.evaluators.strings import must_include
 from agentgym_rl.environment.envs.webarena.sites.shop import initial
-from agentgym_rl.run.build import limits_of
+from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.training.scratch import build_tokenizer
 
 RECIPE = ["model.path=x/y", "environments=[{name='babyai'}]", "name=mine"]

@@ -12,13 +12,13 @@ from cluster_for_tests import events_of
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import WorkerLost
 from agentgym_rl.run import events
-from agentgym_rl.run.backend import OneProcess
-from agentgym_rl.run.events import Telling
-from agentgym_rl.run.rl import train
+from agentgym_rl.run.backend import LocalBackend
+from agentgym_rl.run.events import EventPoller
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.sft import SFT
 
@@ -51,9 +51,9 @@ class Workers:
 
 
 async def test_it_asks_while_a_step_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "ASK_S", 0.0)
+    monkeypatch.setattr(events, "POLL_INTERVAL_S", 0.0)
     workers = Workers()
-    async with Telling(workers.events, workers.tell), asyncio.timeout(60):
+    async with EventPoller(workers.events, workers.tell), asyncio.timeout(60):
         await workers.third.wait()
 
 
@@ -61,7 +61,7 @@ async def test_it_asks_while_a_step_is_played(monkeypatch: pytest.MonkeyPatch) -
 async def test_however_a_run_ends_the_last_is_told_first(error: BaseException) -> None:
     workers = Workers()
     with pytest.raises(type(error)):
-        async with Telling(workers.events, workers.tell):
+        async with EventPoller(workers.events, workers.tell):
             raise error
     assert workers.told == ["engine 1 died"]
 
@@ -71,7 +71,7 @@ async def test_an_answer_that_was_on_its_way_when_a_run_was_stopped_is_told() ->
     workers.answer.clear()
 
     async def run() -> None:
-        async with Telling(workers.events, workers.tell) as told:
+        async with EventPoller(workers.events, workers.tell) as told:
             await told.now()
 
     task = asyncio.create_task(run())
@@ -88,10 +88,10 @@ async def test_workers_that_cannot_be_asked_end_a_run_but_not_with_less_than_is_
     workers = Workers()
     workers.fail = WorkerLost("nobody answers")
     with pytest.raises(WorkerLost, match="nobody answers"):
-        async with Telling(workers.events, workers.tell):
+        async with EventPoller(workers.events, workers.tell):
             pass
     with pytest.raises(WorkerLost, match="rank 1 of 2 died"):
-        async with Telling(workers.events, workers.tell):
+        async with EventPoller(workers.events, workers.tell):
             raise WorkerLost("rank 1 of 2 died")
 
 
@@ -109,14 +109,14 @@ async def test_the_events_of_a_step_that_ends_a_run_are_logged(
     """A host died in the first step, and before that was over a learner did."""
     happened: list[dict[str, Any]] = []
 
-    async def events(self: OneProcess) -> list[dict[str, Any]]:
+    async def events(self: LocalBackend) -> list[dict[str, Any]]:
         return [happened.pop() for _ in list(happened)]
 
     def dies(*_: Any) -> Any:
         happened.append({"kind": "env_host_lost", "message": "environment host 0 died"})
         raise WorkerLost("learner rank 1 of 2 died")
 
-    monkeypatch.setattr(OneProcess, "events", events)
+    monkeypatch.setattr(LocalBackend, "events", events)
     monkeypatch.setattr(learner, method, dies)
     with pytest.raises(WorkerLost, match="rank 1 of 2"):
         await train(make_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))

@@ -31,10 +31,11 @@ from agentgym_rl.agent.engines.vllm import Probe, VllmServer, probe_model, requi
 from agentgym_rl.agent.engines.vllm import server as vllm_server_module
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.run import backend_vllm, build
-from agentgym_rl.run.rl import train
+from agentgym_rl.run.collectors import engine_policies
+from agentgym_rl.run.preflight import require_engine
 from agentgym_rl.training.device.optimizer import make_optimizer
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.transport.host_memory import pack, unpack
@@ -329,20 +330,23 @@ async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
         raw = {"model": {"scratch": shape}, "environments": [{"name": "keydoor"}], "warm_start": {"episodes": 8}}
         return Config.model_validate(raw | {"engine": {"kind": "vllm"}} | sections)
 
+    def check(config: Config) -> None:
+        require_engine(config.model, config.engine, config.scale)
+
     def missing() -> str:
         raise EngineError("engine.kind = 'vllm' needs vLLM, which is not installed")
 
-    monkeypatch.setattr(backend_vllm, "require_vllm", missing)
+    monkeypatch.setattr(requirements, "require_vllm", missing)
     for config in (config_of(), config_of(scale={})):
         with pytest.raises(ConfigError, match="which is not installed"):
             await train(config, tmp_path / "run", console=quiet())
         assert not (tmp_path / "run").exists()
-    backend_vllm.require_engine(config_of(scale={"address": "auto"}))  # that is for the nodes to have
-    monkeypatch.setattr(backend_vllm, "require_vllm", lambda: "0.32.0")
+    check(config_of(scale={"address": "auto"}))  # that is for the nodes to have
+    monkeypatch.setattr(requirements, "require_vllm", lambda: "0.32.0")
     split = {"engine": {"kind": "vllm", "tensor_parallel": 3}, "scale": {"layout": "disaggregated"}}
     with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide the model's heads, 2 and 2 of keys"):
-        backend_vllm.require_engine(config_of(**split))
-    backend_vllm.require_engine(config_of(heads=6, **split))
+        check(config_of(**split))
+    check(config_of(heads=6, **split))
 
 
 @pytest.mark.parametrize("seeded", [True, False])
@@ -350,7 +354,9 @@ async def test_requests_have_seeds_unless_the_recipe_says_otherwise(seeded: bool
     engine = {"kind": "vllm", "seeded": seeded}
     config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
     asked, session = ScriptedEngine([[1], [1]]), SimpleNamespace(instruction="")
-    make = build.engine_policies(asked, Renderer(byte_level_bpe("chatml")), config, 1.0)
+    make = engine_policies(
+        asked, Renderer(byte_level_bpe("chatml"), "chatml"), config.agent, 1.0, seeded=config.engine.seeded
+    )
     for seed in (7, 8):
         await make(session, seed).reply([], "Where to?", Limits(1, 4, 200))  # type: ignore[arg-type]
     seeds = {sampling.seed for sampling in asked.samplings}

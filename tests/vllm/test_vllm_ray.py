@@ -14,8 +14,8 @@ from cluster_for_tests import PATIENT, events_of, steps_of, workers
 from runs_for_tests import counting_config, quiet
 from vllm_for_tests import make_model, save, vllm_processes
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.run.log import read_metrics, read_trajectories
-from agentgym_rl.run.rl import train
 from agentgym_rl.scale.publisher import LEND
 from agentgym_rl.types import StopReason
 

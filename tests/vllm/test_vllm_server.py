@@ -23,10 +23,10 @@ from vllm_for_tests import gap, greedy, prompt, scored
 from agentgym_rl.agent.engines.vllm import VllmServer, probe_model
 from agentgym_rl.agent.engines.vllm.requirements import EXTENSION
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.log import read_metrics
-from agentgym_rl.run.rl import train
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.settings import LoraSettings
 from agentgym_rl.types import Sampling

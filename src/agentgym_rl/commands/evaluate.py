@@ -48,8 +48,9 @@ from agentgym_rl.evaluation.suites import (
     evenly_spaced,
 )
 from agentgym_rl.evaluation.terminal import print_report
-from agentgym_rl.run import build
+from agentgym_rl.run.collectors import wrap_of
 from agentgym_rl.run.console import Console
+from agentgym_rl.run.pool import EnvironmentsPool
 
 SAVE_EVERY_S = 15.0
 """How often eval.json shows what is known so far."""
@@ -193,10 +194,10 @@ async def _play_environment(
     """One environment after the other, so that the browsers of one are gone before the next starts its own."""
     playing = playing.model_copy(update={"concurrency": at_once, "step_timeout_s": request.step_timeout_s})
     environment = EnvironmentConfig(name=env, url=request.url, token_variable=request.token_variable)
-    pool = build.EnvironmentsPool((environment,), playing)
+    pool = EnvironmentsPool((environment,), playing)
     pace = Pace(at_once, request.retries, request.episode_timeout_s)
     try:
-        await play(episodes, agent, pool, build.wrap_of(playing), folder, pace, request.seed, watch.heard)
+        await play(episodes, agent, pool, wrap_of(playing), folder, pace, request.seed, watch.heard)
     finally:
         await pool.close()
 
@@ -310,7 +311,7 @@ async def _listed_items(request: Request) -> Listed:
         raise ConfigError("an AgentGym server needs --items, such as 0-99: it does not list what there is to test on")
     assert request.env is not None
     environment = EnvironmentConfig(name=request.env, url=request.url, token_variable=request.token_variable)
-    pool = build.EnvironmentsPool((environment,), AgentConfig(step_timeout_s=request.step_timeout_s))
+    pool = EnvironmentsPool((environment,), AgentConfig(step_timeout_s=request.step_timeout_s))
     try:
         subsets = request.subsets or (None,)
         return {subset: tuple(await pool.items(request.env, request.split, subset)) for subset in subsets}

@@ -17,7 +17,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
 from agentgym_rl.config_errors import reason
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run import build
+from agentgym_rl.run.model import choose_device, load_from
 from agentgym_rl.training.lookup import find_model
 from agentgym_rl.types import EnvSession, Sampling
 
@@ -132,7 +132,7 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
         assert config.model.path is not None
         model = model.model_copy(update={"path": config.model.path, "lora": config.model.lora})
         with _under_adapters(str(run)):
-            build.require_model(model)
+            find_model(config.model.path)
         base = Path(config.model.path).expanduser()
         identity["base"] = fingerprint(base) if base.is_dir() else config.model.path
     playing = config.agent.model_copy(update={"temperature": config.eval.temperature})
@@ -180,7 +180,7 @@ def _candidate(
 
 def _model(options: AgentOptions, path: str, chat_template: str | None, trained_in: str = "float32") -> ModelConfig:
     model = _model_config(options, path, chat_template)
-    device, _ = build.choose_device(model)
+    device, _ = choose_device(model)
     if options.dtype is None and device.startswith("cuda"):
         model = _model_config(replace(options, dtype=trained_in), path, chat_template)
     return model
@@ -214,7 +214,7 @@ def load_weights(candidate: Candidate) -> tuple[Any, Any]:
     """(model, tokenizer) of a model or a run, to play with."""
     assert candidate.model is not None
     with nullcontext() if candidate.model.lora is None else _under_adapters(candidate.options.spec):
-        model, tokenizer = build.load_from(candidate.weights, candidate.model)
+        model, tokenizer = load_from(candidate.weights, candidate.model)
     return model.eval(), tokenizer
 
 

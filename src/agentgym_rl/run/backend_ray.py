@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,12 +20,15 @@ from transformers import AutoTokenizer
 from agentgym_rl.agent.engines.vllm import Probe, probe_model
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import resolve_template
-from agentgym_rl.config import Config
+from agentgym_rl.config import Config, EnvironmentConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run import backend_vllm, build
-from agentgym_rl.run.backend import Heard, Trainer, make_engine, make_learner, make_trainer
-from agentgym_rl.run.console import Console
-from agentgym_rl.run.start import Start, from_nothing, imitate, untrained
+from agentgym_rl.run import backend_vllm
+from agentgym_rl.run.backend import OnTrajectory, Trainer, make_engine, make_learner, make_trainer
+from agentgym_rl.run.collectors import engine_policies, episode_slots, make_collector
+from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.model import choose_device, load_from
+from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.start import Start, describe_scratch, imitate, untrained
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
@@ -38,7 +41,7 @@ from agentgym_rl.training.dpo import Preference, prefer
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.rl_learner import by_turn
-from agentgym_rl.training.settings import DPOSettings, SFTSettings
+from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import InPlace, Receiver
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
@@ -69,7 +72,7 @@ class Rank:
     def __init__(self, config: Config, rank: int, size: int) -> None:
         assert config.scale is not None
         torch.set_num_threads(config.threads or int(config.scale.learner_cpus) or 1)
-        device, self._dtype = build.choose_device(config.model)
+        device, self._dtype = choose_device(config.model)
         adapters = config.model.lora is not None
         # Sharded weights are loaded on the host, in float32: they are the optimizer's masters, passes run in `dtype`.
         changes = {} if adapters else {"device": "cpu", "dtype": "float32"}
@@ -89,7 +92,7 @@ class Rank:
     def untrained(self, folder: str) -> int:
         """The recipe's model as it is before it learns anything, with the tokenizer of `folder`; counts parameters."""
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = untrained(self._loading, self._tokenizer)
+        self._model = untrained(self._loading.model, self._loading.seed, self._tokenizer)
         if self._merges:
             lora.require_mergeable(self._model)
         return self._model.num_parameters()
@@ -98,7 +101,7 @@ class Rank:
         """The model in `folder`, instead of another; with a reference to learn by RL."""
         self._learner = self._model = None
         give_memory_back()
-        self._model, self._tokenizer = build.load_from(folder, self._loading.model)
+        self._model, self._tokenizer = load_from(folder, self._loading.model)
         if self._merges:
             lora.require_mergeable(self._model)
         if reference_dir is not None:
@@ -216,9 +219,11 @@ class Rank:
 class Player:
     """An environment host's sessions and how it plays, inside its actor."""
 
-    def __init__(self, config: Config, folder: Path, engine: Any) -> None:
+    def __init__(self, config: Config, folder: Path, variables: dict[str, str], engine: Any) -> None:
+        """`variables`: environment variables of the driver that the recipe names."""
+        os.environ.update(variables)
         self._config, self._engine = config, engine
-        self._pool = build.EnvironmentsPool(config.environments, config.agent)
+        self._pool = EnvironmentsPool(config.environments, config.agent)
         self._renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
 
     @property
@@ -227,8 +232,10 @@ class Player:
 
     async def play(self, job: Job) -> Group:
         engine = self._engine.at_least(job.version)
-        policies = build.engine_policies(engine, self._renderer, self._config, job.temperature)
-        collect = build.make_collector(self._config, self._pool, policies, job.group_size, job.prefix)
+        agent, seeded = self._config.agent, self._config.engine.seeded
+        policies = engine_policies(engine, self._renderer, agent, job.temperature, seeded=seeded)
+        slots = episode_slots(agent, self._config.environments)
+        collect = make_collector(agent, self._pool, policies, job.group_size, job.prefix, slots)
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
 
@@ -236,49 +243,42 @@ class Player:
         await self._pool.close()
 
 
-def make_rank(config: Config, rank: int, size: int) -> Rank:
-    return Rank(config, rank, size)
-
-
-def make_seat(config: Config, folder: Path) -> Receiver:
-    """An engine with weights of its own."""
+def make_engine_adapter(config: Config, folder: Path) -> Receiver:
+    """Return an engine with weights of its own, behind the interface that weights are sent through."""
     if config.engine.kind == "vllm":
-        return backend_vllm.vllm_seat(config, folder)
+        return backend_vllm.make_vllm_adapter(config, folder)
     assert config.scale is not None
     torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
-    model, tokenizer = build.load_from(folder, config.model)
+    model, tokenizer = load_from(folder, config.model)
     model = freeze(model)
-    return InPlace(make_engine(config, model, Renderer(tokenizer, config.model.chat_template)), model)
+    renderer = Renderer(tokenizer, config.model.chat_template)
+    return InPlace(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
 
 
-def make_player(config: Config, folder: Path, variables: dict[str, str], engine: Any) -> Player:
-    os.environ.update(variables)
-    return Player(config, folder, engine)
-
-
-def as_workers_read_it(config: Config, device: str) -> Config:
-    """The recipe for processes in other folders and on other machines: with full paths, the text of files that only
-    the driver need have, and the device that was decided for all of them."""
+def for_workers(config: Config, device: str) -> Config:
+    """Return the recipe for processes on other machines: full paths, the text of the driver's files, one device."""
     model = config.model
     changes = {
         "device": device,
         "path": None if model.path is None else str(_absolute(Path(model.path))),
         "chat_template": resolve_template(model.chat_template),
     }
-    # Which items there are is asked of the driver alone.
+    # Only the driver asks which items there are.
     environments = tuple(env.model_copy(update={"items": {}}) for env in config.environments)
     return config.model_copy(update={"model": model.model_copy(update=changes), "environments": environments})
 
 
-def named_variables(config: Config) -> dict[str, str]:
-    """What the recipe names of this process's environment, which a cluster's processes do not have. Handed to those
-    that read it and to nobody else: Ray would write a job's variables into its logs."""
-    names = [env.token_variable for env in config.environments if env.token_variable is not None]
+def named_variables(environments: Iterable[EnvironmentConfig]) -> dict[str, str]:
+    """Return the environment variables that the recipe names, for the processes that read them.
+
+    They are not given to Ray as variables of the job, which it would write into its logs.
+    """
+    names = [env.token_variable for env in environments if env.token_variable is not None]
     return {name: os.environ[name] for name in names if name in os.environ}
 
 
 class TrainerHandle:
-    """Of updates on data that is there (workers.Trainer): every rank has all of it and takes its share of a batch."""
+    """A `Trainer` on ranks: every rank has all data and takes its share of a batch."""
 
     def __init__(self, app: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> None:
         self._app = app
@@ -297,11 +297,11 @@ class TrainerHandle:
 
 
 class LearnerHandle:
-    """What `train_rl` calls a learner: hands each rank its share and puts together what they find."""
+    """The learner of `train_rl` on ranks: gives each rank its share and joins their results."""
 
-    def __init__(self, app: Any, config: Config) -> None:
-        self._app, self._rl, self._size = app, config.rl, app.plan.learners
-        self.kl_coef = config.rl.kl_coef
+    def __init__(self, app: Any, settings: RLSettings) -> None:
+        self._app, self._rl, self._size = app, settings, app.plan.learners
+        self.kl_coef = settings.kl_coef
 
     def assess(self, samples: list[Sample], *, own: bool = False) -> None:
         have_the_device(self._app)
@@ -323,28 +323,27 @@ class LearnerHandle:
         self.kl_coef = kl_coef
 
 
-class Cluster:
-    """A run's workers (workers.Workers) as actors on a Ray cluster."""
+class RayBackend:
+    """The backend of a run as actors on a Ray cluster."""
 
-    def __init__(self, config: Config, app: Any, folder: Path) -> None:
+    def __init__(self, context: RunContext, app: Any, folder: Path) -> None:
+        config = context.config
         self._config, self._app = config, app
-        self.learner: Any = LearnerHandle(app, config) if config.method == "rl" else None
+        self.learner: Any = LearnerHandle(app, config.rl) if config.method == "rl" else None
         self.renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
-        self.room: int = app.room
+        self.max_context: int = app.room
         self.num_parameters: int = app.on_all("num_parameters")[0]
 
     @classmethod
     async def start(
-        cls,
-        config: Config,
-        folder: Path,
-        console: Console,
-        run_dir: Path,
-        reference_dir: Path | None = None,
-        start: Start | None = None,
-    ) -> Cluster:
-        """With the model in `folder`, which ranks put there first where a `start` is given. RL is learned with the one
-        in `reference_dir` as its reference, or with that of `folder`. Checkpoints go into `run_dir`."""
+        cls, context: RunContext, folder: Path, reference_dir: Path | None = None, start: Start | None = None
+    ) -> RayBackend:
+        """Start ranks, engines and environment hosts with the model in `folder`.
+
+        With a `start`, ranks make the model and write it there first. RL's reference is the model in `reference_dir`,
+        or that of `folder`.
+        """
+        config, console, run_dir = context.config, context.console, context.log.root
         try:
             from agentgym_rl.scale.ray_app import RayApp, on_other_nodes
         except ModuleNotFoundError as error:
@@ -361,8 +360,8 @@ class Cluster:
         folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
         try:
             app.connect()
-            theirs = as_workers_read_it(config, app.plan.device)
-            await app.start_learners(partial(make_rank, theirs))
+            worker_config = for_workers(config, app.plan.device)
+            await app.start_learners(partial(Rank, worker_config))
             ask = partial(on_other_nodes, plan.worker_timeout_s)
             await require_shared(_absolute(run_dir), ask)
             for place in sorted({folder, reference_dir, _absolute(Path(config.model.path or folder))}):
@@ -370,27 +369,29 @@ class Cluster:
                     await require_same(place, ask)
             console.note(f"on {'GPUs' if app.plan.device == 'cuda' else 'CPUs'}, {config.model.dtype}")
             if start is not None:
-                await _first_lessons(app, config, folder, start, console)
+                await _make_starting_model(app, context, folder, start)
             await asyncio.gather(
                 app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
                 app.start_players(
-                    partial(make_seat, theirs, folder), partial(make_player, theirs, folder, named_variables(config))
+                    partial(make_engine_adapter, worker_config, folder),
+                    partial(Player, worker_config, folder, named_variables(config.environments)),
                 ),
             )
-            made = cls(config, app, folder)
+            backend = cls(context, app, folder)
             console.note(f"weights go to engines {await app.weights.publish(0)}")
         except BaseException:
             await app.close()
             raise
-        return made
+        return backend
 
     @property
     def version(self) -> int:
         return self._app.weights.version
 
-    def collector(self, prefix: str, group_size: int | None, temperature: float, heard: Heard | None = None) -> Collect:
-        config = self._config
-        sizes = {env.name: group_size or env.group_size or config.rl.group_size for env in config.environments}
+    def collector(
+        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+    ) -> Collect:
+        sizes = self._config.group_sizes(group_size)
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
             more = (temperature, self.version)
@@ -399,9 +400,9 @@ class Cluster:
 
         async def play(job: Job) -> Group:
             group = await self._app.play(job, job.group_size)
-            if heard is not None:
+            if on_trajectory is not None:
                 for trajectory in group.trajectories:
-                    heard(trajectory)
+                    on_trajectory(trajectory)
             return group
 
         return collect
@@ -443,13 +444,14 @@ class Cluster:
         await self._app.close()
 
 
-async def _first_lessons(app: Any, config: Config, folder: Path, start: Start, console: Console) -> None:
-    """Before there is anybody to play: the model that training starts from, into `folder`."""
+async def _make_starting_model(app: Any, context: RunContext, folder: Path, start: Start) -> None:
+    """Make the model that training starts from on the ranks, and write it into `folder`."""
+    config, console = context.config, context.console
     (num_parameters, *_) = await app.wait_for_all("untrained", str(folder))
     if config.model.scratch is not None:
-        console.note(from_nothing(num_parameters, start))
+        console.note(describe_scratch(num_parameters, start))
     if config.warm_start is not None:
-        await imitate(TrainerHandle(app, start.lessons, config.warm_start.sft, config.seed), console)
+        await imitate(TrainerHandle(app, start.samples, config.warm_start.sft, config.seed), console)
     await app.wait_for_all("export", str(folder))
 
 
@@ -458,7 +460,7 @@ def plan_of(config: Config) -> Plan:
     assert scale is not None
     device: Literal["cpu", "cuda", "auto"] = "auto"
     if scale.address is None or config.model.device != "auto":  # else the driver may have no GPU where nodes do
-        device = "cuda" if build.choose_device(config.model)[0].startswith("cuda") else "cpu"
+        device = "cuda" if choose_device(config.model)[0].startswith("cuda") else "cpu"
     plan = Plan(
         learners=scale.learners,
         engines=scale.engines,

@@ -148,7 +148,7 @@ def write_in_place(path: Path, text: bytes) -> None:
             file.truncate(len(old))
 
 
-def room(folder: Path) -> str:
+def free_space(folder: Path) -> str:
     """How much is left on the disk of a folder, in words."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free

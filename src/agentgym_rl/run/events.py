@@ -1,4 +1,4 @@
-"""What befalls a run's workers, told while it happens and to the end."""
+"""Events of a run's workers, recorded while it runs."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
-ASK_S = 5.0
-"""Between questions: a step may take half an hour."""
-LAST_S = 30.0
-"""Granted to the last answer."""
+POLL_INTERVAL_S = 5.0
+"""Seconds between polls. A step may take half an hour."""
+LAST_POLL_TIMEOUT_S = 30.0
+"""Seconds allowed to the last poll, when a run ends."""
 
 
-class Telling:
-    """Asks for `events` every so often as long as it is open, and once more when it closes, however a run ends."""
+class EventPoller:
+    """Polls `events` while it is open and once more when it closes, and hands each event to `record`."""
 
-    def __init__(self, events: Callable[[], Awaitable[list[dict[str, Any]]]], tell: Callable[..., None]) -> None:
-        self._events, self._tell = events, tell
-        self._one_at_a_time = asyncio.Lock()
-        self._asking: asyncio.Task[None] | None = None
+    def __init__(self, events: Callable[[], Awaitable[list[dict[str, Any]]]], record: Callable[..., None]) -> None:
+        self._events, self._record = events, record
+        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[None] | None = None
 
     async def now(self) -> None:
-        """Ask and tell. Whoever is cancelled meanwhile leaves the answer to be told all the same."""
-        await asyncio.shield(asyncio.ensure_future(self._ask()))
+        """Poll and record. If the caller is cancelled, events that were fetched are recorded all the same."""
+        await asyncio.shield(asyncio.ensure_future(self._poll()))
 
-    async def __aenter__(self) -> Telling:
-        self._asking = asyncio.create_task(self._every_so_often())
+    async def __aenter__(self) -> EventPoller:
+        self._task = asyncio.create_task(self._poll_forever())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._asking is not None
-        self._asking.cancel()
-        (failed,) = await asyncio.gather(self._asking, return_exceptions=True)
+        assert self._task is not None
+        self._task.cancel()
+        (failure,) = await asyncio.gather(self._task, return_exceptions=True)
         try:
-            await asyncio.wait_for(self.now(), LAST_S)
+            await asyncio.wait_for(self.now(), LAST_POLL_TIMEOUT_S)
         except Exception as last:
-            failed = last
-        # What ended the run says more than that there is nobody left to ask.
-        if error is None and isinstance(failed, Exception):
-            raise failed
+            failure = last
+        # The error that ended the run says more than a poll that found nobody.
+        if error is None and isinstance(failure, Exception):
+            raise failure
 
-    async def _ask(self) -> None:
-        async with self._one_at_a_time:
+    async def _poll(self) -> None:
+        async with self._lock:
             for event in await self._events():
-                self._tell(**event)
+                self._record(**event)
 
-    async def _every_so_often(self) -> None:
+    async def _poll_forever(self) -> None:
         while True:
-            await asyncio.sleep(ASK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
             await self.now()

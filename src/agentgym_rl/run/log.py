@@ -172,7 +172,7 @@ class RunLog:
         except OSError as error:
             if error.errno not in disk.FULL:
                 raise
-            message = f"{what}: not written, no room on the disk ({disk.room(self.root)})"
+            message = f"{what}: not written, no room on the disk ({disk.free_space(self.root)})"
             self.log_event("not_written", message, step=self._status.get("step", 0))
             self._say(message)
 
@@ -190,8 +190,8 @@ class RunLog:
 
     def _disk_is_full(self, said: str) -> None:
         message = (
-            f"no room on the disk of {self.root} ({said}; {disk.room(self.root)}): what the run writes waits in memory "
-            f"until there is, of episodes the last {disk.KEPT_BYTES >> 20} MiB: free some space"
+            f"no room on the disk of {self.root} ({said}; {disk.free_space(self.root)}): what the run writes waits in "
+            f"memory until there is, of episodes the last {disk.KEPT_BYTES >> 20} MiB: free some space"
         )
         self.log_event("disk_full", message, step=self._status.get("step", 0))
         self._say(message)
@@ -201,7 +201,7 @@ class RunLog:
         if self._writer.full and self._writer.has_room() and self._status_is_written:
             lost = self._writer.given_up
             self._writer.full = False
-            message = f"there is room on the disk again ({disk.room(self.root)}): what waited is written" + (
+            message = f"there is room on the disk again ({disk.free_space(self.root)}): what waited is written" + (
                 f", but for {lost} lines of trajectories" if lost else ""
             )
             self.log_event("disk_room", message, step=self._status.get("step", 0), lines_not_written=lost)
@@ -287,7 +287,7 @@ class RunLog:
             episodes = len(lost) - len(names)
             names += [f"{episodes} files of trajectories"] if episodes else []
             self._say(
-                f"no room on the disk until the end ({disk.room(self.root)}): lost are the last lines of "
+                f"no room on the disk until the end ({disk.free_space(self.root)}): lost are the last lines of "
                 + ", ".join(names)
             )
         if self._lock:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from agentgym_rl.config import Config, ModelConfig
+from agentgym_rl.config import Config, ModelConfig, ScaleConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, on_each_host, table
 from agentgym_rl.training.lookup import find_model
@@ -34,10 +34,10 @@ SIZES = (
 def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     """What the recipe asks of memory."""
     shape = shape_of(config.model)
-    scale, agent, rl, engine, warm = config.scale, config.agent, config.rl, config.engine, config.warm_start
+    scale, rl, engine, warm = config.scale, config.rl, config.engine, config.warm_start
     optimizer = rl.optimizer if config.method == "rl" else (config.sft or config.dpo or rl).optimizer
     lora = config.model.lora
-    longest = max([agent.max_context, *(env.max_context or 0 for env in config.environments)])
+    longest = config.longest_context()
     return Demand(
         shape=shape,
         dtype_bytes=BYTES[config.model.dtype],
@@ -143,11 +143,11 @@ def too_large(config: Config) -> str | None:
     return f"by the doctor's arithmetic this is too large: {first}; `agentgym-rl doctor RECIPE` shows the parts"
 
 
-def require_memory(config: Config) -> None:
-    """Raise ConfigError if the weights alone of a model from nothing, made in float32 here, exceed the memory."""
-    if config.model.scratch is None or (config.scale is not None and config.scale.address):
+def require_memory(model: ModelConfig, scale: ScaleConfig | None) -> None:
+    """Raise ConfigError if the weights of a model from scratch, made in float32 here, exceed the memory."""
+    if model.scratch is None or (scale is not None and scale.address):
         return
-    parameters, memory = shape_of(config.model).count, _host_bytes()
+    parameters, memory = shape_of(model).count, _host_bytes()
     if 4 * parameters > memory:
         raise ConfigError(
             f"model.scratch asks for {parameters / 1e9:,.0f} billion parameters, {4 * parameters / GIB:,.0f} GiB of "

@@ -1,4 +1,4 @@
-"""How a run ends other than by being done: it is asked to stop, or there is no room on the disk."""
+"""Ends of a run other than its last step: a request to stop, a failed start, a full disk."""
 
 from __future__ import annotations
 
@@ -11,43 +11,48 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from agentgym_rl.errors import AgentGymError, DiskFull
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.disk import room
-from agentgym_rl.run.log import RunLog
+from agentgym_rl.run.disk import free_space
 from agentgym_rl.training.checkpoint import list_checkpoints, no_room
 
-LOOK_S = 5.0
-"""Between looks whether there is room for a run's last checkpoint."""
-PATIENCE_S = 3600.0
-"""How long a run whose work is done waits for that."""
+if TYPE_CHECKING:
+    from agentgym_rl.run.context import RunContext
 
+POLL_INTERVAL_S = 5.0
+"""Seconds between attempts to write the last checkpoint on a full disk."""
+DISK_TIMEOUT_S = 3600.0
+"""Seconds that a finished run waits for space for its last checkpoint."""
 
 STOPPING = "stopping, and saving what was learned; press Ctrl-C again to end at once"
 ENDED_AT_ONCE = "ended at once: --resume goes on from the last checkpoint"
 
 
 class Stopped(BaseException):
-    """The run was asked to stop (SIGTERM or Ctrl-C), has written down where it stands, and can be resumed."""
+    """The run was asked to stop (SIGTERM or Ctrl-C), has saved its state, and can be resumed."""
 
 
 class Stop:
-    """SIGTERM and Ctrl-C as a run hears of them. The task that listens is cancelled where it waits, if it `may_leave`
-    then; else it looks at `asked` when it is done with what it does. A Ctrl-C after that ends the process at once."""
+    """Handles SIGTERM and Ctrl-C for a run.
+
+    The listening task is cancelled if `may_leave` allows it at that moment. Otherwise it checks `asked` between steps.
+    A second Ctrl-C ends the process at once.
+    """
 
     def __init__(self) -> None:
         self.asked = False
         self.by = ""
-        """What asked first: SIGTERM or Ctrl-C."""
+        """First request: SIGTERM or Ctrl-C."""
         self.may_leave: Callable[[], bool] = lambda: True
-        self.last_words: Callable[[], object] = lambda: None
+        self.before_exit: Callable[[], object] = lambda: None
         """Called before the process is ended at once."""
         self._left = False
 
     @contextmanager
     def listening(self) -> Iterator[None]:
+        """Handle the signals while the context is open."""
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
 
@@ -56,7 +61,7 @@ class Stop:
                 self._left = True
                 task.cancel()
 
-        def heard(number: int, frame: Any) -> None:
+        def handle(number: int, frame: Any) -> None:
             if number == signal.SIGINT and self.asked:
                 self._end_at_once()
             self.by = self.by or ("Ctrl-C" if number == signal.SIGINT else "SIGTERM")
@@ -67,9 +72,9 @@ class Stop:
 
         before: dict[signal.Signals, Any] = {}
         try:
-            # Not the loop's own handlers: those are deaf while a model is loaded or an update made.
+            # Not the loop's own handlers, which do not run while a model is loaded or an update is made.
             for number in (signal.SIGTERM, signal.SIGINT):
-                before[number] = signal.signal(number, heard)
+                before[number] = signal.signal(number, handle)
         except ValueError:  # not the main thread
             yield
             return
@@ -80,20 +85,20 @@ class Stop:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     def _end_at_once(self) -> None:
-        """Die of SIGINT, as the shell expects of a program that Ctrl-C ends; an interactive Python lives on."""
+        """End with SIGINT, as the shell expects of a program that Ctrl-C ends. An interactive Python goes on."""
         if hasattr(sys, "ps1"):
             raise KeyboardInterrupt
         with suppress(Exception):
-            self.last_words()
+            self.before_exit()
         if os.isatty(1):
-            os.write(1, b"\x1b[?25h")  # a bar hides the cursor
+            os.write(1, b"\x1b[?25h")  # a progress bar hides the cursor
         _say(ENDED_AT_ONCE)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
 
     @contextmanager
     def ending_with(self, end: Callable[[], NoReturn]) -> Iterator[None]:
-        """Where a task that left comes out; `end` writes down where the run stands and raises Stopped."""
+        """Call `end` if the task was cancelled by a signal. It saves the state of the run and raises Stopped."""
         try:
             yield
         except asyncio.CancelledError:
@@ -105,47 +110,46 @@ class Stop:
 
 
 def _say(text: str) -> None:
-    """To stderr, past Python's own buffers: a signal may have come while they were being written to."""
+    """Write to stderr without Python's buffers: a signal may interrupt a write to them."""
     with suppress(OSError):
         os.write(2, f"\nagentgym-rl: {text}\n".encode())
 
 
-def stopped(log: RunLog, console: Console, step: int, message: str) -> NoReturn:
-    log.log_event("stopped", message, step=step)
-    console.warn(message)
-    raise Stopped(message)
+def stop_with_checkpoint(write: Callable[[], None] | None, step: int, context: RunContext) -> NoReturn:
+    """Write a checkpoint and raise Stopped. `write` is None if the step has a checkpoint already."""
+    request = f"stopped by {context.stop.by} after step {step}"
+    if write is None or try_checkpoint(write, step, context):
+        _stopped(context, step, f"{request}: go on with --resume")
+    _stopped(context, step, f"{request} without a checkpoint of it: --resume goes on from the last")
 
 
-def stop_with_checkpoint(
-    write: Callable[[], None] | None, step: int, log: RunLog, console: Console, by: str
-) -> NoReturn:
-    """`write` is None if there is a checkpoint of the step already."""
-    if write is None or try_checkpoint(write, step, log, console):
-        stopped(log, console, step, f"stopped by {by} after step {step}: go on with --resume")
-    message = f"stopped by {by} after step {step} without a checkpoint of it: --resume goes on from the last"
-    stopped(log, console, step, message)
-
-
-def stop_before_there_is_a_run(console: Console, by: str) -> NoReturn:
+def stop_before_run_directory(console: Console, by: str) -> NoReturn:
+    """Raise Stopped before there is anything to save."""
     message = f"stopped by {by} before there was a run directory"
     console.warn(message)
     raise Stopped(message)
 
 
-def stop_before_training(log: RunLog, console: Console, by: str) -> NoReturn:
-    """There is nothing new to keep: a warm start that was broken off is made again."""
-    kept = list_checkpoints(log.checkpoints_dir) if log.resumed else []
+def stop_before_training(context: RunContext) -> NoReturn:
+    """Raise Stopped without a new checkpoint. An interrupted warm start is repeated on resume."""
+    kept = list_checkpoints(context.log.checkpoints_dir) if context.log.resumed else []
+    request = f"stopped by {context.stop.by} before"
     if kept:
         step = int(kept[-1].name.rpartition("_")[2])
-        stopped(log, console, step, f"stopped by {by} before it went on after step {step}: go on with --resume")
-    stopped(log, console, 0, f"stopped by {by} before its first checkpoint: --resume starts from the beginning")
+        _stopped(context, step, f"{request} it went on after step {step}: go on with --resume")
+    _stopped(context, 0, f"{request} its first checkpoint: --resume starts from the beginning")
+
+
+def _stopped(context: RunContext, step: int, message: str) -> NoReturn:
+    context.warn("stopped", message, step=step)
+    raise Stopped(message)
 
 
 @contextmanager
-def nothing_left_of_a_failed_start(folder: Path) -> Iterator[None]:
-    """Remove a new run directory if the run fails before it has played anything. Hidden files of others stay."""
+def remove_failed_start(folder: Path) -> Iterator[None]:
+    """Remove a new run directory if the run fails before it has played anything. Other hidden files remain."""
     resumed = (folder / "config.toml").is_file()
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    created = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         yield
     except Exception:
@@ -153,63 +157,60 @@ def nothing_left_of_a_failed_start(folder: Path) -> Iterator[None]:
         if not resumed and not played:
             for path in (*folder.glob("[!.]*"), *folder.glob(".lock"), *folder.glob(".*.tmp")):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-            for path in made:
-                with suppress(OSError):  # somebody else may have put something there meanwhile
+            for path in created:
+                with suppress(OSError):  # another process may have written there meanwhile
                     path.rmdir()
         raise
 
 
 @contextmanager
-def room_or_error(folder: Path) -> Iterator[None]:
-    """A disk too full for what a run cannot do without ends it with one line."""
+def disk_space_or_error(folder: Path) -> Iterator[None]:
+    """Turn an error of a full disk into one line that says what to do."""
     try:
         yield
     except AgentGymError:
         raise
     except Exception as error:
-        said = no_room(error)
-        if said is None:
+        reason = no_room(error)
+        if reason is None:
             raise
         raise DiskFull(
-            f"no room on the disk of {folder} ({said}; {room(folder)}): free some space and run the same command with "
-            "--resume"
+            f"no room on the disk of {folder} ({reason}; {free_space(folder)}): free some space and run the "
+            "same command with --resume"
         ) from error
 
 
-def try_checkpoint(write: Callable[[], None], step: int, log: RunLog, console: Console) -> bool:
-    """Whether there was room for it. If not, that is said, and the checkpoints before it stay."""
+def try_checkpoint(write: Callable[[], None], step: int, context: RunContext) -> bool:
+    """Write a checkpoint and return whether the disk had space for it. If not, record it; earlier ones remain."""
     try:
         write()
     except Exception as error:
-        said = no_room(error)
-        if said is None:
+        reason = no_room(error)
+        if reason is None:
             raise
-        kept = list_checkpoints(log.checkpoints_dir)
+        kept = list_checkpoints(context.log.checkpoints_dir)
         message = (
-            f"no room for the checkpoint of step {step} ({said}; {room(log.root)}): "
+            f"no room for the checkpoint of step {step} ({reason}; {free_space(context.log.root)}): "
             f"{kept[-1].name if kept else 'none'} stays the last, free some space"
         )
-        log.log_event("checkpoint_failed", message, step=step)
-        console.warn(message)
+        context.warn("checkpoint_failed", message, step=step)
         return False
     return True
 
 
-async def last_checkpoint(
-    write: Callable[[], None], step: int, log: RunLog, console: Console, asked_to_stop: Callable[[], bool]
-) -> None:
-    """The one with all that was learned is worth waiting for."""
-    if try_checkpoint(write, step, log, console):
+async def last_checkpoint(write: Callable[[], None], step: int, context: RunContext) -> None:
+    """Write the checkpoint of a finished run, and wait for space if the disk is full."""
+    if try_checkpoint(write, step, context):
         return
-    console.warn(f"waiting up to {PATIENCE_S / 60:.0f} minutes for room: nothing else is left to do")
-    give_up_at = time.monotonic() + PATIENCE_S
-    while not asked_to_stop():
-        await asyncio.sleep(LOOK_S)
+    context.console.warn(f"waiting up to {DISK_TIMEOUT_S / 60:.0f} minutes for room: nothing else is left to do")
+    deadline = time.monotonic() + DISK_TIMEOUT_S
+    while not context.stop.asked:
+        await asyncio.sleep(POLL_INTERVAL_S)
         try:
             write()
         except Exception as error:
-            if no_room(error) is None or time.monotonic() > give_up_at:
+            if no_room(error) is None or time.monotonic() > deadline:
                 raise
         else:
-            console.note(f"there was room for the checkpoint of step {step}")
+            context.console.note(f"there was room for the checkpoint of step {step}")
             return
