@@ -29,7 +29,7 @@ from cluster_for_tests import (
     two_nodes,
     workers,
 )
-from runs_for_tests import comparable_metrics, final_weights, trainer_state
+from runs_for_tests import comparable_metrics, final_weights, quiet, trainer_state
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
