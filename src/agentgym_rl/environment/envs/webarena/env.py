@@ -54,7 +54,7 @@ type [7] [lamp] [1]"""
 
 PAGE_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 30.0
-"""Seconds for one action and all it loads. Plus LAUNCH_TIMEOUT_S it is below a session's deadline, so it fires first."""
+"""Seconds for one action and all it loads. LAUNCH_TIMEOUT_S is added at reset. Both fit into a session's deadline."""
 
 
 class WebArena:

@@ -160,11 +160,7 @@ class _Collector:
     """Collector of a page's elements in document order."""
 
     def __init__(
-        self,
-        by_id: Mapping[str, Mapping[str, Any]],
-        layout: Layout,
-        viewport: tuple[int, int],
-        numbering: Numbering,
+        self, by_id: Mapping[str, Mapping[str, Any]], layout: Layout, viewport: tuple[int, int], numbering: Numbering
     ) -> None:
         self._numbering = numbering
         self.elements: list[Element] = []

@@ -32,8 +32,8 @@ class OfficialStage:
         state = folder / Path(task.storage_state).name
         if not state.is_file():
             raise ConfigError(
-                f"task {task.task_id} needs a signed-in browser and {state} does not exist: sign in to the sites with a "
-                "browser, save Playwright's storage state there, and set WEBARENA_AUTH to its folder"
+                f"task {task.task_id} needs a signed-in browser and {state} does not exist: sign in to the sites, "
+                "save Playwright's storage state there, and set WEBARENA_AUTH to its folder"
             )
         return {"storage_state": str(state)}
 
