@@ -112,7 +112,7 @@ def test_an_index_on_disk(tmp_path: Path) -> None:
     assert isinstance(retriever, BM25Retriever)
     assert retriever is open_retriever(str(tmp_path / "index"))
     assert retriever.cheap
-    assert retriever.search(["compilers", "zurich lakes"], 2) == BM25Retriever.of(PASSAGES).search(
+    assert retriever.search(["compilers", "zurich lakes"], 2) == BM25Retriever.from_passages(PASSAGES).search(
         ["compilers", "zurich lakes"], 2
     )
     passages = MappedPassages(tmp_path / "index")
@@ -148,7 +148,7 @@ def test_the_command_builds_an_index(tmp_path: Path, encoder_folder: Path) -> No
 
 
 def test_bm25_ranks_by_words() -> None:
-    retriever = BM25Retriever.of(PASSAGES)
+    retriever = BM25Retriever.from_passages(PASSAGES)
     found = retriever.search(["Who designed the Analytical Engine?", "ZURICH", "translating program", "of the", ""], 2)
     assert titles(found) == [["Charles Babbage", "Ada Lovelace"], ["Zürich"], ["Compiler", "Ada Lovelace"], [], []]
     assert retriever.search(["compiler"], 0) == [[]]
@@ -156,17 +156,17 @@ def test_bm25_ranks_by_words() -> None:
 
 
 def test_bm25_reads_no_query_syntax() -> None:
-    retriever = BM25Retriever.of(PASSAGES)
+    retriever = BM25Retriever.from_passages(PASSAGES)
     assert titles(retriever.search(['title:(Zürich) AND -lake "nothing here"~2 ['], 1)) == [["Zürich"]]
 
 
 def test_bm25_prefers_the_first_of_equal_passages() -> None:
     same = [Passage(str(number), "Same", "one and the same text") for number in range(40)]
-    assert [p.id for p in BM25Retriever.of(same).search(["same text"], 5)[0]] == ["0", "1", "2", "3", "4"]
+    assert [p.id for p in BM25Retriever.from_passages(same).search(["same text"], 5)[0]] == ["0", "1", "2", "3", "4"]
 
 
 def test_a_long_query_is_bounded() -> None:
-    retriever = BM25Retriever.of(PASSAGES)
+    retriever = BM25Retriever.from_passages(PASSAGES)
     started = time.process_time()
     found = retriever.search([" ".join(f"word{number}" for number in range(50_000))], 3)
     assert found == [[]]
@@ -242,7 +242,7 @@ class _Service(BaseHTTPRequestHandler):
     """Speaks the ecosystem's protocol over BM25; the path says how it misbehaves."""
 
     protocol_version = "HTTP/1.1"
-    retriever = BM25Retriever.of(PASSAGES)
+    retriever = BM25Retriever.from_passages(PASSAGES)
     bodies: ClassVar[list[dict[str, Any]]] = []
 
     def do_POST(self) -> None:

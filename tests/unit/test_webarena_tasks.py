@@ -134,7 +134,7 @@ def test_the_list_is_read_from_where_it_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("SHOPPING", "http://shop.example:7770/")
     monkeypatch.setenv("WEBARENA_AUTH", str(tmp_path))
     assert len(official_tasks()) == 812
-    with pytest.raises(ConfigError, match="needs to be signed in"):
+    with pytest.raises(ConfigError, match="needs a signed-in browser"):
         OfficialStage().begin(1003)
     (tmp_path / "shopping_state.json").write_text("{}")
     task, options = OfficialStage().begin(1003)
