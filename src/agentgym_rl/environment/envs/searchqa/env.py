@@ -94,9 +94,9 @@ class SearchQA:
         rows = cls.rows().get((split, dataset), [])
         if not published.is_published(cls.rows()):
             raise ConfigError(
-                f"searchqa_{number} is one of AgentGym's {published.COUNTS[split, dataset]} {split} questions of "
-                f"{dataset}, but the files hold {len(rows)}: set {DATA_VARIABLE} to the files of all of AgentGym's "
-                "questions, or choose items by their own numbers"
+                f"searchqa_{number} needs AgentGym's {published.COUNTS[split, dataset]} {split} questions of {dataset},"
+                f" got {len(rows)}: set {DATA_VARIABLE} to the files of all of AgentGym's questions, or choose items "
+                "by their own numbers"
             )
         if rows[index] < 0:
             raise ConfigError(
