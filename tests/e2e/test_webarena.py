@@ -94,7 +94,7 @@ def num_contexts() -> int:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.server_address.timeout(3600 if os.environ.get(PLAY_ALL) else 600)
+@pytest.mark.timeout(3600 if os.environ.get(PLAY_ALL) else 600)
 def test_oracle_solves_the_tasks_in_four_sessions() -> None:
     items = chosen_items()
 
@@ -280,7 +280,7 @@ def test_default_port_may_be_given(env: WebArena) -> None:
     assert "outside the sites" in refused(env, "goto [http://shop.test:81/account]")
 
 
-@pytest.server_address.parametrize(
+@pytest.mark.parametrize(
     "url",
     ["http://example.com/", "https://shop.test/", "javascript:alert(1)", "file:///etc/passwd", "data:text/html,x",
      "chrome://settings", "http://shop.test@evil.example/", "http://127.0.0.1/", "view-source:http://shop.test/"],
