@@ -214,7 +214,7 @@ class Tabs:
             self._new_windows.append(page)
 
     async def _add_window(self, page: Page) -> None:
-        """Turn a window that the site opened into the current tab."""
+        """Make a window that the site opened the current tab, or close it if there are too many tabs."""
         self._pending_windows = max(0, self._pending_windows - 1)
         if len(self._tabs) < MAX_TABS:
             await self._add(page)
