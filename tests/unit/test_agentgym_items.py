@@ -145,12 +145,12 @@ def test_searchqas_numbers_count_test_questions_first_whatever_the_files(
     with pytest.raises(ConfigError, match="searchqa_5 is a training question that is also a test question"):
         env.published_item(5)
     counts["test", "nq"] = 4
-    with pytest.raises(ConfigError, match="AgentGym's 4 test questions of nq, here are 3: set AGENTGYM_SEARCHQA_DATA"):
+    with pytest.raises(ConfigError, match="AgentGym's 4 test questions of nq, got 3: set AGENTGYM_SEARCHQA_DATA"):
         env.published_item(0)
     assert env.agentgym_item(1) == 1  # other questions have numbers of their own
 
 
 def test_searchqas_built_in_questions_are_none_of_the_published_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="3610 test questions of nq, here are 0"):
+    with pytest.raises(ConfigError, match="3610 test questions of nq, got 0"):
         read_items(published_ids(tmp_path, "search_qa_8"), "searchqa")
     assert catalog.load("searchqa").agentgym_item(8) == 8  # type: ignore[attr-defined]
