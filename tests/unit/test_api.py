@@ -43,7 +43,7 @@ def test_a_run_is_trained_evaluated_and_looked_at(tmp_path: Path) -> None:
     summary = ag.train("keydoor/tiny", {**TINY, "run_dir": str(run)})
     assert summary["steps"] == 1
     results = ag.evaluate(run, env="keydoor", limit=4, turns="2", out=tmp_path / "eval")["results"]
-    assert results[0]["episodes"] == 4
+    assert results[0]["total"]["episodes"] == 4
     (episode, *_) = ag.load_trajectories(run)
     assert isinstance(episode, ag.Trajectory)
     model, tokenizer = ag.load_model(run, device="cpu")
