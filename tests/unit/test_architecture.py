@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     "run.trackers": LEAVES,
     "commands": ALL,
     "__init__": ALL,
+    "api": ALL,
     "cli": ALL,
     "__main__": ALL,
 }
