@@ -1,4 +1,4 @@
-"""The command line: parse, wire, call."""
+"""The command line: parses options and calls the commands."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 SUBSETS_SHOWN = 5
-"""Subsets of an environment that the list names; the JSON has all."""
+"""Most subsets of an environment that the list names. The JSON has all."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -47,7 +47,7 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as key=val
 def train(
     recipe: Annotated[Path, typer.Argument(help="TOML file, or a name that `recipes` lists: quickstart")],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option(help="Go on with the run where its last checkpoint is")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue the run from its last checkpoint")] = False,
 ) -> None:
     """Train an agent as a recipe says."""
     from agentgym_rl.commands.recipes import find_recipe
@@ -72,7 +72,7 @@ def train(
         Console().warn(warning)
     try:
         asyncio.run(run(config, folder, resume=resume))
-    except Stopped:  # asked for, and said on the console
+    except Stopped:  # requested, and shown on the console
         raise typer.Exit(0) from None
 
 
@@ -165,7 +165,7 @@ def serve(
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
     step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
 ) -> None:
-    """Serve environments over HTTP: prints their addresses, and `ready` when they can be asked."""
+    """Serve environments over HTTP. Prints their addresses, then `ready`."""
     from agentgym_rl.environment.server import serve as run
 
     limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
@@ -271,7 +271,7 @@ def export(
 
 
 def _option(panel: str, text: str, **bounds: Any) -> Any:
-    """An option of `eval` under a heading of its own in the help."""
+    """Return an option of `eval` under a heading of the help."""
     return typer.Option(help=text, rich_help_panel=panel, **bounds)
 
 
@@ -315,8 +315,8 @@ def evaluate(
     url: Annotated[str | None, _option("Pace", "Server of --env, not this process; AgentGym's need --items")] = None,
     token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
 ) -> None:
-    """Evaluate an agent: success with intervals, turns, tokens, cost. The same command goes on after a kill."""
-    given = dict(locals())  # the options by their names, before there is anything else here
+    """Evaluate an agent: success with intervals, turns, tokens, cost. Run it again to continue after a kill."""
+    given = dict(locals())  # options by name; nothing else is local yet
     from agentgym_rl.commands.evaluate import evaluate as run
     from agentgym_rl.commands.evaluate import request_of
 
@@ -417,7 +417,7 @@ def index(
 
 
 def main() -> None:
-    """Entry point: errors raised on purpose become one line."""
+    """Run the command line. Errors raised on purpose become one line."""
     try:
         app(standalone_mode=True)
     except AgentGymError as error:
