@@ -15,7 +15,7 @@ from playwright.sync_api import Browser, Page, expect
 from viewer_for_tests import run as run_in_thread
 from viewer_for_tests import viewer_in_thread
 
-from agentgym_rl.commands.view import LocalWorlds
+from agentgym_rl.commands.view import ViewerEnvironments
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import EnvSession, Message, StopReason, Task, Trajectory
@@ -61,7 +61,7 @@ class Hostile(Counting):
         return HTML if self._hostile_item % 2 else SVG
 
 
-class HostileWorlds(LocalWorlds):
+class HostileEnvironments(ViewerEnvironments):
     """The one environment, under whatever name a file gives it."""
 
     async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
@@ -143,13 +143,13 @@ def _ours(url: str) -> bool:
 
 
 def library_of(root: Path, cache: Path) -> Library:
-    library = Library([root], HostileWorlds(), Index(cache / "index.sqlite3"))
-    library.indexer.round()
+    library = Library([root], HostileEnvironments(), Index(cache / "index.sqlite3"))
+    library.indexer.update()
     return library
 
 
 def addresses(library: Library) -> list[str]:
-    run = quote(next(place.id for place in library.places().values() if place.kind == "run"), safe="")
+    run = quote(next(place.id for place in library.run_folders().values() if place.kind == "run"), safe="")
     evil = quote("evil eval", safe="")
     pages = ["runs", "evals", f"run/{run}", f"episodes/{run}", f"groups/{run}", f"eval/{evil}"]
     for key in ("step_000001.0", "step_000001.1"):  # an SVG and an HTML picture
@@ -216,7 +216,7 @@ def test_nothing_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: 
         expect(page.locator(".past")).to_have_count(1)
         assert page.evaluate(EXECUTED) is None
         # Even the raw picture, opened by itself, runs nothing.
-        run = next(place.id for place in library.places().values() if place.kind == "run")
+        run = next(place.id for place in library.run_folders().values() if place.kind == "run")
         for key in ("step_000001.0", "step_000001.1"):
             page.goto(f"{url}api/frame?run={quote(run, safe='')}&key={key}&turn=0")
             page.wait_for_timeout(150)

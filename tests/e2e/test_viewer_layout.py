@@ -18,7 +18,7 @@ from viewer_for_tests import library_of, played, run, viewer_in_thread, write_ev
 
 from agentgym_rl.agent.policy import OraclePolicy
 from agentgym_rl.agent.rollout import rollout
-from agentgym_rl.commands.view import LocalWorlds, served_environments
+from agentgym_rl.commands.view import ViewerEnvironments, served_environments
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Limits, Step, Task
@@ -235,9 +235,9 @@ def test_pictures_of_an_environment_that_is_in_no_catalogue(page: Page, tmp_path
         go(page, f"{url}#/episode/drawn/step_000001.1?turn=1")  # its environment recorded them
         expect(picture).to_be_visible()
     with server_in_thread({"drawn": Drawn}) as server:
-        worlds = LocalWorlds(urls=served_environments([f"drawn={server.url}/drawn"]))
-        library = Library([tmp_path / "runs"], worlds, Index(tmp_path / "second.sqlite3"))
-        library.indexer.round()
+        environments = ViewerEnvironments(urls=served_environments([f"drawn={server.url}/drawn"]))
+        library = Library([tmp_path / "runs"], environments, Index(tmp_path / "second.sqlite3"))
+        library.indexer.update()
         with viewer_in_thread(library) as url:
             for turn in (0, 1):
                 go(page, f"{url}#/episode/drawn/step_000001.0?turn={turn}")

@@ -405,9 +405,9 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
     expect(facts).to_contain_text(re.compile(r"Cost\s*unknown"))
     expect(page.locator(".causes li")).to_have_text(["1 × <b>the server</b> said 500", "1 × other causes"])
     put(root / "suite" / "eval.json", {"results": "x"})
-    expect(page.locator(".message.warning")).to_contain_text("results should be a list, got 'x'")
+    expect(page.locator(".message.warning")).to_contain_text("results must be a list, got 'x'")
     go(page, f"{url}#/runs")
-    expect(page.locator(".run-row", has_text="suite")).to_contain_text("results should be a list")
+    expect(page.locator(".run-row", has_text="suite")).to_contain_text("results must be a list")
     expect(page.locator(".run-row")).to_have_count(5)
     go(page, f"{url}#/evals")
     expect(page.locator("tbody tr")).to_have_count(3)
@@ -460,7 +460,7 @@ def test_an_export_answers_as_the_server_does(page: Page, url: str, root: Path, 
     async def export() -> bytes:
         library = library_of(root, tmp_path)
         text, _ = await exported_page(library, episodes=10_000, pictures=True)
-        await library.worlds.close()
+        await library.environments.close()
         return text
 
     questions = [

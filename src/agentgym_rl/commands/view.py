@@ -31,7 +31,7 @@ class ModelPlayer:
     """Function from a reply to the action in it."""
 
 
-class LocalWorlds:
+class ViewerEnvironments:
     """Environments of the viewer, in this process or on servers, and the policies that can play them."""
 
     def __init__(
@@ -208,7 +208,7 @@ def view(
     from agentgym_rl.viewer.library import Library
     from agentgym_rl.viewer.server import serve
 
-    library = Library(folders, LocalWorlds(load_policy(policy) if policy else None, urls, environment_token))
+    library = Library(folders, ViewerEnvironments(load_policy(policy) if policy else None, urls, environment_token))
     if library.index.note:
         announce(library.index.note)
     serve(library, host, port, token, announce)
@@ -230,8 +230,8 @@ def export(
     from agentgym_rl.viewer.export import exported_page
     from agentgym_rl.viewer.library import Library
 
-    library = Library(folders, LocalWorlds(None, urls, environment_token))
-    if not library.places():
+    library = Library(folders, ViewerEnvironments(None, urls, environment_token))
+    if not library.run_folders():
         raise ConfigError(f"no run found below {', '.join(map(str, folders))}: name a folder that contains runs")
 
     async def make_page() -> tuple[bytes, str]:
@@ -244,7 +244,7 @@ def export(
             try:
                 return await exported_page(library, episodes=episodes, pictures=pictures, on_progress=advance)
             finally:
-                await library.worlds.close()
+                await library.environments.close()
 
     page, summary = asyncio.run(make_page())
     try:
