@@ -81,7 +81,7 @@ class ViewerEnvironments:
     async def _pool(self, env: str, action_format: str) -> LocalPool | RemotePool:
         if env not in self._urls and env not in catalog.CATALOG:
             raise ConfigError(
-                f"unknown environment {env!r}: if it is your own, start its server, and the viewer with "
+                f"unknown environment {env!r}: if it is your own, start its server, then start the viewer with "
                 f"--url {env}=http://HOST:PORT"
             )
         # Loading imports the environment's packages, which can take seconds.

@@ -137,9 +137,7 @@ class Replays:
                 step = await session.step(replies[turn - 1])
             if step.observation.strip() != recorded.strip():
                 position = f"after turn {turn}" if turn else "at the start"
-                return (
-                    f"the replay differs from the record {position}: the environment changed or is not deterministic"
-                )
+                return f"the replay differs from the record {position}: the environment changed or is not deterministic"
             frames[turn].set_result(await draw(session))
             await asyncio.sleep(0)  # cheap environments run inline: let the server answer other requests
         return ""
