@@ -242,9 +242,8 @@ def _announce(
     console: Console, candidate: Candidate, root: Path, plans: Sequence[TaskPlan], total: int, remaining: int
 ) -> None:
     tasks = sum(bool(plan.items) for plan in plans)
-    console.stage(
-        "Evaluation", f"{candidate.name}, {pluralize(tasks, 'task')}, {pluralize(total, 'episode')}, in {root}"
-    )
+    size = f"{pluralize(tasks, 'task')}, {pluralize(total, 'episode')}"
+    console.stage("Evaluation", f"{candidate.name}, {size}, in {root}")
     if remaining < total:
         console.note(f"resumed: {total - remaining} episodes are finished, {remaining} remain")
     for reason in dict.fromkeys(plan.missing for plan in plans if plan.missing):
@@ -321,10 +320,7 @@ async def _listed_items(request: Request) -> ItemsBySubset:
 
 
 def make_plans(request: Request, candidate: Candidate, listed: ItemsBySubset | None = None) -> list[TaskPlan]:
-    """Return every column with its items. A task that cannot be played keeps an empty column with the reason.
-
-    `listed` are the items of a server.
-    """
+    """Return every column with its items, `listed` by a server if any. An unplayable task has none, and a reason."""
     return _apply_agent(_requested_plans(request, listed or {}), request, candidate)
 
 

@@ -33,7 +33,7 @@ class Library:
         self.queries = Queries(self.index)
         self.runs = Runs(self.queries)
         self.indexer = Indexer(
-            self.index, environments.subsets_of, lambda: [folder.path for folder in self.run_folders().values()]
+            self.index, environments.subsets_of, lambda: [f.path for f in self.run_folders().values()]
         )
         self._run_folders: dict[str, RunFolder] = {}
         self._discovered_at = -DISCOVERY_INTERVAL_S

@@ -169,14 +169,10 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
 
 def damaged_overview(folder: RunFolder, error: Exception) -> dict[str, Any]:
     """Return the row of a run that cannot be read."""
-    row: dict[str, Any] = {
-        "id": folder.id,
-        "kind": folder.kind,
-        "path": str(folder.path),
-        "status": {"state": "damaged"},
-    }
-    row |= {"episodes": 0, "broken": 0, "environments": [], "updated": None, "success": None, "held_out": None}
-    return row | {"spark": [], "agent": "", "problems": [f"it cannot be read: {type(error).__name__}: {error}"]}
+    row: dict[str, Any] = {"id": folder.id, "kind": folder.kind, "path": str(folder.path)}
+    row |= {"status": {"state": "damaged"}, "episodes": 0, "broken": 0, "environments": [], "agent": "", "spark": []}
+    row |= dict.fromkeys(("updated", "success", "held_out"))
+    return row | {"problems": [f"it cannot be read: {type(error).__name__}: {error}"]}
 
 
 def _columns(rows: list[dict[str, Any]]) -> dict[str, Any]:
