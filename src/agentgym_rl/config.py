@@ -39,7 +39,7 @@ ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
 _VARIABLE = re.compile(r"AGENTGYM_[A-Z0-9_]+|VLLM_API_KEY")
 """Names of variables that are meant for such addresses."""
 ENGINE_SLACK = 1.25
-"""Sessions of an engine relative to its even share: each host rounds up, and the share of a lost engine goes to the rest."""
+"""Sessions of an engine relative to its even share: hosts round up, and others take over for a lost engine."""
 
 
 class _Section(BaseModel):
@@ -145,8 +145,7 @@ class EngineConfig(_Section):
     replicas: int = Field(1, ge=1)
     """Number of vLLM engines to start, without `urls`."""
     tensor_parallel: int = Field(1, ge=1)
-    """Devices over which each vLLM engine splits its weights. Needs [scale] with layout = 'disaggregated'; the devices of
-    an engine are on one node."""
+    """Devices over which each vLLM engine splits its weights, on one node. Needs [scale] with layout = 'disaggregated'."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of vLLM's weights; auto is the learner's."""
     memory_share: float = Field(0.4, gt=0, allow_inf_nan=False)
@@ -156,8 +155,8 @@ class EngineConfig(_Section):
     eager: bool = False
     """Run vLLM without compilation and captured graphs: it starts sooner and samples slower."""
     seeded: bool = True
-    """Give every vLLM request a seed, so that replies can be repeated; vLLM then samples row by row. false is faster with
-    many requests, and no two runs are the same."""
+    """Give every vLLM request a seed, so that replies can be repeated; vLLM then samples row by row. false is faster
+    with many requests, and no two runs are the same."""
     weights: Literal["memory", "files"] = "memory"
     """How new weights reach a vLLM started here. memory: from the learner's memory (CUDA IPC; shared memory on a CPU).
     files: through the run directory, as servers and adapters get them."""
@@ -233,7 +232,7 @@ class ScaleConfig(_Section):
     layout: Literal["colocated", "disaggregated"] = "disaggregated"
     """colocated: learner n and engine n share a device. disaggregated: each has its own."""
     address: str | None = None
-    """Address of a Ray cluster that this machine belongs to, auto or head:6379. Without one, the run starts Ray here."""
+    """Address of a Ray cluster that this machine is part of, auto or head:6379. Without it, the run starts Ray."""
     learner_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
     """Cores that each learner reserves. The following keys are for engines and environment hosts."""
     engine_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
@@ -243,8 +242,8 @@ class ScaleConfig(_Section):
     bucket_mb: int = Field(256, ge=1)
     """Size of the buckets in which weights are sent to engines."""
     worker_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
-    """Timeout of starting a worker, the first time or again. Ranks wait longer for each other, because the death of a rank
-    is reported at once."""
+    """Timeout of starting a worker, the first time or again. Ranks wait longer for each other, because the death of a
+    rank is reported at once."""
 
     @model_validator(mode="after")
     def _pairs(self) -> ScaleConfig:
@@ -463,7 +462,7 @@ def require_allowed_variables(config: Config) -> None:
 
 
 def _find_template(raw: dict[str, Any], folder: Path) -> None:
-    """Resolve a template's relative path from the recipe's folder if the file is there, else from the current folder."""
+    """Resolve a template's relative path from the recipe's folder if it is there, else from the current folder."""
     model = raw.get("model")
     template = model.get("chat_template") if isinstance(model, dict) else None
     if isinstance(model, dict) and isinstance(template, str) and os.path.isfile(folder / template):

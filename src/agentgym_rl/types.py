@@ -267,7 +267,7 @@ class Sample:
     """The critic's value of the state after the last token."""
     trajectory_id: str = ""
     left_out: list[tuple[int, int]] = field(default_factory=list)
-    """(start, length) of replies that are not imitated: no loss is taken on them, even if it is taken on all other text."""
+    """(start, length) of replies that are not imitated: no loss is taken on them, even if it is on other text."""
 
 
 @dataclass(frozen=True, slots=True)

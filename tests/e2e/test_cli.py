@@ -114,7 +114,7 @@ def test_mistakes_in_a_recipe_are_found_before_torch_is_imported(
 def test_an_evaluation_needs_torch_for_models_alone(without_torch: dict[str, str], tmp_path: Path) -> None:
     for arguments, words in (
         (("--agent", "some/model", "--env", "babyia"), ["did you mean 'babyai'?"]),
-        (("--agent", "some/model", "--env", "keydoor"), ["'some/model' is no run", "cannot be reached"]),
+        (("--agent", "some/model", "--env", "keydoor"), ["'some/model' is neither a run", "cannot be reached"]),
     ):
         done = command("eval", *arguments, cwd=tmp_path, env=without_torch)
         assert done.returncode == 2, done.stderr

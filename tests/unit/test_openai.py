@@ -218,17 +218,17 @@ async def test_a_server_that_is_silent_or_absent(api: Api) -> None:
 async def test_what_is_refused_from_the_first_request_on_is_hopeless(api: Api, client: ChatClient) -> None:
     api.next = [Response("who are you?", 401)] * 3
     for count in range(3):
-        assert not client.hopeless, count
+        assert not client.fatal_error, count
         with pytest.raises(EngineError, match="check --key-variable, no key was sent"):
             await client.complete(ASK, SAMPLING)
-    assert client.hopeless.endswith("refused: HTTP 401 'who are you?': check --key-variable, no key was sent")
+    assert client.fatal_error.endswith("refused: HTTP 401 'who are you?': check --key-variable, no key was sent")
     answered = ChatClient(api.url, "tiny", api_key_variable=None)
     await answered.complete(ASK, SAMPLING)
     api.next = [Response("not this text", 403)] * 4
     for _ in range(4):
         with pytest.raises(EngineError, match="HTTP 403"):
             await answered.complete(ASK, SAMPLING)
-    assert not answered.hopeless  # an episode's own trouble: others were answered
+    assert not answered.fatal_error  # an episode's own trouble: others were answered
     await answered.close()
 
 

@@ -1,4 +1,4 @@
-"""Reading the options of `eval` that are more than one value."""
+"""Parsing of `eval` options that hold more than one value."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from agentgym_rl.agent.engines.openai import Prices
 from agentgym_rl.errors import ConfigError
 
 
-def turns_of(text: str | None) -> tuple[int, ...]:
-    """`2,4,8` as ascending numbers; nothing for each scenario's own."""
+def parse_turns(text: str | None) -> tuple[int, ...]:
+    """Parse `2,4,8` into ascending numbers. Return an empty tuple for None: each scenario has its own turns."""
     if text is None:
         return ()
     parts = [part.strip() for part in text.split(",")]
@@ -16,18 +16,18 @@ def turns_of(text: str | None) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def prices_of(prompt: float | None, completion: float | None, cached: float | None) -> Prices | None:
-    """Prices where they are given: both of prompt and completion, or none."""
+def parse_prices(prompt: float | None, completion: float | None, cached: float | None) -> Prices | None:
+    """Return the prices, or None if none is given. Prompt and completion prices are needed together."""
     if prompt is None and completion is None and cached is None:
         return None
     if prompt is None or completion is None:
-        raise ConfigError("prices need both --price-prompt and --price-completion, in dollars a million tokens")
+        raise ConfigError("prices need both --price-prompt and --price-completion, in dollars per million tokens")
     return Prices(prompt, completion, cached)
 
 
 def wants_published(text: str | None) -> bool:
     if text not in (None, "published"):
         raise ConfigError(
-            f"--compare knows only `published`, got {text!r}; for two of your own: agentgym-rl compare A B"
+            f"--compare needs `published`, got {text!r}; to compare two evaluations: agentgym-rl compare A B"
         )
     return text is not None

@@ -1,4 +1,4 @@
-"""`agentgym-rl export --merge`: a checkpoint's adapters inside the weights of the model they were trained on."""
+"""`agentgym-rl export --merge`: merge a checkpoint's adapters into the weights of the model they were trained on."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from agentgym_rl.training.lora import merged_model, rounding_loss
 
 
 def export_merged(run: Path, step: int | None, folder: Path, dtype: str) -> str:
-    """Write the merged model of a checkpoint as a Hugging Face folder; return a line about what `dtype` costs.
+    """Write the merged model of a checkpoint as a Hugging Face folder. Return a line about its rounding loss.
 
-    Base and adapters are added in float32 whatever the run was trained in.
+    Base and adapters are added in float32, independent of the dtype of the run.
     """
     if not (run / "config.toml").is_file():
-        raise ConfigError(f"--merge needs a run directory, {run} is none (config.toml is missing)")
+        raise ConfigError(f"--merge needs a run directory, {run} is not one (config.toml is missing)")
     candidate = find_agent(AgentOptions(str(run) if step is None else f"{run}@{step}", device="cpu", dtype="float32"))
     assert candidate.model is not None
     if candidate.model.lora is None:
-        raise ConfigError(f"{run} was trained without adapters, there is nothing to merge: leave out --merge")
+        raise ConfigError(f"{run} was trained without adapters and has nothing to merge: leave out --merge")
     if folder.exists():
         raise ConfigError(f"{folder} exists already: choose another folder")
     model, tokenizer = load_weights(candidate)
-    type_ = getattr(torch, dtype)
-    lost = rounding_loss(model, type_)
-    export(merged_model(model).to(type_), tokenizer, folder)
-    rounding = f"; rounding changes what the adapters add by {100 * lost:.2g}%" if lost else ""
+    torch_dtype = getattr(torch, dtype)
+    loss = rounding_loss(model, torch_dtype)
+    export(merged_model(model).to(torch_dtype), tokenizer, folder)
+    rounding = f"; rounding changes the adapters' contribution by {100 * loss:.2g}%" if loss else ""
     return f"merged in {dtype}{rounding}"

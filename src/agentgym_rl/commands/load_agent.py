@@ -1,4 +1,4 @@
-"""Who can be evaluated: `oracle`, `random`, a model folder or hub name, a run (`RUN` or `RUN@STEP`), `openai:MODEL`."""
+"""Agents to evaluate: `oracle`, `random`, a model folder or hub name, a run (`RUN` or `RUN@STEP`), `openai:MODEL`."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from agentgym_rl.training.lookup import find_model
 from agentgym_rl.types import EnvSession, Sampling
 
 OPENAI = "openai:"
-_END_OF_WEIGHTS = 1 << 20
-"""Bytes at each end of a weights file that go into its fingerprint: a whole large model takes minutes to read."""
+_FINGERPRINT_BYTES = 1 << 20
+"""Bytes at each end of a weights file that go into its fingerprint. Reading a large model takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentOptions:
-    """What the command line says of an agent; None means the run's own setting, or the default."""
+    """Options of the command line for an agent. None means the run's own setting, or the default."""
 
     spec: str
     name: str | None = None
@@ -39,7 +39,7 @@ class AgentOptions:
     chat_template: str | None = None
     device: str = "auto"
     dtype: str | None = None
-    """None: a run's own on a GPU, else float32."""
+    """None means the run's own on a GPU, and float32 otherwise."""
     base_url: str = "https://api.openai.com/v1"
     key_variable: str | None = "OPENAI_API_KEY"
     request_timeout_s: float = 120.0
@@ -51,34 +51,34 @@ class AgentOptions:
 
 @dataclass(slots=True)
 class Candidate:
-    """An agent that is known and not yet loaded."""
+    """An agent that is identified but not loaded yet."""
 
     options: AgentOptions
     kind: str
-    """oracle, random, model, run or openai."""
+    """One of oracle, random, model, run and openai."""
     name: str
     identity: dict[str, Any]
-    """What makes it this agent and no other: goes into the evaluation's config."""
+    """Identity of the agent, saved in the evaluation's config."""
     playing: AgentConfig
-    """Style, instruction, temperature and token limits it is played with."""
+    """Style, instruction, temperature and token limits to play with."""
     own_style: bool
-    """True when the style was asked for, or is the run's; else a suite's scenarios have their own."""
+    """True if the style is given or the run's. Otherwise each scenario of a suite has its own."""
     own_context: bool
     model: ModelConfig | None = None
     weights: str = ""
-    """Folder or hub name of what is loaded. Where those are adapters, `model.path` is the model under them."""
+    """Folder or hub name of the weights. For adapters, `model.path` is their base model."""
     step: int = 0
 
 
 def find_agent(options: AgentOptions) -> Candidate:
-    """The agent a spec names; ConfigError where that cannot be, before anything is loaded or asked."""
+    """Return the agent that a spec names. Raise ConfigError before anything is loaded if there is none."""
     spec = options.spec
     if spec in ("oracle", "random"):
         return _candidate(options, spec, spec, {"kind": spec}, AgentConfig())
     if spec.startswith(OPENAI):
         model = spec.removeprefix(OPENAI)
         if not model:
-            raise ConfigError("--agent openai: needs a model's name, such as openai:gpt-4o-mini")
+            raise ConfigError("--agent openai: needs a model name, such as openai:gpt-4o-mini")
         return _candidate(options, "openai", model, {"kind": "openai", "model": model}, AgentConfig())
     run = _run_of(spec)
     if run is not None:
@@ -87,8 +87,7 @@ def find_agent(options: AgentOptions) -> Candidate:
     is_folder = (folder / "config.json").is_file()
     if not is_folder and (folder / "adapter_config.json").is_file():
         raise ConfigError(
-            f"--agent {spec!r} holds adapters without the model under them: name the run that trained them, RUN or "
-            "RUN@STEP"
+            f"--agent {spec!r} holds adapters without their base model: name the run that trained them, RUN or RUN@STEP"
         )
     if not is_folder and (spec.startswith((".", "~", "/")) or spec.count("/") != 1 or folder.exists()):
         raise ConfigError(
@@ -100,7 +99,7 @@ def find_agent(options: AgentOptions) -> Candidate:
         find_model(spec)
     except ConfigError as error:
         raise ConfigError(
-            f"--agent {spec!r} is no run (config.toml) and no model that can be found: {error}"
+            f"--agent {spec!r} is neither a run (config.toml) nor a model that can be found: {error}"
         ) from error
     identity = {"kind": "model", "path": spec} | ({"weights": fingerprint(folder)} if is_folder else {})
     candidate = _candidate(options, "model", folder.resolve().name if is_folder else spec, identity, AgentConfig())
@@ -109,7 +108,7 @@ def find_agent(options: AgentOptions) -> Candidate:
 
 
 def _run_of(spec: str) -> tuple[Path, int | None] | None:
-    """(run directory, step or None) when `spec` is RUN or RUN@STEP."""
+    """Return (run directory, step or None) if `spec` is RUN or RUN@STEP."""
     path, at, step = spec.rpartition("@")
     if at and step.isdigit() and (Path(path) / "config.toml").is_file():
         return Path(path), int(step)
@@ -120,18 +119,18 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
     from agentgym_rl.training.checkpoint import list_checkpoints
 
     config: Config = load_config(run / "config.toml", [])
-    found = {int(path.name.rpartition("_")[2]): path for path in list_checkpoints(run / "checkpoints")}
-    if not found or (step is not None and step not in found):
-        there = ", ".join(map(str, found)) or "none"
-        raise ConfigError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}: there is {there}")
-    step = max(found) if step is None else step
-    folder = found[step] / "model"
+    checkpoints = {int(path.name.rpartition("_")[2]): path for path in list_checkpoints(run / "checkpoints")}
+    if not checkpoints or (step is not None and step not in checkpoints):
+        steps = ", ".join(map(str, checkpoints)) or "none"
+        raise ConfigError(f"{run} has no checkpoint{'' if step is None else f' of step {step}'}: it has {steps}")
+    step = max(checkpoints) if step is None else step
+    folder = checkpoints[step] / "model"
     identity = {"kind": "run", "run": run.name, "step": step, "weights": fingerprint(folder)}
     model = _model(options, str(folder), options.chat_template or config.model.chat_template, config.model.dtype)
     if config.model.lora is not None:
         assert config.model.path is not None
         model = model.model_copy(update={"path": config.model.path, "lora": config.model.lora})
-        with _under_adapters(str(run)):
+        with _explain_base_model(str(run)):
             find_model(config.model.path)
         base = Path(config.model.path).expanduser()
         identity["base"] = fingerprint(base) if base.is_dir() else config.model.path
@@ -144,26 +143,26 @@ def _run_candidate(options: AgentOptions, run: Path, step: int | None) -> Candid
 
 
 @contextmanager
-def _under_adapters(run: str) -> Iterator[None]:
-    """Says why a model is needed that the command line does not name."""
+def _explain_base_model(run: str) -> Iterator[None]:
+    """Add to a ConfigError why a model is needed that the command line does not name."""
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(f"{run} was trained with adapters, which are played on the run's model: {error}") from error
+        raise ConfigError(f"{run} was trained with adapters, which need the run's base model: {error}") from error
 
 
 def _candidate(
     options: AgentOptions, kind: str, name: str, identity: dict[str, Any], playing: AgentConfig
 ) -> Candidate:
-    asked = {"temperature": options.temperature, "style": options.style}
-    asked |= {"max_new_tokens": options.max_new_tokens, "max_context": options.max_context}
-    # Not validated again: a temperature of 0 is for evaluation only.
-    playing = playing.model_copy(update={key: value for key, value in asked.items() if value is not None})
+    given = {"temperature": options.temperature, "style": options.style}
+    given |= {"max_new_tokens": options.max_new_tokens, "max_context": options.max_context}
+    # Not validated again, because a temperature of 0 is valid only in evaluation.
+    playing = playing.model_copy(update={key: value for key, value in given.items() if value is not None})
     if playing.style == "reflect" and playing.turns_per_attempt is None:
-        raise ConfigError("--style reflect needs the turns of an attempt, which only a run's config sets: use a run")
+        raise ConfigError("--style reflect needs turns_per_attempt, which only a run's config sets: evaluate a run")
     name = options.name or name
     if not name.isprintable():
-        raise ConfigError(f"an agent's name is one line of printable text, got {name!r}: give another with --name")
+        raise ConfigError(f"an agent's name must be one line of printable text, got {name!r}: give another with --name")
     identity = {"name": name, **identity}
     if playing.style == "reflect":
         identity["turns_per_attempt"] = playing.turns_per_attempt
@@ -178,11 +177,11 @@ def _candidate(
     )
 
 
-def _model(options: AgentOptions, path: str, chat_template: str | None, trained_in: str = "float32") -> ModelConfig:
+def _model(options: AgentOptions, path: str, chat_template: str | None, trained_dtype: str = "float32") -> ModelConfig:
     model = _model_config(options, path, chat_template)
     device, _ = choose_device(model)
     if options.dtype is None and device.startswith("cuda"):
-        model = _model_config(replace(options, dtype=trained_in), path, chat_template)
+        model = _model_config(replace(options, dtype=trained_dtype), path, chat_template)
     return model
 
 
@@ -196,34 +195,34 @@ def _model_config(options: AgentOptions, path: str, chat_template: str | None) -
 
 
 def fingerprint(folder: Path) -> str:
-    """A digest of a model folder's config and of the size and both ends of its weights."""
+    """Return a digest of a model folder's config and of the size and both ends of its weights."""
     digest = hashlib.blake2b(digest_size=8)
-    kinds = (".safetensors", ".bin", ".json", ".jinja")
-    weights = sorted(path for path in folder.iterdir() if path.suffix in kinds and path.is_file())
-    for path in weights:
+    suffixes = (".safetensors", ".bin", ".json", ".jinja")
+    files = sorted(path for path in folder.iterdir() if path.suffix in suffixes and path.is_file())
+    for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            digest.update(file.read(_END_OF_WEIGHTS))
-            file.seek(max(0, size - _END_OF_WEIGHTS))
+            digest.update(file.read(_FINGERPRINT_BYTES))
+            file.seek(max(0, size - _FINGERPRINT_BYTES))
             digest.update(file.read())
     return digest.hexdigest()
 
 
 def load_weights(candidate: Candidate) -> tuple[Any, Any]:
-    """(model, tokenizer) of a model or a run, to play with."""
+    """Load (model, tokenizer) of a model or a run, for inference."""
     assert candidate.model is not None
-    with nullcontext() if candidate.model.lora is None else _under_adapters(candidate.options.spec):
+    with nullcontext() if candidate.model.lora is None else _explain_base_model(candidate.options.spec):
         model, tokenizer = load_from(candidate.weights, candidate.model)
     return model.eval(), tokenizer
 
 
-class WordsAgent:
-    """The oracle, or random play."""
+class ScriptedAgent:
+    """The oracle, or random play. It has no model."""
 
     step = 0
-    room: int | None = None
-    hopeless = ""
+    max_context: int | None = None
+    fatal_error = ""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -241,7 +240,7 @@ class WordsAgent:
 class ModelAgent:
     """A local model behind the native engine."""
 
-    hopeless = ""
+    fatal_error = ""
 
     def __init__(self, candidate: Candidate, concurrency: int, max_context: int) -> None:
         assert candidate.model is not None
@@ -254,7 +253,7 @@ class ModelAgent:
         self._engine = NativeEngine(
             model, decode=self._renderer.decode, max_sessions=concurrency, max_context=max_context
         )
-        self.room: int | None = self._engine.max_context
+        self.max_context: int | None = self._engine.max_context
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(self._playing.max_new_tokens, self._playing.temperature, seed=seed)
@@ -274,12 +273,12 @@ class ChatAgent:
     client: ChatClient
     sampling: Sampling
     step: int = 0
-    room: int | None = None
+    max_context: int | None = None
     _meters: dict[int, Meter] = field(default_factory=dict)
 
     @property
-    def hopeless(self) -> str:
-        return self.client.hopeless
+    def fatal_error(self) -> str:
+        return self.client.fatal_error
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         meter = Meter(self.client)
@@ -294,10 +293,10 @@ class ChatAgent:
         await self.client.close()
 
 
-def load_agent(candidate: Candidate, concurrency: int, max_context: int) -> WordsAgent | ModelAgent | ChatAgent:
-    """The agent itself. `max_context` is the most that any of its episodes may take."""
+def load_agent(candidate: Candidate, concurrency: int, max_context: int) -> ScriptedAgent | ModelAgent | ChatAgent:
+    """Load the agent. `max_context` is the largest context of any of its episodes."""
     if candidate.kind in ("oracle", "random"):
-        return WordsAgent(candidate.kind)
+        return ScriptedAgent(candidate.kind)
     if candidate.kind != "openai":
         return ModelAgent(candidate, concurrency, max_context)
     options = candidate.options

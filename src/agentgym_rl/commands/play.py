@@ -1,4 +1,4 @@
-"""Episodes in the terminal: play one by hand, or read those of a run."""
+"""Episodes in the terminal: play one by hand, or print those of a run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.types import EnvSession, Limits, StopReason, Task, Trajectory
 
-COMMANDS = "?  the actions that make sense   !  the oracle's next action   picture  look at the state   Ctrl-D  give up"
+COMMANDS = "?  list valid actions   !  show the oracle's next action   picture  draw the state   Ctrl-D  give up"
 
 
 async def play(
     name: str, item: int, max_turns: int, *, oracle: bool, url: str | None = None, token: str | None = None
 ) -> Trajectory:
-    """Play one episode of `name`, here or on the server at `url`, typed by a person or played by its oracle."""
+    """Play one episode of `name`, in this process or on the server at `url`, by hand or with the oracle."""
     console = Screen(highlight=False)
-    pool: LocalPool | RemotePool = _local(name, item) if url is None else RemotePool({name: url}, token)
+    pool: LocalPool | RemotePool = _local_pool(name, item) if url is None else RemotePool({name: url}, token)
     try:
         session = await pool.open(name)
         console.print(Panel(Text(session.instruction), title=f"{name}, item {item}", border_style="cyan"))
@@ -37,13 +37,13 @@ async def play(
         trajectory = await rollout(Task(name, item), session, policy, limits, id="play")
     finally:
         await pool.close()
-    if not trajectory.messages:  # not even an observation: the item could not be reset
+    if not trajectory.messages:  # without an observation the item could not be reset
         raise EnvError(f"{name}, item {item} cannot be played: {trajectory.error}")
     _print_ending(console, trajectory)
     return trajectory
 
 
-def _local(name: str, item: int) -> LocalPool:
+def _local_pool(name: str, item: int) -> LocalPool:
     env_class = catalog.load(name)
     if not any(item in items for items in env_class.splits.values()):
         ranges = ", ".join(f"{split} {r.start}-{r.stop - 1}" for split, r in env_class.splits.items())
@@ -52,10 +52,10 @@ def _local(name: str, item: int) -> LocalPool:
 
 
 class _Player(HumanPolicy):
-    """A person, with a few words of help that are not actions."""
+    """A person at the terminal. Some inputs are help commands, not actions."""
 
     def __init__(self, console: Screen, session: EnvSession) -> None:
-        super().__init__(self._never, session.instruction)
+        super().__init__(self._unused, session.instruction)
         self._console, self._session = console, session
 
     async def words(self, observation: str) -> str:
@@ -77,16 +77,16 @@ class _Player(HumanPolicy):
             if typed == "!":
                 return await self._session.oracle()
             return f"wrote {await _draw(self._session)}"
-        except NotSupported as error:  # no reason to end the game
+        except NotSupported as error:  # show the reason and continue the episode
             return str(error)
 
     @staticmethod
-    def _never(observation: str) -> str:
-        raise AssertionError("words() asks")
+    def _unused(observation: str) -> str:
+        raise AssertionError("words() reads the input")
 
 
 class _Spectator(OraclePolicy):
-    """The oracle, shown as it plays."""
+    """The oracle. Its actions are printed as it plays."""
 
     def __init__(self, console: Screen, session: EnvSession) -> None:
         super().__init__(session)
@@ -110,7 +110,7 @@ async def _draw(session: EnvSession) -> Path:
 
 
 def show(run: Path, step: int | None, number: int, success: bool | None) -> None:
-    """Print up to `number` episodes of a run's step, the last one by default."""
+    """Print up to `number` episodes of a step of a run, by default the last step."""
     console = Screen(highlight=False)
     path = _trajectory_file(run, step)
     shown = 0
@@ -143,8 +143,8 @@ def _print_trajectory(console: Screen, trajectory: Trajectory) -> None:
         if message.role == "assistant":
             reward = trajectory.rewards[turn]
             turn += 1
-            paid = f"   reward {reward:g}" if reward else ""
-            lines.append(f"> {message.content}", "bold cyan").append(f"{paid}\n\n", "green")
+            reward_text = f"   reward {reward:g}" if reward else ""
+            lines.append(f"> {message.content}", "bold cyan").append(f"{reward_text}\n\n", "green")
         elif message.role == "system":
             lines.append(f"{message.content}\n\n", "dim")
         else:
@@ -155,11 +155,11 @@ def _print_trajectory(console: Screen, trajectory: Trajectory) -> None:
 
 
 def _print_ending(console: Screen, trajectory: Trajectory) -> None:
-    how = {StopReason.ERROR: f"error: {trajectory.error}"}.get(
+    ending = {StopReason.ERROR: f"error: {trajectory.error}"}.get(
         trajectory.stop or StopReason.ERROR, str(trajectory.stop)
     )
     outcome = Text("success" if trajectory.success else "no success", "green" if trajectory.success else "red")
     console.print(
-        Text.assemble(outcome, f"  {how}, {trajectory.num_turns} turns, reward {trajectory.reward:g}, horizon ")
+        Text.assemble(outcome, f"  {ending}, {trajectory.num_turns} turns, reward {trajectory.reward:g}, horizon ")
         + Text(f"{trajectory.horizon}\n")
     )

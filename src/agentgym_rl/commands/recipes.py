@@ -1,4 +1,4 @@
-"""The recipes that come with the package: `quickstart`, `textcraft/grpo` and so on, by name."""
+"""The packaged recipes by name: `quickstart`, `textcraft/grpo` and so on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentgym_rl.errors import ConfigError
 
 _PACKAGED = Path(__file__).parents[1] / "recipes"
 RECIPES = _PACKAGED if _PACKAGED.is_dir() else Path(__file__).parents[3] / "recipes"
-"""Inside an installed package; of an editable install, the checkout's own."""
+"""Folder of the recipes: in an installed package its own, in an editable install that of the checkout."""
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -36,14 +36,14 @@ def find_recipe(given: Path) -> Path:
 
 
 def summary(recipe: Path) -> str:
-    """Return what a recipe is for: its opening comment up to the first stop."""
+    """Return the purpose of a recipe: its opening comment up to the first full stop, colon or semicolon."""
     comment = re.match(r"(#.*\n)+", recipe.read_text(encoding="utf-8"))
     text = " ".join(line.removeprefix("#").strip() for line in comment[0].splitlines()) if comment else ""
     return re.split(r"[.:;](?:\s|$)", text, maxsplit=1)[0]
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Copy a packaged recipe, and the template that it names, into `folder`."""
+    """Copy a packaged recipe and its chat template, if it names one, into `folder`."""
     source = find_recipe(Path(name))
     text = source.read_text(encoding="utf-8")
     template = tomllib.loads(text).get("model", {}).get("chat_template", "")

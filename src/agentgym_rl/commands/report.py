@@ -1,4 +1,4 @@
-"""The commands `report` and `compare`: they read folders and need no model."""
+"""The commands `report` and `compare`. They read evaluation folders and need no model."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentgym_rl.commands.eval_options import wants_published
+from agentgym_rl.common.files import write_atomically
 from agentgym_rl.common.screen import Screen
 from agentgym_rl.evaluation.compare import compare as compare_sides
 from agentgym_rl.evaluation.compare import load_side
-from agentgym_rl.evaluation.folder import read_evaluation, write_atomically, writing
+from agentgym_rl.evaluation.folder import explain_write_errors, read_evaluation
 from agentgym_rl.evaluation.report import entry_of, markdown, published_entries
 from agentgym_rl.evaluation.terminal import print_comparison, print_report
 
 PLAIN_WIDTH = 140
-"""Where there is no terminal to ask."""
+"""Columns of the output if it is not a terminal."""
 
 
 def report(folders: list[Path], compared: str | None, out: Path | None) -> None:
-    """Print several evaluations as one table, and write it where asked."""
+    """Print several evaluations as one table. Write it to `out` as Markdown, if given."""
     published = wants_published(compared)
     entries = [entry_of(read_evaluation(folder)) for folder in folders]
     names = [entry.name for entry in entries]
@@ -30,12 +31,12 @@ def report(folders: list[Path], compared: str | None, out: Path | None) -> None:
     ]
     source = ""
     if published:
-        source, others = published_entries(plan.scenario for entry in entries for plan in entry.plans)
-        entries += others
+        source, published_rows = published_entries(plan.scenario for entry in entries for plan in entry.plans)
+        entries += published_rows
     print_report(_console(), entries, source)
     if out is not None:
-        with writing(out):
-            write_atomically(out, markdown(entries, source))
+        with explain_write_errors(out):
+            write_atomically(out, markdown(entries, source).encode())
 
 
 def compare(first: Path, second: Path, max_turns: int | None, *, as_json: bool) -> None:

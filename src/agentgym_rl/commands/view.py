@@ -1,4 +1,4 @@
-"""Where the viewer meets environments and policies."""
+"""The command `view`: connects the viewer to environments and policies."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MAX_SESSIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class ModelPlayer:
-    """A model that can play."""
+    """A model that plays episodes in the viewer."""
 
-    make: PolicyFactory
+    make_policy: PolicyFactory
     limits: Limits
     parse: Callable[[str], str]
-    """What it says -> the action in it."""
+    """Function from a reply to the action in it."""
 
 
-class LocalWorlds:
-    """The installed environments in this process, those on servers, and the policies that can play them."""
+class ViewerEnvironments:
+    """Environments of the viewer, in this process or on servers, and the policies that can play them."""
 
     def __init__(
         self, model: ModelPlayer | None = None, urls: Mapping[str, str] | None = None, token: str | None = None
@@ -42,7 +42,7 @@ class LocalWorlds:
             "random": RandomPolicy,
         }
         if model is not None:
-            self.policies["model"] = model.make
+            self.policies["model"] = model.make_policy
         self._model = model
         self.limits = model.limits if model else Limits(max_turns=1000, max_new_tokens=512, max_context=8192)
         self._pools: dict[tuple[str, str], LocalPool | RemotePool] = {}
@@ -50,12 +50,12 @@ class LocalWorlds:
         self._token = token
 
     def describe(self) -> list[dict[str, Any]]:
-        here = {name: entry for name, entry in catalog.CATALOG.items() if name not in self._urls}
+        local = {name: entry for name, entry in catalog.CATALOG.items() if name not in self._urls}
         served = [asyncio.run(self._describe_served(name, url)) for name, url in self._urls.items()]
-        return [*served, *(_describe(name, entry) for name, entry in here.items())]
+        return [*served, *(_describe(name, entry) for name, entry in local.items())]
 
     async def _describe_served(self, env: str, url: str) -> dict[str, Any]:
-        """A server that does not answer now may do so later: its row stays, without ranges."""
+        """Describe a server's environment. A server that does not answer may do so later, so its row has no ranges."""
         row = {"name": env, "summary": f"served at {url}", "licence": "", "installed": True, "missing": ""}
         pool = RemotePool({env: url}, self._token, 1)
         try:
@@ -74,15 +74,14 @@ class LocalWorlds:
 
     async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
         if style not in STYLES:
-            raise ConfigError(f"the run's style {style!r} is not known here: known are {', '.join(STYLES)}")
-        written = STYLES[style].action_format
-        session = await (await self._pool(env, written)).open(env)
+            raise ConfigError(f"the run's style {style!r} is unknown: known are {', '.join(STYLES)}")
+        session = await (await self._pool(env, STYLES[style].action_format)).open(env)
         return STYLES[style].wrap(session, turns_per_attempt)
 
     async def _pool(self, env: str, action_format: str) -> LocalPool | RemotePool:
         if env not in self._urls and env not in catalog.CATALOG:
             raise ConfigError(
-                f"unknown environment {env!r}: if it is your own, serve it and start the viewer with "
+                f"unknown environment {env!r}: if it is your own, start its server, then start the viewer with "
                 f"--url {env}=http://HOST:PORT"
             )
         # Loading imports the environment's packages, which can take seconds.
@@ -119,14 +118,14 @@ def _describe(name: str, entry: catalog.Entry) -> dict[str, Any]:
 
 @lru_cache(maxsize=1 << 16)
 def _subsets_of(env: str, item: int) -> tuple[str, ...]:
-    # What cannot be told (not installed, an item of another version) is left empty: it is a help for filtering.
+    # Subsets only help filtering. They remain empty if the environment is not installed or has no such item.
     with contextlib.suppress(Exception):
         return tuple(catalog.load(env).subsets_of(item))
     return ()
 
 
 def load_policy(name: str) -> ModelPlayer:
-    """What `eval --agent` takes and is a model of ours, ready to play as it would be evaluated."""
+    """Load a local model by the spec of `eval --agent`, to play as it would be evaluated."""
     from agentgym_rl.agent.engines.native import NativeEngine
     from agentgym_rl.agent.policy import EnginePolicy, Policy
     from agentgym_rl.agent.renderer import Renderer
@@ -147,15 +146,15 @@ def load_policy(name: str) -> ModelPlayer:
     engine = NativeEngine(model, decode=renderer.decode, max_sessions=MAX_SESSIONS, max_context=limits.max_context)
 
     class Model(EnginePolicy):
-        """Reads turns that somebody else played as well: those have no ids yet."""
+        """A policy that also reads turns of other players, which have no token ids yet."""
 
         async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Any:
             return await super().reply(_with_ids(renderer, messages), observation, limits)
 
     def make(session: EnvSession, seed: int) -> Policy:
-        told = session.instruction if playing.instruction is None else playing.instruction
-        explained = (told, action_format(style.action_format).explain, style.suffix)
-        instruction = "\n\n".join(text for text in explained if text)
+        task = session.instruction if playing.instruction is None else playing.instruction
+        parts = (task, action_format(style.action_format).explain, style.suffix)
+        instruction = "\n\n".join(part for part in parts if part)
         sampling = Sampling(limits.max_new_tokens, playing.temperature, seed=seed)
         return Model(engine, renderer, sampling, instruction=instruction)
 
@@ -164,7 +163,7 @@ def load_policy(name: str) -> ModelPlayer:
 
 
 def _with_ids(renderer: Any, messages: list[Message]) -> list[Message]:
-    """`messages` with ids where there are none, made of the same pieces as those of a rollout."""
+    """Return `messages` with missing token ids filled in, tokenized as in a rollout."""
     if not messages or all(message.token_ids for message in messages):
         return messages
     first = next(i for i, message in enumerate(messages) if message.role == "assistant")
@@ -183,10 +182,10 @@ def _with_ids(renderer: Any, messages: list[Message]) -> list[Message]:
     return [*(kept if kept.token_ids else new for kept, new in zip(messages[:first], opening, strict=True)), *rest]
 
 
-def served_environments(named: list[str]) -> dict[str, str]:
-    """Read `NAME=URL` of every --url."""
+def served_environments(options: list[str]) -> dict[str, str]:
+    """Parse the `NAME=URL` of every --url."""
     urls: dict[str, str] = {}
-    for text in named:
+    for text in options:
         name, _, url = text.partition("=")
         if not name or not url.removeprefix("agentgym+").startswith(("http://", "https://")):
             raise ConfigError(f"--url needs NAME=URL such as mine=http://127.0.0.1:36001/mine, got {text!r}")
@@ -209,7 +208,7 @@ def view(
     from agentgym_rl.viewer.library import Library
     from agentgym_rl.viewer.server import serve
 
-    library = Library(folders, LocalWorlds(load_policy(policy) if policy else None, urls, environment_token))
+    library = Library(folders, ViewerEnvironments(load_policy(policy) if policy else None, urls, environment_token))
     if library.index.note:
         announce(library.index.note)
     serve(library, host, port, token, announce)
@@ -225,33 +224,33 @@ def export(
     urls: Mapping[str, str] | None = None,
     environment_token: str | None = None,
 ) -> None:
-    """Write everything the viewer shows into one HTML file."""
+    """Write the viewer's content into one HTML file."""
     from rich.progress import Progress
 
     from agentgym_rl.viewer.export import exported_page
     from agentgym_rl.viewer.library import Library
 
-    library = Library(folders, LocalWorlds(None, urls, environment_token))
-    if not library.places():
-        raise ConfigError(f"there is no run below {', '.join(map(str, folders))}: nothing to export")
+    library = Library(folders, ViewerEnvironments(None, urls, environment_token))
+    if not library.run_folders():
+        raise ConfigError(f"no run found below {', '.join(map(str, folders))}: name a folder that contains runs")
 
-    async def make() -> tuple[bytes, str]:
+    async def make_page() -> tuple[bytes, str]:
         with Progress(transient=True) as bar:
             task = bar.add_task("reading")
 
-            def advance(what: str, done: int, total: int) -> None:
-                bar.update(task, description=what, completed=done, total=total)
+            def advance(description: str, done: int, total: int) -> None:
+                bar.update(task, description=description, completed=done, total=total)
 
             try:
                 return await exported_page(library, episodes=episodes, pictures=pictures, on_progress=advance)
             finally:
-                await library.worlds.close()
+                await library.environments.close()
 
-    text, told = asyncio.run(make())
+    page, summary = asyncio.run(make_page())
     try:
-        out.write_bytes(text)
+        out.write_bytes(page)
     except OSError as error:
         raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from error
     finally:
         library.close()
-    announce(f"wrote {out}: {told}, {len(text) / 1e6:.1f} MB")
+    announce(f"wrote {out}: {summary}, {len(page) / 1e6:.1f} MB")

@@ -22,7 +22,7 @@ _ABANDONED: list[Any] = []
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Keep the garbage collector from running, in any thread. Others that ask for the same wait for their turn."""
+    """Keep the garbage collector from running in any thread. Only one caller holds this at a time."""
     with _CAPTURING:
         enabled = gc.isenabled()
         gc.disable()
@@ -69,4 +69,4 @@ def _abandon(graph: Any, pool: Any) -> None:
         again = torch.cuda.CUDAGraph()
         again.capture_begin(capture_error_mode="thread_local")
         flag.add_(1)
-        again.capture_end()  # a capture that ends well tells the generator of random numbers that none is under way
+        again.capture_end()  # a successful capture resets the random generator's capture state

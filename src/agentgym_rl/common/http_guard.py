@@ -1,4 +1,4 @@
-"""What the environment server and the viewer share: limits on how a request arrives, and who may send one.
+"""Request limits and origin checks that the environment server and the viewer share.
 
 uvicorn reads heads of any size for any time, before an application can look at a token.
 """
@@ -13,24 +13,24 @@ from urllib.parse import urlsplit
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 MAX_HEAD_BYTES = 1 << 16
-"""Request line and headers of one request; trailers of a chunked body count as well."""
+"""Most bytes of a request line with its headers; trailers of a chunked body count, too."""
 REQUEST_TIMEOUT_S = 30.0
-"""From the connection, or from the first byte of a later request, until a request has arrived with its body."""
+"""Seconds for a request with its body to arrive, from the connection or the first byte of a later request."""
 LATE_READ_S = 1.0
-"""Granted after that: an event loop that stood still has yet to read what already came."""
+"""Seconds added to that, because a blocked event loop has yet to read data that has arrived."""
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """HTTP/1.1 as uvicorn speaks it, with limits on a head's size and a request's time. Pass it as `http=`."""
+    """uvicorn's HTTP/1.1 protocol with limits on the size of a head and the time of a request. Pass it as `http=`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._deadline: asyncio.TimerHandle | None = None
         self._arriving = False
-        """A request has begun and is not complete."""
+        """Whether a request has begun and is not complete."""
         self._body_came = False
         self._unparsed_bytes = self._parsed_bytes = 0
-        """Head bytes of this request: received without completing anything, and handed over by the parser."""
+        """Head bytes of this request: received and not yet parsed, and parsed."""
         self._refuse_after(REQUEST_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -73,7 +73,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP, and what the parser was made to stop at: a head over the limit."""
+        """Refuse invalid HTTP, and a head over the limit, at which the parser was stopped."""
         if max(self._parsed_bytes, self._unparsed_bytes) > MAX_HEAD_BYTES:
             self._refuse(431, f"the head of a request may have {MAX_HEAD_BYTES} bytes, this one has more")
         else:
@@ -82,7 +82,7 @@ class BoundedHttp(HttpToolsProtocol):
     def _count(self, size: int) -> None:
         self._parsed_bytes += size
         if self._parsed_bytes > MAX_HEAD_BYTES:
-            raise ValueError("the head is over the limit")  # ends the parser, which then asks for the 400
+            raise ValueError("the head is over the limit")  # stops the parser, which then sends the 400
 
     def _refuse(self, status: int, detail: str) -> None:
         """Answer unless an answer is under way, and close the connection."""
@@ -110,11 +110,11 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 HTTP_OPTIONS: dict[str, Any] = {"http": BoundedHttp, "ws": "none"}
-"""Options of uvicorn.Config. No WebSockets: nothing here uses them, and they pass by every limit."""
+"""Options of uvicorn.Config. WebSockets are off: nothing here uses them, and they bypass every limit."""
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address without a port means this machine."""
+    """Return whether a name or address without a port means this machine."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -124,7 +124,7 @@ def is_loopback(host: str) -> bool:
 
 
 def refusal(method: str, host: str, origin: str | None, fetch_site: str | None, loopback: bool) -> tuple[int, str]:
-    """Status and reason to refuse a request that a page of another site may have sent through a browser, or (0, "").
+    """Return (status, reason) to refuse a request that another site's page may have sent through a browser, or (0, "").
 
     Bound to loopback, the Host header must be a loopback name: a site can point a name of its own at 127.0.0.1.
     A POST must come from a page of this server, or from no page.

@@ -1,4 +1,4 @@
-"""How sure a success rate is. A leaf like types.py: standard library only, so that plots, tables and reports agree."""
+"""Confidence intervals of success rates, shared by plots, tables and reports."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Z_95 = 1.959963984540054
 
 
 def wilson_interval(successes: float, n: int, z: float = Z_95) -> tuple[float, float]:
-    """Wilson score interval of a proportion: `wilson_interval(8, 10)` is about (0.49, 0.94).
+    """Return the Wilson score interval of a proportion: `wilson_interval(8, 10)` is about (0.49, 0.94).
 
     It stays inside [0, 1] and is honest at 0 and at n successes, where the normal approximation has width 0.
     Fractional successes are allowed, for rates that were stored rounded.

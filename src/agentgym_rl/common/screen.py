@@ -1,4 +1,4 @@
-"""Text of environments, models, servers and files on a terminal: it must not be able to control it."""
+"""Untrusted text on a terminal: control characters of environments, models and files are removed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Control characters but tab and newline: escape sequences begin with one of them."""
+"""Control characters except tab and newline. Escape sequences start with one of them."""
 
 
 def printable(text: str) -> str:
-    """Return `text` without control characters; what is left of an escape sequence shows as plain text."""
+    """Return `text` without control characters. The rest of an escape sequence is shown as plain text."""
     return _CONTROL.sub("", text)
 
 
 class Screen(Console):
-    """A rich console that prints no control characters but its own."""
+    """A rich console that prints no control characters except its own."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):

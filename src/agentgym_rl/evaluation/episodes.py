@@ -1,4 +1,4 @@
-"""Playing the episodes of an evaluation: so many at once, with deadlines and retries, each written as it ends."""
+"""Episodes of an evaluation: played concurrently, with timeouts and retries, each written as it ends."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from agentgym_rl.evaluation.plan import Episode
 from agentgym_rl.evaluation.records import Record
 from agentgym_rl.types import EnvPool, EnvSession, Trajectory
 
-MOST_FAILURES_IN_A_ROW = 20
-"""So many episodes that failed one after the other, every attempt of each: then something is wrong with all of them."""
+MAX_CONSECUTIVE_FAILURES = 20
+"""Consecutive episodes without a successful attempt after which the evaluation stops: all have the same cause."""
 
 
 class Agent(Protocol):
-    """Who is evaluated."""
+    """The agent that is evaluated."""
 
     step: int
-    """Training step of its weights; 0 where there is none."""
+    """Training step of its weights, or 0."""
 
     @property
-    def hopeless(self) -> str:
-        """Why no episode of it will ever be played to an end; empty as long as that is not known."""
+    def fatal_error(self) -> str:
+        """Reason for a permanent failure, or an empty string."""
         ...
 
     def policy(self, session: EnvSession, seed: int) -> Policy: ...
 
     def usage(self, policy: Policy) -> Sequence[Tokens] | None:
-        """What an API said this episode's answers took; None where the trajectory itself has the tokens."""
+        """Return the token usage that an API reported for this episode. None if the trajectory has the tokens."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How fast and how patiently; none of it changes what is measured."""
+class PlayOptions:
+    """Concurrency, retries and timeout. None of them changes what is measured."""
 
     concurrency: int = 32
     retries: int = 2
@@ -53,53 +53,52 @@ async def play(
     pool: EnvPool,
     wrap: Callable[[EnvSession], EnvSession],
     folder: Folder,
-    pace: Pace,
+    options: PlayOptions,
     seed: int,
     on_record: Callable[[Record, bool], None],
 ) -> None:
-    """Play what `folder` does not hold yet. `on_record(record, last)` hears of every attempt.
+    """Play the episodes that `folder` does not hold yet. Call `on_record(record, is_last)` after every attempt.
 
-    An episode's seed depends on the item, the sample and the attempt only: what was killed and played again, or played
-    in another order, is the same.
+    An episode's seed depends only on the item, the sample and the attempt. The result is therefore the same after a
+    kill, or in another order.
     """
-    waiting = iter([episode for episode in episodes if not folder.finished(episode.key)])
+    pending = iter([episode for episode in episodes if not folder.finished(episode.key)])
     failures = 0
 
-    def ended(record: Record) -> None:
+    def count_failures(record: Record) -> None:
         nonlocal failures
         failures = failures + 1 if record.failed else 0
-        if failures >= MOST_FAILURES_IN_A_ROW:
+        if failures >= MAX_CONSECUTIVE_FAILURES:
             raise EngineError(
-                f"the last {failures} episodes all failed, the last one with: {record.error}: mend that and run the "
-                "same command again, what was played is kept"
+                f"the last {failures} episodes all failed, the last one with: {record.error}: fix that and run the "
+                "same command again, finished episodes are kept"
             )
 
     async def work() -> None:
-        for episode in waiting:
-            last = await _play_one(episode, agent, pool, wrap, folder, pace, seed, on_record)
-            ended(last)
+        for episode in pending:
+            count_failures(await _play_episode(episode, agent, pool, wrap, folder, options, seed, on_record))
 
     try:
         async with asyncio.TaskGroup() as workers:
-            for _ in range(pace.concurrency):
+            for _ in range(options.concurrency):
                 workers.create_task(work())
     except ExceptionGroup as errors:
-        # The first failure is why the others were cancelled; a caller catches it by its own type.
+        # The first failure cancelled the others. Raise it alone, so that a caller can catch it by type.
         raise errors.exceptions[0] from None
 
 
-async def _play_one(
+async def _play_episode(
     episode: Episode,
     agent: Agent,
     pool: EnvPool,
     wrap: Callable[[EnvSession], EnvSession],
     folder: Folder,
-    pace: Pace,
+    options: PlayOptions,
     seed: int,
     on_record: Callable[[Record, bool], None],
 ) -> Record:
-    """All attempts at one episode; returns the last."""
-    earlier = len(folder.records.get(episode.key, ()))
+    """Play all attempts at one episode and return the record of the last."""
+    earlier_attempts = len(folder.records.get(episode.key, ()))
     policies: list[Policy] = []
     written: list[Record] = []
 
@@ -108,18 +107,20 @@ async def _play_one(
         return policies[-1]
 
     def write(trajectory: Trajectory) -> None:
-        attempt = earlier + len(written)
+        attempt = earlier_attempts + len(written)
         env, item, sample = episode.key
         trajectory.id = f"{env}-{item}-sample{sample}-attempt{attempt}"
-        # A session that could not be opened never had a policy.
+        # There is no policy if the session could not be opened.
         usage = agent.usage(policies[-1]) if policies else None
         policies.clear()
         written.append(folder.write(episode, trajectory, attempt, usage, agent.step))
-        on_record(written[-1], not written[-1].failed or len(written) > pace.retries)
-        if agent.hopeless:
-            raise EngineError(agent.hopeless)
+        on_record(written[-1], not written[-1].failed or len(written) > options.retries)
+        if agent.fatal_error:
+            raise EngineError(agent.fatal_error)
 
-    # One collector an episode: opening, deadlines, retries and closing are its business, the order of play is ours.
-    collector = Collector(pool, make_policy, 1, 1, pace.retries, pace.episode_timeout_s, on_trajectory=write, wrap=wrap)
-    await collector([episode.task], episode.limits, stable_seed(seed, *episode.key, earlier))
+    # One collector per episode handles opening, timeouts, retries and closing. This module keeps the order of play.
+    collector = Collector(
+        pool, make_policy, 1, 1, options.retries, options.episode_timeout_s, on_trajectory=write, wrap=wrap
+    )
+    await collector([episode.task], episode.limits, stable_seed(seed, *episode.key, earlier_attempts))
     return written[-1]

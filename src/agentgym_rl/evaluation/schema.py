@@ -1,4 +1,4 @@
-"""The shape of a finished evaluation's eval.json, which may come from somebody else: what tables are built of."""
+"""Schema of a finished eval.json, checked before tables are built: the file may come from another user."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentgym_rl.evaluation.plan import TaskPlan
 
 
 class _Part(BaseModel):
-    """More than what is named may be there; tables pass it by."""
+    """A JSON object that may have further keys; tables ignore them."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -78,8 +78,8 @@ class _Evaluation(_Part):
 _PLAN = TypeAdapter(TaskPlan)
 
 
-def require_whole(path: Path, row: Mapping[str, Any]) -> None:
-    """ConfigError, which says where, unless a table can be built of `row`, the content of `path`."""
+def require_valid(path: Path, row: Mapping[str, Any]) -> None:
+    """Raise ConfigError, with the place of the error, if no table can be built from `row`, the content of `path`."""
     try:
         evaluation = _Evaluation.model_validate(row)
         for plan in evaluation.config.tasks:
@@ -91,4 +91,4 @@ def require_whole(path: Path, row: Mapping[str, Any]) -> None:
         place = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{path} is damaged ({place}: {first['msg']}): evaluate again") from error
     if not evaluation.results:
-        raise ConfigError(f"{path} is damaged (results: at least one is needed, got none): evaluate again")
+        raise ConfigError(f"{path} is damaged (results: needs at least one, got none): evaluate again")

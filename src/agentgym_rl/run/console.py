@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: headings, one line per step, a bar with the time left, tables at the end.
+"""Console output of a run: headings, one line per step, a progress bar with the time left, tables at the end.
 
 On a terminal a bar stays below the lines. Elsewhere (a pipe, a log file) the same lines are printed plainly, without
 control codes, and carry the time left themselves.
@@ -42,34 +42,34 @@ class Column:
     show: Callable[[Mapping[str, Any]], str]
     style: str = ""
     rank: int = 0
-    """On a narrow terminal the highest rank goes first."""
+    """Columns of the highest rank are dropped first on a narrow terminal."""
 
 
-class _UntilNobodyReads(Screen):
-    """Prints as long as somebody reads: a run does not end with the `head` or `less` behind it."""
+class _PipeSafeScreen(Screen):
+    """Stops printing when the reader of a pipe exits, so that the run continues after `| head`."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-            sys.stderr.write("agentgym-rl: nobody reads the output any more; the work goes on without it\n")
+            sys.stderr.write("agentgym-rl: the output is no longer read; the run continues without it\n")
 
 
 class Console:
-    """The face of a run. `file` is stdout unless given; a terminal is recognised by itself."""
+    """Console of a run. `file` is stdout by default; a terminal is recognised."""
 
     def __init__(self, file: TextIO | None = None, *, rich_console: RichConsole | None = None) -> None:
-        self.rich = rich_console or _UntilNobodyReads(file=file, highlight=False)
+        self.rich = rich_console or _PipeSafeScreen(file=file, highlight=False)
         if not self.rich.is_terminal:
             self.rich.width = PLAIN_WIDTH
         stream = self.rich.file
         if isinstance(stream, io.TextIOWrapper) and not stream.encoding.lower().startswith("utf"):
-            stream.reconfigure(errors="replace")  # A dash that cannot be shown must not end a run.
+            stream.reconfigure(errors="replace")  # a character that cannot be shown must not end a run
         self._steps: _Steps | None = None
         self._display: Progress | None = None
 
     def stage(self, name: str, detail: str = "") -> None:
-        """A heading over what comes next."""
+        """Print a heading."""
         heading = Text.assemble("\n", ("●", "cyan"), " ", (name, "bold"), ("  " + detail if detail else "", "dim"))
         self.rich.print(heading, soft_wrap=True)
 
@@ -81,7 +81,7 @@ class Console:
 
     @contextmanager
     def progress(self, label: str, total: int) -> Iterator[Callable[..., None]]:
-        """A bar over something that is no training step. Yields `advance(count=1, note="")`.
+        """Show a progress bar over something other than training steps. Yield `advance(count=1, note="")`.
 
         with console.progress("warm start", 300) as advance:
             advance(1, "loss 0.71")
@@ -103,12 +103,12 @@ class Console:
             yield advance
             bar.remove_task(task)
         took = duration(time.monotonic() - started)
-        if self._steps is None:  # Between steps the lines stay an unbroken table as far as possible.
+        if self._steps is None:  # lines between steps keep the table unbroken if possible
             self.note("  ".join(filter(None, (f"{label} {done}/{total}", last_note, f"in {took}"))))
 
     @contextmanager
     def steps(self, total: int, *, start: int = 0, label: str = "training", method: str = "rl") -> Iterator[None]:
-        """Everything between is training: call `step` for each finished step. `start` steps were done earlier.
+        """Show training: call `step` for each finished step inside. `start` steps were done earlier.
 
         `method` chooses the columns.
         """
@@ -121,7 +121,7 @@ class Console:
                 self._steps = None
 
     def evaluation(self, step: int, success: float, episodes: int) -> None:
-        """One line for an evaluation after `step` steps."""
+        """Print one line for an evaluation after `step` steps."""
         low, high = wilson_interval(min(success * episodes, episodes), episodes)
         line = Text.assemble(
             ("  ◆ ", "magenta"),
@@ -131,13 +131,13 @@ class Console:
         self.rich.print(line, soft_wrap=True)
 
     def step(self, step: int, metrics: Mapping[str, Any], total: int | None = None) -> None:
-        """One line for a finished step; inside `steps`. `step` counts from 1; `total` are expected by now."""
+        """Print one line for a finished step, inside `steps`. `step` counts from 1; `total` is the latest estimate."""
         if self._steps is None:
             raise RuntimeError("Console.step needs to run inside `with console.steps(total)`, and does not")
         self._steps.show(step, metrics, total)
 
     def table_before_after(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Success by subset, with 95% intervals and the change in points.
+        """Print success by subset, with 95% intervals and the change in points.
 
         Both are `{"success": 0.12, "episodes": 200, "subsets": {"GoTo": {"success": ..., "episodes": ...}}}`.
         """
@@ -152,7 +152,7 @@ class Console:
         self.note("success with its 95% interval; change in percentage points")
 
     def horizon_stages(self, stages: Sequence[Mapping[str, Any]]) -> None:
-        """The horizon's stages, as `runlog.horizon_stages` gives them."""
+        """Print the horizon's stages, as `log.horizon_stages` returns them."""
         named = len({stage.get("env") for stage in stages}) > 1
         table = _table("horizon", *(("environment",) if named else ()), "steps", "success", "turns used")
         for stage in stages:
@@ -166,7 +166,7 @@ class Console:
         self.rich.print(table)
 
     def diagnosis(self, diagnosis: Mapping[str, Any]) -> None:
-        """Signals, findings and verdict, as `training.doctor.diagnose` gives them."""
+        """Print signals, findings and verdict, as `training.doctor.diagnose` returns them."""
         table = _table("signal", "first", "best", "last")
         for name, values in diagnosis["signals"].items():
             table.add_row(name, *(_formatted(values[column], "{:.3g}".format) for column in ("first", "best", "last")))
@@ -189,7 +189,7 @@ class Console:
         self.rich.print(Text.assemble("\n", (f"  {diagnosis['verdict']}", style)), soft_wrap=True)
 
     def files(self, lines: Mapping[str, object]) -> None:
-        """Where to look next: a name and a path or command each."""
+        """Print where to look next: a name and a path or command each."""
         width = max(map(len, lines), default=0)
         self.rich.print()
         for name, value in lines.items():
@@ -197,7 +197,7 @@ class Console:
 
     @contextmanager
     def _bar(self) -> Iterator[Progress]:
-        """A display for bars; one that is already up is used, because a terminal has room for one only."""
+        """Yield the display of progress bars, an open one if there is one: a terminal holds only one."""
         if self._display is not None:
             yield self._display
             return
@@ -209,7 +209,7 @@ class Console:
             TextColumn("{task.fields[note]}", style="cyan", markup=False),
             _TimeLeft(),
         )
-        # Four drawings a second: more would take processor time from the run.
+        # Four refreshes a second: more would take CPU time from the run.
         display = Progress(
             *columns, console=self.rich, transient=True, disable=not self.rich.is_terminal, refresh_per_second=4
         )
@@ -222,7 +222,7 @@ class Console:
 
 
 class _TimeLeft(ProgressColumn):
-    """The time left as last estimated, counting down between updates when `finishes_at` is set."""
+    """Estimate of the time left, counting down between updates if `finishes_at` is set."""
 
     def render(self, task: Task) -> Text:
         finishes_at = task.fields["finishes_at"]
@@ -232,7 +232,7 @@ class _TimeLeft(ProgressColumn):
 
 
 class _Steps:
-    """The lines and the bar of one stretch of training."""
+    """Lines and progress bar of one span of training."""
 
     def __init__(self, console: RichConsole, bar: Progress, task: Any, total: int, start: int, method: str) -> None:
         self._console, self._bar, self._task, self._total = console, bar, task, total
@@ -271,7 +271,7 @@ class _Steps:
         )
 
     def _say_horizon(self, metrics: Mapping[str, Any]) -> None:
-        """A change of horizon is the event of a run: it gets a line of its own."""
+        """Print a line of its own for a change of the horizon."""
         horizon = _horizon(metrics)
         if self._horizon not in (None, horizon) and horizon != MISSING:
             line = Text.assemble(("  ▸ ", "cyan"), (f"horizon {self._horizon} → {horizon} turns", "bold cyan"))
@@ -292,7 +292,7 @@ class _Steps:
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `7:05`, `2:03:10`."""
+    """Return a duration as `42 s`, `7:05` or `2:03:10`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -301,7 +301,7 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(rates: Sequence[float] | deque[float]) -> str:
-    """Rates between 0 and 1 as one character each."""
+    """Return rates between 0 and 1 as one character each."""
     blocks = "▁▂▃▄▅▆▇█"
     return "".join(blocks[min(7, int(max(0.0, rate) * 8))] for rate in rates)
 
@@ -344,7 +344,7 @@ def _with_interval(side: Mapping[str, Any] | None) -> Text:
 
 
 def _horizon(metrics: Mapping[str, Any]) -> str:
-    """`4`, or `6·13` when environments differ, or `6–30` when there are many."""
+    """Return `4`, or `6·13` if environments differ, or `6–30` if there are many."""
     values = [value for name, value in metrics.items() if name == "horizon" or name.startswith("horizon/")]
     turns = sorted({int(value) for value in values if _is_number(value)})
     if not turns:
@@ -367,12 +367,12 @@ def _fixed(value: Any, digits: int) -> str:
 
 
 def _percent(value: Any) -> str:
-    """One decimal where it says something: `4.2%`, `41.7%`, `100%`."""
+    """Return a percentage with one decimal where it helps: `4.2%`, `41.7%`, `100%`."""
     return _formatted(value, lambda number: "100%" if number == 1 else f"{100 * number:.1f}%")
 
 
 def _small(value: Any) -> str:
-    """Four characters after the point for what is usually near 0, scientific where that would show nothing."""
+    """Return four decimals for values near 0, in scientific notation if that would show only zeros."""
     return _formatted(value, lambda number: f"{number:.0e}" if 0 < abs(number) < 5e-5 else f"{number:.4f}"[:6])
 
 
@@ -420,4 +420,4 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "agentevol": (*_LEARNING, *_TRAINED),
     "dpo": (*_LEARNING, *_PREFERENCES),
 }
-"""What a step's line says beside its number, by training method."""
+"""Columns of a step's line beside its number, by training method."""

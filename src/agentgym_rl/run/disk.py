@@ -1,5 +1,5 @@
-"""Writing to a disk that may be full: files are replaced whole, lines are appended whole, and what there is no room for
-waits in memory until there is."""
+"""Writes to a disk that may be full. Files are replaced whole and lines appended whole; data without space waits in
+memory until there is some."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from agentgym_rl.common.files import write_atomically
+
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 KEPT_BYTES = 64 << 20
-"""Of episodes that wait for room; of more, the oldest are given up. Metrics and events are small and all kept."""
+"""Most bytes of episodes that wait for space; beyond it the oldest are dropped. Metrics and events are all kept."""
 RETRY_S = 1.0
-"""Between looks whether there is room, while lines keep coming."""
+"""Seconds between attempts to write to a full disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
+    """Data that waits for space on the disk."""
+
     data: bytes
     append: bool
-    """Else it is the whole file."""
+    """Whether to append to the file; else `data` replaces it."""
     spare: bool
-    """May be given up when too much waits."""
+    """Whether it may be dropped if too much waits."""
 
 
 class PatientWriter:
-    """Writes files; what the disk has no room for it keeps, in order, and writes when there is room again.
+    """Writes files. It keeps data that the disk has no space for, in order, and writes it later.
 
     `told` is called once when a disk turns out to be full, with what the system said.
     """
@@ -39,9 +43,9 @@ class PatientWriter:
         self._waiting: dict[Path, deque[Waiting]] = {}
         self._next_try = 0.0
         self.full = False
-        """Since a write failed, until `has_room` finds nothing waiting."""
+        """Whether a write failed and data still waits."""
         self.given_up = 0
-        """Lines of episodes that were not written since then."""
+        """Lines of episodes dropped since then."""
 
     def append(self, path: Path, line: bytes, *, spare: bool = False) -> None:
         self._write(path, Waiting(line, append=True, spare=spare))
@@ -51,24 +55,24 @@ class PatientWriter:
         self._write(path, Waiting(data, append=False, spare=spare))
 
     def forget(self, path: Path) -> None:
-        """What waits for a file that begins afresh, or is gone, is of no use."""
+        """Drop data that waits for a file that is started again or was removed."""
         self._waiting.pop(path, None)
 
     def waiting(self, path: Path) -> list[bytes]:
-        """What is not yet on disk of a file."""
+        """Return the data of a file that is not on disk yet."""
         return [one.data for one in self._waiting.get(path, ())]
 
     def unwritten(self) -> list[Path]:
         return list(self._waiting)
 
     def no_room(self, said: str) -> None:
-        """Something could not be written, here or elsewhere in the run."""
+        """Record that a write failed, here or elsewhere in the run."""
         if not self.full:
             self.full, self.given_up = True, 0
             self._told(said)
 
     def has_room(self) -> bool:
-        """Writes what waits; True if nothing does any more."""
+        """Write the waiting data; return whether none is left."""
         for path in list(self._waiting):
             queue = self._waiting[path]
             while queue and self._written(path, queue[0]):
@@ -110,12 +114,12 @@ class PatientWriter:
 
 
 def append(path: Path, line: bytes) -> None:
-    """Add a whole line or nothing. In one write, so that it is there even if the process is killed next."""
+    """Append a whole line or nothing, in one write that survives a kill."""
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         try:
             written = file.write(line)
-            if written != len(line):  # the disk took a part and would refuse the rest
+            if written != len(line):  # the disk took a part and has no space for the rest
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         except OSError:
             file.truncate(before)
@@ -124,32 +128,18 @@ def append(path: Path, line: bytes) -> None:
             raise
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, so that a reader or a kill sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
 def write_in_place(path: Path, text: bytes) -> None:
-    """Over the blocks a small file has already, for a disk that has no others; blanks fill up what it had more."""
+    """Overwrite a small file in its own blocks, for a disk without free ones. Blanks pad shorter text."""
     with path.open("r+b", buffering=0) as file:
         old = file.readall()
-        if file.seek(0) or file.write(text.ljust(len(old))) < len(text):  # a part would be no JSON
+        if file.seek(0) or file.write(text.ljust(len(old))) < len(text):  # a part would not be JSON
             file.seek(0)
             file.write(old)
             file.truncate(len(old))
 
 
 def free_space(folder: Path) -> str:
-    """How much is left on the disk of a folder, in words."""
+    """Return the free space on the disk of a folder, in words."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(there).free
     return f"{free / 2**30:.1f} GiB free" if free >= 2**30 else f"{free / 2**20:.1f} MiB free"

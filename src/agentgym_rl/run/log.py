@@ -37,25 +37,26 @@ from typing import Any, BinaryIO, Literal
 import orjson
 import tomli_w
 
+from agentgym_rl.common.files import lock_folder, write_atomically
 from agentgym_rl.errors import ConfigError, WorkerLost
 from agentgym_rl.run import disk
 from agentgym_rl.run.trackers import Tracker, require_trackers, start_trackers
 from agentgym_rl.types import Sample, Trajectory
 
 if sys.platform != "win32":
-    import fcntl
+    pass
 
 Kind = Literal["train", "eval", "warmstart", "data"]
 State = Literal["running", "finished", "stopped", "failed"]
 
 _FILE_PREFIX: dict[Kind, str] = {"train": "step", "eval": "eval", "warmstart": "warmstart", "data": "data"}
 _BEFORE_THE_CONFIG = frozenset({"trajectories", "checkpoints", "tensorboard", "wandb"})
-"""Folders that a process may leave behind that ended before it wrote config.toml."""
+"""Folders that a process leaves behind if it ends before it writes config.toml."""
 _RESERVED = frozenset({"step", "time", "nonfinite"})
 
 
 class RunLog:
-    """Writes one run directory. Use as a context manager: the ending is recorded in status.json."""
+    """Writes one run directory. Use it as a context manager, which records the end in status.json."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class RunLog:
     ) -> None:
         self.root = root
         self.resumed = resumed
-        """True when the directory already held a run."""
+        """Whether the directory held a run already."""
         self.metrics_path = root / "metrics.jsonl"
         self.doctor_path = root / "doctor.jsonl"
         self.events_path = root / "events.jsonl"
@@ -102,7 +103,7 @@ class RunLog:
         trackers: Collection[str] = (),
         say: Callable[[str], None] = lambda text: None,
     ) -> RunLog:
-        """Make `root` with its config.toml, or with `resume` go on with the run it holds.
+        """Create `root` with its config.toml, or with `resume` continue the run in it.
 
         A resumed run must have the saved config; keys in `may_change` (dotted; a table covers its keys) may differ, and
         `completed` adds to a saved config what had no key yet when it was saved.
@@ -119,16 +120,16 @@ class RunLog:
             _require_same(config_path, resolved, may_change, completed)
         for folder in (root, root / "trajectories", root / "checkpoints"):
             _make(folder)
-        lock = _lock(root)
+        lock = lock_folder(root)
         for leftover in root.glob(".*.tmp"):
             leftover.unlink()
         try:
-            started = start_trackers(trackers, root, resolved)  # before config.toml: if one cannot, there is no run yet
+            started = start_trackers(trackers, root, resolved)  # before config.toml: if one fails, there is no run yet
         except BaseException:
             if lock:
                 lock.close()
             raise
-        disk.write_atomically(config_path, tomli_w.dumps(resolved).encode())
+        write_atomically(config_path, tomli_w.dumps(resolved).encode())
         log = cls(root, resumed=exists, lock=lock, trackers=started, say=say)
         for path in (log.metrics_path, log.doctor_path, log.events_path):
             if path.is_file():
@@ -137,8 +138,10 @@ class RunLog:
         return log
 
     def log(self, step: int, metrics: Mapping[str, float | int | str], steps: int | None = None) -> None:
-        """Append one line to metrics.jsonl. NaN and infinities become null and are named under `nonfinite`. `steps` is
-        how many there will be, where that is known better than before."""
+        """Append one line to metrics.jsonl. NaN and infinities become null and are listed under `nonfinite`.
+
+        `steps`: a better estimate of the number of steps.
+        """
         values = {name: _plain_metric(name, value) for name, value in metrics.items()}
         nonfinite = sorted(n for n, v in values.items() if isinstance(v, float) and not math.isfinite(v))
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), **values}
@@ -151,7 +154,7 @@ class RunLog:
         self._look_for_room()
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Every line of metrics.jsonl, those that wait for room on the disk too."""
+        """Return every line of metrics.jsonl, also those that wait for space on the disk."""
         written = read_metrics(self.metrics_path) if self.metrics_path.is_file() else []
         return written + [orjson.loads(line) for line in self._writer.waiting(self.metrics_path)]
 
@@ -160,13 +163,13 @@ class RunLog:
         self._writer.append(self.doctor_path, orjson.dumps(dict(finding)) + b"\n")
 
     def log_event(self, kind: str, message: str, **detail: Any) -> None:
-        """Append one line to events.jsonl: `time`, `kind`, `message` and more. A resumed run goes on with the file."""
+        """Append one line to events.jsonl: `time`, `kind`, `message` and more. A resumed run appends to the file."""
         row = {"time": round(time.time(), 3), "kind": kind, "message": message, **detail}
         self._writer.append(self.events_path, orjson.dumps(row) + b"\n")
 
     @contextlib.contextmanager
     def if_there_is_room(self, what: str) -> Iterator[None]:
-        """Around what others write: without room on the disk it is left out, and the run goes on."""
+        """Wrap an optional write: if the disk is full it is skipped and the run continues."""
         try:
             yield
         except OSError as error:
@@ -177,7 +180,7 @@ class RunLog:
             self._say(message)
 
     def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
-        """Call every tracker; one that fails is left out from then on, whatever its package or server raised."""
+        """Call every tracker. A tracker that fails is dropped, whatever it raised."""
         for name, tracker in list(self._trackers.items()):
             try:
                 tell(tracker)
@@ -197,7 +200,7 @@ class RunLog:
         self._say(message)
 
     def _look_for_room(self) -> None:
-        """After a step: on a disk that was full, what waits is written if it can be."""
+        """Write what waits for space, after a step on a disk that was full."""
         if self._writer.full and self._writer.has_room() and self._status_is_written:
             lost = self._writer.given_up
             self._writer.full = False
@@ -215,14 +218,14 @@ class RunLog:
         """
         path = self.trajectories_path(step, kind)
         line = f'{{"step": {step}, "kind": "{kind}", {trajectory.to_json()[1:]}\n'
-        if path.name not in self._begun:  # a name is a sixth of a path, and all of a run's are kept
+        if path.name not in self._begun:  # names take less memory than paths, and all are kept
             path.unlink(missing_ok=True)
             self._writer.forget(path)
             self._begun.add(path.name)
         self._writer.append(path, line.encode(), spare=True)
 
     def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
-        """One line per trained trajectory, in one write; A = its sampled tokens, numbers to 5 significant digits."""
+        """Write one line per trained trajectory; A = its sampled tokens, numbers have 5 significant digits."""
         rows = (
             {
                 "id": sample.trajectory_id,
@@ -240,8 +243,7 @@ class RunLog:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"
 
     def truncate_after(self, step: int, keep: Collection[Path] = ()) -> None:
-        """Forget every step after `step`, the one a checkpoint was taken at: they will be played again, except those
-        whose trajectories are among the files to `keep`."""
+        """Remove everything after `step`, the step of a checkpoint, because it is played again. Files in `keep` remain."""
         for path in self.trajectories_dir.glob("*_*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step and path not in keep:
                 path.unlink()
@@ -257,18 +259,18 @@ class RunLog:
     def set_status(
         self, state: State, *, step: int | None = None, steps: int | None = None, error: str | None = None
     ) -> None:
-        """Replace status.json; what is not given stays as it was."""
+        """Update status.json. Fields that are not given keep their values."""
         given = {"state": state, "step": step, "steps": steps, "error": error}
         self._status |= {name: value for name, value in given.items() if value is not None}
         self._status["updated"] = round(time.time(), 3)
         data = orjson.dumps(self._status, option=orjson.OPT_INDENT_2) + b"\n"
         try:
-            disk.write_atomically(self.status_path, data)
+            write_atomically(self.status_path, data)
         except OSError as error:
             if error.errno not in disk.FULL:
                 raise
             self._status_is_written = False
-            with contextlib.suppress(OSError):  # how a run stands must be right on a full disk too
+            with contextlib.suppress(OSError):  # the status must be right on a full disk, too
                 disk.write_in_place(self.status_path, data)
             self._writer.no_room(error.strerror or str(error))
         else:
@@ -278,7 +280,7 @@ class RunLog:
         self._writer.replace(self.summary_path, orjson.dumps(dict(summary), option=orjson.OPT_INDENT_2) + b"\n")
 
     def close(self) -> None:
-        """Close the trackers and let another process write here."""
+        """Close the trackers and release the lock."""
         self._tell_trackers(lambda tracker: tracker.close(self._status["state"]))
         self._trackers = {}
         if not self._writer.has_room():
@@ -306,24 +308,24 @@ class RunLog:
             event = "worker_lost" if isinstance(error, WorkerLost) else "failed"
             self.log_event(event, str(error) or type(error).__name__, step=self._status.get("step", 0))
             self.set_status("failed", error=f"{type(error).__name__}: {error}")
-        else:  # KeyboardInterrupt, SystemExit, CancelledError, Stopped: somebody asked for it.
+        else:  # KeyboardInterrupt, SystemExit, CancelledError, Stopped: requested
             self.set_status("stopped", error=type(error).__name__)
         self.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl or doctor.jsonl, without a torn last one. Several lines may bear one step."""
+    """Return the lines of a metrics.jsonl or doctor.jsonl, without a torn last line. Steps may repeat."""
     return [orjson.loads(line) for line in _whole_lines(path)]
 
 
 def read_trajectories(path: Path) -> Iterator[Trajectory]:
-    """The episodes of one file of `trajectories/`, without a torn last one."""
+    """Yield the episodes of one file of `trajectories/`, without a torn last line."""
     for line in _whole_lines(path):
         yield Trajectory.from_json(line.decode())
 
 
 def horizon_stages(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The stages a run went through, read off its metrics: one per environment and stretch of equal horizon.
+    """Return the stages of a run, from its metrics: one per environment and span of equal horizon.
 
     `{"env": "babyai", "turns": 3, "first_step": 21, "last_step": 40, "success": 0.31, "turns_used": 2.4}`, in order of
     first_step; success and turns_used are means over the stage's steps. A plain `horizon` metric gives env "".
@@ -350,13 +352,13 @@ def horizon_stages(metrics: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """Lines that are JSON objects; a torn last line is left out, a broken one elsewhere is an error."""
+    """Yield lines that are JSON objects. A torn last line is skipped; a broken line elsewhere is an error."""
     torn: int | None = None
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if torn is not None:
                 raise ConfigError(f"{path} line {torn} is not a JSON object: the file was damaged, remove that line")
-            # Enough to tell a torn line; the caller parses what it gets, and parsing twice would double the cost.
+            # Enough to recognise a torn line. The caller parses the line; parsing twice would double the cost.
             if line.startswith(b"{") and line.endswith(b"}\n"):
                 yield line
             else:
@@ -364,7 +366,7 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _rewrite_metrics(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    disk.write_atomically(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    write_atomically(path, b"".join(orjson.dumps(row) + b"\n" for row in rows))
 
 
 def _plain_metric(name: str, value: object) -> float | int | str:
@@ -385,7 +387,7 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML has no null: an absent key means the default. Paths become strings."""
+    """Return a value for TOML, which has no null: an absent key means the default. Paths become strings."""
     if isinstance(value, Mapping):
         return {str(key): _without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -401,8 +403,10 @@ def _make(folder: Path) -> None:
 
 
 def require_place(root: Path, *, resume: bool) -> None:
-    """Raise ConfigError unless a run can be started in `root`, or gone on with. A kill before config.toml was written
-    leaves empty folders and hidden files; all else is somebody's."""
+    """Raise ConfigError unless a run can be started in `root`, or resumed.
+
+    A kill before config.toml was written leaves empty folders and hidden files. Other files belong to the user.
+    """
     if (root / "config.toml").is_file():
         if not resume:
             raise ConfigError(f"{root} already holds a run: add --resume to go on with it, or choose another directory")
@@ -450,22 +454,3 @@ def _flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _lock(root: Path) -> BinaryIO | None:
-    """Held while a process writes here; the system drops it with the process, however that ends."""
-    if sys.platform == "win32":
-        return None
-    file = (root / ".lock").open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ConfigError(
-            f"another process is writing to {root}: stop it first, or choose another directory"
-        ) from error
-    except OSError:
-        # Some cluster file systems have no locks; a run must be possible there.
-        file.close()
-        return None
-    return file

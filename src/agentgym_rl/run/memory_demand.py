@@ -1,4 +1,4 @@
-"""`agentgym-rl doctor recipe.toml`: whether a recipe fits the memory it would run in, before it starts."""
+"""Memory that a recipe needs, before it starts (`agentgym-rl doctor recipe.toml`)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""How configs call the number of them; each layer then has as many MLPs, or more."""
+"""Keys of a config.json with the number of experts."""
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -28,11 +28,11 @@ SIZES = (
     "head_dim",
     "max_position_embeddings",
 )
-"""Numbers of a config.json that memory is computed from."""
+"""Keys of a config.json that memory is computed from."""
 
 
 def demand_of(config: Config, *, gpu: bool = True) -> Demand:
-    """What the recipe asks of memory."""
+    """Return the memory demand of a recipe."""
     shape = shape_of(config.model)
     scale, rl, engine, warm = config.scale, config.rl, config.engine, config.warm_start
     optimizer = rl.optimizer if config.method == "rl" else (config.sft or config.dpo or rl).optimizer
@@ -70,7 +70,7 @@ def _passes(settings: OptimizerSettings) -> tuple[int, bool]:
 
 
 def shape_of(model: ModelConfig) -> Shape:
-    """Read off the model's config.json, or off the recipe's scratch settings."""
+    """Return the shape of a model from its config.json or the recipe's scratch settings."""
     if model.scratch is not None:
         s = model.scratch
         sizes = (s.hidden_size, s.intermediate_size, s.num_layers, s.num_heads, s.num_heads, 1000)
@@ -95,8 +95,10 @@ def shape_of(model: ModelConfig) -> Shape:
 
 
 def why_not_split(shape: Shape, devices: int) -> str:
-    """Why vLLM cannot spread such a model over so many devices; nothing if it can. Key/value heads that are fewer than
-    devices are there several times, as often on each."""
+    """Return why vLLM cannot split a model over `devices`, or an empty string.
+
+    If there are fewer key/value heads than devices, vLLM replicates them evenly.
+    """
     heads, kv_heads = shape.heads, shape.kv_heads
     if heads % devices == 0 and (kv_heads % devices == 0 or devices % kv_heads == 0):
         return ""
@@ -106,14 +108,16 @@ def why_not_split(shape: Shape, devices: int) -> str:
 def diagnose_recipe(
     config: Config, device_gib: float | None, host_gib: float | None = None, gpus_per_node: int = GPUS_PER_NODE
 ) -> tuple[list[str], bool]:
-    """(lines to print, whether it fits). Without sizes those of this machine are taken; with a device's alone that is
-    another machine's, and what hosts need is said without a verdict."""
+    """Return (lines to print, whether the recipe fits).
+
+    By default the sizes are those of this machine. With `device_gib` alone, hosts get no verdict.
+    """
     gpu = config.model.device != "cpu" and (device_gib is not None or _cuda_bytes() is not None)
     device_bytes = int(device_gib * GIB) if device_gib is not None else _cuda_bytes() if gpu else _host_bytes()
     assert device_bytes is not None
     host_bytes = int(host_gib * GIB) if host_gib is not None else None if device_gib is not None else _host_bytes()
     demand = demand_of(config, gpu=gpu)
-    # Without an address everybody is on one machine.
+    # Without an address all processes are on one machine.
     everybody = demand.learners + demand.engines * demand.tensor_parallel
     per_node = gpus_per_node if config.scale is not None and config.scale.address else everybody
     lines, fits = table(on_each_device(demand, device_bytes), device_bytes)
@@ -130,13 +134,13 @@ def diagnose_recipe(
 
 
 def too_large(config: Config) -> str | None:
-    """Said before a run starts that will probably run out of memory; estimates do not forbid it."""
+    """Return a warning if a run will probably run out of memory, or None. An estimate does not refuse a run."""
     if config.scale is not None and config.scale.address and config.model.device != "cpu" and _cuda_bytes() is None:
-        return None  # the devices are elsewhere
+        return None  # the devices are on other machines
     try:
         lines, fits = diagnose_recipe(config, None)
     except ConfigError:
-        return None  # whoever loads the model says it better
+        return None  # loading the model gives a better error
     if fits:
         return None
     (first, *_) = [line for line in lines if "does not fit" in line]
@@ -170,7 +174,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _checked(path: str, local: Path) -> dict[str, Any]:
-    """The config.json of a folder, with whole numbers where its sizes should be."""
+    """Return the config.json of a folder, with its sizes checked."""
     try:
         raw = json.loads(local.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -185,7 +189,7 @@ def _checked(path: str, local: Path) -> dict[str, Any]:
 
 
 def _adapter_parameters(shape: Shape, rank: int) -> int:
-    """Of adapters on every linear layer."""
+    """Return the parameters of adapters on every linear layer."""
     query, key_value = shape.heads * shape.width, shape.kv_heads * shape.width
     pairs = [(shape.hidden, query), (shape.hidden, key_value), (shape.hidden, key_value), (query, shape.hidden)]
     pairs += [(shape.hidden, shape.intermediate)] * 2 + [(shape.intermediate, shape.hidden)]
@@ -199,7 +203,7 @@ def _cuda_bytes() -> int | None:
 
 
 def _host_bytes() -> int:
-    """Of this machine, or what a container is granted of it."""
+    """Return the memory of this machine, or of its container."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     granted = [path.read_text().strip() for path in CGROUP_LIMITS if path.is_file()]
     return min([memory, *(int(text) for text in granted if text.isdigit())])

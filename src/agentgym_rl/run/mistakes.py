@@ -1,8 +1,8 @@
-"""Demonstrations that go wrong at times: what is imitated then includes how to go on after a mistake.
+"""Demonstrations with injected mistakes, so that recoveries are imitated, too.
 
-An agent that has seen perfect play only does not know what to do after a refusal. So something else than the oracle's
-action is played in some turns, the oracle goes on from where that led, and those turns are not imitated (`DART
-<https://arxiv.org/abs/1703.09327>`_ injects noise into a supervisor's play to the same end).
+An agent that has seen only perfect play does not know what to do after a refusal. So some turns play another action than
+the oracle's, the oracle continues from there, and the loss skips those turns (`DART
+<https://arxiv.org/abs/1703.09327>`_ injects noise into a supervisor's play for the same reason).
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.types import EnvSession, Step
 
 Solutions = dict[int, dict[str, None]]
-"""Item -> the different actions its oracle was seen to take, in that order."""
+"""Item -> the distinct actions that its oracle took, in order."""
 
 
 class ErringSession:
-    """A session whose oracle errs in a share of its turns; `info["mistake"]` of the answer says so.
+    """A session whose oracle errs in a share of its turns, marked by `info["mistake"]` of the answer.
 
-    One half of the mistakes are other actions that make sense now (`actions()`, where there is such a list): possible,
-    and mostly useless. The other half are what the oracle does at another time of this item, too early or once more:
-    often refused. Every action of the oracle is noted in `solutions`, so that of an item that was played through before
-    all are known. The oracle's thought stays before the wrong action.
+    Half of the mistakes are other possible actions (`actions()`, if there is such a list), mostly useless ones. The
+    other half are actions that the oracle takes at another time of this item, which are often refused. `solutions`
+    collects the oracle's actions, so that they are all known for an item that was played before. The oracle's thought
+    stays in front of the wrong action.
     """
 
     def __init__(self, env: EnvSession, share: float, seed: int, solutions: Solutions) -> None:
@@ -40,7 +40,7 @@ class ErringSession:
         self._erred = False
 
     async def reset(self, item: int) -> Step:
-        self._resets += 1  # a style of several attempts does not repeat its mistakes
+        self._resets += 1  # other attempts of one episode make other mistakes
         self._random = random.Random(stable_seed(self._seed, item, self._resets))
         self._solution = self._solutions.setdefault(item, {})
         self._erred = False
@@ -60,7 +60,7 @@ class ErringSession:
             return thought, action
         kinds = [[each for each in some if each != action] for some in (await self.actions(), self._solution)]
         kinds = [kind for kind in kinds if kind]
-        if not kinds:  # there is nothing else to do
+        if not kinds:  # there is no other action
             return thought, action
         self._erred = True
         return thought, self._random.choice(self._random.choice(kinds))
@@ -82,5 +82,5 @@ class ErringSession:
 
 
 def erring(share: float, seed: int, solutions: Solutions) -> Callable[[EnvSession], EnvSession]:
-    """Makes sessions of one environment err; one seed gives every item its own mistakes, the same ones every time."""
+    """Return a function that makes sessions err. A seed gives every item mistakes of its own, the same every time."""
     return lambda session: ErringSession(session, share, seed, solutions)

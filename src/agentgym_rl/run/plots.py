@@ -17,7 +17,7 @@ CURVE = "#0f766e"
 HELD_OUT = "#c2410c"
 STAGE_FILLS = ("#eef6f5", "#dcedeb")
 LABEL_SHARE = (0.065, 0.1)
-"""Width and height of an evaluation's label, with room around it, as shares of the axes."""
+"""Width and height of an evaluation's label with its margin, as shares of the axes."""
 SMOOTHING_SHARE = 0.08
 """Width of the smoothing kernel as a share of the run."""
 
@@ -50,7 +50,7 @@ def learning_curve(
     turns = _series(metrics, "turns/mean")
     if turns[0] or stages:
         _draw_turns(lower, turns, stages)
-    else:  # imitation and pairs play nothing while they learn
+    else:  # offline methods play no episodes while they learn
         _draw_loss(lower, _series(metrics, "loss"))
     _draw_stages(upper, lower, stages)
     figure.align_ylabels((upper, lower))
@@ -62,7 +62,7 @@ def learning_curve(
 
 
 def smooth(values: Sequence[float], width: float) -> list[float]:
-    """Gaussian mean with a standard deviation of `width` steps; near the ends the kernel is cut and renormalised."""
+    """Return the Gaussian mean with a standard deviation of `width` steps. The kernel is renormalised near the ends."""
     reach = math.ceil(3 * width)
     smoothed = []
     for centre in range(len(values)):
@@ -151,7 +151,7 @@ def _draw_evaluations(
 
 
 def _label_below(success: tuple[list[int], list[float]], across: Sequence[float], low: float, high: float) -> bool:
-    """Say whether the label of an interval from `low` to `high` is better below: no curve runs through it there.
+    """Return whether the label of an interval from `low` to `high` belongs below it, where no curve crosses it.
 
     `across` is where the label begins and ends. Above 100% stand the names of the stages, below 0% the axis.
     """
@@ -163,7 +163,7 @@ def _label_below(success: tuple[list[int], list[float]], across: Sequence[float]
     lines = [numpy.interp(places, steps, line) for line in (rates, _smoothed(rates))] if len(places) else []
 
     def crossed(bottom: float) -> float:
-        """The smoothed line counts more than the faint one behind it."""
+        """Return the overlap with the curves. The smoothed line counts more than the faint one."""
         inside = [int(numpy.sum((line > bottom) & (line < bottom + LABEL_SHARE[1]))) for line in lines]
         outside = bottom < 0 or bottom + LABEL_SHARE[1] > 1
         return float("inf") if outside else sum(w * n for w, n in zip((1, 10), inside, strict=False))
@@ -221,7 +221,7 @@ def _draw_stages(upper: Any, lower: Any, stages: Sequence[Mapping[str, Any]]) ->
 
 
 def _stage_label(turns: float, share: float, *, leading: bool) -> str:
-    """As much as fits over a stage that takes `share` of the width."""
+    """Return as much text as fits over a stage that takes `share` of the width."""
     unit = "turn" if turns == 1 else "turns"
     if leading and share > 0.13:
         return f"horizon: {turns:g} {unit}"
@@ -240,7 +240,7 @@ def _set_steps(axes: Any, metrics: Sequence[Mapping[str, Any]], evaluations: Seq
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Atomically: a viewer may be looking."""
+    """Save atomically, because a viewer may read the file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         figure.savefig(temporary, format="png", metadata={"Software": None})

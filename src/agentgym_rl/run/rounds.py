@@ -18,12 +18,12 @@ from typing import Any
 
 import orjson
 
+from agentgym_rl.common.files import write_atomically
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import Demonstration, load_demonstrations, load_trajectories, to_sample, to_samples
-from agentgym_rl.run.disk import write_atomically
 from agentgym_rl.training.agentevol import keep
 from agentgym_rl.training.dpo import Preference, build_pairs
 from agentgym_rl.training.metrics import episode_metrics

@@ -1,4 +1,4 @@
-"""Trackers: copies of a run's metrics for TensorBoard, Weights & Biases and MLflow. metrics.jsonl stays the source.
+"""Trackers: copies of a run's metrics for TensorBoard, Weights & Biases and MLflow. metrics.jsonl remains the source.
 
 A tracker that fails is dropped by the run log, and the run goes on. Neither W&B nor MLflow can take a point back, so
 every process of a run starts a run of theirs, and a resumed one copies the steps before its checkpoint into it.
@@ -21,24 +21,24 @@ from agentgym_rl.errors import ConfigError
 PROJECT = "agentgym-rl"
 """W&B's project and MLflow's experiment, unless WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME says otherwise."""
 MLFLOW_PARAMS_PER_CALL = 100
-"""The most that MLflow's REST API accepts at once."""
+"""Most metrics that MLflow's REST API accepts in one call."""
 Row = Mapping[str, Any]
 """A line of metrics.jsonl."""
 
 
 class Tracker(Protocol):
-    """A copy of a run's metrics in somebody's dashboard."""
+    """A copy of a run's metrics in a dashboard."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the metrics of a step."""
         ...
 
     def resume(self, step: int, rows: Iterable[Row]) -> None:
-        """Go on after `step`, whose metrics and those before it are `rows`. Called before anything is logged."""
+        """Continue after `step`; `rows` are the metrics up to it. Called before anything is logged."""
         ...
 
     def close(self, state: str) -> None:
-        """Flush; `state` is that of status.json."""
+        """Flush and close. `state` is that of status.json."""
         ...
 
 
@@ -59,7 +59,7 @@ class TensorBoard:
         self._writer.flush()
 
     def resume(self, step: int, rows: Iterable[Row]) -> None:
-        """Tell readers to drop what earlier files hold after `step`."""
+        """Make readers drop what earlier files hold after `step`."""
         session = self._session_log(status=self._session_log.START)
         self._writer.add_event(self._event(step=step + 1, wall_time=time.time(), session_log=session))
         self._writer.flush()
@@ -149,11 +149,11 @@ TRACKERS: dict[str, Callable[[Path, Mapping[str, Any]], Tracker]] = {
     "wandb": WandB,
     "mlflow": MLflow,
 }
-"""By the name of the package that each needs, which is that of its pip extra too."""
+"""Trackers by the name of their package, which is also the name of their extra."""
 
 
 def require_trackers(names: Collection[str]) -> None:
-    """ConfigError if a tracker is unknown or its package is missing."""
+    """Raise ConfigError if a tracker is unknown or its package is missing."""
     for name in names:
         if name not in TRACKERS:
             raise ConfigError(f"unknown tracker {name!r}: known are {', '.join(TRACKERS)}")
@@ -178,7 +178,7 @@ def start_trackers(names: Collection[str], root: Path, config: Mapping[str, Any]
 
 
 def _numbers(row: Row) -> dict[str, float]:
-    """Metrics of a line of metrics.jsonl as they were logged: what was not finite is written as null there."""
+    """Return the metrics of a line of metrics.jsonl as they were logged. Values that were not finite are null there."""
     values = {name: math.nan if value is None else value for name, value in row.items() if name not in ("step", "time")}
     return {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
 
@@ -188,7 +188,7 @@ def _mlflow_name(name: str) -> str:
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Dotted keys of nested tables and of lists of tables: `environments.0.name`."""
+    """Return nested tables and lists of tables with dotted keys: `environments.0.name`."""
     for key, value in config.items():
         if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
             value = {str(number): item for number, item in enumerate(value)}

@@ -1,4 +1,4 @@
-"""What the viewer is handed to play with: environments and policies. It imports neither."""
+"""Protocols of the environments and policies that the viewer uses. The viewer imports neither."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from agentgym_rl.types import EnvSession, Limits, Message
 
 
 class PolicyReply(Protocol):
-    """What a policy answers: the messages the observation became, and its action (None: no room was left)."""
+    """A policy's reply: the messages of the observation, and the action. None means that the context is full."""
 
     observation: list[Message]
     action: Message | None
 
 
 class Policy(Protocol):
-    """Plays one episode."""
+    """A policy that plays one episode."""
 
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Any:
-        """A PolicyReply."""
+        """Return a PolicyReply."""
         ...
 
     async def close(self) -> None: ...
 
 
 PolicyFactory = Callable[[EnvSession, int], Policy]
-"""(the episode's session, a seed) -> a policy for that episode."""
+"""Function from an episode's session and a seed to a policy for that episode."""
 
 
-class Worlds(Protocol):
-    """Where environments and policies come from. Failures are ConfigErrors and EnvErrors."""
+class Environments(Protocol):
+    """The environments and policies of the viewer. Methods raise ConfigError or EnvError."""
 
     @property
     def policies(self) -> Mapping[str, PolicyFactory]:
-        """By name; `oracle` and `random` at least."""
+        """Policies by name, at least `oracle` and `random`."""
         ...
 
     @property
     def limits(self) -> Limits:
-        """What a policy is asked to keep to."""
+        """Limits that a policy must respect."""
         ...
 
     def describe(self) -> list[dict[str, Any]]:
-        """One row per environment: name, summary, installed, missing (why not), ranges, subsets. Slow at first."""
+        """Return one row per environment: name, summary, installed, missing (reason), ranges, subsets. Slow."""
         ...
 
     def action_in(self, policy: str, reply: str) -> str:
-        """The action in what a policy said: a policy that thinks aloud says more than that."""
+        """Return the action in a policy's reply, which may also contain its thoughts."""
         ...
 
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
-        """Subsets an item belongs to; none when the environment is unknown or not installed."""
+        """Return the subsets of an item. Empty if the environment is unknown or not installed."""
         ...
 
     async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
-        """A session of `env`, played in a style."""
+        """Open a session of `env` in a style."""
         ...
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]: ...

@@ -1,4 +1,4 @@
-"""What of a run's files is for others: no paths of this computer, no names of machines, no addresses of servers."""
+"""Redaction of a run's files for others: removes paths of this computer, host names and server addresses."""
 
 from __future__ import annotations
 
@@ -6,36 +6,36 @@ import re
 from pathlib import PureWindowsPath
 from typing import Any
 
-_LEFT_OUT = re.compile(r"host|pid|(.*_)?url")
-_PLACES = re.compile(r"path|folder|dir|file|chat_template|data|(.*_)(path|folder|dir|file)")
-"""Names of values that are a path from their first absolute mark on, blanks included."""
+_REMOVED_KEYS = re.compile(r"host|pid|(.*_)?url")
+_PATH_KEYS = re.compile(r"path|folder|dir|file|chat_template|data|(.*_)(path|folder|dir|file)")
+"""Keys whose values are a path from the first absolute prefix to the end, including spaces."""
 _ABSOLUTE = r"(?:(?<=[\s\"'`(\[{<=:,;|])|^)(?:file://)?(?:~|[A-Za-z]:)?[/\\](?![/\\])"
-_START = re.compile(_ABSOLUTE)
+_PATH_START = re.compile(_ABSOLUTE)
 _LETTER = r"[^\s\"'`()\[\]{}<>|,;]"
 _PATH = re.compile(rf"{_ABSOLUTE}{_LETTER}*[/\\]{_LETTER}*", re.MULTILINE)
-"""In running text a path has two separators at least: "and /or" is none."""
+"""A path in running text. It has at least two separators, so that "and /or" is not one."""
 
 
-def for_strangers(value: Any, name: str = "") -> Any:
-    """A copy of what a file says, of which absolute paths keep their last part."""
+def redact(value: Any, name: str = "") -> Any:
+    """Return a redacted copy of a file's content. Absolute paths keep only their last part."""
     if isinstance(value, dict):
-        # A table of such a name is that of a run or a scenario called so.
-        kept = [key for key, some in value.items() if isinstance(some, dict) or not _LEFT_OUT.fullmatch(str(key))]
-        return {key: for_strangers(value[key], str(key)) for key in kept}
+        # A table under such a key belongs to a run or a scenario of that name.
+        kept = [key for key, item in value.items() if isinstance(item, dict) or not _REMOVED_KEYS.fullmatch(str(key))]
+        return {key: redact(value[key], str(key)) for key in kept}
     if isinstance(value, list | tuple):
-        return [for_strangers(some, name) for some in value]
+        return [redact(item, name) for item in value]
     if not isinstance(value, str):
         return value
-    if _PLACES.fullmatch(name) and (found := _START.search(value)):
-        return value[: found.start()] + _last_part(value[found.start() :])
+    if _PATH_KEYS.fullmatch(name) and (match := _PATH_START.search(value)):
+        return value[: match.start()] + _last_part(value[match.start() :])
     return without_paths(value)
 
 
 def without_paths(text: str) -> str:
-    """A message with every absolute path in it cut to its last part."""
-    return _PATH.sub(lambda found: _last_part(found[0]), text)
+    """Return a message in which every absolute path is cut to its last part."""
+    return _PATH.sub(lambda match: _last_part(match[0]), text)
 
 
 def _last_part(path: str) -> str:
-    # Of Windows, because it takes both kinds of separators.
+    # A Windows path accepts both kinds of separators.
     return PureWindowsPath(path.strip()).name

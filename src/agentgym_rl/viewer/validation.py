@@ -1,6 +1,6 @@
-"""What the pages need of files that may be damaged or somebody else's: the rest is left out, and named.
+"""Validation of files that may be damaged or untrusted, before the pages show them.
 
-Every function takes the content of a file and gives back what of it can be shown, with a list of what is wrong.
+Every function takes the content of a file and returns the valid part of it and a list of problems.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import re
 import zlib
 from typing import Any
 
-MOST_PROBLEMS = 4
-"""Of one file: a file of another kind has as many as it has fields."""
+MAX_PROBLEMS = 4
+"""Problems shown per file. A file of another kind has one for each field."""
 _RATE = re.compile(r"success|reward|(avg|pass)@\d+")
 _COUNTS = (
     *("items", "episodes", "errors", "unplayed", "unreported", "turns", "truncated"),
@@ -19,40 +19,40 @@ _COUNTS = (
 
 
 class Check:
-    """Collects what is wrong with one file. None stands for what is not there and is never wrong."""
+    """Collector of the problems of one file. None means an absent value, which is never a problem."""
 
     def __init__(self, file: str) -> None:
         self._file = file
-        self._found: list[str] = []
+        self._problems: list[str] = []
 
     @property
     def problems(self) -> list[str]:
-        more = len(self._found) - MOST_PROBLEMS
-        return self._found[:MOST_PROBLEMS] + ([f"{self._file}: and {more} more"] if more > 0 else [])
+        more = len(self._problems) - MAX_PROBLEMS
+        return self._problems[:MAX_PROBLEMS] + ([f"{self._file}: and {more} more"] if more > 0 else [])
 
     def number(self, value: Any, where: str) -> float | None:
-        good = isinstance(value, int | float) and not isinstance(value, bool)
-        return value if self._holds(good, value, where, "a number") else None
+        valid = isinstance(value, int | float) and not isinstance(value, bool)
+        return value if self._require(valid, value, where, "a number") else None
 
     def text(self, value: Any, where: str) -> str | None:
-        return value if self._holds(isinstance(value, str), value, where, "a text") else None
+        return value if self._require(isinstance(value, str), value, where, "a text") else None
 
     def table(self, value: Any, where: str) -> dict[str, Any]:
-        return value if self._holds(isinstance(value, dict), value, where, "a table") else {}
+        return value if self._require(isinstance(value, dict), value, where, "a table") else {}
 
     def tables(self, value: Any, where: str) -> list[dict[str, Any]]:
-        rows = value if self._holds(isinstance(value, list), value, where, "a list") else []
-        return [self.table(row, f"{where}[{place}]") for place, row in enumerate(rows)]
+        rows = value if self._require(isinstance(value, list), value, where, "a list") else []
+        return [self.table(row, f"{where}[{i}]") for i, row in enumerate(rows)]
 
-    def _holds(self, good: bool, value: Any, where: str, needed: str) -> bool:
-        if not good and value is not None:
+    def _require(self, valid: bool, value: Any, where: str, needed: str) -> bool:
+        if not valid and value is not None:
             where, shown = (text if len(text) <= 60 else f"{text[:59]}…" for text in (where, repr(value)))
-            self._found.append(f"{self._file}: {where} should be {needed}, got {shown}")
-        return good
+            self._problems.append(f"{self._file}: {where} must be {needed}, got {shown}")
+        return valid
 
 
 def checked_status(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """status.json."""
+    """Check status.json."""
     check = Check("status.json")
     numbers = {name: check.number(row.get(name), name) for name in ("step", "steps", "started", "updated")}
     texts = {name: check.text(row.get(name), name) for name in ("state", "error", "host")}
@@ -60,15 +60,15 @@ def checked_status(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def environments_of(config: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """The names in a config.toml."""
+    """Return the environment names in a config.toml."""
     check = Check("config.toml")
     rows = check.tables(config.get("environments"), "environments")
-    names = [check.text(row.get("name"), f"environments[{place}].name") for place, row in enumerate(rows)]
+    names = [check.text(row.get("name"), f"environments[{i}].name") for i, row in enumerate(rows)]
     return [name for name in names if name], check.problems
 
 
 def checked_evaluation(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """eval.json as the pages expect it. Of a task's items their number is left, and a mark to tell others apart."""
+    """Check eval.json. A task's items are replaced by their number and a checksum."""
     check = Check("eval.json")
     config = check.table(row.get("config"), "config")
     agent = check.table(config.get("agent"), "config.agent")
@@ -82,7 +82,7 @@ def checked_evaluation(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         **row,
         "state": check.text(row.get("state"), "state") or "unknown",
         "config": config | {"agent": agent, "tasks": tasks},
-        "results": [_result(check, result, f"results[{place}]") for place, result in enumerate(results)],
+        "results": [_result(check, result, f"results[{i}]") for i, result in enumerate(results)],
     }, check.problems
 
 
@@ -131,18 +131,18 @@ def _cell(check: Check, cell: Any, where: str) -> dict[str, Any] | None:
 
 
 def _counts(check: Check, table: dict[str, Any], where: str) -> dict[str, Any]:
-    """What is counted. Only what a page shows is looked at: other versions may write more."""
-    found: dict[str, Any] = {name: check.number(table[name], f"{where}.{name}") for name in _COUNTS if name in table}
+    """Return the counts that a page shows. Other versions may write more."""
+    counts: dict[str, Any] = {name: check.number(table[name], f"{where}.{name}") for name in _COUNTS if name in table}
     causes = check.table(table.get("causes"), f"{where}.causes")
-    # A list: in a browser, an object puts names that look like numbers first.
-    found["causes"] = [[text, check.number(times, f"{where}.causes.{text}")] for text, times in causes.items()]
-    return found
+    # A list, because JavaScript objects reorder keys that look like numbers.
+    counts["causes"] = [[text, check.number(times, f"{where}.causes.{text}")] for text, times in causes.items()]
+    return counts
 
 
 def _rate(check: Check, rate: Any, where: str) -> dict[str, float] | None:
     if rate is None:
         return None
     table = check.table(rate, where)
-    found = {name: check.number(table.get(name), f"{where}.{name}") for name in ("value", "low", "high")}
-    kept = {name: value for name, value in found.items() if value is not None}
+    numbers = {name: check.number(table.get(name), f"{where}.{name}") for name in ("value", "low", "high")}
+    kept = {name: value for name, value in numbers.items() if value is not None}
     return kept if "value" in kept else None

@@ -147,7 +147,7 @@ class ChatClient:
         _require_address(base_url)
         self.model = model
         self.usage = Usage()
-        self.hopeless = ""
+        self.fatal_error = ""
         self._key_variable = api_key_variable
         self._heard_of = self._answered = False
         self._refusals = 0
@@ -184,7 +184,7 @@ class ChatClient:
         except Refused as error:
             self._refusals += 1
             if not self._answered and self._refusals >= REFUSALS_FOR_GOOD:
-                self.hopeless = str(error)
+                self.fatal_error = str(error)
             raise
         self._answered = True
         return answer
