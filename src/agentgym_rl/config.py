@@ -145,7 +145,7 @@ class EngineConfig(_Section):
     replicas: int = Field(1, ge=1)
     """Number of vLLM engines to start, without `urls`."""
     tensor_parallel: int = Field(1, ge=1)
-    """Devices over which each vLLM engine splits its weights, on one node. Needs [scale] with layout = 'disaggregated'."""
+    """Devices of one node that each vLLM engine splits its weights over. Needs [scale], layout = 'disaggregated'."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of vLLM's weights; auto is the learner's."""
     memory_share: float = Field(0.4, gt=0, allow_inf_nan=False)

@@ -243,7 +243,7 @@ class RunLog:
         return self.trajectories_dir / f"{_FILE_PREFIX[kind]}_{step:06d}.jsonl"
 
     def truncate_after(self, step: int, keep: Collection[Path] = ()) -> None:
-        """Remove everything after `step`, the step of a checkpoint, because it is played again. Files in `keep` remain."""
+        """Remove everything after `step`, a checkpoint's, because it is played again. Files in `keep` remain."""
         for path in self.trajectories_dir.glob("*_*.jsonl"):
             if int(path.stem.rpartition("_")[2]) > step and path not in keep:
                 path.unlink()

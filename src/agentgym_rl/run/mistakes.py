@@ -1,7 +1,7 @@
 """Demonstrations with injected mistakes, so that recoveries are imitated, too.
 
-An agent that has seen only perfect play does not know what to do after a refusal. So some turns play another action than
-the oracle's, the oracle continues from there, and the loss skips those turns (`DART
+An agent that has seen only perfect play does not know what to do after a refusal. So some turns play another action
+than the oracle's, the oracle continues from there, and the loss skips those turns (`DART
 <https://arxiv.org/abs/1703.09327>`_ injects noise into a supervisor's play for the same reason).
 """
 
