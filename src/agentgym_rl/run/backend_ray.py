@@ -1,4 +1,4 @@
-"""A run's workers on a Ray cluster: what each process is made of, and the handles that a run calls.
+"""The backend of a run on a Ray cluster: the contents of each process, and the handles that a run calls.
 
 The functions here run inside the actors of scale/ray_app.py, which knows nothing of recipes.
 """
@@ -46,7 +46,7 @@ from agentgym_rl.transport.buckets import InPlace, Receiver
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
 FOUND = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
-"""What a learner fills in of a sample."""
+"""Fields of a sample that a learner fills in."""
 Found = list[tuple[Any, ...]]
 
 
@@ -58,23 +58,23 @@ class Job:
     limits: Limits
     seed: int
     index: int
-    """Its place among the tasks of the step: ids and seeds are what one process would give."""
+    """Index among the tasks of the step, so that ids and seeds are those of a run in one process."""
     prefix: str
     group_size: int
     temperature: float
     version: int
-    """Of the weights that it is played with."""
+    """Version of the weights that it is played with."""
 
 
 class Rank:
-    """A learner's rank, inside its actor. Every method takes all ranks."""
+    """One learner rank, inside its actor. All ranks must call every method together."""
 
     def __init__(self, config: Config, rank: int, size: int) -> None:
         assert config.scale is not None
         torch.set_num_threads(config.threads or int(config.scale.learner_cpus) or 1)
         device, self._dtype = choose_device(config.model)
         adapters = config.model.lora is not None
-        # Sharded weights are loaded on the host, in float32: they are the optimizer's masters, passes run in `dtype`.
+        # Sharded weights are loaded on the host in float32, as the optimizer's masters. Passes run in `dtype`.
         changes = {} if adapters else {"device": "cpu", "dtype": "float32"}
         self._loading = config.model_copy(update={"model": config.model.model_copy(update=changes)})
         self._config, self._rank = config, rank
@@ -82,15 +82,15 @@ class Rank:
         self._model: Any = None
         self._tokenizer: Any = None
         self._learner: Any = None
-        """RL's, or a trainer."""
+        """RL learner or trainer."""
         self._shares = config.scale.layout == "colocated"
         self._merges = adapters and config.engine.kind == "vllm"
-        """vLLM takes adapters from disk alone, which nodes need not share: here it gets weights with them inside."""
+        """Whether to send merged weights: vLLM takes adapters only from disk, which nodes need not share."""
         self._sent_dtype = torch.float32 if self._merges else self._dtype
-        """Of weights on their way to engines; a config whose vLLM would round merged ones is refused."""
+        """Type of the weights sent to engines. A config whose vLLM would round merged weights is refused."""
 
     def untrained(self, folder: str) -> int:
-        """The recipe's model as it is before it learns anything, with the tokenizer of `folder`; counts parameters."""
+        """Make the recipe's untrained model with the tokenizer of `folder`; return its number of parameters."""
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
         self._model = untrained(self._loading.model, self._loading.seed, self._tokenizer)
         if self._merges:
@@ -98,9 +98,9 @@ class Rank:
         return self._model.num_parameters()
 
     def load(self, folder: str, reference_dir: str | None = None) -> None:
-        """The model in `folder`, instead of another; with a reference to learn by RL."""
+        """Load the model in `folder`, and make an RL learner if there is a reference."""
         self._learner = self._model = None
-        give_memory_back()
+        release_memory()
         self._model, self._tokenizer = load_from(folder, self._loading.model)
         if self._merges:
             lora.require_mergeable(self._model)
@@ -108,7 +108,7 @@ class Rank:
             self._learner = make_learner(self._config, self._model, Path(reference_dir), self._ranks)
 
     def teach(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
-        """Begin with updates on `data`; returns how many there are."""
+        """Make a trainer on `data`; return its number of updates."""
         self._learner = make_trainer(self._model, data, settings, seed, self._ranks)
         return self._learner.total
 
@@ -117,11 +117,11 @@ class Rank:
 
     @torch.no_grad()
     def forget_trainer(self) -> None:
-        """And go on from the weights that engines have, as one process and a resumed run do."""
+        """Free the trainer and round the weights to those that engines have, as one process and a resumed run do."""
         self._learner = None
         for parameter in self._masters().values():
             parameter.copy_(parameter.to(self._dtype))
-        self._leave_the_device()
+        self._release_device()
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         found = prefer(self._model, pairs, max_tokens, self._ranks)
@@ -129,61 +129,61 @@ class Rank:
 
     def assess(self, samples: list[Sample], own: bool) -> Found:
         self._learner.assess(samples, own=own)
-        self._leave_the_device()
+        self._release_device()
         return [_found(sample) for sample in samples]
 
     def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Found]:
         count = len(batch.samples)
         metrics = self._learner.learn(batch, seed)
-        self._leave_the_device()
+        self._release_device()
         return metrics, self._learner.kl_coef, [_found(sample) for sample in batch.samples[:count]]
 
     def num_parameters(self) -> int:
         return self._model.num_parameters()
 
     def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What engines have, in the type that they have; every rank must read all of it."""
+        """Yield the weights for engines, in their type. Every rank must read all of them."""
         named = lora.merged(self._model, self._policy()) if self._merges else self._policy()
         for name, tensor in named:
             yield name, tensor.to(self._sent_dtype) if tensor.is_floating_point() else tensor
-        self._leave_the_device()
+        self._release_device()
 
     def probe(self) -> Probe | None:
-        """For vLLM, which may leave part of the weights behind without a word; takes every rank."""
+        """Return a probe for vLLM, which may miss part of an update silently. All ranks take part."""
         engine = self._config.engine
         if engine.kind == "native":
             return None
         dtype = self._dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
         merge = partial(lora.merged, self._model) if self._merges else None
         probe = probe_model(self._model, dtype, sent_dtype=self._sent_dtype, merge=merge)
-        self._leave_the_device()
+        self._release_device()
         return probe
 
     def save(self, folder: str) -> None:
-        """This rank's part of the learner's state, and from the first rank the model."""
-        # Gathered first: that takes every rank, and one that fails to write leaves the others waiting.
+        """Write this rank's part of the learner's state; the first rank also writes the model."""
+        # Gather first: all ranks take part, and a rank that fails to write would leave the others waiting.
         whole = self._whole()
         if self._learner is not None:
             save_shards(Path(folder) / SHARDS, self._learner.state() | {"masters": self._masters()})
         self._write_model(Path(folder) / "model", whole)
 
     def export(self, folder: str) -> None:
-        """The model alone."""
+        """Write the model alone."""
         self._write_model(Path(folder), self._whole())
 
     def _policy(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """As it is learned."""
+        """Yield the policy's weights as they are learned."""
         for name, tensor in whole_state(self._model):
             if not any(f".{learners_own}." in name for learners_own in (lora.REFERENCE, lora.CRITIC)):
                 yield name, tensor
 
     def _whole(self) -> dict[str, torch.Tensor | None]:
-        """For a folder: as engines have it, but adapters, which are small, as they are learned."""
+        """Return the weights for a folder: as engines have them, adapters as they are learned."""
         state = self.whole_state() if self._ranks.shard else self._policy()
         return {name: tensor.cpu() if self._rank == 0 else None for name, tensor in state}
 
     def _masters(self) -> dict[str, torch.Tensor]:
-        """What is rounded away in a folder, and updates add up in."""
+        """Return the float32 master weights, which a folder in bf16 does not hold."""
         kept = self._ranks.shard and self._dtype is not torch.float32
         return dict(self._model.named_parameters()) if kept else {}
 
@@ -193,7 +193,7 @@ class Rank:
             self._tokenizer.save_pretrained(folder)
 
     def restore(self, folder: str, state: dict[str, Any] | None) -> tuple[int, float]:
-        """From shards, or from the `state` that a run of one process wrote; (updates made, weight of KL)."""
+        """Restore from shards, or from the `state` of a run in one process; return (updates made, KL weight)."""
         learner, critic = self._learner, getattr(self._learner, "critic", None)
         optimizers = {"optimizer": learner._parameters}
         masters = self._masters()
@@ -210,14 +210,14 @@ class Rank:
         learner.restore(found)
         return learner.updates, getattr(learner, "kl_coef", 0.0)
 
-    def _leave_the_device(self) -> None:
-        """To the engine it is shared with: torch keeps what was freed for itself until it is told."""
+    def _release_device(self) -> None:
+        """Return freed memory to the engine on the same device: torch keeps it otherwise."""
         if self._shares:
-            give_memory_back()
+            release_memory()
 
 
 class Player:
-    """An environment host's sessions and how it plays, inside its actor."""
+    """Sessions and collectors of one environment host, inside its actor."""
 
     def __init__(self, config: Config, folder: Path, variables: dict[str, str], engine: Any) -> None:
         """`variables`: environment variables of the driver that the recipe names."""
@@ -282,12 +282,12 @@ class TrainerHandle:
 
     def __init__(self, app: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> None:
         self._app = app
-        have_the_device(app)
+        claim_device(app)
         self.total: int = app.on_all("teach", data, settings, seed)[0]
         self.updates = 0
 
     def step(self) -> dict[str, float]:
-        have_the_device(self._app)
+        claim_device(self._app)
         metrics = self._app.on_all("step")[0]
         self.updates += 1
         return metrics
@@ -304,14 +304,14 @@ class LearnerHandle:
         self.kl_coef = settings.kl_coef
 
     def assess(self, samples: list[Sample], *, own: bool = False) -> None:
-        have_the_device(self._app)
+        claim_device(self._app)
         shares = balanced([len(s.token_ids) for s in samples], self._size)
         found = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
         for share, some in zip(shares, found, strict=True):
             _fill([samples[i] for i in share], some)
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
-        have_the_device(self._app)
+        claim_device(self._app)
         shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
         results = self._app.on_ranks("learn", [(share, seed) for share in shares])
         for known, (_, _, found) in zip(indices, results, strict=True):
@@ -416,7 +416,7 @@ class RayBackend:
         self._app.on_all("forget_trainer")
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
-        have_the_device(self._app)
+        claim_device(self._app)
         return self._app.on_all("prefer", pairs, max_tokens)[0]
 
     def go_back(self, folder: Path) -> None:
@@ -477,25 +477,25 @@ def plan_of(config: Config) -> Plan:
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
     )
-    lends(plan)  # refuses a word that it does not know
+    lends(plan)  # raises for an unknown value
     return plan
 
 
-def have_the_device(app: Any) -> None:
-    """Ranks, where they share one with engines."""
+def claim_device(app: Any) -> None:
+    """Free the device for ranks if they share it with engines."""
     if app.plan.layout == "colocated":
         app.rest_engines()
 
 
-def give_memory_back() -> None:
-    """Of the device: what nothing in this process uses, for others that work on it."""
+def release_memory() -> None:
+    """Release unused device memory to other processes."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def _absolute(folder: Path) -> Path:
-    """A hub name stays what it is."""
+    """Return an absolute path. A hub name stays as it is."""
     place = folder.expanduser()
     return place.absolute() if place.is_dir() else folder
 
