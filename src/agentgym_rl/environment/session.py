@@ -115,7 +115,6 @@ class LocalSession:
         """Whether the last reset came from an AgentGym client, which reads other fields of the answers."""
         self._env: TextEnv
         self._keyed_env: HasStateKey | None = None
-        """The environment, if it has state keys."""
 
     @classmethod
     async def open(cls, name: str, factory: Callable[[], TextEnv], timeout_s: float) -> LocalSession:
