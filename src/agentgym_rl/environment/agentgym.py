@@ -174,8 +174,8 @@ class AgentGymClient(EnvClient):
             step.observation = f"{task}\n{step.observation}"
         # SciWorld's reset looks around, which may earn a reward. A reset is no turn, so the first step adds it.
         reward = answer.get("reward")
-        has_reward = isinstance(reward, int | float) and math.isfinite(reward)
-        self._rewards[session_id] = [float(reward) if has_reward else 0.0]
+        reset_reward = float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else 0.0
+        self._rewards[session_id] = [reset_reward]
         return step
 
     async def step(self, session_id: int, action: str) -> Step:
