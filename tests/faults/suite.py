@@ -49,7 +49,7 @@ from cluster_for_tests import (
     workers,
 )
 
-from agentgym_rl.environment.server_sessions import GRACE_S
+from agentgym_rl.environment.server_sessions import HOLD_GRACE_S
 
 WORKERS = 6
 """Of the run: two of each role."""
@@ -59,7 +59,7 @@ HANG_S = 5
 """Longer than a step of an environment may take."""
 IDLE_S = 24 * 3600
 """After which the server closes sessions: later than this ends, so that none of those that leak goes unseen."""
-LEAVES_S = GRACE_S + 10
+LEAVES_S = HOLD_GRACE_S + 10
 """In which the server notices that a host is gone."""
 CALM_S = 5
 """Without a session opened or closed, where one process stands still and others wait for it."""

@@ -1,4 +1,4 @@
-"""Sessions of somebody who is gone are closed; those of somebody whose connection merely broke are not."""
+"""Sessions of a client that is gone are closed; those of a client whose connection only broke are not."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ asyncio.run(main(sys.argv[1]))
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    monkeypatch.setattr("agentgym_rl.environment.server_sessions.GRACE_S", GRACE_S)
-    monkeypatch.setattr("agentgym_rl.environment.liveness.AGAIN_S", GRACE_S / 8)
+    monkeypatch.setattr("agentgym_rl.environment.server_sessions.HOLD_GRACE_S", GRACE_S)
+    monkeypatch.setattr("agentgym_rl.environment.liveness.RETRY_DELAY_S", GRACE_S / 8)
     with server_in_thread({"counting": Counting}) as running:
         yield running
 
@@ -46,7 +46,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_sessions_of_a_killed_process_are_closed_and_no_others(server: RunningServer, loop: str) -> None:
     httpx.post(f"{server.url}/create")
-    httpx.post(f"{server.url}/create", json={"owner": "somebody who holds nothing"})
+    httpx.post(f"{server.url}/create", json={"owner": "an owner without a hold"})
     program = PROGRAM.replace("asyncio.run", f"{loop}.run").replace("import asyncio", f"import asyncio, {loop}")
     child = subprocess.Popen([sys.executable, "-c", program, server.url], stdout=subprocess.PIPE, text=True)
     try:
@@ -59,20 +59,20 @@ def test_sessions_of_a_killed_process_are_closed_and_no_others(server: RunningSe
         child.wait()
     wait_until(lambda: server.sessions.num_open == 2)
     assert server.sessions.counts["left_closed"] == 4
-    assert list(server.sessions._owner.values()) == ["somebody who holds nothing"]
+    assert list(server.sessions._owner.values()) == ["an owner without a hold"]
     assert not server.sessions._holds
 
 
-async def test_a_hold_that_broke_off_is_taken_up_again(server: RunningServer) -> None:
+async def test_a_lost_hold_is_opened_again(server: RunningServer) -> None:
     pool = RemotePool({"counting": server.url})
     session = await pool.open("counting")
     await session.reset(3)
     hold = pool._holds["counting"]
     assert hold.is_held
     for _ in range(2):
-        assert hold._wire is not None
-        assert hold._wire.transport is not None
-        hold._wire.transport.abort()
+        assert hold._connection is not None
+        assert hold._connection.transport is not None
+        hold._connection.transport.abort()
         await asyncio.sleep(2 * GRACE_S)
         assert hold.is_held
         assert server.sessions.num_open == 1
@@ -85,25 +85,25 @@ async def test_a_hold_that_broke_off_is_taken_up_again(server: RunningServer) ->
     assert not server.sessions._holds
 
 
-async def test_a_pool_comes_back_to_a_server_that_was_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.environment.liveness.AGAIN_S", 0.05)
+async def test_a_pool_reconnects_to_a_restarted_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.environment.liveness.RETRY_DELAY_S", 0.05)
     with server_in_thread({"counting": Counting}) as first:
         port = int(first.url.rpartition(":")[2])
         pool = RemotePool({"counting": first.url})
         await pool.open("counting")
         started = time.monotonic()
-    assert time.monotonic() - started < 3, "a hold must not keep a server from ending"
+    assert time.monotonic() - started < 3, "a hold must not delay the shutdown of a server"
     hold = pool._holds["counting"]
     await asyncio.sleep(0.2)
     assert not hold.is_held
-    with server_in_thread({"counting": Counting}, port=port) as again:
+    with server_in_thread({"counting": Counting}, port=port) as restarted:
         for _ in range(100):
             await asyncio.sleep(0.02)
             if hold.is_held:
                 break
         assert hold.is_held
         await pool.open("counting")
-        assert list(again.sessions._owner.values()) == [hold.owner]
+        assert list(restarted.sessions._owner.values()) == [hold.owner]
         await pool.close()
 
 
@@ -117,9 +117,9 @@ def test_a_hold_needs_an_owner_and_the_token() -> None:
         assert not server.sessions._holds
 
 
-async def test_a_server_that_refuses_a_hold_is_played_without(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_works_without_a_hold_if_the_server_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with server_in_thread({"counting": Counting, "slow": SlowCounting}, token="secret") as server:
-        monkeypatch.setattr(server.app.gate, "_hold_paths", set())
+        monkeypatch.setattr(server.app.dispatcher, "_hold_paths", set())
         pool = RemotePool({"counting": f"{server.url}/counting"}, token="secret")
         session = await pool.open("counting")
         assert not pool._holds["counting"].is_held
@@ -128,8 +128,8 @@ async def test_a_server_that_refuses_a_hold_is_played_without(monkeypatch: pytes
         assert server.sessions.num_open == 0
 
 
-async def test_somebody_who_comes_and_goes_has_the_whole_grace_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.environment.server_sessions.GRACE_S", 1.0)
+async def test_each_hold_starts_a_new_grace_period(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.environment.server_sessions.HOLD_GRACE_S", 1.0)
     sessions = Sessions({"counting": Counting}, 8, 600, 60)
     with sessions.held("x"):
         await sessions.create("counting", "x")
@@ -137,16 +137,16 @@ async def test_somebody_who_comes_and_goes_has_the_whole_grace_each_time(monkeyp
     with sessions.held("x"):
         pass
     await asyncio.sleep(0.7)
-    assert sessions.num_open == 1, "closed by the grace of the hold before"
+    assert sessions.num_open == 1, "closed by the grace period of the previous hold"
     await asyncio.sleep(0.6)
     assert sessions.num_open == 0
     assert not sessions._holds
-    assert not sessions._leaving
+    assert not sessions._grace_timers
 
 
-async def test_a_hold_is_of_sessions_from_before_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server that was started again may be asked for sessions before the hold is taken up again."""
-    monkeypatch.setattr("agentgym_rl.environment.server_sessions.GRACE_S", 0.05)
+async def test_a_hold_covers_sessions_created_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted server may create sessions before the client has opened its hold again."""
+    monkeypatch.setattr("agentgym_rl.environment.server_sessions.HOLD_GRACE_S", 0.05)
     sessions = Sessions({"counting": Counting}, 8, 600, 60)
     await sessions.create("counting", "x")
     await sessions.create("counting")
@@ -158,14 +158,14 @@ async def test_a_hold_is_of_sessions_from_before_it_too(monkeypatch: pytest.Monk
 
 
 class Listener:
-    """Takes holds up with `answer`, and says nothing after."""
+    """Answers a hold with `answer` and sends nothing after it."""
 
     def __init__(self, answer: bytes) -> None:
         self.url = ""
         self.num_open = self.num_seen = 0
         self._answer = answer
 
-    async def take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_open, self.num_seen = self.num_open + 1, self.num_seen + 1
         with contextlib.suppress(OSError):
             await reader.readuntil(b"}")
@@ -174,7 +174,7 @@ class Listener:
         writer.close()
         self.num_open -= 1
 
-    async def until(self, num_open: int, num_seen: int) -> None:
+    async def wait_for(self, num_open: int, num_seen: int) -> None:
         for _ in range(1000):
             if (self.num_open, self.num_seen) == (num_open, num_seen):
                 return
@@ -185,34 +185,34 @@ class Listener:
 @contextlib.asynccontextmanager
 async def listening(answer: bytes = b"HTTP/1.1 200 OK\r\n\r\n") -> AsyncIterator[Listener]:
     listener = Listener(answer)
-    async with await asyncio.start_server(listener.take, "127.0.0.1", 0) as server:
+    async with await asyncio.start_server(listener.accept, "127.0.0.1", 0) as server:
         listener.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         yield listener
 
 
-async def test_two_who_start_a_hold_at_once_have_one() -> None:
+async def test_concurrent_starts_open_one_connection() -> None:
     async with listening() as server:
         hold = Hold(server.url, None)
         await asyncio.gather(hold.start(), hold.start())
         assert hold.is_held
-        await server.until(1, 1)
+        await server.wait_for(1, 1)
         hold.close()
-        await server.until(0, 1)
+        await server.wait_for(0, 1)
 
 
-async def test_a_start_that_is_cancelled_leaves_no_connection() -> None:
+async def test_a_cancelled_start_leaves_no_connection() -> None:
     async with listening(answer=b"") as server:
         hold = Hold(server.url, None)
         starting = asyncio.create_task(hold.start())
-        await server.until(1, 1)
+        await server.wait_for(1, 1)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await server.until(0, 1)
+        await server.wait_for(0, 1)
         hold.close()
 
 
-async def test_a_hold_that_is_closed_while_it_starts_is_not_held() -> None:
+async def test_a_hold_closed_during_its_start_is_not_held() -> None:
     async with listening() as server:
         hold = Hold(server.url, None)
         starting = asyncio.create_task(hold.start())
@@ -224,35 +224,33 @@ async def test_a_hold_that_is_closed_while_it_starts_is_not_held() -> None:
         assert server.num_open == 0
 
 
-async def test_a_server_that_falls_silent_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.environment.liveness.LOOK_S", 0.02)
-    monkeypatch.setattr("agentgym_rl.environment.liveness.AGAIN_S", 0.02)
+async def test_a_silent_server_gets_a_new_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.environment.liveness.POLL_INTERVAL_S", 0.02)
+    monkeypatch.setattr("agentgym_rl.environment.liveness.RETRY_DELAY_S", 0.02)
     async with listening() as server:
         hold = Hold(server.url, None)
         await hold.start()
-        await server.until(1, 2)
+        await server.wait_for(1, 2)
         hold.close()
 
 
-async def test_a_server_that_is_heard_is_not_asked_again(
+async def test_a_server_that_sends_heartbeats_keeps_its_connection(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agentgym_rl.environment.server.HEARTBEAT_S", 0.02)
-    monkeypatch.setattr("agentgym_rl.environment.liveness.LOOK_S", 0.2)
+    monkeypatch.setattr("agentgym_rl.environment.liveness.POLL_INTERVAL_S", 0.2)
     hold = Hold(server.url, None)
     await hold.start()
-    wire = hold._wire
+    connection = hold._connection
     await asyncio.sleep(1.2)
-    time.sleep(1)  # noqa: ASYNC251, a loop that stands still hears nothing, and must not take that for silence
+    time.sleep(1)  # noqa: ASYNC251, a blocked loop receives nothing, which must not count as silence
     await asyncio.sleep(0.1)
-    assert hold._wire is wire
+    assert hold._connection is connection
     assert hold.is_held
     hold.close()
 
 
-async def test_a_pool_whose_closing_is_cancelled_holds_nothing(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_cancelled_pool_close_ends_its_holds(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
     pool = RemotePool({"counting": server.url})
     session = await pool.open("counting")
     monkeypatch.setattr(session._inner, "close", lambda: asyncio.sleep(60))  # type: ignore[attr-defined]
@@ -263,7 +261,7 @@ async def test_a_pool_whose_closing_is_cancelled_holds_nothing(
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_hold_whose_loop_has_ended_can_be_closed(server: RunningServer) -> None:
+def test_a_hold_can_be_closed_after_its_loop_has_ended(server: RunningServer) -> None:
     hold = Hold(server.url, None)
     asyncio.run(hold.start())
     assert list(server.sessions._holds) == [hold.owner]
