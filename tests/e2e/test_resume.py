@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from runs_for_tests import (
     TINY,
+    Process,
     comparable_metrics,
     comparable_trajectories,
     final_weights,
@@ -152,3 +155,27 @@ def test_checkpoints_without_optimizer_hold_the_model_and_refuse_resume(tmp_path
     process = train_process(run, "rl.steps=4", *words, "--resume")
     assert process.wait() == 2
     assert "cannot be resumed from" in process.output.read_text()
+
+
+def test_a_run_saved_by_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    """The archive holds two steps of recipes/keydoor/tiny.toml, trained before files.json and RunContext existed."""
+    with tarfile.open(Path(__file__).parents[1] / "data" / "run_of_0.1.0.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    run = tmp_path / "run"
+    before = read_metrics(run / "metrics.jsonl")
+    saved = tomllib.loads((run / "config.toml").read_text())
+    shape = [
+        f"model.scratch.{name}={value}" for name, value in saved["model"]["scratch"].items() if name != "max_context"
+    ]
+    sizes = [
+        "rl.groups_per_step=2",
+        "rl.group_size=2",
+        "eval.episodes=4",
+        "warm_start.episodes=24",
+        "checkpoint.keep=1",
+    ]
+    overrides = [f"run_dir={run}", "threads=1", "rl.steps=4", *sizes, *shape]
+    process = Process(["train", "keydoor/tiny", *overrides, "--resume"], tmp_path / "output")
+    assert process.wait() == 0, (tmp_path / "output").read_text()
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert read_metrics(run / "metrics.jsonl")[:2] == before
