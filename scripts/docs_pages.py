@@ -76,7 +76,9 @@ def default_text(value: Any) -> str:
 def bounds_text(metadata: list[Any]) -> str:
     """Return the bounds that a field checks: `≥ 1`, `> 0, < 1`."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least"}
-    found = [f"{sign} {getattr(each, name)}" for each in metadata for name, sign in signs.items() if hasattr(each, name)]
+    found = [
+        f"{sign} {getattr(each, name)}" for each in metadata for name, sign in signs.items() if hasattr(each, name)
+    ]
     return ", ".join(found)
 
 
@@ -130,23 +132,27 @@ def recipe_sections() -> Iterator[tuple[str, type, Any]]:
 
 def recipe() -> str:
     """Return every key of a recipe with type, default and meaning."""
-    lines, documented = [], {}
-    for path, owner, given in recipe_sections():
+    sections = list(recipe_sections())
+    documented: dict[type, tuple[str, dict[str, Any]]] = {}
+    for path, owner, given in sorted(sections, key=lambda section: section[0].count(".")):
+        documented.setdefault(owner, (path, {key.name: key.default for key in keys_of(owner, given)}))
+    lines = []
+    for path, owner, given in sections:
         title = f"`[{path}]`" if path else "Top level"
         if path == "environments":
             title = "`[[environments]]`"
         lines += [f"## {title}", ""]
-        if owner in documented:
-            before, first = documented[owner]
+        first, defaults = documented[owner]
+        if path != first:
             changed = [
                 f"`{key.name}` = {default_text(key.default)}"
                 for key in keys_of(owner, given)
-                if section_of(key.annotation) is None and key.default != before.get(key.name)
+                if section_of(key.annotation) is None and key.default != defaults[key.name]
             ]
-            lines += [f"The keys of [`[{first}]`](#{anchor(first)}), with other defaults: {', '.join(changed) or 'none'}.", ""]
+            other = f", with other defaults: {', '.join(changed)}" if changed else ""
+            lines += [f"The keys of [`[{first}]`](#{anchor(first)}){other}.", ""]
             continue
         keys = keys_of(owner, given)
-        documented[owner] = ({key.name: key.default for key in keys}, path)
         lines += [inspect.cleandoc(owner.__doc__ or "").split("\n\n")[0].replace("\n", " "), ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in keys:
@@ -158,9 +164,14 @@ def recipe() -> str:
                 default = "none" if key.default is None else "see there"
             elif key.bounds:
                 kind += f", {key.bounds}"
-            lines.append(f"| `{key.name}` | {kind} | {default} | {key.text} |".replace("||", "|"))
+            lines.append(f"| `{key.name}` | {kind} | {default} | {cell(key.text)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    """Return text that is safe inside a table: no column ends, no HTML."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
 
 
 def anchor(path: str) -> str:
@@ -178,7 +189,9 @@ def commands() -> str:
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
         named = [each for each in command.params if each.param_type_name == "argument"]
         options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
-        usage = " ".join([f"agentgym-rl {name}", *(argument_usage(each) for each in named), "[OPTIONS]" * bool(options)])
+        usage = " ".join(
+            [f"agentgym-rl {name}", *(argument_usage(each) for each in named), "[OPTIONS]" * bool(options)]
+        )
         lines += [f"## {name}", "", f"```\n{usage.strip()}\n```", "", inspect.cleandoc(command.help or ""), ""]
         if named or options:
             lines += ["| argument or option | default | meaning |", "|---|---|---|"]
@@ -188,7 +201,7 @@ def commands() -> str:
             default = each.default
             plain = default is None or default == () or callable(default) or "Sentinel" in type(default).__name__
             shown_default = "" if plain else f"`{default}`"
-            text = (getattr(each, "help", "") or "").replace("\n", " ").replace("|", "\\|")
+            text = cell((getattr(each, "help", "") or "").replace("\n", " "))
             lines.append(f"| {shown} | {shown_default} | {text} |")
         lines.append("")
     return "\n".join(lines)
@@ -256,7 +269,10 @@ def step() -> str:
         ["a step, median", f"{line['step_s']:.2f} s"],
         ["– rollout", f"{line['rollout_s']:.2f} s"],
         ["– learning", f"{line['learn_s']:.2f} s"],
-        ["GPU busy while playing, in a profiled step of " + f"{line['profiled_s']:.2f} s", f"{line['kernels_playing_s']:.2f} s"],
+        [
+            f"GPU busy while playing, profiled ({line['profiled_s']:.2f} s)",
+            f"{line['kernels_playing_s']:.2f} s",
+        ],
         ["GPU busy while learning, in the same step", f"{line['kernels_learning_s']:.2f} s"],
         ["environments, in the same step", f"{line['environments_s']:.2f} s"],
         ["tokens sampled a step", f"{line['sampled_tokens'] / 1000:.1f}k"],
@@ -278,7 +294,12 @@ def vllm_weights() -> str:
     seconds = found["seconds"]
     step_s = seconds["rollout"] + seconds["learn"]
     rows = [
-        [text, f"{found['each'][way][0]:.2f} s", f"{seconds[way]:.2f} s", f"{seconds[way] / (step_s + seconds[way]):.0%}"]
+        [
+            text,
+            f"{found['each'][way][0]:.2f} s",
+            f"{seconds[way]:.2f} s",
+            f"{seconds[way] / (step_s + seconds[way]):.0%}",
+        ]
         for way, text in names.items()
     ]
     return table(["weights by", "first update", "median of later ones", "of a step with it"], rows)
@@ -300,6 +321,14 @@ def load() -> str:
     return table(["sessions", "episodes/s", "steps/s", "p50", "p99", "server CPU an episode"], rows)
 
 
+def reading_lengths() -> str:
+    """Return how long the files of the reading list are."""
+    page = (ROOT / "docs" / "how-it-works" / "read-it.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \d+ \| `([^`]+)`", page, re.MULTILINE)
+    lengths = [len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in listed]
+    return f"{len(listed)} files, {sum(lengths):,} lines."
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
     "recipe": recipe,
     "cli": commands,
@@ -308,4 +337,5 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "step": step,
     "vllm-weights": vllm_weights,
     "load": load,
+    "reading-lengths": reading_lengths,
 }
