@@ -3,8 +3,8 @@
     python scripts/results.py RUN [RUN ...] --images docs/images --transcripts results/transcripts [--base RUN ...]
 
 For each run it writes IMAGES/results-NAME.png and TRANSCRIPTS/NAME.md and prints rows for the table in
-docs/results/smollm2.md. `--base` names, in the same order, untrained runs of the same recipe, whose evaluation goes into
-the table too. The ten items are the first of each subset in the order of evaluation.
+docs/results/smollm2.md. `--base` names, in the same order, untrained runs of the same recipe, whose evaluation goes
+into the table too. The ten items are the first of each subset in the order of evaluation.
 """
 
 from __future__ import annotations
