@@ -22,12 +22,12 @@ MAX_WORDS_OF_A_GUIDE = 1200
 MAX_LINES_OF_THE_README = 120
 
 
-def load_hook() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_pages", ROOT / "scripts" / "docs_pages.py")
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    sys.modules["docs_pages"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
@@ -46,7 +46,7 @@ def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
 
 
 def test_every_marker_of_a_generated_part_has_a_generator() -> None:
-    hook = load_hook()
+    hook = load_script("docs_pages")
     used = {name for path in DOCS.rglob("*.md") for name in hook.MARKER.findall(path.read_text(encoding="utf-8"))}
     assert used == set(hook.GENERATORS)
     for name in used:
@@ -54,18 +54,18 @@ def test_every_marker_of_a_generated_part_has_a_generator() -> None:
 
 
 def test_the_recipe_page_has_every_key_with_its_default() -> None:
-    page = load_hook().recipe()
+    page = load_script("docs_pages").recipe()
     for name in Config.model_fields:
         assert f"| `{name}` |" in page
     rl = page[page.index("## `[rl]`") : page.index("## `[rl.optimizer]`")]
     assert [name for name in RLSettings.__dataclass_fields__ if f"| `{name}` |" not in rl] == []
     assert f"| `group_size` | integer | `{RLSettings().group_size}` |" in rl
-    anchors = {load_hook().anchor(title) for title in re.findall(r"^## (.*)$", page, re.MULTILINE)}
+    anchors = {load_script("docs_pages").anchor(title) for title in re.findall(r"^## (.*)$", page, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= anchors
 
 
 def test_the_command_page_has_every_command_and_option() -> None:
-    page = load_hook().commands()
+    page = load_script("docs_pages").commands()
     assert {"train", "eval", "view", "doctor", "serve", "play"} <= set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
     assert "`--resume`" in page
     assert "`--samples`" in page
@@ -97,3 +97,18 @@ def test_files_name_only_pages_that_exist() -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         stale += [f"{name}: {page}" for page in re.findall(r"\bdocs/[\w/-]+\.md", text) if not (ROOT / page).exists()]
     assert stale == []
+
+
+def test_pictures_of_environments_are_those_that_the_script_draws(tmp_path: Path) -> None:
+    script = load_script("pictures")
+    script.environments(tmp_path, tmp_path)
+    drawn = {path.name: path.read_text(encoding="utf-8").strip() for path in tmp_path.glob("*.svg")}
+    assert sorted(drawn) == sorted(f"{name}.svg" for name in script.ENVIRONMENTS)
+    for name, text in drawn.items():
+        assert text == (DOCS / "images" / name).read_text(encoding="utf-8").strip(), name
+
+
+def test_every_picture_of_a_page_exists_and_every_picture_is_shown() -> None:
+    pages = [ROOT / "README.md", *DOCS.rglob("*.md")]
+    shown = {name for path in pages for name in re.findall(r"images/([\w.-]+)\)", path.read_text(encoding="utf-8"))}
+    assert shown == {path.name for path in (DOCS / "images").iterdir()}
