@@ -222,7 +222,7 @@ class CheckpointConfig(_Section):
 
 
 class ScaleConfig(_Section):
-    """Processes of a run, through Ray; docs/scale.md. Without this section everything runs in one process."""
+    """Processes of a run, through Ray; docs/guides/scale.md. Without this section everything runs in one process."""
 
     learners: int = Field(1, ge=1)
     """Ranks that learn together (FSDP2)."""

@@ -1,4 +1,4 @@
-"""The HTTP server: many sessions of one or several environments in one process. docs/protocol.md says what travels.
+"""The HTTP server: many sessions of environments in one process. docs/reference/protocol.md has the protocol.
 
 The four hot paths (create, reset, step, close) are answered by `Gate`, the outermost layer, straight from bytes to
 bytes; everything else is an ordinary FastAPI route. Routing and validating them in FastAPI costs more than a step of

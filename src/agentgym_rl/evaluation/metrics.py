@@ -1,4 +1,4 @@
-"""From episodes to the numbers of a table. docs/evaluation.md defines each of them."""
+"""From episodes to the numbers of a table. docs/reference/evaluation.md defines each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a set of episodes says. Pure functions; docs/evaluation.md defines every number in words.
+"""How much a set of episodes says. Pure functions; docs/reference/evaluation.md defines every number in words.
 
 An *item* is the unit that is independent of the others; samples of one item are not. `values` are one number an item.
 """

@@ -1,4 +1,4 @@
-"""The viewer's HTTP server: the page, its files, and what the page asks for. docs/viewer.md shows it."""
+"""The viewer's HTTP server: the page, its files, and what the page asks for. docs/guides/viewer.md shows it."""
 
 from __future__ import annotations
 
