@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -58,8 +59,11 @@ def test_the_recipe_page_has_every_key_with_its_default() -> None:
     for name in Config.model_fields:
         assert f"| `{name}` |" in page
     rl = page[page.index("## `[rl]`") : page.index("## `[rl.optimizer]`")]
-    assert [name for name in RLSettings.__dataclass_fields__ if f"| `{name}` |" not in rl] == []
+    assert [field.name for field in dataclasses.fields(RLSettings) if f"| `{field.name}` |" not in rl] == []
     assert f"| `group_size` | integer | `{RLSettings().group_size}` |" in rl
+    assert (
+        re.findall(r"^.*(?<!\)) \| (?!none|see there)[^|]+ \|  \|$", page, re.MULTILINE) == []
+    )  # no key without a meaning
     anchors = {load_script("docs_pages").anchor(title) for title in re.findall(r"^## (.*)$", page, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([^)]+)\)", page)) <= anchors
 
