@@ -1,4 +1,4 @@
-"""Draws the figures and writes the tables of docs/evidence.md from the JSON under results/.
+"""Draws the figures and writes the tables of docs/results/evidence.md from the JSON under results/.
 
     python results/plot.py [--results results] [--out docs/images]
 

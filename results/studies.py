@@ -1,4 +1,4 @@
-"""What docs/evidence.md promises to run, as jobs: which arms, on which tasks, from which starting models."""
+"""What docs/results/evidence.md promises to run, as jobs: which arms, on which tasks, from which starting models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs the experiments of docs/evidence.md, whole or in pieces; the same command goes on where it was stopped.
+"""Runs the experiments of docs/results/evidence.md, whole or in pieces; the same command goes on where it was stopped.
 
     python results/study.py staged-horizon interaction --seeds 0 1 2 --jobs 8 --limit-s 540
 

@@ -1,4 +1,4 @@
-"""Tables of docs/evidence.md: what each arm reached, and which differences are more than chance."""
+"""Tables of docs/results/evidence.md: what each arm reached, and which differences are more than chance."""
 
 from __future__ import annotations
 

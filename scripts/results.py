@@ -1,10 +1,10 @@
 """Results of a run: its learning curve, rows of a table, and ten held-out episodes before and after training.
 
-    python scripts/results.py runs/smollm2-babyai [runs/another ...] --docs docs [--base runs/untrained ...]
+    python scripts/results.py RUN [RUN ...] --images docs/images --transcripts results/transcripts [--base RUN ...]
 
-For each run it writes DOCS/images/results-NAME.png and DOCS/results/NAME.md and prints rows for the table in
-DOCS/results.md. `--base` names, in the same order, untrained runs of the same recipe, whose evaluations go into the
-table too. The ten items are the first of each subset in the order of evaluation; they are not selected.
+For each run it writes IMAGES/results-NAME.png and TRANSCRIPTS/NAME.md and prints rows for the table in
+docs/results/smollm2.md. `--base` names, in the same order, untrained runs of the same recipe, whose evaluation goes
+into the table too. The ten items are the first of each subset in the order of evaluation.
 """
 
 from __future__ import annotations
@@ -109,17 +109,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--base", nargs="*", type=Path, default=[])
-    parser.add_argument("--docs", type=Path, required=True)
+    parser.add_argument("--images", type=Path, required=True)
+    parser.add_argument("--transcripts", type=Path, required=True)
     options = parser.parse_args()
-    for folder in ("images", "results"):
-        (options.docs / folder).mkdir(parents=True, exist_ok=True)
+    for folder in (options.images, options.transcripts):
+        folder.mkdir(parents=True, exist_ok=True)
     lines = ["| run | levels or goals | episodes | untrained | before RL | after RL |", "|---|---|---|---|---|---|"]
     for run, base in zip_longest(options.runs, options.base[: len(options.runs)]):
         summary, metrics = read_summary(run), read_metrics(run / "metrics.jsonl")
         name = summary["name"]
-        curve = options.docs / "images" / f"results-{name}.png"
+        curve = options.images / f"results-{name}.png"
         learning_curve(metrics, summary["evaluations"], horizon_stages(metrics), curve, name)
-        (options.docs / "results" / f"{name}.md").write_text(page(run))
+        (options.transcripts / f"{name}.md").write_text(page(run))
         lines += rows(run, base)
     sys.stdout.write("\n".join(lines) + "\n")
 

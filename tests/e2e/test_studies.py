@@ -1,4 +1,4 @@
-"""The runner of docs/evidence.md: jobs wait for what they need, are stopped and gone on with, and leave a record."""
+"""The runner of docs/results/evidence.md: jobs wait for their inputs, stop, resume and leave a record."""
 
 from __future__ import annotations
 

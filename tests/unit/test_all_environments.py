@@ -121,10 +121,10 @@ def test_subsets_and_items_agree(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_has_a_docs_page_a_picture_and_recipes(name: str) -> None:
-    page = (ROOT / "docs" / "environments" / f"{name}.md").read_text()
-    assert "](../images/" in page
-    assert catalog.CATALOG[name].licence.split()[0] in page  # the licence of its data
-    assert f"(environments/{name}.md)" in (ROOT / "docs" / "environments.md").read_text()
+    page = (ROOT / "docs" / "reference" / "environments" / f"{name}.md").read_text()
+    assert "](../../images/" in page
+    assert catalog.CATALOG[name].licence.split()[0] in page  # whose data it is
+    assert f"reference/environments/{name}.md" in (ROOT / "docs" / "guides" / "environments.md").read_text()
     configs = {
         kind: load_config(ROOT / "recipes" / name / f"{kind}.toml", []) for kind in ("grpo", "scalinginter", "tiny")
     }

@@ -277,7 +277,7 @@ def test_every_rule_is_short_and_every_signal_is_documented() -> None:
             assert function.end_lineno is not None
             assert function.end_lineno - function.lineno < 50, function.name
     docs = Path(__file__).parents[2] / "docs"
-    described, listed = (docs / "runs.md").read_text(), (docs / "doctor.md").read_text()
+    described, listed = (docs / "reference/run-directory.md").read_text(), (docs / "guides/doctor.md").read_text()
     assert [name for name in SIGNALS if f"`{name}`" not in described] == []
     assert [rule for rule in RULES if f"`{rule}`" not in listed] == []
 

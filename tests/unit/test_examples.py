@@ -1,4 +1,4 @@
-"""The example environment of docs/environments.md: it runs, it is served, it is trained on, and the page shows it."""
+"""The example environment of docs/get-started/your-environment.md runs, is served, is trained on and is shown."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_its_recipe_trains_on_the_server(example: ModuleType, tmp_path: Pa
 
 
 def test_the_page_shows_the_example_as_it_is() -> None:
-    page = (ROOT / "docs" / "environments.md").read_text()
+    page = (ROOT / "docs" / "get-started" / "your-environment.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (shown,) = [block for block in blocks if "class NumberGuessing" in block]
     assert shown.strip() in EXAMPLE.read_text()

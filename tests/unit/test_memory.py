@@ -261,7 +261,8 @@ def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:
 
 
 def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    docs = Path(__file__).parents[2] / "docs"
+    guide = "\n".join((docs / name).read_text() for name in ("guides/memory.md", "how-it-works/thousand-gpus.md"))
     flat = " ".join(guide.split())
     model = write_shape(tmp_path / "model")
     common = {"name": "7B", "model": {"path": str(model), "dtype": "bfloat16"}, "environments": [{"name": "keydoor"}]}

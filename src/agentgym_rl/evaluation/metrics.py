@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, computed from its episodes. docs/evaluation.md defines each of them."""
+"""Metrics of an evaluation, computed from its episodes. docs/reference/evaluation.md defines each of them."""
 
 from __future__ import annotations
 

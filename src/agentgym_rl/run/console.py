@@ -171,7 +171,7 @@ class Console:
         for name, values in diagnosis["signals"].items():
             table.add_row(name, *(_formatted(values[column], "{:.3g}".format) for column in ("first", "best", "last")))
         self.rich.print(table)
-        self.note("means over the first, the best and the last 5 steps; docs/runs.md says what each signal is")
+        self.note("means over the first, the best and the last 5 steps; signals: docs/reference/run-directory.md")
         for finding in diagnosis["findings"]:
             severe = finding["severity"] == "severe"
             until = "" if finding["until"] is None else f", until step {finding['until']}"

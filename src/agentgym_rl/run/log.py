@@ -16,7 +16,7 @@
 
 A step's lines are appended with one write each, so a killed process leaves at most one torn line, the last; readers
 skip it and a resumed run removes it. What a full disk does not take waits in memory (disk.py), and the run goes on.
-docs/runs.md defines every file and metric.
+docs/reference/run-directory.md defines every file and metric.
 """
 
 from __future__ import annotations

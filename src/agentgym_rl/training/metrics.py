@@ -1,4 +1,4 @@
-"""What is said of a step's episodes. docs/runs.md defines every name."""
+"""What is said of a step's episodes. docs/reference/run-directory.md defines every name."""
 
 from __future__ import annotations
 

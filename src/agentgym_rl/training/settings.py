@@ -125,7 +125,7 @@ INVALID: dict[tuple[str, str], str] = {
     ("reinforce++-baseline", "anchor"): "its normalisation over the batch would undo that within anchor states",
     ("ppo", "anchor"): "the critic's value is a baseline for every state already",
 }
-"""(algorithm, credit) that do not go together, and why. docs/algorithms.md shows the same as a table."""
+"""(algorithm, credit) that do not go together, and why. docs/guides/algorithms.md shows the same as a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +146,7 @@ class CriticSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLSettings:
-    """Online RL. Defaults are the paper's GRPO; docs/algorithms.md has the formulas and which settings go together."""
+    """Online RL. Defaults are the paper's GRPO; docs/guides/algorithms.md has the formulas."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -271,7 +271,7 @@ class RLSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonSettings:
-    """How the number of turns grows over training; docs/horizon.md has the rules."""
+    """How the number of turns grows over training; docs/guides/horizon.md has the rules."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -301,7 +301,7 @@ class HorizonSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """Conversations to learn from: files, play, or both. docs/offline.md has the formats."""
+    """Conversations to learn from: files, play, or both. docs/guides/offline.md has the formats."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 

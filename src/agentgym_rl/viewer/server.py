@@ -1,4 +1,4 @@
-"""The viewer's HTTP server: the page, its files and its API. docs/viewer.md describes it."""
+"""The viewer's HTTP server: the page, its files and its API. docs/guides/viewer.md describes it."""
 
 from __future__ import annotations
 

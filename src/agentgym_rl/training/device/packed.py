@@ -1,4 +1,4 @@
-"""Llama-like decoders over samples laid end to end, module by module. See docs/training.md, "The learner's passes".
+"""Llama-like decoders over samples laid end to end, module by module. See docs/how-it-works/learner.md.
 
 The modules are the model's own and are called as such, so that adapters around them work. On CUDA, layers of plain
 modules in half precision run as one operation each (fused_layer.py). Every other decoder runs through its own forward

@@ -173,7 +173,7 @@ export async function evalPage(route) {
         scenarios.length > 1 ? summary([{ run, evaluation }]) : null,
         scaling?.node,
         scenarios.map((scenario) => guarded(scenario, () => scenarioTable(id, scenario, last, evaluation))),
-        h("p", { class: "hint" }, "Intervals: Wilson for rates, bootstrap over items for rewards, MOVER for the mean. Rates leave out failed episodes. docs/evaluation.md defines every number."),
+        h("p", { class: "hint" }, "Intervals: Wilson for rates, bootstrap over items for rewards, MOVER for the mean. Rates leave out failed episodes. docs/reference/evaluation.md defines every number."),
       ],
     };
   });

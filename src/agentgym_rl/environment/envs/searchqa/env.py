@@ -219,7 +219,7 @@ def searchqa_from(
 ) -> type[SearchQA]:
     """Return a SearchQA class over question files and an index folder or the address of a /retrieve service.
 
-    The same arguments return the same class. `data` is a file or a folder, see docs/environments/searchqa.md.
+    The same arguments return the same class. `data` is a file or a folder, see docs/reference/environments/searchqa.md.
     """
     if passages_per_search < 1:
         raise ConfigError(f"searchqa shows at least 1 passage a search, got passages_per_search={passages_per_search}")
