@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +65,15 @@ def test_a_class_of_ones_own_is_played_and_trained_inside_a_running_loop(tmp_pat
         return ag.train("keydoor/tiny", {**TINY, "run_dir": str(tmp_path / "run")}, env=Counting)
 
     assert asyncio.run(notebook())["steps"] == 1
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    short = example.replace('"rl.steps": 40', ", ".join(f'"{key}": {value}' for key, value in TINY.items()))
+    assert short != example
+    program = tmp_path / "example.py"
+    program.write_text(short.replace("limit=50", "limit=4"))
+    done = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1.0"

@@ -1,4 +1,4 @@
-"""The HTTP server: many sessions of one or several environments in one process. docs/reference/protocol.md has the protocol.
+"""The HTTP server: many sessions of environments in one process. docs/reference/protocol.md has the protocol.
 
 `Dispatcher`, the outermost layer, answers the four hot paths (create, reset, step, close) directly from bytes to bytes:
 FastAPI's routing and validation cost more than a step of a cheap environment. All other paths are FastAPI routes.

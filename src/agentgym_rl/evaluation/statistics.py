@@ -1,4 +1,4 @@
-"""Confidence intervals and significance tests. Pure functions; docs/reference/evaluation.md defines every number in words.
+"""Confidence intervals and significance tests, as pure functions. docs/reference/evaluation.md defines every number.
 
 *Items* are independent of each other; samples of one item are not. `values` has one number per item.
 """
