@@ -286,7 +286,7 @@ def test_weights_by_token_and_by_trajectory() -> None:
 
 def test_a_trained_token_without_a_logprob_is_refused() -> None:
     sample = Sample([1, 2, 3], [False, True, True], [-1.0, math.nan], trajectory_id="t1")
-    with pytest.raises(ValueError, match=r"t1: a trained token has no log-probability"):
+    with pytest.raises(ValueError, match=r"t1: a trained token needs the sampler.s log-probability"):
         micro_batches([sample], [1.0], 100)
 
 

@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import (
+    disk_full_reason,
     export_checkpoint,
     list_checkpoints,
     load_state,
     missing_from,
-    no_room,
     put_back,
     save_checkpoint,
     save_state,
@@ -205,7 +205,7 @@ def test_export_copies_nothing_from_outside_the_run(tmp_path: Path, model: Any, 
         os.mkfifo(odd)
     else:
         odd.symlink_to(tmp_path / "private" / ("key" if kind == "file" else ""))
-    with pytest.raises(ConfigError, match="extra leads out of the run or is no file"):
+    with pytest.raises(ConfigError, match="extra points outside the run or is not a file"):
         export_checkpoint(root, 1, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -223,16 +223,16 @@ def test_export_says_what_is_there(tmp_path: Path, model: Any) -> None:
 
 
 def test_a_full_disk_is_told_from_other_failures() -> None:
-    assert no_room(OSError(errno.ENOSPC, "No space left on device"))
-    assert no_room(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
+    assert disk_full_reason(OSError(errno.ENOSPC, "No space left on device"))
+    assert disk_full_reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
     wrapped = ValueError("saving failed")
     wrapped.__cause__ = OSError(errno.EDQUOT, "quota")
-    assert no_room(wrapped)
-    assert not no_room(ValueError("a tensor of the wrong shape"))
-    assert not no_room(PermissionError(errno.EACCES, "not allowed"))
+    assert disk_full_reason(wrapped)
+    assert not disk_full_reason(ValueError("a tensor of the wrong shape"))
+    assert not disk_full_reason(PermissionError(errno.EACCES, "not allowed"))
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first
-    assert not no_room(first)
+    assert not disk_full_reason(first)
 
 
 def test_writing_that_fails_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:

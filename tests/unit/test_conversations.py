@@ -182,7 +182,7 @@ def test_convert_writes_successes_or_everything(tmp_path: Path) -> None:
     assert read_conversations(tmp_path / "all.json") == [of_trajectory(t) for t in episodes(4)]
     with pytest.raises(ConfigError, match="exists already"):
         convert([str(path)], tmp_path / "all.json", keep_all=True)
-    with pytest.raises(ConfigError, match="no file of trajectories"):
+    with pytest.raises(ConfigError, match="needs files of trajectories"):
         convert([str(tmp_path / "all.json")], tmp_path / "new.json", keep_all=True)
     with pytest.raises(ConfigError, match=r"a \.json file to write"):
         convert([str(path)], tmp_path / "new.jsonl", keep_all=True)

@@ -72,7 +72,7 @@ ILL: dict[str, tuple[list[Row], str]] = {
         [row | {"truncated/horizon_rate": 1.0, "success/mean": 0.0, "reward/mean": 0.0} for row in rows()],
         "end at the horizon",
     ),
-    "length_truncation": (rows(truncated__length_rate=0.8), "cut off at its longest"),
+    "length_truncation": (rows(truncated__length_rate=0.8), "cut at agent.max_new_tokens"),
     "context_truncation": (rows(truncated__context_rate=0.8), "out of context"),
     "length_runaway": (rows(tokens__per_reply=90.0), "grew from 20 to"),
     "length_collapse": (rows(tokens__per_reply=2.0), "shrank from 20 to"),
@@ -260,8 +260,8 @@ def test_what_a_doctor_keeps_grows_neither_with_steps_nor_with_metrics_that_no_r
 def test_a_doctor_keeps_what_its_rules_name() -> None:
     rules = [node for node in ast.parse(Path(symptoms.__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
     words = {node.value for rule in rules for node in ast.walk(rule) if isinstance(node, ast.Constant)}
-    assert words & {*HEALTHY, *SIGNALS, *symptoms.READ} == symptoms.READ
-    assert words >= {name.removesuffix("/turn_") for name in symptoms.READ_BY_TURN}
+    assert words & {*HEALTHY, *SIGNALS, *symptoms.METRICS} == symptoms.READ
+    assert words >= {name.removesuffix("/turn_") for name in symptoms.METRICS_BY_TURN}
 
 
 def test_the_start_of_a_run_is_remembered_when_its_rows_are_gone() -> None:

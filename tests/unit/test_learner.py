@@ -33,7 +33,7 @@ from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.learner import Imitator, Updater, freeze
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
-from agentgym_rl.training.rl_learner import RLLearner, watched
+from agentgym_rl.training.rl_learner import RLLearner, policy_metrics
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings
 from agentgym_rl.types import Group, StopReason
 
@@ -222,11 +222,11 @@ def test_a_step_that_learns_nothing_reports_the_policy_as_one_that_does() -> Non
     learner = RLLearner(tiny_model(1), rl, 1.0)
     batch = prepared(learner, ONE_BATCH, rl)
     learner.assess(batch.samples, own=True)
-    seen, learned = watched(batch.samples), learner.learn(batch, 0)
+    seen, learned = policy_metrics(batch.samples), learner.learn(batch, 0)
     assert learned["mismatch/abs"] > 1e-3  # the samples were not this model's
     assert {"entropy/mean", "mismatch/abs", "mismatch/kl", "mismatch/turn_1"} <= set(seen)
     assert seen == pytest.approx({name: learned[name] for name in seen}, rel=1e-5)
-    assert watched([]) == {}
+    assert policy_metrics([]) == {}
 
 
 def test_the_policy_waits_while_the_critic_warms_up() -> None:

@@ -138,7 +138,7 @@ def test_every_token_is_packed_once_and_in_order(lengths: list[int], max_tokens:
 
 
 def test_a_mask_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="t9: 3 tokens need a mask of as many, got 2"):
+    with pytest.raises(ValueError, match="t9: 3 tokens need a mask of equal length, got 2"):
         micro_batches([Sample([1, 2, 3], [False, True], trajectory_id="t9")], [1.0], 100)
 
 

@@ -18,13 +18,14 @@ from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
-from agentgym_rl.training.rl import Hooks, RLState, derive_seed, expected_steps, train_rl
+from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
 from agentgym_rl.training.tasks import TaskSource
@@ -268,7 +269,7 @@ async def test_a_resumed_run_with_overlap_learns_from_what_was_played_before(kil
 @pytest.mark.parametrize(("settings", "step"), [(SETTINGS, 2), (OVERLAPPED, 3)])
 async def test_an_engine_that_does_not_take_updates_is_an_error(settings: RLSettings, step: int) -> None:
     bench = Bench(stuck=True)
-    with pytest.raises(EngineError, match=f"at most {settings.overlap} versions old, one was sampled by version 0"):
+    with pytest.raises(EngineError, match=f"at most {settings.overlap} versions old, got one sampled by version 0"):
         await bench.run(settings)
     assert len(bench.rows) == step - 1
 

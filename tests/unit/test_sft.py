@@ -111,5 +111,5 @@ def test_micro_batches_change_nothing() -> None:
 
 
 def test_nothing_to_imitate_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no demonstration to imitate"):
+    with pytest.raises(ConfigError, match="needs at least one demonstration"):
         SFT(tiny_model(), [Sample([1, 2], [False, False])], STILL, 0)

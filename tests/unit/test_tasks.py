@@ -79,7 +79,7 @@ def test_tasks_bear_their_environment() -> None:
 
 
 def test_nothing_to_train_on_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no items to train on in b"):
+    with pytest.raises(ConfigError, match="training needs at least one item in b, got none"):
         TaskSource({"a": [1], "b": []}, 0)
-    with pytest.raises(ConfigError, match="no items to train on"):
+    with pytest.raises(ConfigError, match="training needs at least one item, got none"):
         TaskSource({}, 0)
