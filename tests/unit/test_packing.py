@@ -291,7 +291,7 @@ def test_captured_passes_learn_what_others_learn(kind: str) -> None:
 def test_passes_that_cannot_be_captured_are_said() -> None:
     decoder = make(MODELS["qwen2"]).get_decoder()
     decoder.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.warns(UserWarning, match="of no effect: activations are computed again"):
+    with pytest.warns(UserWarning, match="has no effect: activations are checkpointed"):
         capture_passes(decoder)
     assert not hasattr(decoder, "captured_passes")
 
@@ -321,7 +321,7 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(
     hidden, targets = torch.randn(50, 12, requires_grad=True), torch.randint(40, (50,))
     weights = torch.randn(2, 50) * torch.tensor([[use != "entropy"], [use != "logprobs"]])
     inputs = [hidden, *linear.parameters()]
-    whole = head._through(linear, hidden, targets, 0.7)
+    whole = head._through_head(linear, hidden, targets, 0.7)
     chunked = head.head_logprobs(linear, hidden, targets, 0.7)
     results = []
     for logprobs, entropy in (whole, chunked):
@@ -352,7 +352,7 @@ def test_a_vocabulary_larger_than_a_chunk_is_done_token_by_token(monkeypatch: py
     linear = torch.nn.Linear(4, 40)
     hidden, targets = torch.randn(3, 4), torch.randint(40, (3,))
     for mine, right in zip(
-        head.head_logprobs(linear, hidden, targets, 1.0), head._through(linear, hidden, targets, 1.0), strict=True
+        head.head_logprobs(linear, hidden, targets, 1.0), head._through_head(linear, hidden, targets, 1.0), strict=True
     ):
         torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-4)
     nothing = head.head_logprobs(linear, hidden[:0], targets[:0], 1.0)
@@ -372,12 +372,12 @@ def test_a_float32_is_its_bf16_and_the_rest() -> None:
 
 def test_rounding_by_chance_is_right_on_average_and_can_be_repeated() -> None:
     values = torch.full((50_000,), -1.00123)
-    chance = master_weights.noise(50_000, 3, 1, torch.device("cpu")) & 0xFFFF
-    rounded = master_weights.round_by_chance(values, chance).float()
+    chance = master_weights.random_bits(50_000, 3, 1, torch.device("cpu")) & 0xFFFF
+    rounded = master_weights.round_stochastically(values, chance).float()
     assert rounded.unique().tolist() == [-1.0078125, -1.0]
     assert float(rounded.mean()) == pytest.approx(-1.00123, abs=1e-4)
-    assert torch.equal(chance, master_weights.noise(50_000, 3, 1, torch.device("cpu")) & 0xFFFF)
-    assert (chance != master_weights.noise(50_000, 4, 1, torch.device("cpu")) & 0xFFFF).float().mean() > 0.99
+    assert torch.equal(chance, master_weights.random_bits(50_000, 3, 1, torch.device("cpu")) & 0xFFFF)
+    assert (chance != master_weights.random_bits(50_000, 4, 1, torch.device("cpu")) & 0xFFFF).float().mean() > 0.99
 
 
 def test_small_updates_move_the_master_and_bf16_follows() -> None:
@@ -423,7 +423,7 @@ def test_the_update_is_torchs_up_to_rounding(beta2: float) -> None:
 
 @pytest.mark.parametrize("small", [0, 100])
 def test_gradients_of_several_passes_add_up_in_float32(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "SMALL", small)
+    monkeypatch.setattr(optimizer, "SMALL_MODEL_PARAMETERS", small)
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     ours = optimizer.make_optimizer([parameter], OptimizerSettings())
     assert isinstance(ours, optimizer.MasterAdamW)
