@@ -134,8 +134,8 @@ def disk_full_reason(error: BaseException) -> str | None:
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
     disk_full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    phrases = ("No space left", "File too large", "quota exceeded", "file write failed")
-    phrases += ("unexpected pos", "iostream error")
+    phrases = ["No space left", "File too large", "quota exceeded", "file write failed"]
+    phrases += ["unexpected pos", "iostream error"]
     for cause in causes:
         lines = str(cause).splitlines() or [""]
         matches = [line.strip() for line in lines if any(phrase in line for phrase in phrases)]

@@ -86,8 +86,8 @@ class Updater:
         self.ranks.require_equal(zip(self._names, self._parameters, strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        metrics = self.ranks.total({name: float(t) for name, t in totals.items()})
-        return metrics | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
+        summed = self.ranks.total({name: float(t) for name, t in totals.items()})
+        return summed | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": self._optimizer.state_dict(), "updates": self.updates}

@@ -97,10 +97,9 @@ Rule = Callable[[Rows], Symptom | None]
 
 
 def entropy_collapse(rows: Rows) -> Symptom | None:
-    """Detect entropy below a tenth of its start.
-
-    Healthy runs settle at a quarter or more while there is still something to learn. Below a tenth nearly all episodes
-    of a group are equal. The sampler's estimate counts too, because the learner's needs groups with an advantage."""
+    """Detect entropy below a tenth of its start. Healthy runs settle at a quarter or more while there is still
+    something to learn. Below a tenth nearly all episodes of a group are equal. The sampler's estimate counts too,
+    because the learner's needs groups with an advantage."""
     for name in ("entropy/mean", "surprise/mean"):
         now, start = _now(rows, name), _start(rows, name, max)
         if now is None or start is None or _solved(rows) or now >= 0.1 * start:
@@ -115,9 +114,8 @@ def entropy_collapse(rows: Rows) -> Symptom | None:
 
 
 def entropy_explosion(rows: Rows) -> Symptom | None:
-    """Detect entropy, of all tokens or of one turn, at twice its start and half a nat above it.
-
-    RL normally concentrates a policy. The entropy bonus or noise can make it more random until replies are nonsense."""
+    """Detect entropy, of all tokens or of one turn, at twice its start and half a nat above it. RL normally
+    concentrates a policy. The entropy bonus or noise can make it more random until replies are nonsense."""
     for name in ("entropy/mean", *_turns(rows, "entropy")):
         now, start = _now(rows, name), _start(rows, name, median)
         if now is None or start is None or now <= max(2.0 * start, start + 0.5):
@@ -133,9 +131,8 @@ def entropy_explosion(rows: Rows) -> Symptom | None:
 
 
 def zero_advantage(rows: Rows) -> Symptom | None:
-    """Detect that more than 90% of groups have equal rewards although the tasks are not solved.
-
-    Healthy runs remain below 80% over a window. Above 90% the remaining groups differ mostly by luck."""
+    """Detect that more than 90% of groups have equal rewards although the tasks are not solved. Healthy runs remain
+    below 80% over a window. Above 90% the remaining groups differ mostly by luck."""
     now, success = _now(rows, "groups/zero_variance"), _now(rows, "success/mean")
     if now is None or now <= 0.9 or _solved(rows):
         return None
@@ -153,9 +150,8 @@ def zero_advantage(rows: Rows) -> Symptom | None:
 
 
 def repeated_actions(rows: Rows) -> Symptom | None:
-    """Detect that 50% of replies repeat the one before, or 33% close a loop of two, while 70% of episodes fail.
-
-    If repeating is right, as in walking, success is higher."""
+    """Detect that 50% of replies repeat the one before, or 33% close a loop of two, while 70% of episodes fail. If
+    repeating is right, as in walking, success is higher."""
     if (_now(rows, "success/mean") or 0.0) >= 0.3:
         return None
     for name, limit, what in (
@@ -175,9 +171,8 @@ def repeated_actions(rows: Rows) -> Symptom | None:
 
 
 def invalid_actions(rows: Rows) -> Symptom | None:
-    """Detect that the environment refuses 60% of actions and most episodes fail.
-
-    Healthy runs of small models reach 50% for a while when their horizon grows."""
+    """Detect that the environment refuses 60% of actions and most episodes fail. Healthy runs of small models reach 50%
+    for a while when their horizon grows."""
     now = _now(rows, "actions/invalid_rate")
     if now is None or now <= 0.6 or (_now(rows, "success/mean") or 0.0) >= 0.5:
         return None
@@ -190,9 +185,8 @@ def invalid_actions(rows: Rows) -> Symptom | None:
 
 
 def horizon_truncation(rows: Rows) -> Symptom | None:
-    """Detect that over LONG_WINDOW steps the horizon cut 95% of episodes, few succeeded and reward did not rise.
-
-    The reward then lies beyond the horizon. In a short first stage of a schedule, by contrast, reward rises."""
+    """Detect that over LONG_WINDOW steps the horizon cut 95% of episodes, few succeeded and reward did not rise. The
+    reward then lies beyond the horizon. In a short first stage of a schedule, by contrast, reward rises."""
     now = _now(rows, "truncated/horizon_rate", LONG_WINDOW)
     success = _now(rows, "success/mean", LONG_WINDOW)
     if now is None or now <= 0.95 or (success or 0.0) >= 0.1 or _rose(rows, "reward/mean", LONG_WINDOW):
@@ -233,7 +227,6 @@ def context_truncation(rows: Rows) -> Symptom | None:
 
 def length_runaway(rows: Rows) -> Symptom | None:
     """Detect replies twice as long as at the start (and at least 4 tokens longer) while success has not risen.
-
     Reasoning that grows along with success is fine."""
     now, start = _now(rows, "tokens/per_reply"), _start(rows, "tokens/per_reply", median)
     if now is None or start is None or now <= max(2.0 * start, start + 4.0) or _rose(rows, "success/mean"):
@@ -248,9 +241,8 @@ def length_runaway(rows: Rows) -> Symptom | None:
 
 
 def length_collapse(rows: Rows) -> Symptom | None:
-    """Detect replies below 0.4 of their length at the start while success has not risen.
-
-    The start must be at least 8 tokens, which is enough for some reasoning before the action."""
+    """Detect replies below 0.4 of their length at the start while success has not risen. The start must be at least 8
+    tokens, which is enough for some reasoning before the action."""
     now, start = _now(rows, "tokens/per_reply"), _start(rows, "tokens/per_reply", max)
     if now is None or start is None or start < 8.0 or now >= 0.4 * start or _rose(rows, "success/mean"):
         return None
@@ -263,10 +255,9 @@ def length_collapse(rows: Rows) -> Symptom | None:
 
 
 def sampler_mismatch(rows: Rows) -> Symptom | None:
-    """Detect that sampler and learner differ by 0.1 nats per token, or by a KL of 0.02.
-
-    The native engine in float32 agrees to 1e-6, engines in bfloat16 to about 0.02. A larger difference biases every
-    gradient, so the rule fires after three steps."""
+    """Detect that sampler and learner differ by 0.1 nats per token, or by a KL of 0.02. The native engine in float32
+    agrees to 1e-6, engines in bfloat16 to about 0.02. A larger difference biases every gradient, so the rule fires
+    after three steps."""
     for name, limit in (("mismatch/abs", 0.1), ("mismatch/kl", 0.02)):
         now = _now(rows, name, 3)
         if now is not None and now > limit:
@@ -281,9 +272,8 @@ def sampler_mismatch(rows: Rows) -> Symptom | None:
 
 
 def mismatch_over_turns(rows: Rows) -> Symptom | None:
-    """Detect that the last turn's mismatch is five times the first's and above 0.02.
-
-    The inputs of sampler and learner then diverge over an episode: history is re-tokenised, or a cache is stale."""
+    """Detect that the last turn's mismatch is five times the first's and above 0.02. The inputs of sampler and learner
+    then diverge over an episode: history is re-tokenised, or a cache is stale."""
     turns = _turns(rows, "mismatch")
     if len(turns) < 2:
         return None
@@ -300,10 +290,8 @@ def mismatch_over_turns(rows: Rows) -> Symptom | None:
 
 
 def kl_runaway(rows: Rows) -> Symptom | None:
-    """Detect a KL of more than one nat per token to the reference.
-
-    Small models from scratch settle near 0.5, large ones below 0.1. The rule uses a median, because k3 has a heavy
-    tail."""
+    """Detect a KL of more than one nat per token to the reference. Small models from scratch settle near 0.5, large
+    ones below 0.1. The rule uses a median, because k3 has a heavy tail."""
     recent = [value for _, value in _last(rows, "kl/reference", WINDOW)]
     if len(recent) < WINDOW or median(recent) <= 1.0:
         return None
@@ -316,9 +304,8 @@ def kl_runaway(rows: Rows) -> Symptom | None:
 
 
 def gradient_spikes(rows: Rows) -> Symptom | None:
-    """Detect that three of the last five gradient norms are ten times the median of those before.
-
-    A single spike is normal, and clipped."""
+    """Detect that three of the last five gradient norms are ten times the median of those before. A single spike is
+    normal, and clipped."""
     series = [pair for pair in _last(rows, "grad/norm", MEMORY) if pair[1] > 0.0]
     before, recent = series[:-WINDOW], series[-WINDOW:]
     if len(before) < 3:
@@ -349,10 +336,9 @@ def skipped_updates(rows: Rows) -> Symptom | None:
 
 
 def success_collapse(rows: Rows) -> Symptom | None:
-    """Detect success below half of its best window, if that was at least 20%, by more than eight standard errors.
-
-    In runs of 250 steps of pure noise, the best and the worst window were up to six standard errors apart. Small
-    batches of diverse tasks need the longer window."""
+    """Detect success below half of its best window, if that was at least 20%, by more than eight standard errors. In
+    runs of 250 steps of pure noise, the best and the worst window were up to six standard errors apart. Small batches
+    of diverse tasks need the longer window."""
     for window in (WINDOW, LONG_WINDOW):
         means = _window_means(rows, "success/mean", window)
         if not means:
@@ -371,10 +357,9 @@ def success_collapse(rows: Rows) -> Symptom | None:
 
 
 def template_collapse(rows: Rows) -> Symptom | None:
-    """Detect that replies depend on their inputs a quarter as much as in the best window.
-
-    The best must be at least 0.3, above the noise of small batches. If one reply is right for every task, the tasks are
-    solved and the rule is silent."""
+    """Detect that replies depend on their inputs a quarter as much as in the best window. The best must be at least
+    0.3, above the noise of small batches. If one reply is right for every task, the tasks are solved and the rule is
+    silent."""
     means = _window_means(rows, "replies/dependence")
     if not means or _solved(rows):
         return None
