@@ -260,7 +260,7 @@ def test_memory_grows_neither_with_steps_nor_with_unused_metrics(
 def test_a_doctor_keeps_the_metrics_that_its_rules_name() -> None:
     rules = [node for node in ast.parse(Path(symptoms.__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
     words = {node.value for rule in rules for node in ast.walk(rule) if isinstance(node, ast.Constant)}
-    assert words & {*HEALTHY, *SIGNALS, *symptoms.METRICS} == symptoms.READ
+    assert words & {*HEALTHY, *SIGNALS, *symptoms.METRICS} == symptoms.METRICS
     assert words >= {name.removesuffix("/turn_") for name in symptoms.METRICS_BY_TURN}
 
 

@@ -159,10 +159,10 @@ def test_a_micro_batch_holds_whole_pairs_and_as_many_as_fit() -> None:
 def test_the_reference_is_computed_once_and_is_right() -> None:
     model, samples = tiny_model(7), [sample(i) for i in range(5)]
     logprobs = sequence_logprobs(model, samples, 30)
-    for value, sample in zip(logprobs, samples, strict=True):
-        slow = slow_logprobs(model, sample.token_ids)
+    for value, example in zip(logprobs, samples, strict=True):
+        slow = slow_logprobs(model, example.token_ids)
         assert value == pytest.approx(
-            sum(p.item() for p, on in zip(slow, sample.loss_mask[1:], strict=True) if on), abs=1e-4
+            sum(p.item() for p, on in zip(slow, example.loss_mask[1:], strict=True) if on), abs=1e-4
         )
 
 

@@ -148,7 +148,7 @@ def test_incomplete_adapters_are_refused(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(ConfigError, match="cannot be loaded"):
         lora.load_adapter(tiny_model(), tmp_path)
-    with pytest.raises(ConfigError, match="holds adapters without the model"):
+    with pytest.raises(ConfigError, match="holds adapters without their base model"):
         require_folder(str(tmp_path))
 
 

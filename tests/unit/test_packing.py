@@ -301,7 +301,7 @@ def test_a_second_captured_pass_before_backward_is_refused() -> None:
     capture_passes(model.get_decoder())
     (micro,) = micro_batches(make_samples(3, [30, 19]), [1.0] * 2, 1000)
     _, first, _ = (hidden_states(model.get_decoder(), micro) for _ in range(3))
-    with pytest.raises(RuntimeError, match="take it first"):
+    with pytest.raises(RuntimeError, match="call backward first"):
         first.sum().backward()
 
 
