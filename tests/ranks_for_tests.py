@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from processes_for_tests import CONTEXT
-from training_for_tests import counting_conversations, lively_groups, tiny_model, trajectory
+from training_for_tests import counting_conversations, tiny_model, trajectory, varied_groups
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_state
@@ -80,7 +80,7 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
     settings, ranks = rl(name), made.ranks
     found = []
     for step in range(count):
-        groups = lively_groups()[:1] if "fewer" in name else lively_groups()
+        groups = varied_groups()[:1] if "fewer" in name else varied_groups()
         batch = gather(groups, settings)
         if settings.algorithm == "ppo" or settings.kl_in == "reward":
             mine = ranks.mine([len(s.token_ids) for s in batch.samples])

@@ -150,5 +150,5 @@ def test_a_learner_whose_capture_fails_says_so_and_learns_the_same(monkeypatch: 
         warnings.simplefilter("always")
         found = [failing.imitate(samples)["loss"] for _ in range(4)]
     assert found == pytest.approx(wanted, rel=1e-2)
-    assert [str(w.message) for w in caught if "are not captured" in str(w.message)]
+    assert [str(w.message) for w in caught if "could not be captured" in str(w.message)]
     assert passes.replays == 0

@@ -19,9 +19,10 @@ from tokenizers_for_tests import byte_level_bpe
 
 from agentgym_rl.agent.collect import Collector, Places
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
-from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy, stable_seed
+from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError, EnvUnavailable

@@ -188,14 +188,14 @@ def test_cores_that_no_machine_has_are_refused(recipe: Path) -> None:
             ([f"rl.algorithm={a}", f"rl.credit={c}"], f"{c}.* cannot be used with {re.escape(f'{a}: {why}')}")
             for (a, c), why in INVALID.items()
         ),
-        (["rl.algorithm=ppo", "rl.loss=gspo"], "gspo.* cannot be used with ppo: it has one ratio a trajectory"),
+        (["rl.algorithm=ppo", "rl.loss=gspo"], "gspo.* cannot be used with ppo: it has one ratio per trajectory"),
         (["rl.algorithm=rloo", "rl.group_size=1"], "rloo compares the episodes of a group, .* at least 2, got 1"),
-        (["rl.algorithm=ppo", "rl.group_size=1", "rl.resample_rounds=1"], "resample_rounds makes up for groups"),
+        (["rl.algorithm=ppo", "rl.group_size=1", "rl.resample_rounds=1"], "resample_rounds replaces groups"),
         (["rl.kl_rate=1.0"], "kl_rate must be below 1"),
         (["rl.entropy_coef=nan"], "entropy_coef must be a finite number"),
         (["rl.optimizer.min_lr_ratio=inf"], "min_lr_ratio must be a finite number"),
         (["environments.0.weight=inf"], "finite number"),
-        (["rl.kl_coef=0", "rl.kl_target=0.1"], "kl_target steers kl_coef, which is 0"),
+        (["rl.kl_coef=0", "rl.kl_target=0.1"], "kl_target adapts kl_coef, which is 0"),
         (["rl.overlap=2"], "overlap must be 0 .* or 1 .*, got 2"),
     ],
 )

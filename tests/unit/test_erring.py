@@ -20,6 +20,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.commands.train import train
+from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.config import Config
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.formats import action_format
@@ -34,7 +35,6 @@ from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.run.rounds import Round, read_round, write_round
 from agentgym_rl.run.start import prepare, word_tokenizer
 from agentgym_rl.training.conversations import convert, read_conversations
-from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.settings import SFTSettings
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Limits, Sample, Task, Trajectory
@@ -245,10 +245,10 @@ def recipes() -> Iterator[tuple[dict[str, Any], str]]:
     for share in (-0.1, 1.0, float("nan")):
         yield {"warm_start": {"mistakes": share}}, r"warm_start\.mistakes\n  Input should be"
         yield {"method": "sft", "data": {"play": "oracle", "mistakes": share}}, r"mistakes must lie in \[0, 1\)"
-    yield {"method": "sft", "data": {"play": "random", "mistakes": 0.2}}, "they are the oracle's, set play = 'oracle'"
+    yield {"method": "sft", "data": {"play": "random", "mistakes": 0.2}}, "needs the oracle, got play = 'random'"
     yield (
         {"method": "sft", "data": {"files": ["x.jsonl"], "mistakes": 0.2}},
-        "they are the oracle's, set play = 'oracle'",
+        "needs the oracle, got play = None",
     )
 
 

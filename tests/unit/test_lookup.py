@@ -16,14 +16,14 @@ from agentgym_rl.training import lookup
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache, and a hub whose port nobody listens on."""
-    lookup._on_the_hub.cache_clear()
+    lookup._hub_name_or_cache.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "*")
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{bound.getsockname()[1]}")
         yield tmp_path / "cache"
-    lookup._on_the_hub.cache_clear()
+    lookup._hub_name_or_cache.cache_clear()
 
 
 def test_a_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +33,7 @@ def test_a_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_the_hub_a_model_comes_from_the_cache_or_is_refused(cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'owner/model' is no folder, .* cannot be reached \(.*refused\)"):
+    with pytest.raises(ConfigError, match=r"'owner/model' is not a folder, .* cannot be reached \(.*refused\)"):
         lookup.find_model("owner/model")
     snapshot = cache / "models--owner--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -44,7 +44,7 @@ def test_without_the_hub_a_model_comes_from_the_cache_or_is_refused(cache: Path)
 
 
 def test_a_hub_that_never_answers_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "HUB_S", 0.2)
+    monkeypatch.setattr(lookup, "HUB_TIMEOUT_S", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)

@@ -73,7 +73,7 @@ def _without_none(value: object) -> object:
         ("dpo", "dpo.sample_groups=0", "needs dpo.sample_groups or data.files"),
         ("dpo", "dpo.beta=0", "beta and min_gap must be positive"),
         ("dpo", "dpo.label_smoothing=0.5", "label_smoothing"),
-        ("dpo", "dpo={rounds=2}", "a second round needs new episodes"),
+        ("dpo", "dpo={rounds=2}", "needs new episodes in every round"),
         ("sft", "data={}", "needs files, or play"),
         ("sft", "method=grpo", "method: must be 'rl', 'sft', 'dpo' or 'agentevol'"),
         ("agentevol", "agentevol.rounds=0", "rounds must be at least 1"),

@@ -11,8 +11,9 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Literal
 
-from agentgym_rl.agent.policy import PolicyFactory, stable_seed
+from agentgym_rl.agent.policy import PolicyFactory
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
 

@@ -6,7 +6,6 @@ to append; only `EnginePolicy` attaches token ids and log-probabilities, so only
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import uuid
@@ -18,6 +17,7 @@ from typing import Literal, Protocol
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.openai import Chat, ContextOverflow
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.types import Completion, EnvSession, Limits, Message, Sampling
 
@@ -52,12 +52,6 @@ class Policy(Protocol):
 
 PolicyFactory = Callable[[EnvSession, int], Policy]
 """(the episode's session, the episode's seed) -> a policy for that episode."""
-
-
-def stable_seed(*parts: object) -> int:
-    """A seed in [0, 2**63) from anything with a stable text: the same in every process, unlike `hash`."""
-    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
 
 
 def observed(observation: str, max_chars: int = MAX_OBSERVATION_CHARS) -> Message:

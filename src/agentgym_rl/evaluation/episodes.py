@@ -9,7 +9,8 @@ from typing import Protocol
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.openai import Tokens
-from agentgym_rl.agent.policy import Policy, stable_seed
+from agentgym_rl.agent.policy import Policy
+from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError
 from agentgym_rl.evaluation.folder import Folder
 from agentgym_rl.evaluation.plan import Episode

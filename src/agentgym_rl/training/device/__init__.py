@@ -1,1 +1,1 @@
-"""Packed passes, fused layers, captured graphs, the head, the optimizer and their kernels."""
+"""Device code of the learner: packed passes, fused layers, CUDA graphs, the head, the optimizer and their kernels."""

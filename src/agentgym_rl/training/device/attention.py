@@ -1,4 +1,4 @@
-"""Causal attention over samples laid end to end: a token sees the earlier tokens of its own sample and no others.
+"""Causal attention over packed samples: a token sees only the earlier tokens of its own sample.
 
 Shapes: T tokens of a micro-batch, N query heads, K key/value heads, D head width.
 """
@@ -17,16 +17,19 @@ _CAUSAL = 1
 """`custom_mask_type` of torch's memory-efficient kernel: causal from the top left of each sample."""
 
 
-def flash_takes(query: Tensor) -> bool:
-    """Whether the variable-length flash kernel in torch computes queries of this type and width."""
+def flash_supports(query: Tensor) -> bool:
+    """Return whether torch's variable-length flash kernel supports this type and width of queries."""
     width = query.shape[-1]
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
 def attend(query_TND: Tensor, key_TKD: Tensor, value_TKD: Tensor, micro: MicroBatch, scale: float) -> Tensor:
-    """T(ND), differentiable: the flash kernel for half precision on CUDA, the memory-efficient one for float32 there,
-    and elsewhere one call for every run of equally long samples, which is exact and on a CPU as fast as it gets."""
-    if flash_takes(query_TND):
+    """Return the attention output, T(ND), differentiable.
+
+    On CUDA it uses the flash kernel for half precision and the memory-efficient one for float32. Elsewhere it makes one
+    exact call for every run of equally long samples, which is the fastest way on a CPU.
+    """
+    if flash_supports(query_TND):
         mixed = flash_forward(query_TND, key_TKD, value_TKD, micro, scale)[0]
     elif query_TND.is_cuda and query_TND.dtype is torch.float32 and query_TND.shape[-1] % 4 == 0:
         mixed = _memory_efficient(query_TND, key_TKD, value_TKD, micro, scale)
@@ -36,7 +39,7 @@ def attend(query_TND: Tensor, key_TKD: Tensor, value_TKD: Tensor, micro: MicroBa
 
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> tuple[Any, ...]:
-    """(TND, log of the softmax's sums, two that backward asks for)."""
+    """Return (output TND, log of the softmax's sums, two tensors for the backward pass)."""
     bounds, longest = micro.bounds_B1, micro.lengths[0]
     out: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
         query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
@@ -53,13 +56,13 @@ def flash_backward(
     micro: MicroBatch,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value; `forward` is what flash_forward gave."""
+    """Return the gradients of query, key and value. `forward` is the result of flash_forward."""
     bounds, longest = micro.bounds_B1, micro.lengths[0]
     mixed, sums, seed, offset = forward
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
         gradient, query, key, value, mixed, sums, bounds, bounds, longest, longest, 0.0, True, seed, offset, scale=scale
     )
-    return found
+    return gradients
 
 
 def _memory_efficient(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> Tensor:
@@ -78,9 +81,9 @@ def _by_runs(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale
     sizes = [count * length for count, length in runs]
     grouped = query.shape[1] != key.shape[1]
     mixed = []
-    # split, whose gradient is one concatenation: that of a slice would be as long as the whole row, for every run
+    # The gradient of split is one concatenation; that of a slice would be as long as the whole row, for every run.
     for (count, length), *parts in zip(runs, *(x.split(sizes) for x in (query, key, value)), strict=True):
         q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
-        found = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-        mixed.append(found.transpose(1, 2).flatten(0, 1))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        mixed.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(mixed)

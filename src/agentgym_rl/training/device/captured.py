@@ -1,9 +1,9 @@
 """A decoder's forward and backward passes captured in CUDA graphs: one launch each instead of hundreds.
 
 A pass of a small model takes the device less time than the host needs to launch its kernels. Micro-batches are padded
-to a few sizes, so that passes of one size can be replayed; the padding is samples of its own whose gradient is 0, which
-changes no result. A size is captured when it comes for the second time. Embedding and head stay outside: they are few
-launches, and the head's size depends on the actions.
+to a few sizes, so that passes of one size can be replayed. The padding consists of separate samples with gradient 0, so
+results do not change. A size is captured when it occurs for the second time. Embedding and head are not captured: they
+are few launches, and the head's size depends on the actions.
 
 Shapes: T tokens of a micro-batch, P of its padded size, H hidden size.
 """
@@ -25,27 +25,27 @@ from agentgym_rl.common.cuda_graphs import capture
 from agentgym_rl.training.microbatch import MicroBatch
 
 SMALLEST = (256, 128, 16)
-"""Tokens, longest sample and samples of the smallest size."""
-MOST_SIZES = 8
-"""Each keeps a set of gradients; passes of further sizes are not captured."""
+"""Tokens, longest sample and number of samples of the smallest size."""
+MAX_SIZES = 8
+"""Largest number of captured sizes, because each keeps a set of gradients."""
 
 Layers = Callable[[Tensor, Tensor, MicroBatch], Tensor]
-"""(hidden states before the first layer, positions, where samples begin and end) -> what the decoder makes of them."""
+"""(hidden states before the first layer, positions, bounds of the samples) -> the decoder's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What passes must have in common to be replayed."""
+    """Size of a padded micro-batch. Passes of equal size share a graph."""
 
     tokens: int
     longest: int
-    """At least as long as any sample: it decides the grid of the attention kernels."""
+    """Upper bound of the sample lengths, which sets the grid of the attention kernels."""
     samples: int
-    """Padding and empty ones among them."""
+    """Number of samples, padding and empty ones included."""
 
 
 def padded_lengths(lengths: list[int]) -> tuple[Size, list[int]]:
-    """The size a micro-batch is padded to, and the lengths of its samples with those of the padding added.
+    """Return the padded size of a micro-batch, and the lengths of its samples and its padding.
 
     Tokens are rounded up to an eighth of the next power of two, the others to powers of two.
     """
@@ -66,8 +66,10 @@ def _power_of_two(number: int) -> int:
 
 
 class CapturedPasses:
-    """Replays passes of a decoder's layers. Lives on the decoder, whose parameters must stay where they are; when one
-    has moved, everything is captured anew."""
+    """Replays passes of a decoder's layers. It is an attribute of the decoder.
+
+    The graphs hold the addresses of the parameters. If one has moved, everything is captured again.
+    """
 
     def __init__(self, modules: list[nn.Module], layers: Layers) -> None:
         """`layers` computes with the parameters of `modules`."""
@@ -77,49 +79,51 @@ class CapturedPasses:
         self._seen: Counter[Size] = Counter()
         self._graphs: dict[Size, _Pass] = {}
         self._failed: set[Size] = set()
-        """Sizes that could not be captured, such as for lack of memory."""
+        """Sizes whose capture failed, for example because memory ran out."""
         self._addresses: list[int] = []
-        self._place: Any = None
-        """CUDA: (memory pool, stream) of all captures, so that they can use the same memory one after the other."""
+        self._pool_and_stream: Any = None
+        """On CUDA: memory pool and stream of all captures, so that they reuse the same memory."""
         self.replays = 0
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the model has parameters of its own and begins without graphs."""
+        """Return None: a copy of the model has its own parameters and starts without graphs."""
 
     def states(self, hidden_TH: Tensor, micro: MicroBatch) -> Tensor | None:
-        """TH, to be followed by its backward pass before the next one; None where this size is new."""
+        """Return the output TH, or None if this size is not captured. Run backward before the next call."""
         addresses = [p.data_ptr() for p in self._parameters]
         if addresses != self._addresses:
             self._graphs.clear()
             self._failed.clear()
             self._addresses = addresses
-            self._new_place(hidden_TH)
+            self._new_pool(hidden_TH)
         size, lengths = padded_lengths(micro.lengths)
         self._seen[size] += 1
         if size not in self._graphs:
-            if self._seen[size] < 2 or len(self._graphs) == MOST_SIZES or size in self._failed:
+            if self._seen[size] < 2 or len(self._graphs) == MAX_SIZES or size in self._failed:
                 return None
             try:
-                self._graphs[size] = _Pass(size, hidden_TH, self._modules, self._layers, self._place)
+                self._graphs[size] = _Pass(size, hidden_TH, self._modules, self._layers, self._pool_and_stream)
             except RuntimeError as error:
                 reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                warnings.warn(f"Passes of {size} are not captured, and run one by one: {reason}", stacklevel=2)
+                warnings.warn(f"Passes of {size} could not be captured and run without a graph: {reason}", stacklevel=2)
                 self._failed.add(size)
-                self._new_place(hidden_TH)
+                self._new_pool(hidden_TH)
                 return None
         self.replays += 1
-        found: Tensor = _Replay.apply(self._graphs[size], micro, lengths, hidden_TH, *self._parameters)
-        return found
+        states: Tensor = _Replay.apply(self._graphs[size], micro, lengths, hidden_TH, *self._parameters)
+        return states
 
-    def _new_place(self, like: Tensor) -> None:
+    def _new_pool(self, like: Tensor) -> None:
         if like.is_cuda:
-            self._place = torch.cuda.graph_pool_handle(), torch.cuda.Stream(like.device)
+            self._pool_and_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(like.device)
 
 
 @contextmanager
 def own_leaves(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Within it, the module computes with parameters that share the memory of its own (their order is kept) and that
-    autograd has never seen: a node that an earlier pass left on another stream would break a capture."""
+    """Replace the module's parameters, while the context is open, by new leaves that share their memory.
+
+    Autograd has not used the new leaves. A node that an earlier pass left on another stream would break a capture.
+    """
     leaves = {p: nn.Parameter(p.detach()) for p in module.parameters() if p.requires_grad}
     places = [(m, name, p) for m in module.modules() for name, p in m._parameters.items() if p in leaves]
     for owner, name, parameter in places:
@@ -132,9 +136,9 @@ def own_leaves(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 class _Pass:
-    """Forward and backward of one size. Without CUDA both are computed each time, which is what tests compare."""
+    """Forward and backward pass of one size. Without CUDA both are computed each time, for tests."""
 
-    def __init__(self, size: Size, like_TH: Tensor, modules: nn.Module, layers: Layers, place: Any) -> None:
+    def __init__(self, size: Size, like_TH: Tensor, modules: nn.Module, layers: Layers, pool_and_stream: Any) -> None:
         device = like_TH.device
         self._size, self._modules, self._layers = size, modules, layers
         self.hidden_PH = torch.zeros(size.tokens, like_TH.shape[1], dtype=like_TH.dtype, device=device)
@@ -143,18 +147,18 @@ class _Pass:
         self._positions_P = torch.zeros(size.tokens, dtype=torch.int64, device=device)
         bounds = torch.full((size.samples + 1,), size.tokens, dtype=torch.int32, device=device)
         bounds[0] = 0
-        nothing = torch.empty(0, device=device)
-        self._frame = MicroBatch([], [size.longest], [], self._positions_P, self._positions_P, bounds, *[nothing] * 10)
-        self.turn = 0
-        """Counts forward passes: a backward pass belongs to the last one."""
+        empty = torch.empty(0, device=device)
+        self._frame = MicroBatch([], [size.longest], [], self._positions_P, self._positions_P, bounds, *[empty] * 10)
+        self.forwards = 0
+        """Number of forward passes. A backward pass belongs to the last one."""
         self._leaves: list[Tensor]
         self._out: Tensor
         self._gradients: tuple[Tensor, ...]
-        self._replay: tuple[Any, Any] | None = self._capture(*place) if like_TH.is_cuda else None
+        self._replay: tuple[Any, Any] | None = self._capture(*pool_and_stream) if like_TH.is_cuda else None
 
     @torch.no_grad()
     def fill(self, hidden_TH: Tensor, micro: MicroBatch, lengths: list[int]) -> None:
-        """Put a micro-batch in. Padding is set to 0 each time: NaN that a diverged pass left there would spread."""
+        """Copy a micro-batch in. Padding is set to 0 each time, because NaN of a diverged pass would spread."""
         count = len(hidden_TH)
         self.hidden_PH[:count] = hidden_TH
         self.hidden_PH[count:] = 0
@@ -167,7 +171,7 @@ class _Pass:
             self._frame.lengths = lengths
 
     def forward(self) -> Tensor:
-        self.turn += 1
+        self.forwards += 1
         if self._replay is None:
             with torch.enable_grad():
                 self._compute()
@@ -176,7 +180,7 @@ class _Pass:
         return self._out.detach()
 
     def backward(self) -> tuple[Tensor, ...]:
-        """Gradients by the hidden states that came in and by the parameters; they hold until the next pass."""
+        """Return gradients of the input hidden states and of the parameters. They are valid until the next pass."""
         if self._replay is None:
             self._gradients = self._differentiate()
         else:
@@ -198,11 +202,11 @@ class _Pass:
             self._gradients = self._differentiate()
 
         with torch.enable_grad(), torch.cuda.stream(stream):
-            self._compute()  # compiles what is not compiled yet
+            self._compute()  # compiles kernels
             backward()
             del self._out, self._gradients
             torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()  # what that run took is of no use to the graphs' pool
+            torch.cuda.empty_cache()  # the graphs' pool cannot use the memory of that run
             graphs = capture(self._compute, pool), capture(backward, pool)
         torch.cuda.current_stream(device).wait_stream(stream)
         return graphs
@@ -211,23 +215,23 @@ class _Pass:
 class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, one: _Pass, micro: MicroBatch, lengths: list[int], hidden_TH: Tensor, *parameters: Tensor
+        ctx: Any, captured: _Pass, micro: MicroBatch, lengths: list[int], hidden_TH: Tensor, *parameters: Tensor
     ) -> Tensor:
-        one.fill(hidden_TH, micro, lengths)
-        out = one.forward()[: len(hidden_TH)]
-        ctx.one, ctx.turn = one, one.turn
+        captured.fill(hidden_TH, micro, lengths)
+        out = captured.forward()[: len(hidden_TH)]
+        ctx.captured, ctx.number = captured, captured.forwards
         return out
 
     @staticmethod
     def backward(ctx: Any, by_out_TH: Tensor) -> tuple[Any, ...]:
-        one, count = ctx.one, len(by_out_TH)
-        if ctx.turn != one.turn:
-            raise RuntimeError("a captured pass was followed by another before its gradient was taken: take it first")
-        one.by_out_PH[:count] = by_out_TH
-        one.by_out_PH[count:] = 0
-        by_hidden, *by_parameters = one.backward()
+        captured, count = ctx.captured, len(by_out_TH)
+        if ctx.number != captured.forwards:
+            raise RuntimeError("a captured pass ran again before its backward pass: call backward first")
+        captured.by_out_PH[:count] = by_out_TH
+        captured.by_out_PH[count:] = 0
+        by_hidden, *by_parameters = captured.backward()
         if by_hidden.dtype is not torch.bfloat16:
-            # In bf16 what adds up over passes adds up in float32 tensors of its own (MasterAdamW.collect). Elsewhere
-            # the first pass's gradient would be overwritten by the second's.
+            # bf16 gradients are summed in separate float32 tensors (MasterAdamW.collect). For other types the second
+            # pass would overwrite the gradient of the first.
             by_parameters = [gradient.clone() for gradient in by_parameters]
         return None, None, None, by_hidden[:count], *by_parameters

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies off the head, a chunk of tokens at a time.
+"""Log-probabilities and entropies from the head, one chunk of tokens at a time.
 
-[tokens x vocabulary] is never held: every chunk's logits are computed again for its gradient. Where all tokens fit into
-one chunk, its logits are kept instead.
+The full [tokens x vocabulary] tensor is never held: the backward pass recomputes each chunk's logits. If all tokens fit
+into one chunk, its logits are kept instead.
 
 Shapes: A action tokens, C of them in a chunk, H hidden size, V vocabulary.
 """
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_NUMBERS = {"cuda": 40 << 20, "cpu": 1 << 24}
-"""Logits held at once, in fp32: 160 and 64 MB."""
+"""Number of logits held at once, in fp32: 160 and 64 MB."""
 CHUNK_ROWS = 128
-"""A chunk is a multiple of this: matrix units work on so many rows at a time."""
+"""Rows that matrix units process together. The size of a chunk is a multiple of it."""
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def head_logprobs(head: Any, hidden_AH: Tensor, targets_A: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """(log-probability of the target, entropy) of the softmax of head(hidden) / temperature, A each, fp32.
+    """Return (log-probability of the target, entropy) of the softmax of head(hidden) / temperature, A each, fp32.
 
-    Gradients flow through both; entropy's is computed only where something uses it.
+    Both are differentiable. The gradient of the entropy is computed only if it is used.
     """
     weight = getattr(head, "weight", None)
     rows = chunk_rows(hidden_AH.device, targets_A, head)
     if type(head) is nn.Linear and not head._forward_hooks and not head._forward_pre_hooks:
         return _Head.apply(hidden_AH, weight, head.bias, targets_A, temperature, rows)
-    # An adapter around the head: let autograd do it, still chunk by chunk.
+    # An adapter around the head: use autograd, still chunk by chunk.
     parts = [
-        checkpoint(_through, head, hidden, targets, temperature, use_reentrant=False)
+        checkpoint(_through_head, head, hidden, targets, temperature, use_reentrant=False)
         for hidden, targets in zip(hidden_AH.split(rows), targets_A.split(rows), strict=True)
     ]
     logprobs, entropies = zip(*parts, strict=True)
@@ -41,13 +41,13 @@ def head_logprobs(head: Any, hidden_AH: Tensor, targets_A: Tensor, temperature: 
 
 
 def chunk_rows(device: torch.device, targets_A: Tensor, head: Any) -> int:
-    """Tokens in a chunk."""
+    """Return the number of tokens in a chunk."""
     numbers = CHUNK_NUMBERS.get(device.type, CHUNK_NUMBERS["cpu"])
     rows = max(1, numbers // head.out_features)
     return rows if rows < CHUNK_ROWS else rows // CHUNK_ROWS * CHUNK_ROWS
 
 
-def _through(head: Any, hidden_CH: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _through_head(head: Any, hidden_CH: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     logprobs_CV = (head(hidden_CH).float() / temperature).log_softmax(-1)
     entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
     return logprobs_CV.gather(-1, targets_C[:, None]).squeeze(-1), entropy_C
@@ -76,9 +76,9 @@ class _Head(torch.autograd.Function):
             parts.append(statistics(logits_CV, targets, temperature))
             if len(hidden_AH) <= rows and any(ctx.needs_input_grad):
                 kept = logits_CV
-            del logits_CV  # before the next chunk's are made
+            del logits_CV  # before those of the next chunk are allocated
         empty = (hidden_AH.new_empty(0, dtype=torch.float32),) * 3
-        lse_A, logprobs_A, entropy_A = (torch.cat(some) for some in zip(*parts, strict=True)) if parts else empty
+        lse_A, logprobs_A, entropy_A = (torch.cat(chunks) for chunks in zip(*parts, strict=True)) if parts else empty
         ctx.save_for_backward(hidden_AH, weight_VH, bias_V, targets_A, lse_A, entropy_A, kept)
         ctx.temperature, ctx.rows = temperature, rows
         ctx.set_materialize_grads(False)
@@ -114,7 +114,7 @@ class _Head(torch.autograd.Function):
 
 
 def _kernels(hidden: Tensor) -> Any:
-    """The Triton module where it can run, else None."""
+    """Return the Triton module if it can run here, else None."""
     if not (hidden.is_cuda and HAS_TRITON):
         return None
     from agentgym_rl.training.device import head_kernels
@@ -123,7 +123,7 @@ def _kernels(hidden: Tensor) -> Any:
 
 
 def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tensor:
-    """CV, fp32: logits rounded to bf16 would be off by up to 0.06 where they are around 16."""
+    """Return logits CV in fp32. Rounded to bf16, logits around 16 would be off by up to 0.06."""
     if hidden_CH.dtype is torch.float32:
         logits = hidden_CH @ weight_VH.t()
     elif hidden_CH.is_cuda:
@@ -134,7 +134,7 @@ def _logits(hidden_CH: Tensor, weight_VH: Tensor, bias_V: Tensor | None) -> Tens
 
 
 def _statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse, log-probability, entropy), C each."""
+    """Return (lse, log-probability, entropy), C each."""
     scaled_CV = logits_CV / temperature if temperature != 1.0 else logits_CV
     lse_C = scaled_CV.logsumexp(-1)
     logprobs_CV = scaled_CV - lse_C[:, None]
@@ -151,7 +151,7 @@ def _gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """CV: the gradient by the logits. `entropy` is (gradient by the entropy, the entropy), C each."""
+    """Return the gradient of the logits, CV. `entropy` is (gradient of the entropy, the entropy), C each."""
     logprobs_CV = (logits_CV / temperature).sub_(lse_C[:, None])
     by_z = logprobs_CV.exp()
     if entropy is None:

@@ -1,6 +1,6 @@
-"""Softmax statistics of a chunk of logits and their gradient, each in one pass over the chunk, in Triton.
+"""Triton kernels for the softmax statistics of a chunk of logits and their gradient, each in one pass.
 
-Shapes: C tokens of a chunk, V vocabulary. The meaning is that of `_statistics` and `_gradient` in head.py.
+Shapes: C tokens of a chunk, V vocabulary. They compute the same as `_statistics` and `_gradient` in head.py.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,7 +25,7 @@ def statistics_kernel(logits, targets, lse, logprobs, entropies, inverse, SIZE, 
         z = tl.load(logits + row * STRIDE + start + offs, mask=inside, other=float("-inf")) * inverse
         new_top = tl.maximum(top, tl.max(z, 0))
         shrink = tl.exp(top - new_top)
-        # Sums taken from another maximum: every exponent moves by the difference. Before the first block there is none.
+        # Rescale the sums to the new maximum: every exponent changes by the difference. The first block has no sums.
         moved = tl.where(total > 0, weighted + total * (top - new_top), 0.0) * shrink
         far = tl.where(inside, z - new_top, 0.0)
         share = tl.where(inside, tl.exp(far), 0.0)
@@ -40,7 +40,7 @@ def statistics_kernel(logits, targets, lse, logprobs, entropies, inverse, SIZE, 
 
 
 def statistics(logits_CV: Tensor, targets_C: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(lse, log-probability, entropy), C each."""
+    """Return (lse, log-probability, entropy), C each."""
     rows, size = logits_CV.shape
     lse, logprobs, entropies = torch.empty((3, rows), dtype=torch.float32, device=logits_CV.device)
     statistics_kernel[(rows,)](
@@ -86,7 +86,7 @@ def gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """CV: the gradient by the logits."""
+    """Return the gradient of the logits, CV."""
     rows, size = logits_CV.shape
     out = torch.empty((rows, size), dtype=dtype, device=logits_CV.device)
     by_entropy, entropies = entropy or (lse_C, lse_C)

@@ -1,7 +1,7 @@
-"""What lies between the matrix products of a decoder layer, forward and backward, in Triton.
+"""Triton kernels for the operations between the matrix products of a decoder layer, forward and backward.
 
 Shapes: T tokens, H hidden size, I intermediate size, D head width. Arithmetic is float32, rounded where modules round.
-Tokens are on a grid's first axis: the others end at 65,535.
+Tokens are on the grid's first axis, because the others are limited to 65,535.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,9 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 264
-"""Of the norm's backward pass: two a multiprocessor of the largest chips; each adds up its rows' share by itself."""
-_NUMBERS = 4096
-"""That such a program has in hand at once: as many rows as make so many."""
+"""Programs of the norm's backward pass: two per multiprocessor of the largest chips. Each sums over its own rows."""
+_NUMBERS_PER_BLOCK = 4096
+"""Numbers that such a program loads at once, as whole rows."""
 
 
 @triton.jit
@@ -28,14 +28,14 @@ def norm_kernel(x, weight, out, scales, eps, STRIDE, HEADS: tl.constexpr, SIZE: 
     inside = offs < SIZE
     values = tl.load(x + row // HEADS * STRIDE + row % HEADS * SIZE + offs, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / SIZE + eps)
-    # Rounded between the two products, as the modules do.
+    # Round between the two products, as the modules do.
     normal = (values * scale).to(out.dtype.element_ty)
     tl.store(out + row * SIZE + offs, normal * tl.load(weight + offs, mask=inside, other=0.0), mask=inside)
     tl.store(scales + row, scale)
 
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(RMS norm over the last dimension, contiguous; what rows were scaled by). `x` is TH, or part of a wider TND."""
+    """Return (contiguous RMS norm over the last dimension, scale of each row). `x` is TH, or part of a wider TND."""
     size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = x.shape[0] * heads
@@ -94,13 +94,13 @@ def norm_backward(
     residual: Tensor | None = None,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(gradient by x plus `residual`, gradient by the weight). `into` takes the first, laid out as x is."""
+    """Return (gradient of x plus `residual`, gradient of the weight). The first is written to `into`, if given."""
     size, heads = x.shape[-1], x.shape[1] if x.dim() == 3 else 1
     rows = x.shape[0] * heads
     by_x = torch.empty_like(x) if into is None else into
     block = triton.next_power_of_2(size)
-    together = max(1, _NUMBERS // block)
-    programs = min(_PROGRAMS, triton.cdiv(rows, together))
+    block_rows = max(1, _NUMBERS_PER_BLOCK // block)
+    programs = min(_PROGRAMS, triton.cdiv(rows, block_rows))
     partial = torch.empty((programs, size), dtype=torch.float32, device=x.device)
     norm_backward_kernel[(programs,)](
         by_out,
@@ -116,7 +116,7 @@ def norm_backward(
         HEADS=heads,
         SIZE=size,
         BLOCK=block,
-        ROWS=together,
+        ROWS=block_rows,
         HAS_RESIDUAL=residual is not None,
         num_warps=8,
     )
@@ -137,7 +137,7 @@ def rotate_kernel(
     BLOCK_HALF: tl.constexpr,
     BACK: tl.constexpr,
 ):
-    """One token, all its heads, in two halves because rotation pairs them."""
+    """Rotate all heads of one token, in two halves because rotation pairs them."""
     HALF: tl.constexpr = WIDTH // 2
     token = tl.program_id(0).to(tl.int64)
     offs_h = tl.arange(0, BLOCK_HEADS)
@@ -156,7 +156,7 @@ def rotate_kernel(
 
 
 def rotate(source_TND: Tensor, target_TND: Tensor, cos_TD: Tensor, sin_TD: Tensor, *, back: bool) -> None:
-    """Rotary embedding of all heads of every token, or its inverse; `source` may be `target`."""
+    """Write the rotary embedding of all heads of every token, or its inverse. `source` may be `target`."""
     tokens, heads, width = source_TND.shape
     rotate_kernel[(tokens,)](
         source_TND,
@@ -187,7 +187,7 @@ def gate_kernel(gate_up, out, SIZE, BLOCK: tl.constexpr):
 
 @triton.jit
 def gate_backward_kernel(gate_up, by_out, by_gate_up, SIZE, BLOCK: tl.constexpr):
-    """Overwrites `by_out` with the forward result, which the next product needs again."""
+    """Overwrite `by_out` with the forward result, which the next product needs."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = offs < SIZE
@@ -205,7 +205,7 @@ def gate_backward_kernel(gate_up, by_out, by_gate_up, SIZE, BLOCK: tl.constexpr)
 
 
 def gate(gate_up: Tensor) -> Tensor:
-    """TI: silu(gate) up, of both side by side."""
+    """Return silu(gate) * up, TI, from the concatenated gate and up."""
     tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     gate_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, out, size, BLOCK=1024, num_warps=4)
@@ -213,7 +213,7 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def gate_backward(gate_up: Tensor, by_out: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient by gate and up side by side, silu(gate) up again, in the memory of `by_out`)."""
+    """Return (gradient of the concatenated gate and up, silu(gate) * up in the memory of `by_out`)."""
     tokens, size = by_out.shape
     by_gate_up = torch.empty_like(gate_up)
     gate_backward_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, by_out, by_gate_up, size, BLOCK=1024, num_warps=4)

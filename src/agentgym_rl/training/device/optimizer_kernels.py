@@ -1,4 +1,4 @@
-"""AdamW on all bf16 parameters in one launch, in Triton. The meaning is that of `update_one` in master_weights.py."""
+"""A Triton kernel for AdamW on all bf16 parameters in one launch. It does what `update_one` does for one parameter."""
 
 # mypy: disable-error-code="no-untyped-def"
 
@@ -15,7 +15,7 @@ from agentgym_rl.training.device.master_weights import EPSILON, seed_of
 
 BLOCK = 2048
 COLUMNS = 7
-"""Addresses of parameter, gradient, lower half and moments; elements; seed."""
+"""Columns of the table: addresses of parameter, gradient, remainder and moments; number of elements; seed."""
 
 
 @triton.jit
@@ -27,8 +27,8 @@ def _random(element, seed):
 
 
 @triton.jit
-def _by_chance(values, chance):
-    return ((values.to(tl.int32, bitcast=True) + chance.to(tl.int32)) >> 16).to(tl.int16)
+def _round_stochastically(values, bits):
+    return ((values.to(tl.int32, bitcast=True) + bits.to(tl.int32)) >> 16).to(tl.int16)
 
 
 @triton.jit
@@ -70,21 +70,21 @@ def update_kernel(
     upper = (bits + 0x8000) >> 16
     tl.store(upper_at, upper.to(tl.int16), mask=inside)
     tl.store(low_at, (bits - (upper << 16)).to(tl.int16), mask=inside)
-    chance = _random(offs, tl.load(row + 6))
-    tl.store(first_at, _by_chance(first, chance & 0xFFFF), mask=inside)
-    tl.store(second_at, _by_chance(second, chance >> 16), mask=inside)
+    noise = _random(offs, tl.load(row + 6))
+    tl.store(first_at, _round_stochastically(first, noise & 0xFFFF), mask=inside)
+    tl.store(second_at, _round_stochastically(second, noise >> 16), mask=inside)
 
 
 def update_all(rows: list[tuple[Tensor, ...]], scale: Tensor, numbers: tuple[float, ...], update: int) -> None:
-    """`rows` are (parameter, gradient, lower half, first moment, second moment), all contiguous."""
+    """Update all `rows` of (parameter, gradient, remainder, first moment, second moment), all contiguous."""
     for dtype in {row[1].dtype for row in rows}:
-        some = [(place, row) for place, row in enumerate(rows) if row[1].dtype is dtype]
-        for _, row in some:
+        same_dtype = [(index, row) for index, row in enumerate(rows) if row[1].dtype is dtype]
+        for _, row in same_dtype:
             if not all(tensor.is_contiguous() for tensor in row):
                 raise ValueError(f"an optimizer needs contiguous tensors, got strides {[t.stride() for t in row]}")
-        table = [[*(t.data_ptr() for t in row), row[0].numel(), seed_of(update, place)] for place, row in some]
+        table = [[*(t.data_ptr() for t in row), row[0].numel(), seed_of(update, index)] for index, row in same_dtype]
         device = rows[0][0].device
-        tensors, starts = _blocks(tuple(row[0].numel() for _, row in some), device)
+        tensors, starts = _blocks(tuple(row[0].numel() for _, row in same_dtype), device)
         aligned = all(address % 16 == 0 for line in table for address in line[:5])
         update_kernel[(len(tensors),)](
             torch.tensor(table, device=device),
@@ -103,7 +103,7 @@ def update_all(rows: list[tuple[Tensor, ...]], scale: Tensor, numbers: tuple[flo
 
 @lru_cache(maxsize=8)
 def _blocks(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """(which tensor, which element of it) every program begins at."""
+    """Return the tensor and the first element of every program."""
     counts = torch.tensor([triton.cdiv(size, BLOCK) for size in sizes])
     tensors = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     firsts = torch.repeat_interleave(counts.cumsum(0) - counts, counts)

@@ -13,20 +13,11 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.grouping import RowGroup, group_rows
 from agentgym_rl.agent.engines.native.runner import Row
-
-SUPPORTED = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-RMS_NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-# Rope types whose angles depend on the position alone. Others (dynamic, longrope) change with the length of the whole
-# sequence, so that keys cached earlier would not be those of a full forward pass.
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+from agentgym_rl.common.decoders import CAUSAL_MODELS, RMS_NORMS, STATIC_ROPE
 
 
 def unwrap(model: Any) -> Any:
@@ -37,8 +28,8 @@ def unwrap(model: Any) -> Any:
 def why_unsupported(model: Any) -> str | None:
     """None when DecoderRunner computes this model exactly, else the reason it does not."""
     model = unwrap(model)
-    if type(model) not in SUPPORTED:
-        return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in SUPPORTED)}"
+    if type(model) not in CAUSAL_MODELS:
+        return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in CAUSAL_MODELS)}"
     config = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "use_sliding_window", False) or layer_types != {"full_attention"}:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from agentgym_rl.agent.engines.native.decoder import RMS_NORMS, unwrap
+from agentgym_rl.agent.engines.native.decoder import unwrap
+from agentgym_rl.common.decoders import RMS_NORMS
 
 HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
