@@ -59,7 +59,7 @@ def test_a_measurement_that_fails_leaves_what_it_had(
     assert found["outcome"] == "failed with exit code 3, see one.log"
     assert gpu.read_lines(tmp_path / "lines.jsonl") == [json.loads('{"part": "rollout"}')]
     late = gpu.run_job(gpu.Job("two", "breaks.py", [], needs=tmp_path / "taught.json"), options)
-    assert late["outcome"] == "left out, for want of taught.json"
+    assert late["outcome"] == "left out: taught.json is missing"
 
 
 def test_a_stop_ends_the_processes_of_a_peer_and_keeps_what_was_measured(tmp_path: Path) -> None:
