@@ -79,20 +79,17 @@ def measure(page: Page, runs: Path, episodes: int) -> dict[str, str]:
         page.wait_for_function("t => document.querySelector('.total')?.textContent === t", arg=total, timeout=600_000)
         complete = time.monotonic()
         gaps: list[float] = page.evaluate(SCROLL)
+        median, high = (f"{gaps[min(len(gaps) - 1, int(share * len(gaps)))]:.0f} ms" for share in (0.5, 0.95))
         return {
             "rows readable, from starting the process": f"{readable - started:.2f} s",
             "rows readable, from opening the page": f"{readable - listening:.2f} s",
             "all episodes in the list, from opening the page": f"{complete - listening:.2f} s",
-            "scrolling, time between frames, median and 95%": f"{_quantile(gaps, 0.5):.0f} ms, {_quantile(gaps, 0.95):.0f} ms",
+            "scrolling, time between frames, median and 95%": f"{median}, {high}",
             "CPU time of the viewer so far": f"{_cpu_seconds(process.pid):.2f} s",
         }
     finally:
         process.terminate()
         process.wait(20)
-
-
-def _quantile(values: list[float], share: float) -> float:
-    return values[min(len(values) - 1, int(share * len(values)))]
 
 
 def _cpu_seconds(pid: int) -> float:
