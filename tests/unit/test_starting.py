@@ -1,4 +1,4 @@
-"""The model a run starts from."""
+"""The starting model of a run."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from agentgym_rl.run.start import starting_point, untrained, words_of
 from agentgym_rl.types import Message
 
 
-def test_a_model_from_nothing_in_bf16_keeps_its_rotary_frequencies() -> None:
+def test_a_bf16_model_from_scratch_keeps_its_rotary_frequencies() -> None:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
-    made = {}
+    models = {}
     for dtype in ("float32", "bfloat16"):
         raw = {
             "model": {"scratch": shape, "dtype": dtype, "device": "cpu"},
@@ -26,8 +26,8 @@ def test_a_model_from_nothing_in_bf16_keeps_its_rotary_frequencies() -> None:
             "warm_start": {"policy": "random"},
         }
         conversation = [Message("user", "the door is shut"), Message("assistant", "open the door")]
-        made[dtype] = untrained(Config.model_validate(raw), words_of([conversation]))
-    whole, half = made["float32"], made["bfloat16"]
+        models[dtype] = untrained(Config.model_validate(raw), words_of([conversation]))
+    whole, half = models["float32"], models["bfloat16"]
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert torch.equal(half.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
     assert torch.equal(half.lm_head.weight, whole.lm_head.weight.bfloat16())
