@@ -1,10 +1,10 @@
-"""What a run reached, for a reader: its curve, a row of a table, and ten held-out episodes before and after.
+"""Write a run's results for readers: its curve, table rows, and ten held-out episodes before and after.
 
     python scripts/results.py runs/smollm2-babyai [runs/another ...] --docs docs [--base runs/untrained ...]
 
 For each run it writes DOCS/images/results-NAME.png and DOCS/results/NAME.md and prints rows for the table in
-DOCS/results.md. `--base` names, in the same order, runs of the same recipe with nothing learned, whose evaluation goes
-into the table too. The ten items are the first of each subset in the order they were evaluated in: nobody chose them.
+DOCS/results.md. `--base` names, in the same order, untrained runs of the same recipe, whose evaluations go into the
+table too. The ten items are the first of each subset in the order of evaluation, without selection.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TURNS_SHOWN = 8
 
 
 def summary_of(run: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
-    return found
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary
 
 
-def rate(evaluation: dict[str, Any] | None) -> str:
-    """`91.4% (87–94)`."""
+def format_rate(evaluation: dict[str, Any] | None) -> str:
+    """Return the success rate with its interval, such as `91.4% (87–94)`."""
     if evaluation is None:
         return "–"
     count = evaluation["episodes"]
@@ -41,23 +41,23 @@ def rate(evaluation: dict[str, Any] | None) -> str:
 
 
 def rows(run: Path, base: Path | None) -> list[str]:
-    """Of each subset and of all: untrained, before RL, after RL."""
+    """Return table rows of each subset and of all items: untrained, before RL, after RL."""
     summary = summary_of(run)
     untrained = None if base is None else summary_of(base)["before"]
-    found = []
+    lines = []
     for name in [*summary["after"]["subsets"], "all"]:
-        some = [
+        evaluations = [
             evaluation if evaluation is None or name == "all" else evaluation["subsets"][name]
             for evaluation in (untrained, summary["before"], summary["after"])
         ]
-        cells = " | ".join(rate(evaluation) for evaluation in some)
-        episodes = some[-1]["episodes"] if some[-1] else 0
-        found.append(f"| {summary['name']} | {name} | {episodes} | {cells} |")
-    return found
+        cells = " | ".join(format_rate(evaluation) for evaluation in evaluations)
+        episodes = evaluations[-1]["episodes"] if evaluations[-1] else 0
+        lines.append(f"| {summary['name']} | {name} | {episodes} | {cells} |")
+    return lines
 
 
 def episodes_of(run: Path) -> list[tuple[Trajectory, Trajectory]]:
-    """(before, after) of the same items: the first evaluation against the last, the first items of each subset."""
+    """Return (before, after) episodes of the first items of each subset, from the first and the last evaluation."""
     files = sorted((run / "trajectories").glob("eval_*.jsonl"))
     played = [{t.task.item: t for t in read_trajectories(path) if t.error is None} for path in files]
     first, last = played[0], played[-1]
@@ -67,13 +67,13 @@ def episodes_of(run: Path) -> list[tuple[Trajectory, Trajectory]]:
     env = catalog.load(first[both[0]].task.env)
     subsets = list(summary_of(run)["after"]["subsets"])
     share = -(-EPISODES // max(1, len(subsets)))
-    # In the order they were evaluated in.
+    # In the order of evaluation.
     chosen = [i for name in subsets for i in [i for i in both if name in env.subsets_of(i)][:share]] or both
     return [(first[item], last[item]) for item in chosen[:EPISODES]]
 
 
 def transcript(trajectory: Trajectory) -> list[str]:
-    """The episode as a quoted block; late turns are counted, not shown."""
+    """Return the episode as a code block. Turns after TURNS_SHOWN are counted, not shown."""
     lines, turns = [], 0
     for message in trajectory.messages:
         if message.role == "system":
@@ -84,7 +84,7 @@ def transcript(trajectory: Trajectory) -> list[str]:
             lines.append(f"... and {trajectory.num_turns - TURNS_SHOWN} more turns")
             break
         mark = ">>> " if message.role == "assistant" else ""
-        lines += [mark + line for line in (message.content.strip() or "(nothing)").splitlines()]
+        lines += [mark + line for line in (message.content.strip() or "(empty)").splitlines()]
     assert trajectory.stop is not None
     ending = "success" if trajectory.success else f"no success ({trajectory.stop.value})"
     return ["```text", *(line.replace("```", "'''") for line in lines), f"=== {ending}", "```"]
@@ -95,8 +95,8 @@ def page(run: Path) -> str:
     last = max((run / "trajectories").glob("eval_*.jsonl")).stem.removeprefix("eval_").lstrip("0")
     parts = [f"# {summary['name']}: ten held-out episodes before and after RL", ""]
     parts += [
-        f"After: step {last}. `>>>` marks what the model wrote. The items are the first of "
-        f"{' and of '.join(summary['after']['subsets'])} in the order of evaluation; nobody chose them.",
+        f"After: step {last}. `>>>` marks the model's replies. The items are the first of "
+        f"{' and of '.join(summary['after']['subsets'])} in the order of evaluation, without selection.",
         "",
     ]
     for number, (before, after) in enumerate(episodes_of(run), 1):
