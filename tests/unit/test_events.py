@@ -1,4 +1,4 @@
-"""What befalls workers is told while a run goes on, and whatever it ends with."""
+"""Worker events are polled and reported during a run and when it ends."""
 
 from __future__ import annotations
 
@@ -24,100 +24,100 @@ from agentgym_rl.training.sft import SFT
 
 
 class Workers:
-    """To whom something new has happened whenever they are asked."""
+    """Workers with a new event at every poll."""
 
     def __init__(self) -> None:
-        self.asked = 0
-        self.told: list[str] = []
+        self.num_polls = 0
+        self.reported: list[str] = []
         self.fail: Exception | None = None
         self.answer = asyncio.Event()
         self.answer.set()
-        self.first, self.third = asyncio.Event(), asyncio.Event()
-        """Asked for the first time, told for the third."""
+        self.first_poll, self.third_report = asyncio.Event(), asyncio.Event()
+        """Set at the first poll and at the third report."""
 
     async def events(self) -> list[dict[str, Any]]:
-        self.asked += 1
-        number = self.asked
-        self.first.set()
+        self.num_polls += 1
+        number = self.num_polls
+        self.first_poll.set()
         await self.answer.wait()
         if self.fail is not None:
             raise self.fail
         return [{"kind": "engine_lost", "message": f"engine {number} died"}]
 
-    def tell(self, kind: str, message: str) -> None:
-        self.told.append(message)
-        if len(self.told) == 3:
-            self.third.set()
+    def report(self, kind: str, message: str) -> None:
+        self.reported.append(message)
+        if len(self.reported) == 3:
+            self.third_report.set()
 
 
-async def test_it_asks_while_a_step_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_are_polled_during_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "POLL_INTERVAL_S", 0.0)
     workers = Workers()
-    async with EventPoller(workers.events, workers.tell), asyncio.timeout(60):
-        await workers.third.wait()
+    async with EventPoller(workers.events, workers.report), asyncio.timeout(60):
+        await workers.third_report.wait()
 
 
 @pytest.mark.parametrize("error", [WorkerLost("a rank died"), asyncio.CancelledError()])
-async def test_however_a_run_ends_the_last_is_told_first(error: BaseException) -> None:
+async def test_the_last_events_are_reported_before_a_run_ends(error: BaseException) -> None:
     workers = Workers()
     with pytest.raises(type(error)):
-        async with EventPoller(workers.events, workers.tell):
+        async with EventPoller(workers.events, workers.report):
             raise error
-    assert workers.told == ["engine 1 died"]
+    assert workers.reported == ["engine 1 died"]
 
 
-async def test_an_answer_that_was_on_its_way_when_a_run_was_stopped_is_told() -> None:
+async def test_a_poll_in_flight_when_a_run_stops_is_reported() -> None:
     workers = Workers()
     workers.answer.clear()
 
     async def run() -> None:
-        async with EventPoller(workers.events, workers.tell) as told:
-            await told.now()
+        async with EventPoller(workers.events, workers.report) as poller:
+            await poller.now()
 
     task = asyncio.create_task(run())
-    await asyncio.wait_for(workers.first.wait(), 60)
+    await asyncio.wait_for(workers.first_poll.wait(), 60)
     task.cancel()
     await asyncio.sleep(0)
     workers.answer.set()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert workers.told == ["engine 1 died", "engine 2 died"]
+    assert workers.reported == ["engine 1 died", "engine 2 died"]
 
 
-async def test_workers_that_cannot_be_asked_end_a_run_but_not_with_less_than_is_known() -> None:
+async def test_a_failed_poll_ends_a_run_but_does_not_replace_its_error() -> None:
     workers = Workers()
-    workers.fail = WorkerLost("nobody answers")
-    with pytest.raises(WorkerLost, match="nobody answers"):
-        async with EventPoller(workers.events, workers.tell):
+    workers.fail = WorkerLost("no worker answers")
+    with pytest.raises(WorkerLost, match="no worker answers"):
+        async with EventPoller(workers.events, workers.report):
             pass
     with pytest.raises(WorkerLost, match="rank 1 of 2 died"):
-        async with EventPoller(workers.events, workers.tell):
+        async with EventPoller(workers.events, workers.report):
             raise WorkerLost("rank 1 of 2 died")
 
 
-def imitating() -> Config:
+def sft_config() -> Config:
     common = counting_config().model_dump(include={"threads", "model", "environments", "agent", "eval"})
     return Config.model_validate(common | {"method": "sft", "data": {"play": "random", "episodes": 16}})
 
 
 @pytest.mark.parametrize(
-    ("make_config", "learner", "method"), [(counting_config, RLLearner, "learn"), (imitating, SFT, "step")]
+    ("make_config", "learner", "method"), [(counting_config, RLLearner, "learn"), (sft_config, SFT, "step")]
 )
 async def test_the_events_of_a_step_that_ends_a_run_are_logged(
     make_config: Callable[[], Config], learner: type, method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A host died in the first step, and before that was over a learner did."""
-    happened: list[dict[str, Any]] = []
+    """Lose an environment host in the first step, then a learner in the same step."""
+    pending: list[dict[str, Any]] = []
 
     async def events(self: LocalBackend) -> list[dict[str, Any]]:
-        return [happened.pop() for _ in list(happened)]
+        return [pending.pop() for _ in list(pending)]
 
-    def dies(*_: Any) -> Any:
-        happened.append({"kind": "env_host_lost", "message": "environment host 0 died"})
+    def die(*_: Any) -> Any:
+        pending.append({"kind": "env_host_lost", "message": "environment host 0 died"})
         raise WorkerLost("learner rank 1 of 2 died")
 
     monkeypatch.setattr(LocalBackend, "events", events)
-    monkeypatch.setattr(learner, method, dies)
+    monkeypatch.setattr(learner, method, die)
     with pytest.raises(WorkerLost, match="rank 1 of 2"):
         await train(make_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
     assert events_of(tmp_path / "run") == ["env_host_lost", "worker_lost"]
