@@ -67,7 +67,7 @@ def folder_instead_of(name: str) -> Callable[[Path], None]:
         (write_file("config.json", ""), "is not a valid JSON file"),
         (write_file("config.json", "[]"), "cannot be loaded: TypeError"),
         (write_file("config.json", "{}"), "Should have a `model_type`"),
-        (with_setting(intermediate_size=32), r"mlp.\w+.weight has the shape \(16, 16\), \(\d+, \d+\) is needed"),
+        (with_setting(intermediate_size=32), r"mlp.\w+.weight needs the shape \(\d+, \d+\), got \(16, 16\)"),
         (with_setting(num_hidden_layers=2), "its weights lack 9 tensors that config.json asks for"),
         (with_setting(num_attention_heads=3), r"hidden size \(16\) is not a multiple"),
         (with_setting(hidden_size="x"), "'hidden_size' expected int, got str"),
