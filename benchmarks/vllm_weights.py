@@ -47,10 +47,10 @@ from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE
 from agentgym_rl.agent.engines.vllm.requirements import require_vllm
 from agentgym_rl.errors import EngineError
-from agentgym_rl.run.backend_vllm import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.scale.process_group import whole_state
-from agentgym_rl.transport.buckets import Bucket, InPlace, Staging, buckets
-from agentgym_rl.transport.device import LentWeights, lend
+from agentgym_rl.transport.buckets import Bucket, NativeAdapter, Staging, buckets
+from agentgym_rl.transport.device import DeviceWeights, send_weights
 from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
@@ -253,7 +253,7 @@ async def updates(
     differ: Callable[[str, Report], None],
 ) -> Report:
     """Seconds of each way, of a rollout, and of a pass over it. Tells `differ` how far apart engine and learner are."""
-    seat, memories, staging, store = VllmSeat(engine), HostMemories(), Staging(), Store()
+    adapter, memories, staging, store = VllmAdapter(engine), HostMemories(), Staging(), Store()
 
     async def by_folder() -> None:
         model.save_pretrained(root / "new")
@@ -263,23 +263,25 @@ async def updates(
         await engine.update_weights(model.state_dict(), engine.version + 1, probe=probe_model(model))
 
     async def in_buckets() -> None:
-        """As on a cluster, but for the network: the learner's rank cuts, the engine's seat puts together."""
+        """As on a cluster, but for the network: the learner's rank cuts, the engine's adapter puts together."""
         cut = buckets(whole_state(model), BUCKET_BYTES, staging=staging)
         stored = [store.put(number, bucket) for number, bucket in enumerate(cut)]
-        note(await seat.load(stored, engine.version + 1, probe_model(model)))
+        note(await adapter.load(stored, engine.version + 1, probe_model(model)))
 
     async def on_the_node() -> None:
         """As on a cluster of one node: the learner's rank writes memory, vLLM's worker maps it."""
         weights = memories.fill(whole_state(model))
-        note(weights.refused)
-        note(await seat.load([weights], engine.version + 1, probe_model(model)))
+        note(weights.page_lock_error)
+        note(await adapter.load([weights], engine.version + 1, probe_model(model)))
 
     async def on_the_device() -> None:
         """As on a cluster where they share it: the learner's rank lends, vLLM's worker copies."""
         version = engine.version + 1
-        probe, door = probe_model(model), await seat.expect()
-        lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(model), version, [door], BUCKET_BYTES))
-        loading = asyncio.create_task(seat.load(LentWeights(door, version), version, probe))
+        probe, endpoint = probe_model(model), await adapter.open_endpoint()
+        lending = asyncio.create_task(
+            asyncio.to_thread(send_weights, whole_state(model), version, [endpoint], BUCKET_BYTES)
+        )
+        loading = asyncio.create_task(adapter.load(DeviceWeights(endpoint, version), version, probe))
         if failed := await lending:
             raise RuntimeError(f"vLLM was not lent weights: {failed}")
         await loading
@@ -344,13 +346,13 @@ async def sleeping(engine: VllmEngine, token_ids: list[int]) -> Report:
 
 async def native(model: Any, options: argparse.Namespace) -> Report:
     """The project's own engine: weights in place from buckets, and its distance from the learner."""
-    seat = InPlace(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
+    adapter = NativeAdapter(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
     seconds = []
     for version in range(1, options.rounds + 1):
         made = list(buckets(whole_state(model), BUCKET_BYTES))
-        seconds.append(await timed(seat.load(made, version)))
-    found = await compare(model, seat.engine, options.episodes)
-    await seat.engine.close()
+        seconds.append(await timed(adapter.load(made, version)))
+    found = await compare(model, adapter.engine, options.episodes)
+    await adapter.engine.close()
     return {"load_buckets_s": statistics.median(seconds), "differences": found}
 
 

@@ -12,8 +12,8 @@ import torch
 from processes_for_tests import beside
 
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.buckets import load_lent
-from agentgym_rl.transport.device import Door, LentWeights, expect
+from agentgym_rl.transport.buckets import load_device_weights
+from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 
 PATIENCE_S = 120.0
 
@@ -25,13 +25,13 @@ class Borrower:
         self._connection, self.process = connection, process
         connection.send({name: (tensor.dtype, tensor.shape) for name, tensor in state.items()})
 
-    def expect(self) -> Door:
+    def open_endpoint(self) -> Endpoint:
         self._connection.send(None)
         return self._answer()
 
-    def begin(self, door: Door, version: int, dies_of: str = "") -> None:
+    def begin(self, endpoint: Endpoint, version: int, dies_of: str = "") -> None:
         """Take the version; a tensor's name makes it kill itself when it has that one."""
-        self._connection.send((LentWeights(door, version), dies_of))
+        self._connection.send((DeviceWeights(endpoint, version), dies_of))
 
     def result(self) -> Any:
         """{name: tensor} as it has them, or why it has not."""
@@ -67,11 +67,11 @@ def _serve(connection: Any, device: str) -> None:
         except EOFError:
             return
         if told is None:
-            connection.send(expect())
+            connection.send(open_endpoint())
             continue
         lent, own.dies_of = told
         try:
-            load_lent(own, lent)
+            load_device_weights(own, lent)
         except EngineError as error:
             connection.send(str(error))
             continue

@@ -74,7 +74,7 @@ PATIENT = {
 """For Ray on a machine that is busy with other things."""
 CLI = (sys.executable, "-c", "from agentgym_rl.cli import main; main()")
 ROLES = {"learner": "LearnerRank", "engine": "EngineReplica", "env_host": "EnvHost"}
-ACTORS = ROLES | {"board": "Board"}
+ACTORS = ROLES | {"shared_state": "SharedState"}
 SCALE = (
     "scale.learners=2",
     "scale.engines=2",

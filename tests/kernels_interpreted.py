@@ -170,7 +170,7 @@ async def moved_weights() -> None:
         ids = ids + completion.token_ids + prompt(5, index)
         return gap(model, ids, await device.generate(ids, Sampling(2, seed=2), str(index)))
 
-    with patch.object(engine, "PORTION", 2):
+    with patch.object(engine, "REPLIES_PER_PORTION", 2):
         gaps = await asyncio.gather(*(play(index) for index in range(3)))
     assert max(gaps) < 1e-4, gaps
 

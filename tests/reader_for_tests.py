@@ -38,10 +38,10 @@ def _serve(connection: Any, device: str) -> None:
             weights = connection.recv()
         except EOFError:
             return
-        with weights.held() as held:
+        with weights.locked() as held:
             found = {name: torch.empty_like(tensor, device=device) for name, tensor in held.tensors()}
             for name, tensor in held.tensors():
                 found[name].copy_(tensor, non_blocking=True)
-            host_memory.copies_done()
+            host_memory.wait_for_copies()
         read = {name: (str(t.dtype), t.cpu().float().numpy()) for name, t in found.items()}
-        connection.send((read, len(host_memory._windows), host_memory.refused()))
+        connection.send((read, len(host_memory._mappings), host_memory.page_lock_error()))

@@ -128,14 +128,14 @@ def test_the_death_of_the_board_ends_a_run_as_that_of_a_rank_does(cluster: Any, 
     run = Command(folder, *SCALE, f"scale.address={cluster.address}", LONG)
     try:
         run.until_step(1)
-        (board,) = workers("board")
-        os.kill(board, signal.SIGKILL)
+        (shared_state,) = workers("shared_state")
+        os.kill(shared_state, signal.SIGKILL)
         assert run.wait() == 1, run.output.read_text()
     finally:
         run.end()
     said = run.output.read_text()
     assert "Traceback" not in said, said
-    assert "agentgym-rl: the board died" in said
+    assert "agentgym-rl: the actor that tells engines of new weights died" in said
     assert "run the same command with --resume" in " ".join(said.split())
     assert events_of(folder) == ["worker_lost"]
     assert leaked() == 0

@@ -30,11 +30,11 @@ from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.run.rl import train
 from agentgym_rl.run.start import words_of
 from agentgym_rl.scale.plan import Plan
-from agentgym_rl.scale.publisher import LEND
-from agentgym_rl.scale.routing import Homes
+from agentgym_rl.scale.publisher import LEND_VARIABLE
+from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
-from agentgym_rl.transport.device import Door, LentWeights, expect
+from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 from agentgym_rl.types import Sampling
 
 ray = pytest.importorskip("ray")
@@ -76,7 +76,7 @@ class Seat:
         self.notes.append(f"{name} {tensor.tolist()} of version {version} with {probe}")
         self.engine.version = version
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         self.notes.append("rest")
 
     async def wake(self) -> None:
@@ -107,12 +107,12 @@ class Borrowing(Seat):
         super().__init__()
         self._once = once
 
-    async def expect(self) -> Door:
-        self.notes.append("expect")
-        return expect()
+    async def open_endpoint(self) -> Endpoint:
+        self.notes.append("open_endpoint")
+        return open_endpoint()
 
     async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
-        lent = isinstance(arrived, LentWeights)
+        lent = isinstance(arrived, DeviceWeights)
         pairs = arrived.tensors() if lent else (pair for some in arrived for pair in some.tensors())
         found = []
         for name, tensor in pairs:
@@ -173,13 +173,13 @@ def make_player(engine: Any) -> Player:
 
 
 class Reporting(Player):
-    """Tells the board of something before it plays."""
+    """Tells the shared_state of something before it plays."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     async def play(self, job: Path) -> int:
-        await self._engine._board.report.remote("a host", "plays", "a group")
+        await self._engine._state.report.remote("a host", "plays", "a group")
         return await super().play(job)
 
 
@@ -228,7 +228,7 @@ def seconds_for_other_ranks(_: Any) -> float:
 
 
 async def notes(app: Any) -> list[list[str]]:
-    calls = [engine.__ray_call__.remote(lambda actor: actor._seat.notes) for engine in app.engines]
+    calls = [engine.__ray_call__.remote(lambda actor: actor._adapter.notes) for engine in app.engines]
     return list(await asyncio.gather(*calls))
 
 
@@ -241,10 +241,10 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
         waits_s = await app.learners[0].__ray_call__.remote(seconds_for_other_ranks)
         assert waits_s > app.plan.worker_timeout_s, "a rank that died is heard of, one that works is waited for"
         await app.weights.publish(0)
-        await asyncio.to_thread(app.rest_engines)
+        await asyncio.to_thread(app.sleep_engines)
         said = await app.engines[0].generate.remote([1], Sampling(4), "a")
         assert (said.token_ids, said.version) == ([7, 8], 0)
-        await asyncio.to_thread(app.rest_engines)
+        await asyncio.to_thread(app.sleep_engines)
         await app.weights.publish(1)
         await app.engines[0].generate.remote([1], Sampling(4), "a")
         first, second = (f"weight [1.0, 2.0] of version {version} with a probe" for version in (0, 1))
@@ -263,7 +263,7 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
 async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LEND, "always")
+    monkeypatch.setenv(LEND_VARIABLE, "always")
     app = await started(
         plan(), partial(Borrowing, tmp_path / "once"), make_rank=partial(LendingRank, tmp_path / "deadly")
     )
@@ -271,13 +271,13 @@ async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_m
         (tmp_path / "once").touch()
         assert await app.weights.publish(0) == "on the device that each shares with a learner"
         await app.weights._whole
-        assert (await app.board.published.remote()).host is not None, "for an engine that is started again"
-        await asyncio.to_thread(app.rest_engines)
+        assert (await app.state.published.remote()).host is not None, "for an engine that is started again"
+        await asyncio.to_thread(app.sleep_engines)
         await asyncio.to_thread(app.on_all, "learn")
         (tmp_path / "once").unlink()
         await app.weights.publish(1)  # one of the engines, whichever came first, dies in the middle of it
         (lost,) = app.weights.behind
-        await app.engine_back(lost)
+        await app.wait_for_engine(lost)
         said = await app.engines[lost].generate.remote([1], Sampling(4), "a", 1)
         assert said.version == 1
         await app.weights.behind[lost]
@@ -285,8 +285,8 @@ async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_m
         await app.weights.publish(2)
         lent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} lent as version {v} with a probe" for v in range(3)]
         every = await notes(app)
-        assert every[lost] == [lent[1].replace("lent", "read"), "expect", lent[2]]
-        assert every[1 - lost] == ["expect", lent[0], "rest", "expect", lent[1], "expect", lent[2]]
+        assert every[lost] == [lent[1].replace("lent", "read"), "open_endpoint", lent[2]]
+        assert every[1 - lost] == ["open_endpoint", lent[0], "rest", "open_endpoint", lent[1], "open_endpoint", lent[2]]
         assert [event["kind"] for event in await app.events()] == ["engine_lost", "engine_started"]
         (tmp_path / "deadly").touch()
         with pytest.raises(WorkerLost, match="learner rank 1 of 2 died: run the same command with --resume"):
@@ -303,7 +303,7 @@ async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -
         await app.weights.publish(1)  # it is down, and may come back
         while not app.weights.behind[0].done():
             await asyncio.wait([app.weights.behind[0]])
-        why = "engine 0: given up: 3 times in a row it did not live through taking weights, at last: its worker ran out"
+        why = "engine 0: gave up: it died 3 times in a row while loading weights, last error: its worker ran out"
         for call in (app.play(None, 1), app.weights.publish(2)):
             with pytest.raises(EngineError, match=why):
                 await call
@@ -318,7 +318,7 @@ async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> N
         await app.weights.publish(0)
         (tmp_path / "group").touch()
         assert await app.play(tmp_path / "group", 1)
-        os.kill(await app.board.pid.remote(), signal.SIGKILL)
+        os.kill(await app.state.pid.remote(), signal.SIGKILL)
         newer = await app.learners[0].put_weights.remote(1, 1 << 20, True)
         for call in (
             app.weights.publish(1),
@@ -326,7 +326,10 @@ async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> N
             app.play(tmp_path / "group", 1),
             app.events(),
         ):
-            with pytest.raises(WorkerLost, match=r"^the board died, .*: run the same command with --resume$"):
+            with pytest.raises(
+                WorkerLost,
+                match=r"^the actor that tells engines of new weights died: run the same command with --resume$",
+            ):
                 await asyncio.wait_for(call, 120)
         assert not app._down
         assert not app.weights.behind
@@ -345,17 +348,17 @@ async def test_a_death_long_after_a_call_began_ends_no_run(tmp_path: Path, monke
         await app.weights.publish(0)
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
         assert await app.play(tmp_path / "group", 1), "by whoever is alive"
-        engines = ray_app.RemoteEngine(app.engines, app.board, timeout_s=0.0)
+        engines = ray_app.RemoteEngine(app.engines, app.state, timeout_s=0.0)
         # Version 1 is published while no engine can be reached, and asked for by who can reach them.
-        await app.board.publish.remote(await app.learners[0].put_weights.remote(1, 1 << 20, True))
+        await app.state.publish.remote(await app.learners[0].put_weights.remote(1, 1 << 20, True))
         assert (await engines.generate([1], Sampling(4), "a")).version == 0
         assert (await engines.at_least(1).generate([1], Sampling(4), "a")).version == 1
         assert (await engines.generate([0], Sampling(4), "a")).token_ids == [7, 8]
-        monkeypatch.setattr(ray_app, "MOST_DEATHS", 1)
+        monkeypatch.setattr(ray_app, "MAX_DEATHS", 1)
         (tmp_path / "prompt").unlink()
-        with pytest.raises(WorkerLost, match="1 environment hosts in a row died of one group"):
+        with pytest.raises(WorkerLost, match="1 environment hosts in a row died while they played one group"):
             await app.play(tmp_path / "another", 1)
-        with pytest.raises(EngineError, match="1 engines in a row died of one prompt"):
+        with pytest.raises(EngineError, match="1 engines in a row died while they had one prompt"):
             await engines.generate([0], Sampling(4), "a")
         kinds = {event["kind"] for event in await app.events()}
         assert kinds >= {"env_host_lost", "engine_lost"}
@@ -368,13 +371,13 @@ async def test_what_cannot_be_placed_is_refused_with_a_reason() -> None:
         await started(plan(learners=20, engines=1, layout="disaggregated"))
     with pytest.raises(ConfigError, match="need 2 GPUs, a learner and an engine on each; there are 0"):
         await started(plan(device="cuda"))
-    with pytest.raises(WorkerLost, match=r"no room for 20 x .*learner.* after 0.1 s: 20 learners.* need 22 CPUs"):
+    with pytest.raises(WorkerLost, match=r"cannot reserve 20 x .*learner.* within 0.1 s: 20 learners.* need 22 CPUs"):
         await started(plan(learners=20, engines=1, layout="disaggregated", address="there", worker_timeout_s=0.1))
 
 
 async def test_an_engine_that_cannot_be_made_says_why_in_one_line() -> None:
     with pytest.raises(
-        WorkerLost, match=r"engine 0 could not be made: .*needs vLLM 0.22 to 0.32, which is not installed"
+        WorkerLost, match=r"engine 0 could not be created: .*needs vLLM 0.22 to 0.32, which is not installed"
     ) as refused:
         await started(plan(learners=1, engines=1), partial(VllmEngine, "anywhere"))
     assert "\n" not in str(refused.value)
@@ -397,7 +400,7 @@ async def test_a_run_elsewhere_than_its_workers_in_bfloat16_on_shared_devices(
     """Two ranks that lend to two native engines; a recipe of relative paths and a token that only the driver has."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COUNTING_TOKEN", "secret")  # after Ray was started, as on a cluster
-    monkeypatch.setenv(LEND, "always")
+    monkeypatch.setenv(LEND_VARIABLE, "always")
     write_what_a_recipe_names(tmp_path)
     seen: list[tuple[Any, ...]] = []
     close = Cluster.close
@@ -406,7 +409,7 @@ async def test_a_run_elsewhere_than_its_workers_in_bfloat16_on_shared_devices(
         rank, engine = self._app.learners[1], self._app.engines[1]
         assert len(self._app.weights._devices) == 2, "ranks looked for engines on their device"
         seen.append(await rank.__ray_call__.remote(lambda r: (r._work._config.model.device, torch.get_num_threads())))
-        seen.append(await engine.__ray_call__.remote(lambda e: (e._seat._model.dtype, torch.get_num_threads())))
+        seen.append(await engine.__ray_call__.remote(lambda e: (e._adapter._model.dtype, torch.get_num_threads())))
         await close(self)
 
     monkeypatch.setattr(Cluster, "close", look_and_close)
@@ -449,7 +452,7 @@ async def test_overlap_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> No
 
 
 def test_hosts_with_few_episodes_each_leave_no_engine_idle() -> None:
-    hosts = [Homes(4, first) for first in (0, 2)]
+    hosts = [SessionRouter(4, first) for first in (0, 2)]
     assert sorted(host.of(session, ()) for host in hosts for session in ("a", "b")) == [0, 1, 2, 3]
     assert hosts[0].of("a", {0}) == 0  # whoever is there stays
     assert hosts[0].of("c", {2}) == 3

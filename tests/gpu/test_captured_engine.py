@@ -431,7 +431,7 @@ async def test_an_engine_that_rested_begins_with_a_small_cache(monkeypatch: pyte
     for length in (900, 8):
         completion = await engine.generate(prompt(length), Sampling(3, seed=1), str(length))
         assert gaps(model, prompt(length), completion).max() < 1e-4
-        await engine.rest()
+        await engine.sleep()
     assert positions == [0, 0], "capturing runs a step, which must not look beyond the new cache"
 
 

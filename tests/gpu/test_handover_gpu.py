@@ -36,9 +36,9 @@ def test_both_sides_have_the_memory_page_locked_and_every_version_arrives() -> N
                 assert torch.equal(torch.from_numpy(values), tensor.cpu().float())
     for memory in (memories._lent, memories._spare):
         assert memory is not None
-        assert memory._window is not None
-        assert memory._window.refused == ""
-        assert memory._window.tensor(memory._entries[0]).is_pinned()
+        assert memory._mapping is not None
+        assert memory._mapping.page_lock_error == ""
+        assert memory._mapping.tensor(memory._entries[0]).is_pinned()
     memories.close()
 
 
@@ -48,7 +48,7 @@ def test_an_engine_copies_straight_from_it_and_tensors_may_be_thrown_away_while_
         # Each is freed as soon as its copy is asked for, and its room used again by the next.
         weights = memory.fill((name, tensor.clone()) for name, tensor in on_device(seed).items())
         own = {name: torch.zeros_like(tensor) for name, tensor in on_device(seed).items()}
-        with weights.held() as held:
+        with weights.locked() as held:
             load_buckets(own, [held])
             assert next(iter(held.tensors()))[1].is_pinned()
         assert same(own, on_device(seed))
@@ -59,15 +59,15 @@ def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
     memory = HostMemory()
     memory.fill(on_device(0).items())
     memory.fill(on_device(1).items())
-    window = memory._window
+    window = memory._mapping
     assert window is not None
     unlock, window._unlock = window._unlock, None
     window.lock()  # a second time, which CUDA refuses
-    assert "does not page-lock" in window.refused
+    assert "does not page-lock" in window.page_lock_error
     state = on_device(2)
     assert float(torch.ones(5, device="cuda").sum()) == 5.0, "the refusal is not found by whoever comes next"
     weights = memory.fill(state.items())
-    assert weights.refused == window.refused
+    assert weights.page_lock_error == window.page_lock_error
     own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load_buckets(own, [weights])
     assert same(own, state)
@@ -80,7 +80,7 @@ def test_memory_that_nobody_closes_is_unlocked_before_something_else_is_at_its_a
     memory = HostMemory()
     for _ in range(2):
         memory.fill(state.items())
-    window = memory._window
+    window = memory._mapping
     assert window is not None
     assert window.tensor(memory._entries[0]).is_pinned()
     address, size = window._bytes.data_ptr(), window.size

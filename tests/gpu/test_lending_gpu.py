@@ -10,7 +10,7 @@ import torch
 from borrower_for_tests import borrower
 from reader_for_tests import on_device
 
-from agentgym_rl.transport.device import device_id, lend
+from agentgym_rl.transport.device import device_id, send_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -60,11 +60,11 @@ def test_every_version_has_the_same_bits_and_twenty_take_no_more_memory_than_two
     with borrower(a_state(0), "cuda") as engine:
         memory = []
         for version in range(20):
-            state, door = a_state(version), engine.expect()
-            assert door.device == device_id()
-            assert door.device.startswith("GPU-")
-            engine.begin(door, version)
-            assert lend(as_gathered(state), version, [door], BUCKET) == {}
+            state, endpoint = a_state(version), engine.open_endpoint()
+            assert endpoint.device == device_id()
+            assert endpoint.device.startswith("GPU-")
+            engine.begin(endpoint, version)
+            assert send_weights(as_gathered(state), version, [endpoint], BUCKET) == {}
             assert same(engine.result(), state)
             memory.append(used())
         assert max(memory[2:]) - memory[1] < SLACK, [m >> 20 for m in memory]
@@ -74,11 +74,11 @@ def test_there_is_about_a_bucket_of_extra_memory_or_the_largest_tensor(bases: No
     state = a_state(3)
     largest = max(t.numel() * t.element_size() for t in state.values())
     with borrower(state, "cuda") as engine:
-        door = engine.expect()
+        endpoint = engine.open_endpoint()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        engine.begin(door, 0)
-        assert lend(state.items(), 0, [door], BUCKET) == {}
+        engine.begin(endpoint, 0)
+        assert send_weights(state.items(), 0, [endpoint], BUCKET) == {}
         assert torch.cuda.max_memory_allocated() - before <= max(BUCKET, largest) + (2 << 20)
         assert torch.cuda.memory_allocated() <= before
         assert same(engine.result(), state)
@@ -90,10 +90,10 @@ def test_two_engines_take_at_the_same_time_and_one_that_is_killed_leaves_no_memo
         for version in range(6):
             before, allocated = used(), torch.cuda.memory_allocated()
             with borrower(state, "cuda") as dies:
-                doors = [stays.expect(), dies.expect()]
-                stays.begin(doors[0], version)
-                dies.begin(doors[1], version, dies_of="f")
-                assert lend(as_gathered(state), version, doors, BUCKET).keys() == {doors[1].name}
+                endpoints = [stays.open_endpoint(), dies.open_endpoint()]
+                stays.begin(endpoints[0], version)
+                dies.begin(endpoints[1], version, dies_of="f")
+                assert send_weights(as_gathered(state), version, endpoints, BUCKET).keys() == {endpoints[1].name}
                 assert same(stays.result(), state)
                 dies.process.join(60)
             torch.cuda.ipc_collect()
@@ -109,9 +109,9 @@ def test_expandable_segments_do_not_keep_memory_from_being_lent(bases: None, mon
     try:
         state = a_state(6)
         with borrower(state, "cuda") as engine:
-            door = engine.expect()
-            engine.begin(door, 0)
-            assert lend(as_gathered(state), 0, [door], BUCKET) == {}
+            endpoint = engine.open_endpoint()
+            engine.begin(endpoint, 0)
+            assert send_weights(as_gathered(state), 0, [endpoint], BUCKET) == {}
             assert same(engine.result(), state)
     finally:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
@@ -121,7 +121,7 @@ def test_float32_that_is_on_the_host_arrives_on_the_device_too(bases: None) -> N
     """As parameters do that a learner keeps there."""
     state = {name: tensor.cpu() for name, tensor in a_state(7).items()}
     with borrower(state, "cuda") as engine:
-        door = engine.expect()
-        engine.begin(door, 0)
-        assert lend(((n, t.clone()) for n, t in state.items()), 0, [door], BUCKET) == {}
+        endpoint = engine.open_endpoint()
+        engine.begin(endpoint, 0)
+        assert send_weights(((n, t.clone()) for n, t in state.items()), 0, [endpoint], BUCKET) == {}
         assert same(engine.result(), state)

@@ -26,8 +26,8 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.errors import EngineError
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.transport import device
-from agentgym_rl.transport.buckets import InPlace, load_lent
-from agentgym_rl.transport.device import Door, LentWeights, device_id, expect, lend
+from agentgym_rl.transport.buckets import NativeAdapter, load_device_weights
+from agentgym_rl.transport.device import DeviceWeights, Endpoint, device_id, open_endpoint, send_weights
 from agentgym_rl.types import Sampling
 
 
@@ -64,7 +64,7 @@ def rooms_open() -> list[str]:
             target = os.readlink(file)
         except FileNotFoundError:
             continue  # that of this look itself
-        if "agentgym-rl-lent" in target:
+        if "agentgym-rl-shared" in target:
             found.append(target)
     return found
 
@@ -72,10 +72,10 @@ def rooms_open() -> list[str]:
 def test_another_process_has_every_version_bit_for_bit_whatever_the_buckets() -> None:
     with borrower(a_state(0)) as engine:
         for version, bucket_bytes in enumerate((1, 200, 4096, 1 << 20)):
-            state, door = a_state(version), engine.expect()
-            assert door.device == device_id()
-            engine.begin(door, version)
-            assert lend(state.items(), version, [door], bucket_bytes) == {}
+            state, endpoint = a_state(version), engine.open_endpoint()
+            assert endpoint.device == device_id()
+            engine.begin(endpoint, version)
+            assert send_weights(state.items(), version, [endpoint], bucket_bytes) == {}
             assert has(engine.result(), state)
     assert not rooms_open()
 
@@ -88,10 +88,10 @@ def test_a_bucket_is_written_when_the_one_before_it_is_taken() -> None:
             asked.append(number)
             yield str(number), torch.full((16,), float(number))  # 64 bytes: four in a bucket
 
-    door = expect()
-    lender = threading.Thread(target=lend, args=(named(), 3, [door], 256), daemon=True)
+    endpoint = open_endpoint()
+    lender = threading.Thread(target=send_weights, args=(named(), 3, [endpoint], 256), daemon=True)
     lender.start()
-    for number, (name, tensor) in enumerate(LentWeights(door, 3).tensors()):
+    for number, (name, tensor) in enumerate(DeviceWeights(endpoint, 3).tensors()):
         assert name == str(number)
         assert tensor.tolist() == [float(number)] * 16
         assert max(asked) <= number // 4 * 4 + 4, "one tensor beyond the bucket is gathered, and none written"
@@ -106,17 +106,17 @@ async def test_a_native_engine_samples_with_what_it_was_lent_and_a_tied_head_tra
     config = LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
     learner, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
     assert "lm_head.weight" not in dict(whole_state(learner))
-    seat, wanted = InPlace(NativeEngine(model, max_sessions=2), model), NativeEngine(learner, max_sessions=2)
-    door = await seat.expect()
-    lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(learner), 7, [door], 1000))
+    adapter, wanted = NativeAdapter(NativeEngine(model, max_sessions=2), model), NativeEngine(learner, max_sessions=2)
+    endpoint = await adapter.open_endpoint()
+    lending = asyncio.create_task(asyncio.to_thread(send_weights, whole_state(learner), 7, [endpoint], 1000))
     await asyncio.sleep(0)
-    assert await seat.load(LentWeights(door, 7), 7) == ""
+    assert await adapter.load(DeviceWeights(endpoint, 7), 7) == ""
     assert await lending == {}
     assert torch.equal(model.lm_head.weight, learner.lm_head.weight)
     sampling = Sampling(6, temperature=1.0, seed=3)
-    found, expected = [await e.generate([1, 2, 3], sampling, "s") for e in (seat.engine, wanted)]
+    found, expected = [await e.generate([1, 2, 3], sampling, "s") for e in (adapter.engine, wanted)]
     assert (found.token_ids, found.logprobs, found.version) == (expected.token_ids, expected.logprobs, 7)
-    await seat.engine.close()
+    await adapter.engine.close()
     await wanted.close()
 
 
@@ -129,55 +129,57 @@ def test_an_engine_that_is_killed_is_left_out_and_the_others_have_everything() -
             yield name, tensor
 
     with borrower(state) as first, borrower(state) as second, borrower(state) as absent:
-        doors = [first.expect(), second.expect(), absent.expect()]
+        endpoints = [first.open_endpoint(), second.open_endpoint(), absent.open_endpoint()]
         absent.process.kill()
         absent.process.join(60)
-        first.begin(doors[0], 5, dies_of="b")
-        second.begin(doors[1], 5)
-        failed = lend(named(), 5, doors, 64)
-        assert failed.keys() == {doors[0].name, doors[2].name}
-        assert "could not be reached, or broke off (ConnectionRefused" in failed[doors[2].name]
+        first.begin(endpoints[0], 5, dies_of="b")
+        second.begin(endpoints[1], 5)
+        failed = send_weights(named(), 5, endpoints, 64)
+        assert failed.keys() == {endpoints[0].name, endpoints[2].name}
+        assert "the connection failed (ConnectionRefused" in failed[endpoints[2].name]
         assert has(second.result(), state)
         first.process.join(60)
         assert not first.process.is_alive()
-        for door in (doors[0], doors[2]):
+        for endpoint in (endpoints[0], endpoints[2]):
             asked.clear()
-            assert lend(named(), 6, [door], 64).keys() == {door.name}
+            assert send_weights(named(), 6, [endpoint], 64).keys() == {endpoint.name}
             assert asked == list(state), "gathering takes every rank, whether or not its engine is there"
     assert not rooms_open()
 
 
-def lend_and_die(door: Door) -> None:
+def lend_and_die(endpoint: Endpoint) -> None:
     def named() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.ones(4)
         yield "b", torch.ones(4)
         yield "c", torch.ones(4)
         os._exit(9)
 
-    lend(named(), 2, [door], 64)
+    send_weights(named(), 2, [endpoint], 64)
 
 
 async def test_an_engine_whose_learner_dies_half_way_has_no_version_until_it_has_a_whole_one() -> None:
     model = tiny_model(1)
-    seat = InPlace(NativeEngine(model, max_sessions=2), model)
-    seat.engine.version = 1
+    adapter = NativeAdapter(NativeEngine(model, max_sessions=2), model)
+    adapter.engine.version = 1
     own = {name: torch.zeros(4) for name in "abcd"}
-    seat._model = type("Model", (), {"state_dict": lambda self: own})()
-    door = await seat.expect()
-    process = CONTEXT.Process(target=lend_and_die, args=(door,))
+    adapter._model = type("Model", (), {"state_dict": lambda self: own})()
+    endpoint = await adapter.open_endpoint()
+    process = CONTEXT.Process(target=lend_and_die, args=(endpoint,))
     process.start()
-    with pytest.raises(EngineError, match="the learner that lent weights 2 is gone before all of them were there"):
-        await seat.load(LentWeights(door, 2), 2)
-    assert seat.version == -1
+    with pytest.raises(EngineError, match="the learner was gone before it had sent all of weights 2"):
+        await adapter.load(DeviceWeights(endpoint, 2), 2)
+    assert adapter.version == -1
     assert own["a"].all(), "it was not for nothing that it lost its version"
     process.join(60)
     assert process.exitcode == 9
-    door = await seat.expect()
-    lender = threading.Thread(target=lend, args=({n: torch.full((4,), 2.0) for n in own}.items(), 3, [door], 64))
+    endpoint = await adapter.open_endpoint()
+    lender = threading.Thread(
+        target=send_weights, args=({n: torch.full((4,), 2.0) for n in own}.items(), 3, [endpoint], 64)
+    )
     lender.start()
-    await seat.load(LentWeights(door, 3), 3)
+    await adapter.load(DeviceWeights(endpoint, 3), 3)
     lender.join(60)
-    assert seat.version == 3
+    assert adapter.version == 3
     assert all(tensor.tolist() == [2.0] * 4 for tensor in own.values())
 
 
@@ -194,9 +196,9 @@ def test_a_tensor_over_which_an_engine_dies_is_gone_without_a_collection_of_garb
     gc.disable()
     try:
         with borrower(state) as engine:
-            door = engine.expect()
-            engine.begin(door, 1, dies_of="f")
-            assert lend(named(), 1, [door], 64).keys() == {door.name}
+            endpoint = engine.open_endpoint()
+            engine.begin(endpoint, 1, dies_of="f")
+            assert send_weights(named(), 1, [endpoint], 64).keys() == {endpoint.name}
             assert len(clones) == len(state)
             assert [clone() for clone in clones] == [None] * len(clones)
     finally:
@@ -209,18 +211,20 @@ def test_a_tensor_over_which_an_engine_dies_is_gone_without_a_collection_of_garb
         ({"a": torch.ones(2), "b": torch.ones(4)}, 4, r"b has shape \(4,\), needed \(3,\)"),
         ({"a": torch.ones(2), "c": torch.ones(3)}, 4, "unexpected c"),
         ({"a": torch.ones(2)}, 4, "missing b"),
-        ({"a": torch.ones(2), "b": torch.ones(3)}, 5, "weights 4 were expected, the learner lends 5"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, 5, "needed weights 4, the learner sends weights 5"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_the_lender_does_not_wait_for_ever(
     sent: dict[str, torch.Tensor], version: int, message: str
 ) -> None:
     own = {"a": torch.zeros(2), "b": torch.zeros(3)}
-    door, failed = expect(), []
-    lender = threading.Thread(target=lambda: failed.append(lend(sent.items(), version, [door], 1)), daemon=True)
+    endpoint, failed = open_endpoint(), []
+    lender = threading.Thread(
+        target=lambda: failed.append(send_weights(sent.items(), version, [endpoint], 1)), daemon=True
+    )
     lender.start()
     with pytest.raises(EngineError, match=message):
-        load_lent(own, LentWeights(door, 4))
+        load_device_weights(own, DeviceWeights(endpoint, 4))
     lender.join(60)
     assert not lender.is_alive()
     assert bool(failed[0]) == ("missing" not in message)
@@ -228,65 +232,65 @@ def test_what_does_not_fit_is_refused_and_the_lender_does_not_wait_for_ever(
 
 
 def test_a_door_is_for_one_version_and_for_who_was_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineError, match="weights 1 are not expected here"):
-        next(LentWeights(Door("elsewhere", "00", device_id()), 1).tensors())
-    old = expect()
-    door = expect()
-    with pytest.raises(EngineError, match="not expected here"):
-        next(LentWeights(old, 1).tensors())
-    assert "ConnectionRefused" in lend([], 1, [old], 1)[old.name], "nobody is there any more"
-    monkeypatch.setattr(device, "KNOCK_S", 0.1)
+    with pytest.raises(EngineError, match="this process does not listen for weights 1"):
+        next(DeviceWeights(Endpoint("elsewhere", "00", device_id()), 1).tensors())
+    old = open_endpoint()
+    endpoint = open_endpoint()
+    with pytest.raises(EngineError, match="does not listen for weights 1"):
+        next(DeviceWeights(old, 1).tensors())
+    assert "ConnectionRefused" in send_weights([], 1, [old], 1)[old.name], "nobody is there any more"
+    monkeypatch.setattr(device, "AUTH_TIMEOUT_S", 0.1)
     failed: list[dict[str, str]] = []
 
     def strangers() -> None:
         with socket.socket(socket.AF_UNIX) as hangs_up, socket.socket(socket.AF_UNIX) as slow:
-            hangs_up.connect(door.name)
+            hangs_up.connect(endpoint.name)
             hangs_up.close()
-            slow.connect(door.name)
-            slow.send(door.key[:3].encode())
-            failed.append(lend([], 1, [door._replace(key="00")], 1))
-            failed.append(lend([("a", torch.ones(3))], 1, [door], 1))
+            slow.connect(endpoint.name)
+            slow.send(endpoint.key[:3].encode())
+            failed.append(send_weights([], 1, [endpoint._replace(key="00")], 1))
+            failed.append(send_weights([("a", torch.ones(3))], 1, [endpoint], 1))
 
     others = threading.Thread(target=strangers)
     others.start()
-    assert [(name, tensor.tolist()) for name, tensor in LentWeights(door, 1).copies()] == [("a", [1.0] * 3)]
+    assert [(name, tensor.tolist()) for name, tensor in DeviceWeights(endpoint, 1).copies()] == [("a", [1.0] * 3)]
     others.join(60)
-    assert [list(one) for one in failed] == [[door.name], []]
+    assert [list(one) for one in failed] == [[endpoint.name], []]
     with monkeypatch.context() as as_somebody_else:
-        door = expect()
+        endpoint = open_endpoint()
         as_somebody_else.setattr("os.geteuid", lambda: -1)
-        assert "PermissionError" in lend([], 1, [door], 1)[door.name]
+        assert "PermissionError" in send_weights([], 1, [endpoint], 1)[endpoint.name]
 
 
 def test_a_lender_that_is_gone_before_it_is_let_in_is_not_waited_for_and_a_late_end_leaves_the_next_door_open() -> None:
-    door = expect()
+    endpoint = open_endpoint()
     with socket.socket(socket.AF_UNIX) as lender:
-        lender.connect(door.name)
-        lender.sendall(door.key.encode())
-    with pytest.raises(EngineError, match="is gone before all of them were there"):
-        next(LentWeights(door, 1).tensors())
-    second = expect()
-    stale = LentWeights(second, 2).tensors()
-    others = threading.Thread(target=lend, args=([("a", torch.ones(3))], 2, [second], 1))
+        lender.connect(endpoint.name)
+        lender.sendall(endpoint.key.encode())
+    with pytest.raises(EngineError, match="was gone before it had sent all of weights"):
+        next(DeviceWeights(endpoint, 1).tensors())
+    second = open_endpoint()
+    stale = DeviceWeights(second, 2).tensors()
+    others = threading.Thread(target=send_weights, args=([("a", torch.ones(3))], 2, [second], 1))
     others.start()
     next(stale)
-    third = expect()
+    third = open_endpoint()
     stale.close()
     others.join(60)
-    assert device._door is not None
-    assert device._door[0] == third
+    assert device._listening is not None
+    assert device._listening[0] == third
 
 
 def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "PATIENCE_S", 0.2)
-    door = expect()  # and nobody looks who is there
-    assert "TimeoutError('no answer" in lend(a_state(0).items(), 1, [door], 64)[door.name]
+    monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 0.2)
+    endpoint = open_endpoint()  # and nobody looks who is there
+    assert "TimeoutError('no answer" in send_weights(a_state(0).items(), 1, [endpoint], 64)[endpoint.name]
     state = a_state(1)
     with borrower(state) as stays, borrower(state) as hangs:
-        doors = [stays.expect(), hangs.expect()]
-        monkeypatch.setattr(device, "PATIENCE_S", 3.0)
-        stays.begin(doors[0], 1)
-        hangs.begin(doors[1], 1)
+        endpoints = [stays.open_endpoint(), hangs.open_endpoint()]
+        monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 3.0)
+        stays.begin(endpoints[0], 1)
+        hangs.begin(endpoints[1], 1)
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in state.items():
@@ -294,15 +298,15 @@ def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPa
                     os.kill(hangs.process.pid, signal.SIGSTOP)
                 yield name, tensor
 
-        assert "TimeoutError" in lend(named(), 1, doors, 64).pop(doors[1].name)
+        assert "TimeoutError" in send_weights(named(), 1, endpoints, 64).pop(endpoints[1].name)
         assert has(stays.result(), state)
         hangs.process.kill()
 
 
 def test_torch_still_rebuilds_tensors_of_a_device_from_what_is_changed_and_taken_back_here() -> None:
     """Its own names; that they do what they say is tested in tests/gpu."""
-    assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} < device.PLACES.keys()
-    assert device.PLACES["tensor_cls"] == 0
+    assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} < device.IPC_FIELDS.keys()
+    assert device.IPC_FIELDS["tensor_cls"] == 0
     assert callable(torch.UntypedStorage._release_ipc_counter)
     assert callable(torch.cuda.memory._set_allocator_settings)
 
@@ -316,21 +320,23 @@ def lent_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
         with torch.no_grad():
             for parameter in learner.parameters():
                 parameter.mul_(-1.5)
-        door, failed = expect(), []
+        endpoint, failed = open_endpoint(), []
         broken = version == 1 and ranks.rank == ranks.size - 1
 
-        def take(door: Door = door, version: int = version, broken: bool = broken, failed: Any = failed) -> None:
+        def take(
+            endpoint: Endpoint = endpoint, version: int = version, broken: bool = broken, failed: Any = failed
+        ) -> None:
             own = engine.state_dict()
             if broken:
                 own.pop("model.norm.weight")
             try:
-                load_lent(own, LentWeights(door, version))
+                load_device_weights(own, DeviceWeights(endpoint, version))
             except EngineError as error:
                 failed.append(str(error))
 
         taker = threading.Thread(target=take)
         taker.start()
-        left_out = lend(whole_state(learner), version, [door], 3000)
+        left_out = send_weights(whole_state(learner), version, [endpoint], 3000)
         taker.join(300)
         whole = dict(whole_state(learner))
         same = all(torch.equal(tensor, whole[name]) for name, tensor in engine.state_dict().items())
@@ -353,19 +359,19 @@ def test_two_ranks_lend_to_two_engines_and_one_that_fails_does_not_hold_up_the_o
 
 
 def test_a_learner_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "PATIENCE_S", 0.05)
-    lent = LentWeights(expect(), 3)
-    with pytest.raises(EngineError, match="the learner that lends weights 3 did not come within 0 s"):
-        load_lent({}, lent)
+    monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 0.05)
+    lent = DeviceWeights(open_endpoint(), 3)
+    with pytest.raises(EngineError, match="the learner with weights 3 did not connect within 0 s"):
+        load_device_weights({}, lent)
 
 
 def test_other_settings_of_the_allocator_survive_a_room(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", told.append)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
-    with device._plain_segments():
+    with device._fixed_segments():
         assert told == ["max_split_size_mb:128,expandable_segments:True,expandable_segments:False"]
     assert told[1:] == ["max_split_size_mb:128,expandable_segments:True"]
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")  # this one counts, where both are set
-    with device._plain_segments():
+    with device._fixed_segments():
         assert len(told) == 2

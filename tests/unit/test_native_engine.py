@@ -498,8 +498,8 @@ def test_groups_hold_every_row_once_and_little_padding() -> None:
         start = rng.choice([0, rng.randint(1, 300)])
         rows.append(Row(slot, [0] * (start + rng.choice([1, rng.randint(20, 120)])), start))
     groups = group_rows(rows)
-    assert sorted(place for group in groups for place in group.places) == list(range(200))
-    assert all(rows[place] is row for group in groups for place, row in zip(group.places, group.rows, strict=True))
+    assert sorted(place for group in groups for place in group.indices) == list(range(200))
+    assert all(rows[place] is row for group in groups for place, row in zip(group.indices, group.rows, strict=True))
     assert all(group.num_new == 1 or group.num_new * len(group.rows) <= GROUP_TOKENS for group in groups)
     padded = sum(group.num_new * len(group.rows) for group in groups)
     assert padded < 1.2 * sum(len(row.token_ids) - row.start for row in rows)
@@ -552,7 +552,7 @@ async def test_long_episodes_are_not_lost_when_memory_runs_out() -> None:
     for mine, right in zip(found, wanted, strict=True):
         assert [c.token_ids for c in mine] == [c.token_ids for c in right]
     assert engine.stats()["evictions"] > 0
-    await engine.rest()
+    await engine.sleep()
     assert engine._sessions.max_sessions == 12
 
 

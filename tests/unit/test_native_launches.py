@@ -21,7 +21,7 @@ from agentgym_rl.agent.engines.native.cuda.joint_weights import join, layer_weig
 from agentgym_rl.agent.engines.native.cuda.packing import pack
 from agentgym_rl.agent.engines.native.decoder import DecoderRunner
 from agentgym_rl.agent.engines.native.engine import LAUNCH_STEPS
-from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
+from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Row
 from agentgym_rl.agent.engines.native.sampling import sample
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Sampling
@@ -83,7 +83,7 @@ class StepwiseRunner:
     def refresh(self) -> None:
         pass
 
-    def has_room(self, length: int) -> bool:
+    def fits(self, length: int) -> bool:
         return length <= self._room
 
     def reserve(self, length: int) -> None:
@@ -95,7 +95,7 @@ class StepwiseRunner:
         return self._inner.forward(rows)[1] if rows else 0
 
     def begin(self, rows: list[DecodeRow]) -> None:
-        self._rows = [replace(row, stop_token_ids=row.stop_token_ids[:MOST_STOPS]) for row in rows]
+        self._rows = [replace(row, stop_token_ids=row.stop_token_ids[:MAX_STOPS]) for row in rows]
 
     def launch(self, steps: int) -> DoneLaunch:
         self.launches += 1
@@ -163,7 +163,7 @@ async def test_launches_give_the_same_tokens_as_steps(schedule: int) -> None:
             max_new_tokens=rng.randint(1, 30),
             temperature=rng.choice([0, 0.7, 1.0]),
             top_p=rng.choice([1.0, 0.8]),
-            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 1, MOST_STOPS, MOST_STOPS + 4]))),
+            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 1, MAX_STOPS, MAX_STOPS + 4]))),
             stop=rng.choice([(), (), ("<7>", "<3><"), ("<11>",)]),
             seed=rng.randint(0, 2**62),
         )
@@ -226,7 +226,7 @@ async def test_prompts_absorbed_between_portions_are_computed_once() -> None:
 
 async def test_nothing_is_absorbed_with_weights_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters may have moved: what a runner made of the old ones holds until it is told to look again."""
-    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.PORTION", 2)
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.REPLIES_PER_PORTION", 2)
     model = make_model()
     engine = launching(model, 8)
     runner: Any = engine._runner
@@ -325,7 +325,7 @@ async def test_a_launch_is_started_before_the_one_before_it_is_read() -> None:
 
 async def test_a_reply_names_the_weights_that_sampled_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is admitted while others still get their replies, and new weights come before it begins."""
-    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.PORTION", 1)
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.REPLIES_PER_PORTION", 1)
     model = make_model()
     engine = launching(model)
 

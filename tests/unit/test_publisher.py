@@ -11,9 +11,9 @@ import pytest
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale import publisher
 from agentgym_rl.scale.plan import Plan
-from agentgym_rl.scale.publisher import LEND, EngineGone, Publisher, lends, pairs
+from agentgym_rl.scale.publisher import LEND_VARIABLE, EngineLost, Publisher, match_engines, shares_device_memory
 from agentgym_rl.scale.shared_state import Published
-from agentgym_rl.transport.device import Door, LentWeights
+from agentgym_rl.transport.device import DeviceWeights, Endpoint
 
 
 def plan(**changes: Any) -> Plan:
@@ -23,8 +23,8 @@ def plan(**changes: Any) -> Plan:
     return Plan(**(common | cpus | rest | changes))
 
 
-def door(device: str) -> Door:
-    return Door(f"door of {device}", "", device)
+def endpoint(device: str) -> Endpoint:
+    return Endpoint(f"endpoint of {device}", "", device)
 
 
 @pytest.mark.parametrize(
@@ -41,21 +41,21 @@ def door(device: str) -> Door:
 def test_ranks_lend_where_they_share_devices(
     said: str, changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LEND, said)
-    assert lends(plan(**changes)) is expected
+    monkeypatch.setenv(LEND_VARIABLE, said)
+    assert shares_device_memory(plan(**changes)) is expected
 
 
 def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LEND, "sometimes")
-    with pytest.raises(ConfigError, match="AGENTGYM_RL_LEND = 'sometimes': set it to never or always"):
-        lends(plan())
+    monkeypatch.setenv(LEND_VARIABLE, "sometimes")
+    with pytest.raises(ConfigError, match="AGENTGYM_RL_LEND must be never, always or unset, got 'sometimes'"):
+        shares_device_memory(plan())
 
 
 def test_a_rank_lends_to_engines_on_its_own_device_whatever_the_order() -> None:
-    doors = {0: door("GPU-b"), 1: door("GPU-a"), 3: door("GPU-c")}
-    assert pairs(["GPU-a", "GPU-b"], doors) == {0: 1, 1: 0}
-    assert pairs(["one", "one"], dict.fromkeys(range(4), door("one"))) == {0: 0, 1: 1, 2: 0, 3: 1}
-    assert pairs(["one", "two"], dict.fromkeys(range(2), door("one"))) == {0: 0, 1: 0}
+    endpoints = {0: endpoint("GPU-b"), 1: endpoint("GPU-a"), 3: endpoint("GPU-c")}
+    assert match_engines(["GPU-a", "GPU-b"], endpoints) == {0: 1, 1: 0}
+    assert match_engines(["one", "one"], dict.fromkeys(range(4), endpoint("one"))) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert match_engines(["one", "two"], dict.fromkeys(range(2), endpoint("one"))) == {0: 0, 1: 0}
 
 
 class Processes:
@@ -73,15 +73,15 @@ class Processes:
         self.has: dict[int, int] = {}
         """Versions of engines that do not take what they are told to."""
         self.load_waits: set[int] = set()
-        self.board: list[Published] = []
+        self.shared_state: list[Published] = []
 
-    def ask_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+    def start_on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         self.did.append(f"{method} {arguments[0][0]}" if arguments[0] else method)
         return [(method, some) for some in arguments]
 
-    async def answers_of(self, asked: list[Any]) -> list[Any]:
+    async def results_of(self, asked: list[Any]) -> list[Any]:
         method, some = asked[0]
-        if method == "lend":
+        if method == "send_weights":
             assert [[d.device for d in arguments[2]] for _, arguments in asked] == [["GPU-a"], ["GPU-b"]]
             await self.rank_waits.wait()
             if self.rank_error is not None:
@@ -91,11 +91,11 @@ class Processes:
             return [Published(some[0], "node", None, ["bucket"], some[3]), None]
         return {"device": self.devices[:2], "call": ["a probe", "a probe"]}[method]
 
-    async def ask_engine(self, index: int, method: str, *arguments: Any) -> Any:
-        if method == "expect":
-            return door(self.devices[index])
+    async def call_engine(self, index: int, method: str, *arguments: Any) -> Any:
+        if method == "open_endpoint":
+            return endpoint(self.devices[index])
         (published,) = arguments
-        way = "lent" if published.lent else "read"
+        way = "sent" if published.on_device else "read"
         self.did.append(f"{way} {index}: {published.version} with {published.probe}")
         if index in self.load_waits:
             await asyncio.Event().wait()
@@ -103,17 +103,17 @@ class Processes:
             raise self.load_error.pop(index)
         return self.has.pop(index, published.version)
 
-    async def engine_back(self, index: int) -> None:
+    async def wait_for_engine(self, index: int) -> None:
         await asyncio.sleep(0)
 
-    async def on_board(self, method: str, *arguments: Any) -> None:
-        self.board += arguments
+    async def call_state(self, method: str, *arguments: Any) -> None:
+        self.shared_state += arguments
 
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(LEND, raising=False)
-    monkeypatch.setattr(publisher, "POLITE_S", 0.1)
+    monkeypatch.delenv(LEND_VARIABLE, raising=False)
+    monkeypatch.setattr(publisher, "REPORT_TIMEOUT_S", 0.1)
 
 
 async def test_an_engine_without_a_rank_on_its_device_reads_and_the_others_are_lent() -> None:
@@ -122,9 +122,9 @@ async def test_an_engine_without_a_rank_on_its_device_reads_and_the_others_are_l
     weights = Publisher(there)
     told = await weights.publish(4)
     assert told == "2 in 1 buckets through Ray's object store; 0, 1 on the device that each shares with a learner"
-    read, lent = ["put_weights 4", "read 2: 4 with a probe"], ["lent 0: 4 with a probe", "lent 1: 4 with a probe"]
-    assert there.did == ["device", "call probe", *read, "lend 4", *lent]
-    assert [published.coming for published in there.board] == [False]
+    read, sent = ["put_weights 4", "read 2: 4 with a probe"], ["sent 0: 4 with a probe", "sent 1: 4 with a probe"]
+    assert there.did == ["device", "call probe", *read, "send_weights 4", *sent]
+    assert [published.pending for published in there.shared_state] == [False]
     assert weights.version == 4
 
 
@@ -133,15 +133,15 @@ async def test_what_was_lent_to_all_is_written_before_ranks_learn_on_and_until_t
     there.plan = plan(engines=2)
     there.rank_waits.set()
     weights = Publisher(there)
-    there.load_error = {1: EngineGone()}
+    there.load_error = {1: EngineLost()}
     assert await weights.publish(0) == "on the device that each shares with a learner"
     assert there.did[-1] == "put_weights 0", "asked before publishing is over"
-    assert [published.coming for published in there.board] == [True]
-    await weights.behind[1]
-    assert [published.coming for published in there.board] == [True, False]
+    assert [published.pending for published in there.shared_state] == [True]
+    await weights.outdated[1]
+    assert [published.pending for published in there.shared_state] == [True, False]
     assert there.did[-1] == "read 1: 0 with a probe"
     await weights.publish(1)
-    assert [published.version for published in there.board] == [0, 0, 1]
+    assert [published.version for published in there.shared_state] == [0, 0, 1]
 
 
 async def test_an_engine_that_died_and_is_back_behind_another_door_reads_instead() -> None:
@@ -151,11 +151,11 @@ async def test_an_engine_that_died_and_is_back_behind_another_door_reads_instead
     there.has = {1: -1}
     weights = Publisher(there)
     await weights.publish(0)
-    await weights.behind[1]
+    await weights.outdated[1]
     assert there.did[-1] == "read 1: 0 with a probe"
-    lent = Published(0, "", None, [], None, LentWeights(door("GPU-a"), 0))
-    assert lent.is_for(door("GPU-a"))
-    assert not lent.is_for(Door("another door", "", "GPU-a"))
+    lent = Published(0, "", None, [], None, DeviceWeights(endpoint("GPU-a"), 0))
+    assert lent.is_for(endpoint("GPU-a"))
+    assert not lent.is_for(Endpoint("another endpoint", "", "GPU-a"))
     assert Published(0, "node", None, ["bucket"], None).is_for(None)
 
 
@@ -168,7 +168,7 @@ async def test_an_engine_that_read_has_that_version_or_a_later_one(has: int, ref
     if not refused:
         await publishing
         return
-    with pytest.raises(EngineError, match="engine 2 should have taken version 4 of the weights, it has 3"):
+    with pytest.raises(EngineError, match="engine 2 needs version 4 of the weights, it has 3"):
         await publishing
 
 
@@ -192,8 +192,8 @@ async def test_an_engine_that_takes_nothing_is_the_reason_where_a_rank_waits_for
 async def test_an_engine_that_no_rank_reached_is_not_waited_for() -> None:
     there = Processes()
     there.rank_waits.set()
-    there.load_waits, there.left_out = {0}, {"door of GPU-a": "it could not be reached"}
-    with pytest.raises(EngineError, match="engine 0 was not lent weights 0: it could not be reached"):
+    there.load_waits, there.left_out = {0}, {"endpoint of GPU-a": "the connection failed"}
+    with pytest.raises(EngineError, match="engine 0 did not get weights 0: the connection failed"):
         await asyncio.wait_for(Publisher(there).publish(0), 60)
 
 
@@ -201,21 +201,21 @@ async def test_one_task_waits_for_an_engine_that_is_away_however_many_versions_i
     there = Processes()
     there.plan = plan(engines=3, layout="disaggregated")
     back = asyncio.Event()
-    there.engine_back = lambda _: back.wait()  # type: ignore[method-assign]
+    there.wait_for_engine = lambda _: back.wait()  # type: ignore[method-assign]
     weights = Publisher(there)
     before = asyncio.all_tasks()
     for version in range(4):
-        there.load_error = {1: EngineGone()}
+        there.load_error = {1: EngineLost()}
         await weights.publish(version)
         await asyncio.sleep(0)
-    assert asyncio.all_tasks() - before == set(weights.tasks()) - {weights._whole} == {weights.behind[1]}
+    assert asyncio.all_tasks() - before == set(weights.tasks()) - {weights._full_copy} == {weights.outdated[1]}
     back.set()
-    await weights.behind[1]
+    await weights.outdated[1]
     assert there.did[-1].startswith("read 1: 3 ")
-    weights.behind[1] = asyncio.create_task(_fail(EngineError("it cannot take them")))
+    weights.outdated[1] = asyncio.create_task(_fail(EngineError("it cannot take them")))
     await asyncio.sleep(0)
     with pytest.raises(EngineError, match="it cannot take them"):
-        weights._load_later(1, 4)
+        weights._load_when_back(1, 4)
 
 
 async def _fail(error: Exception) -> None:

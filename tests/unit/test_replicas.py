@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentgym_rl.agent.engines.replicas import FIRST_BACKOFF_S, Replicas
+from agentgym_rl.agent.engines.replicas import MIN_BACKOFF_S, Replicas
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
@@ -120,13 +120,13 @@ async def test_a_replica_that_died_is_tried_by_one_request_after_its_back_off(mo
     assert await play(replicas, "first")
     assert await play(replicas, "second")
     assert engines[0].served == ["first"]
-    now += FIRST_BACKOFF_S
+    now += MIN_BACKOFF_S
     assert all(await asyncio.gather(*(play(replicas, f"again{n}") for n in range(8))))
     assert len(engines[0].served) == 2, "one request tries it"
-    now += FIRST_BACKOFF_S
+    now += MIN_BACKOFF_S
     assert await play(replicas, "not yet")
     assert len(engines[0].served) == 2, "the back-off is longer now"
-    now += FIRST_BACKOFF_S
+    now += MIN_BACKOFF_S
     engines[0].dead = False
     replicas.drain_events()
     assert await play(replicas, "back")

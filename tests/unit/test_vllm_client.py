@@ -29,7 +29,7 @@ from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, probe_model, requirements
 from agentgym_rl.agent.engines.vllm import server as vllm_server_module
-from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
+from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, parameter_checksums
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
@@ -98,8 +98,8 @@ class Server:
         self.calls.append(path)
         if path == "collective_rpc":
             body = await request.json()
-            if body["method"] == "agentgym_held":
-                return {"results": [held(self.model, *body["args"])]}
+            if body["method"] == "agentgym_checksums":
+                return {"results": [parameter_checksums(self.model, *body["args"])]}
             assert body["method"] == "agentgym_load_folder"
             if not self.ignores:
                 self.model = LlamaForCausalLM.from_pretrained(body["args"][0]).eval()
@@ -149,7 +149,7 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
         assert len(server.salts - salts) == 1
         with pytest.raises(EngineError, match="does not hold these weights"):
             await client.update_weights(tmp_path / "other", 5, probe=probe_model(make_model()))
-        with pytest.raises(EngineError, match="failed to take weights 5"):
+        with pytest.raises(EngineError, match="failed to load weights 5"):
             await client.generate(PROMPT, Sampling(2), "s")
         await client.update_weights(tmp_path / "other", 6, probe=probe_model(other))
         assert (await client.generate(PROMPT, Sampling(2), "s")).version == 6
@@ -210,7 +210,7 @@ async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path
 
 def test_a_learner_whose_positions_were_rounded_is_refused() -> None:
     model = make_model().bfloat16()
-    with pytest.raises(EngineError, match=r"rotary_emb\.inv_freq is in bfloat16.*from_pretrained"):
+    with pytest.raises(EngineError, match=r"rotary_emb\.inv_freq must be float32, got bfloat16.*from_pretrained"):
         probe_model(model)
     model = make_model()
     for parameter in model.parameters():
@@ -228,13 +228,13 @@ def test_checksums_are_of_bits_and_places_and_leave_padding_out() -> None:
     probe = probe_model(model, torch.bfloat16)
     engine = make_model().bfloat16()
     engine.resize_token_embeddings(64)
-    found = held(engine, probe.shapes)
+    found = parameter_checksums(engine, probe.shapes)
     assert found.keys() == probe.checksums.keys()
-    probe.check_held([found, found], 1)
+    probe.check_checksums([found, found], 1)
     with pytest.raises(EngineError, match=r"engine\.dtype"):
-        probe.check_held([held(model, probe.shapes)], 1)
-    with pytest.raises(EngineError, match="nobody can tell"):
-        probe.check_held([held(torch.nn.Linear(2, 2), probe.shapes)], 1)
+        probe.check_checksums([parameter_checksums(model, probe.shapes)], 1)
+    with pytest.raises(EngineError, match="cannot be checked"):
+        probe.check_checksums([parameter_checksums(torch.nn.Linear(2, 2), probe.shapes)], 1)
 
 
 async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path:
         await client.close()
     with pytest.raises(EngineError, match="failed 4 times"):
         await VllmServer("http://127.0.0.1:9").start()
-    with pytest.raises(EngineError, match="looks like http"):
+    with pytest.raises(EngineError, match="must look like http"):
         VllmServer("host:8000")
 
 
@@ -297,10 +297,10 @@ def test_of_a_model_that_is_split_only_what_every_worker_has_is_compared() -> No
     shapes = {
         name: list(p.shape) for name, p in model.named_parameters() if "embed" in name or name.endswith("norm.weight")
     }
-    assert held(model, shapes).keys() == shapes.keys()
+    assert parameter_checksums(model, shapes).keys() == shapes.keys()
     embedding.output_dim = 0  # as vLLM marks it
-    assert held(model, shapes).keys() == shapes.keys()
-    assert held(model, shapes, split=True).keys() == {name for name in shapes if "norm" in name} != set()
+    assert parameter_checksums(model, shapes).keys() == shapes.keys()
+    assert parameter_checksums(model, shapes, split=True).keys() == {name for name in shapes if "norm" in name} != set()
 
 
 @pytest.mark.parametrize(
@@ -365,12 +365,12 @@ def test_a_saved_config_can_be_read_again() -> None:
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (4, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
 def test_adapters_find_room_in_the_ranks_that_vllm_knows(rank: int, room: int) -> None:
-    assert requirements.lora_room(rank) == room
+    assert requirements.max_lora_rank(rank) == room
 
 
 def test_adapters_that_are_too_large_for_vllm_are_refused() -> None:
     with pytest.raises(EngineError, match=r"up to rank 512, got 513: set a smaller model\.lora\.rank"):
-        requirements.lora_room(513)
+        requirements.max_lora_rank(513)
 
 
 def test_processes_of_vllm_are_found_also_where_it_could_not_name_them() -> None:

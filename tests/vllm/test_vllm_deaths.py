@@ -16,7 +16,7 @@ from vllm_for_tests import SMALL, vllm_processes
 
 from agentgym_rl.agent.engines.vllm import VllmEngine
 from agentgym_rl.errors import EngineError
-from agentgym_rl.run.backend_vllm import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.types import Sampling
 
 
@@ -44,18 +44,18 @@ def test_vllm_ends_with_the_process_that_started_it(folders: dict[str, Path]) ->
 @pytest.mark.timeout(900)
 async def test_who_waits_for_vllm_is_told_of_its_death(folders: dict[str, Path]) -> None:
     engine = VllmEngine(folders["A"], **SMALL)
-    seat = VllmSeat(engine)
+    adapter = VllmAdapter(engine)
     await engine.start()
     try:
         reply = asyncio.create_task(engine.generate([5, 6, 7], Sampling(400), "a"))
         await asyncio.sleep(0.1)
         update = asyncio.create_task(engine.update_weights(folders["B"], 1))  # waits for the reply
         await asyncio.sleep(0.1)
-        assert not any((reply.done(), update.done(), seat.died))
+        assert not any((reply.done(), update.done(), adapter.died))
         os.kill(vllm_processes(os.getpid())[0], signal.SIGKILL)
         told = await asyncio.wait_for(asyncio.gather(reply, update, return_exceptions=True), 120)
         assert [type(error) for error in told] == [EngineError, EngineError], told
-        assert seat.died
+        assert adapter.died
     finally:
         await engine.close()
     assert vllm_processes(os.getpid()) == []
@@ -65,5 +65,5 @@ async def test_an_engine_that_is_yet_to_be_started_has_nothing_to_rest_from(fold
     """As one that was made again just before a learner on the same device wants to work."""
     engine = VllmEngine(folders["A"], options={"enable_sleep_mode": True}, **SMALL)
     assert engine.can_sleep
-    await VllmSeat(engine).rest()
+    await VllmAdapter(engine).sleep()
     assert not engine.started

@@ -16,12 +16,12 @@ from vllm_for_tests import SMALL, gap, greedy, prompt, scored, vllm_processes
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.errors import EngineError
-from agentgym_rl.run.backend_vllm import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.settings import LoraSettings
 from agentgym_rl.transport.buckets import buckets
-from agentgym_rl.transport.device import LentWeights, device_id, lend
+from agentgym_rl.transport.device import DeviceWeights, device_id, send_weights
 from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
@@ -149,12 +149,12 @@ async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabular
     await engine.update_weights(models["C"].state_dict(), engine.version + 1, probe=probe_model(models["C"]))
     assert gap(models["C"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
     # As on a cluster of several nodes and of one. The memory is used again: later versions are written in place.
-    seat, memories = VllmSeat(engine), HostMemories()
+    adapter, memories = VllmAdapter(engine), HostMemories()
     for name in "BCAB":
         state, probe = whole_state(models[name]), probe_model(models[name])
         for arrived in (list(buckets(state, 20_000)), [memories.fill(whole_state(models[name]))]):
-            assert await seat.load(arrived, engine.version + 1, probe) == ""
-            (found,) = await engine._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
+            assert await adapter.load(arrived, engine.version + 1, probe) == ""
+            (found,) = await engine._llm.collective_rpc("agentgym_checksums", args=(probe.shapes,))
             assert found["model.embed_tokens.weight"] == probe.checksums["model.embed_tokens.weight"]
             assert gap(models[name], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
     memories.close()
@@ -164,12 +164,14 @@ async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabular
 async def test_weights_are_lent_by_who_works_on_the_same_device(engine: Any, models: Any, vocabulary: int) -> None:
     """Bucket by bucket, as ranks and engines of a cluster do: here through memory of the machine. vLLM keeps tensors
     until it has all of a layer; a bucket has half of one."""
-    ids, seat = prompt(50, vocabulary), VllmSeat(engine)
+    ids, adapter = prompt(50, vocabulary), VllmAdapter(engine)
     for name in "BCA":
-        version, probe, door = engine.version + 1, probe_model(models[name]), await seat.expect()
-        assert door.device == device_id()
-        lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(models[name]), version, [door], 20_000))
-        assert await seat.load(LentWeights(door, version), version, probe) == ""
+        version, probe, endpoint = engine.version + 1, probe_model(models[name]), await adapter.open_endpoint()
+        assert endpoint.device == device_id()
+        lending = asyncio.create_task(
+            asyncio.to_thread(send_weights, whole_state(models[name]), version, [endpoint], 20_000)
+        )
+        assert await adapter.load(DeviceWeights(endpoint, version), version, probe) == ""
         assert await lending == {}
         reply = await engine.generate(ids, Sampling(8, seed=1), "a")
         assert (reply.version, gap(models[name], ids, reply) < 1e-4) == (version, True)

@@ -16,7 +16,7 @@ from vllm_for_tests import make_model, save, vllm_processes
 
 from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.run.rl import train
-from agentgym_rl.scale.publisher import LEND
+from agentgym_rl.scale.publisher import LEND_VARIABLE
 from agentgym_rl.types import StopReason
 
 pytest.importorskip("ray")
@@ -69,7 +69,7 @@ async def test_adapters_that_two_ranks_learn_reach_a_vllm_of_two_workers_inside_
 async def test_a_run_goes_on_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PATIENT.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(LEND, "always")
+    monkeypatch.setenv(LEND_VARIABLE, "always")
     config = counting_config(
         model__scratch__hidden_size=64,
         environments=[{"name": "keydoor", "subsets": ["near"]}],

@@ -29,8 +29,8 @@ from agentgym_rl.run.start import Start, from_nothing, imitate, untrained
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
-from agentgym_rl.scale.publisher import lends
-from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, spread
+from agentgym_rl.scale.publisher import shares_device_memory
+from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, shard_state
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
@@ -39,7 +39,7 @@ from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import DPOSettings, SFTSettings
-from agentgym_rl.transport.buckets import InPlace, Receiver
+from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
 FOUND = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
@@ -200,7 +200,7 @@ class Rank:
             parameters["critic.parameters"] = dict(critic.model.named_parameters())
         like = like_learner(optimizers, parameters)
         shards = Path(folder) / SHARDS
-        found = load_shards(shards, like) if shards.is_dir() else spread(state or {}, like)
+        found = load_shards(shards, like) if shards.is_dir() else shard_state(state or {}, like)
         with torch.no_grad():
             for name, value in found.pop("masters", {}).items():
                 masters[name].copy_(value)
@@ -240,15 +240,15 @@ def make_rank(config: Config, rank: int, size: int) -> Rank:
     return Rank(config, rank, size)
 
 
-def make_seat(config: Config, folder: Path) -> Receiver:
+def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     """An engine with weights of its own."""
     if config.engine.kind == "vllm":
-        return backend_vllm.vllm_seat(config, folder)
+        return backend_vllm.vllm_adapter(config, folder)
     assert config.scale is not None
     torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
     model, tokenizer = build.load_from(folder, config.model)
     model = freeze(model)
-    return InPlace(make_engine(config, model, Renderer(tokenizer, config.model.chat_template)), model)
+    return NativeAdapter(make_engine(config, model, Renderer(tokenizer, config.model.chat_template)), model)
 
 
 def make_player(config: Config, folder: Path, variables: dict[str, str], engine: Any) -> Player:
@@ -330,7 +330,7 @@ class Cluster:
         self._config, self._app = config, app
         self.learner: Any = LearnerHandle(app, config) if config.method == "rl" else None
         self.renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
-        self.room: int = app.room
+        self.room: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
 
     @classmethod
@@ -374,7 +374,8 @@ class Cluster:
             await asyncio.gather(
                 app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
                 app.start_players(
-                    partial(make_seat, theirs, folder), partial(make_player, theirs, folder, named_variables(config))
+                    partial(make_engine_adapter, theirs, folder),
+                    partial(make_player, theirs, folder, named_variables(config)),
                 ),
             )
             made = cls(config, app, folder)
@@ -475,14 +476,14 @@ def plan_of(config: Config) -> Plan:
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
     )
-    lends(plan)  # refuses a word that it does not know
+    shares_device_memory(plan)  # refuses a word that it does not know
     return plan
 
 
 def have_the_device(app: Any) -> None:
     """Ranks, where they share one with engines."""
     if app.plan.layout == "colocated":
-        app.rest_engines()
+        app.sleep_engines()
 
 
 def give_memory_back() -> None:

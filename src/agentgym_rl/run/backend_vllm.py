@@ -19,8 +19,8 @@ from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.run.memory_demand import shape_of, why_not_split
 from agentgym_rl.training.checkpoint import export
-from agentgym_rl.transport.buckets import Arrived
-from agentgym_rl.transport.device import Door, LentWeights
+from agentgym_rl.transport.buckets import WeightSource
+from agentgym_rl.transport.device import DeviceWeights, Endpoint
 from agentgym_rl.transport.host_memory import HostMemory, HostWeights
 
 
@@ -127,7 +127,7 @@ def _forget_but(folder: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def vllm_seat(config: Config, folder: Path) -> VllmSeat:
+def vllm_adapter(config: Config, folder: Path) -> VllmAdapter:
     """One engine of a cluster, which routes and starts as many as it wants. Of a model with adapters it is sent weights
     that have them inside."""
     if config.model.lora is not None:
@@ -135,10 +135,10 @@ def vllm_seat(config: Config, folder: Path) -> VllmSeat:
         folder = Path(config.model.path)
     engine = make_vllm(config, folder)
     assert isinstance(engine, VllmEngine)
-    return VllmSeat(engine)
+    return VllmAdapter(engine)
 
 
-class VllmSeat:
+class VllmAdapter:
     """A vLLM engine as transport/buckets.py gives weights to it."""
 
     def __init__(self, engine: VllmEngine) -> None:
@@ -153,7 +153,7 @@ class VllmSeat:
     def died(self) -> bool:
         return self.engine.died
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         # A CPU's memory is no device's, and one that was just made again has nothing yet.
         if self.engine.can_sleep and self.engine.started:
             await self.engine.sleep()
@@ -161,20 +161,20 @@ class VllmSeat:
     async def wake(self) -> None:
         await self.engine.wake()
 
-    async def expect(self) -> Door:
+    async def open_endpoint(self) -> Endpoint:
         await self.engine.start()
         await self.engine.wake()
-        return await self.engine.expect()
+        return await self.engine.open_endpoint()
 
-    async def load(self, arrived: Arrived, version: int, probe: Probe | None = None) -> str:
+    async def load(self, arrived: WeightSource, version: int, probe: Probe | None = None) -> str:
         await self.engine.start()
         await self.engine.wake()
         await self.engine.update_weights(await self._readable(arrived), version, probe=probe)
         return self.engine.remark
 
-    async def _readable(self, arrived: Arrived) -> HostWeights | LentWeights:
+    async def _readable(self, arrived: WeightSource) -> HostWeights | DeviceWeights:
         """By vLLM's workers, who cannot read Ray's memory."""
-        if isinstance(arrived, LentWeights):
+        if isinstance(arrived, DeviceWeights):
             return arrived
         if isinstance(arrived[0], HostWeights):
             return arrived[0]
