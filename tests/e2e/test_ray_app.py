@@ -232,7 +232,7 @@ async def notes(app: Any) -> list[list[str]]:
     return list(await asyncio.gather(*calls))
 
 
-async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_also_from_the_dead() -> None:
+async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_death() -> None:
     app = await started(plan())
     try:
         places = [await bundle(actor) for actor in (*app.learners, *app.engines)]
@@ -260,7 +260,7 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
         await app.close()
 
 
-async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_made_up_for(
+async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LEND_VARIABLE, "always")
@@ -296,7 +296,7 @@ async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_m
 
 
 @pytest.mark.long
-async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -> None:
+async def test_an_engine_that_dies_at_every_load_ends_the_run_with_the_cause() -> None:
     app = await started(plan(learners=1, engines=1), Hopeless)
     try:
         assert await app.weights.publish(0) == "through 1.28e-07 GB of the node's memory, which all of them map"
@@ -311,7 +311,7 @@ async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -
         await app.close()
 
 
-async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> None:
+async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> None:
     """Also where its death is an engine's or a host's answer, who are alive."""
     app = await started(plan(learners=1, engines=1), make_player=Reporting)
     try:
@@ -338,7 +338,9 @@ async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> N
 
 
 @pytest.mark.long
-async def test_a_death_long_after_a_call_began_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_death_long_after_a_call_started_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of an environment host or an engine, while another is alive; only what everybody dies of is given up."""
     from agentgym_rl.scale import ray_app
 
@@ -375,7 +377,7 @@ async def test_what_cannot_be_placed_is_refused_with_a_reason() -> None:
         await started(plan(learners=20, engines=1, layout="disaggregated", address="there", worker_timeout_s=0.1))
 
 
-async def test_an_engine_that_cannot_be_made_says_why_in_one_line() -> None:
+async def test_an_engine_that_cannot_start_gives_the_reason_in_one_line() -> None:
     with pytest.raises(
         WorkerLost, match=r"engine 0 could not be created: .*needs vLLM 0.22 to 0.32, which is not installed"
     ) as refused:
@@ -394,7 +396,7 @@ def write_what_a_recipe_names(folder: Path) -> None:
     (folder / "train.json").write_text(json.dumps(list(range(40))))
 
 
-async def test_a_run_elsewhere_than_its_workers_in_bfloat16_on_shared_devices(
+async def test_a_bfloat16_run_on_shared_devices_with_workers_in_other_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks that lend to two native engines; a recipe of relative paths and a token that only the driver has."""

@@ -53,7 +53,7 @@ def test_published_sizes(name: str, published: float) -> None:
     assert SHAPES[name].count == pytest.approx(published, rel=0.01)
 
 
-def test_sharding_divides_what_is_kept_and_nothing_else() -> None:
+def test_sharding_divides_only_the_persistent_parts() -> None:
     alone = Demand(SHAPES["7B"], 2, learners=1, distributed=True)
     eight = replace(alone, learners=8)
     for part in ("weights", "gradients", "optimizer"):
@@ -123,7 +123,7 @@ def test_vllm_takes_its_share_of_the_whole_device() -> None:
     assert not table({"engine": all_of_it}, 80 * GIB)[1], "CUDA is up before vLLM looks for its share"
 
 
-def test_a_cache_of_a_given_size_holds_one_episode_and_has_room_beside_the_weights() -> None:
+def test_a_cache_of_a_given_size_must_hold_one_episode_beside_the_weights() -> None:
     given = Demand(
         SHAPES["7B"],
         2,
@@ -205,7 +205,7 @@ def test_vllm_cannot_have_a_whole_device(share: float) -> None:
         Config.model_validate(recipe | {"engine": {"kind": "vllm", "memory_share": share}})
 
 
-def test_a_warm_start_is_spread_like_any_learner_and_has_its_own_passes() -> None:
+def test_a_warm_start_is_sharded_like_a_learner_and_has_its_own_passes() -> None:
     eight = Demand(
         SHAPES["7B"], 2, learners=8, distributed=True, colocated=False, checkpoint_activations=True, sessions=64
     )
@@ -224,7 +224,7 @@ def test_a_warm_start_is_spread_like_any_learner_and_has_its_own_passes() -> Non
     assert cpu["host, warm start"].total == 8 * warm_start_memory(replace(eight, gpu=False)).total
 
 
-def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_for_every_vllm_elsewhere() -> None:
+def test_hosts_load_the_model_for_every_rank_and_copy_it_for_every_remote_vllm() -> None:
     apart = Demand(SHAPES["32B"], 2, learners=32, engines=8, distributed=True, colocated=False, reference=True)
     count = SHAPES["32B"].count
     found = on_each_host(apart, 8)
@@ -335,7 +335,7 @@ def write_shape(folder: Path) -> Path:
     return folder
 
 
-def test_the_command_says_so_with_its_exit_code(tmp_path: Path) -> None:
+def test_the_command_reports_it_with_its_exit_code(tmp_path: Path) -> None:
     model = write_shape(tmp_path / "model")
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'[model]\npath = "{model}"\ndtype = "bfloat16"\n[[environments]]\nname = "keydoor"\n')
@@ -384,7 +384,7 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
     assert pairs.decided({"CPU": 99.0}) is pairs
 
 
-def test_a_cluster_that_is_not_there_is_said_in_one_line() -> None:
+def test_a_missing_cluster_is_reported_in_one_line() -> None:
     from agentgym_rl.run.backend_ray import plan_of
     from agentgym_rl.scale.ray_app import RayApp
 

@@ -187,7 +187,7 @@ async def test_launches_that_run_out_of_memory_lose_no_reply() -> None:
     engine = launching(model, 16)
     cache: Any = engine._runner._inner.cache  # type: ignore[union-attr]
     cache._zeros = LimitedMemory(cache, cache.bytes_of(6, 128))
-    with pytest.warns(UserWarning, match="ran out of memory with room for 16 sequences"):
+    with pytest.warns(UserWarning, match="ran out of memory with up to 16 sequences"):
         found = await asyncio.gather(*(play(engine, f"s{i}", 2, i, sampling) for i in range(16)))
     assert found == wanted
 
@@ -208,7 +208,7 @@ async def test_turns_prefill_only_new_tokens_and_count_them() -> None:
     assert again.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
 
 
-async def test_prompts_absorbed_between_portions_are_computed_once() -> None:
+async def test_prompts_prefilled_between_portions_are_computed_once() -> None:
     model = make_model()
     engine = launching(model, 200)
 
@@ -224,7 +224,7 @@ async def test_prompts_absorbed_between_portions_are_computed_once() -> None:
     assert stats["prompt_tokens_reused"] == 150 * (23 + 34)
 
 
-async def test_nothing_is_absorbed_with_weights_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_prefilled_with_outdated_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters may have moved: what a runner made of the old ones holds until it is told to look again."""
     monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.REPLIES_PER_PORTION", 2)
     model = make_model()
@@ -279,7 +279,7 @@ async def test_an_update_during_a_reply_computes_its_keys_again() -> None:
     assert completion.version == 0
 
 
-async def test_cancelled_and_failed_rows_leave_the_others_alone() -> None:
+async def test_cancelled_and_failed_rows_do_not_affect_the_others() -> None:
     model = make_model()
     engine = launching(model, 2)
     doomed = asyncio.create_task(engine.generate(prompt(9), Sampling(200, seed=1), "doomed"))
@@ -350,7 +350,7 @@ async def test_a_reply_names_the_weights_that_sampled_it(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("length", [12, 40])
-async def test_a_stop_string_that_the_next_token_would_take_back_ends_the_reply(length: int) -> None:
+async def test_a_stop_string_that_the_next_token_would_change_ends_the_reply(length: int) -> None:
     def decode(ids: list[int]) -> str:
         """The last token shows as `?` until another follows, as half a character does."""
         return "".join(chr(97 + token % 26) for token in ids[:-1]) + "?"
@@ -430,7 +430,7 @@ def test_join_keeps_values_and_gradients() -> None:
     assert torch.equal(joint[2:7], values[1] + 1)
 
 
-def test_what_cannot_be_captured_says_why() -> None:
+def test_a_model_that_cannot_be_captured_gives_the_reason() -> None:
     model = make_model()
     model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
     assert "Sequential" in (why_not_captured(model) or "")

@@ -38,20 +38,20 @@ def endpoint(device: str) -> Endpoint:
         ("always", {"layout": "disaggregated"}, False),
     ],
 )
-def test_ranks_lend_where_they_share_devices(
+def test_ranks_send_on_the_device_if_they_share_it(
     said: str, changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(LEND_VARIABLE, said)
     assert shares_device_memory(plan(**changes)) is expected
 
 
-def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LEND_VARIABLE, "sometimes")
     with pytest.raises(ConfigError, match="AGENTGYM_RL_LEND must be never, always or unset, got 'sometimes'"):
         shares_device_memory(plan())
 
 
-def test_a_rank_lends_to_engines_on_its_own_device_whatever_the_order() -> None:
+def test_a_rank_serves_engines_on_its_own_device_in_any_order() -> None:
     endpoints = {0: endpoint("GPU-b"), 1: endpoint("GPU-a"), 3: endpoint("GPU-c")}
     assert match_engines(["GPU-a", "GPU-b"], endpoints) == {0: 1, 1: 0}
     assert match_engines(["one", "one"], dict.fromkeys(range(4), endpoint("one"))) == {0: 0, 1: 1, 2: 0, 3: 1}
@@ -116,7 +116,7 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "REPORT_TIMEOUT_S", 0.1)
 
 
-async def test_an_engine_without_a_rank_on_its_device_reads_and_the_others_are_lent() -> None:
+async def test_an_engine_without_a_rank_on_its_device_reads_and_the_others_get_it_there() -> None:
     there = Processes()
     there.rank_waits.set()
     weights = Publisher(there)
@@ -128,7 +128,7 @@ async def test_an_engine_without_a_rank_on_its_device_reads_and_the_others_are_l
     assert weights.version == 4
 
 
-async def test_what_was_lent_to_all_is_written_before_ranks_learn_on_and_until_then_it_is_said_to_come() -> None:
+async def test_weights_sent_on_devices_are_also_written_and_pending_until_then() -> None:
     there = Processes()
     there.plan = plan(engines=2)
     there.rank_waits.set()
@@ -144,7 +144,7 @@ async def test_what_was_lent_to_all_is_written_before_ranks_learn_on_and_until_t
     assert [published.version for published in there.shared_state] == [0, 0, 1]
 
 
-async def test_an_engine_that_died_and_is_back_behind_another_door_reads_instead() -> None:
+async def test_an_engine_that_restarted_with_another_endpoint_reads_instead() -> None:
     there = Processes()
     there.plan = plan(engines=2)
     there.rank_waits.set()
@@ -160,7 +160,7 @@ async def test_an_engine_that_died_and_is_back_behind_another_door_reads_instead
 
 
 @pytest.mark.parametrize(("has", "refused"), [(3, True), (4, False), (5, False)])
-async def test_an_engine_that_read_has_that_version_or_a_later_one(has: int, refused: bool) -> None:
+async def test_an_engine_that_read_must_have_that_version_or_a_later_one(has: int, refused: bool) -> None:
     there = Processes()
     there.rank_waits.set()
     there.has = {2: has}
@@ -172,7 +172,7 @@ async def test_an_engine_that_read_has_that_version_or_a_later_one(has: int, ref
         await publishing
 
 
-async def test_a_rank_that_died_is_the_reason_and_not_the_engine_that_waited_for_it() -> None:
+async def test_a_dead_rank_is_the_reported_error_not_the_engine_that_waited_for_it() -> None:
     there = Processes()
     there.load_error = {0: EngineError("the learner is gone")}
     there.rank_error = WorkerLost("learner rank 0 of 2 died")
@@ -181,7 +181,7 @@ async def test_a_rank_that_died_is_the_reason_and_not_the_engine_that_waited_for
         await Publisher(there).publish(0)
 
 
-async def test_an_engine_that_takes_nothing_is_the_reason_where_a_rank_waits_for_it() -> None:
+async def test_a_failed_engine_is_the_reported_error_while_a_rank_waits_for_it() -> None:
     there = Processes()
     there.load_error = {0: EngineError("engine 0: given up")}
     there.load_waits = {1}
@@ -189,7 +189,7 @@ async def test_an_engine_that_takes_nothing_is_the_reason_where_a_rank_waits_for
         await asyncio.wait_for(Publisher(there).publish(0), 60)
 
 
-async def test_an_engine_that_no_rank_reached_is_not_waited_for() -> None:
+async def test_an_engine_that_no_rank_reached_fails_the_update() -> None:
     there = Processes()
     there.rank_waits.set()
     there.load_waits, there.left_out = {0}, {"endpoint of GPU-a": "the connection failed"}
@@ -197,7 +197,7 @@ async def test_an_engine_that_no_rank_reached_is_not_waited_for() -> None:
         await asyncio.wait_for(Publisher(there).publish(0), 60)
 
 
-async def test_one_task_waits_for_an_engine_that_is_away_however_many_versions_it_misses() -> None:
+async def test_one_task_waits_for_a_lost_engine_however_many_versions_it_misses() -> None:
     there = Processes()
     there.plan = plan(engines=3, layout="disaggregated")
     back = asyncio.Event()

@@ -18,7 +18,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return load_script("benchmarks/vllm_weights.py", monkeypatch)
 
 
-def test_an_update_changes_every_tensor_and_the_next_one_takes_it_back(benchmark: ModuleType) -> None:
+def test_an_update_changes_every_tensor_and_the_next_one_reverts_it(benchmark: ModuleType) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = Qwen2Config(vocab_size=512, num_key_value_heads=1, tie_word_embeddings=True, **shape)
     model = benchmark.in_dtype(benchmark.without_zeros(Qwen2ForCausalLM(config)), torch.bfloat16)  # it has biases

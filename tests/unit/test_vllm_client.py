@@ -156,7 +156,7 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
         await client.close()
 
 
-async def test_a_server_that_was_started_again_serves_nothing_before_it_has_the_weights(
+async def test_a_restarted_server_serves_nothing_before_it_has_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -184,7 +184,7 @@ async def test_a_server_that_was_started_again_serves_nothing_before_it_has_the_
         await replicas.close()
 
 
-async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path: Path) -> None:
+async def test_a_skipped_update_is_detected_however_small_it_was(tmp_path: Path) -> None:
     """A few steps of AdamW at 1e-6 in bf16: the probe's tokens are scored alike, within what is allowed."""
     make_model().bfloat16().save_pretrained(tmp_path / "start")
     learner = LlamaForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.bfloat16)
@@ -218,7 +218,7 @@ def test_a_learner_whose_positions_were_rounded_is_refused() -> None:
     assert probe_model(model).tolerance == TOLERANCE[torch.bfloat16]
 
 
-def test_checksums_are_of_bits_and_places_and_leave_padding_out() -> None:
+def test_checksums_depend_on_bits_and_positions_and_skip_padding() -> None:
     tensor = torch.randn(6, 4, dtype=torch.bfloat16)
     other = tensor.clone()
     other[3, 2] = torch.nextafter(other[3, 2], torch.tensor(9.0, dtype=torch.bfloat16))
@@ -237,7 +237,7 @@ def test_checksums_are_of_bits_and_places_and_leave_padding_out() -> None:
         probe.check_checksums([parameter_checksums(torch.nn.Linear(2, 2), probe.shapes)], 1)
 
 
-async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_serve_training_is_refused_with_a_reason(tmp_path: Path) -> None:
     with running(raw=True, develops=False) as server:
         client = VllmServer(server.url)
         await client.start()
@@ -258,7 +258,7 @@ async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path:
         VllmServer("host:8000")
 
 
-def test_a_missing_or_foreign_vllm_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_or_unsupported_vllm_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requirements, "PACKAGES", ("a-package-nobody-has",))
     with pytest.raises(EngineError, match=r"needs vLLM 0\.22 to 0\.32, which is not installed"):
         requirements.require_vllm()
@@ -267,7 +267,7 @@ def test_a_missing_or_foreign_vllm_is_said_in_one_line(monkeypatch: pytest.Monke
         requirements.require_vllm()
 
 
-def test_weights_survive_the_way_through_shared_memory() -> None:
+def test_weights_are_unchanged_through_shared_memory() -> None:
     state = {
         **make_model().state_dict(),
         "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -291,7 +291,7 @@ def test_a_probe_tells_weights_apart() -> None:
         Probe([1, 2, 3], [-1.0, -1.0]).check([-1.0], 1)
 
 
-def test_of_a_model_that_is_split_only_what_every_worker_has_is_compared() -> None:
+def test_only_unsharded_tensors_of_a_split_model_are_compared() -> None:
     model = make_model()
     embedding = model.get_input_embeddings().weight
     shapes = {
@@ -316,12 +316,12 @@ def test_of_a_model_that_is_split_only_what_every_worker_has_is_compared() -> No
         ({"engine": {"kind": "vllm"}, "method": "sft", "data": {"play": "oracle"}}, "plays for method = 'rl'"),
     ],
 )
-def test_a_recipe_that_nobody_would_read_is_refused(changes: dict[str, Any], complaint: str) -> None:
+def test_a_recipe_with_ignored_settings_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], **changes})
 
 
-async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
+async def test_a_vllm_that_cannot_start_is_refused_before_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def config_of(heads: int = 2, **sections: Any) -> Config:
@@ -364,7 +364,7 @@ def test_a_saved_config_can_be_read_again() -> None:
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (4, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
-def test_adapters_find_room_in_the_ranks_that_vllm_knows(rank: int, room: int) -> None:
+def test_adapter_ranks_are_rounded_up_to_those_of_vllm(rank: int, room: int) -> None:
     assert requirements.max_lora_rank(rank) == room
 
 
@@ -373,7 +373,7 @@ def test_adapters_that_are_too_large_for_vllm_are_refused() -> None:
         requirements.max_lora_rank(513)
 
 
-def test_processes_of_vllm_are_found_also_where_it_could_not_name_them() -> None:
+def test_vllm_processes_are_found_even_without_a_process_title() -> None:
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process.start()
     try:

@@ -14,7 +14,7 @@ from agentgym_rl.errors import ConfigError, WorkerLost
 from agentgym_rl.scale.watch import Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
 
 
-def test_nobody_else_takes_sigterm_over() -> None:
+def test_other_code_cannot_replace_the_sigterm_handler() -> None:
     def ours(number: int, frame: Any) -> None: ...
 
     before = signal.signal(signal.SIGTERM, ours)
@@ -54,14 +54,14 @@ async def test_closing_ends_a_thread_whose_task_was_cancelled() -> None:
         threads.require_open()
 
 
-def test_waiting_ends_in_time_or_with_what_was_waited_for() -> None:
+def test_waiting_ends_at_the_deadline_or_with_the_result() -> None:
     threads, asked = Threads(), []
     assert not threads.until(lambda seconds: bool(asked.append(seconds)), 0.0)
     assert asked == [0.0]
     assert threads.until(lambda seconds: 0 < seconds <= 0.5, 100.0)
 
 
-async def test_what_will_never_come_is_not_waited_for_when_a_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pending_call_is_abandoned_when_a_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentgym_rl.scale.watch.TASKS_POLL_INTERVAL_S", 0.05)
     tasks: list[asyncio.Future[Any]] = []
 
@@ -90,7 +90,7 @@ def test_nodes_that_come_and_go_are_events() -> None:
     assert "33333333 (10.0.0.3) was added" in changes[1]["message"]
 
 
-def test_what_fails_of_an_address_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_connection_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     why = r"^scale\.address = 'auto': no cluster \(`ray start` .* starts Ray for the run"

@@ -27,7 +27,7 @@ from agentgym_rl.types import Sampling
 
 
 @pytest.mark.parametrize("max_bytes", [1, 100, 4096, 1 << 30])
-def test_every_tensor_arrives_in_order_and_buckets_keep_to_their_size(max_bytes: int) -> None:
+def test_tensors_arrive_in_order_and_buckets_respect_their_size(max_bytes: int) -> None:
     named = {
         "a": torch.randn(3, 5),
         "b": torch.randn(7).to(torch.bfloat16),
@@ -45,7 +45,7 @@ def test_every_tensor_arrives_in_order_and_buckets_keep_to_their_size(max_bytes:
     assert all(len(bucket.data) <= max_bytes or len(bucket.entries) == 1 for bucket in made)
 
 
-def test_ranks_that_keep_nothing_still_ask_for_every_tensor() -> None:
+def test_ranks_that_keep_no_bucket_still_gather_every_tensor() -> None:
     asked = []
 
     def named():
@@ -83,7 +83,7 @@ async def test_an_engine_samples_with_what_it_was_given() -> None:
     await wanted.close()
 
 
-async def test_an_engine_that_rests_holds_no_keys_and_values_and_goes_on_as_before() -> None:
+async def test_a_sleeping_engine_holds_no_cache_and_continues_as_before() -> None:
     model = tiny_model(1)
     adapter = NativeAdapter(NativeEngine(model, max_sessions=2), model)
     sampling = Sampling(6, temperature=1.0, seed=3)
@@ -101,9 +101,7 @@ async def test_an_engine_that_rests_holds_no_keys_and_values_and_goes_on_as_befo
 
 
 @pytest.mark.parametrize(("engines", "room"), [(1, 16), (2, 10), (3, 7), (16, 2)])
-def test_an_engine_makes_room_for_its_share_and_the_doctor_counts_the_same(
-    tmp_path: Path, engines: int, room: int
-) -> None:
+def test_an_engine_reserves_its_share_and_the_doctor_counts_the_same(tmp_path: Path, engines: int, room: int) -> None:
     model, tokenizer = counting_player()
     export(model, tokenizer, tmp_path)
     changes = {"model": {"path": str(tmp_path)}, "scale": {"engines": engines}, "warm_start": None}
@@ -133,7 +131,7 @@ def is_read(weights: Any, state: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_weights_of_the_machine_are_read_as_long_as_somebody_holds_them() -> None:
+def test_host_weights_are_readable_while_a_process_has_them_locked() -> None:
     memory = HostMemory()
     lent = memory.fill(a_state(1.0).items())
     with lent.locked() as held:
@@ -152,7 +150,7 @@ def test_weights_of_the_machine_are_read_as_long_as_somebody_holds_them() -> Non
         assert is_read(held, a_state(1.0))
 
 
-def test_memory_is_written_in_place_and_read_through_one_mapping_version_after_version() -> None:
+def test_versions_are_written_in_place_and_read_through_one_mapping() -> None:
     memory = HostMemory()
     first = memory.fill(a_state(1.0).items())
     assert is_read(first, a_state(1.0))
@@ -170,7 +168,7 @@ def test_memory_is_written_in_place_and_read_through_one_mapping_version_after_v
     memory.close()
 
 
-def test_what_somebody_reads_is_not_written_to_and_the_last_version_stays_while_the_next_is_written() -> None:
+def test_memory_being_read_is_not_overwritten_and_the_last_version_remains_readable() -> None:
     memories = HostMemories()
     first, second = (memories.fill(a_state(seed).items()) for seed in (1.0, 2.0))
     assert first.inode != second.inode
@@ -194,7 +192,7 @@ def test_what_somebody_reads_is_not_written_to_and_the_last_version_stays_while_
     memories.close()
 
 
-def test_another_process_sees_what_was_written_since_it_mapped_the_memory() -> None:
+def test_another_process_sees_later_writes_through_its_mapping() -> None:
     memories = HostMemories()
     with reader() as connection:
         for seed in (1.0, 2.0, 3.0, 4.0):
@@ -209,7 +207,7 @@ def test_another_process_sees_what_was_written_since_it_mapped_the_memory() -> N
     memories.close()
 
 
-def test_a_state_lent_to_vllm_has_tied_tensors_once() -> None:
+def test_a_state_shared_with_vllm_has_tied_tensors_once() -> None:
     weight = torch.randn(4, 3)
     state = {"embed": weight, "head": weight, "view": weight.t(), "none": torch.empty(0), "nothing": torch.empty(0)}
     message, lent = host_memory.pack(state)
@@ -219,7 +217,7 @@ def test_a_state_lent_to_vllm_has_tied_tensors_once() -> None:
     del lent
 
 
-def test_a_tied_head_travels_once_and_arrives() -> None:
+def test_a_tied_head_is_sent_once_and_loaded() -> None:
     tied = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = LlamaConfig(**tied, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
     first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
@@ -231,7 +229,7 @@ def test_a_tied_head_travels_once_and_arrives() -> None:
     assert torch.equal(second.lm_head.weight, first.lm_head.weight)
 
 
-def test_buckets_made_in_one_place_last_until_the_next_and_are_read_where_they_are() -> None:
+def test_staged_buckets_are_valid_until_the_next_and_are_read_without_a_copy() -> None:
     staging = Staging()
     made = buckets(a_state(1.0).items(), 64, staging=staging)
     first = next(made)
@@ -242,7 +240,7 @@ def test_buckets_made_in_one_place_last_until_the_next_and_are_read_where_they_a
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_memory_that_cuda_page_locked_is_unlocked_once_whether_somebody_closes_it_or_not(
+def test_page_locked_memory_is_unlocked_once_with_or_without_close(
     closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int]] = []

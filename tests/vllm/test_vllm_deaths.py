@@ -42,7 +42,7 @@ def test_vllm_ends_with_the_process_that_started_it(folders: dict[str, Path]) ->
 
 
 @pytest.mark.timeout(900)
-async def test_who_waits_for_vllm_is_told_of_its_death(folders: dict[str, Path]) -> None:
+async def test_pending_calls_fail_when_vllm_dies(folders: dict[str, Path]) -> None:
     engine = VllmEngine(folders["A"], **SMALL)
     adapter = VllmAdapter(engine)
     await engine.start()
@@ -61,7 +61,7 @@ async def test_who_waits_for_vllm_is_told_of_its_death(folders: dict[str, Path])
     assert vllm_processes(os.getpid()) == []
 
 
-async def test_an_engine_that_is_yet_to_be_started_has_nothing_to_rest_from(folders: dict[str, Path]) -> None:
+async def test_an_engine_that_was_not_started_ignores_sleep(folders: dict[str, Path]) -> None:
     """As one that was made again just before a learner on the same device wants to work."""
     engine = VllmEngine(folders["A"], options={"enable_sleep_mode": True}, **SMALL)
     assert engine.can_sleep

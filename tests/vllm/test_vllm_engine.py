@@ -73,7 +73,7 @@ async def test_logprobs_are_of_the_distribution_sampled_from(engine: Any, models
     assert all(0.0 < a - b < 1.3 for a, b in zip(cut.logprobs, plain, strict=True))
 
 
-async def test_a_seed_decides_whatever_runs_beside_it(engine: Any, vocabulary: int) -> None:
+async def test_a_seed_decides_whatever_other_requests_run(engine: Any, vocabulary: int) -> None:
     ids = prompt(30, vocabulary)
     alone = await engine.generate(ids, Sampling(16, seed=2**63 - 5), "alone")
     crowd = await asyncio.gather(
@@ -83,14 +83,14 @@ async def test_a_seed_decides_whatever_runs_beside_it(engine: Any, vocabulary: i
     assert len({tuple(c.token_ids) for c in crowd}) == 3
 
 
-async def test_more_prompts_than_a_step_takes_wait_their_turn(engine: Any, vocabulary: int) -> None:
+async def test_more_prompts_than_a_step_takes_wait_for_the_next(engine: Any, vocabulary: int) -> None:
     """With seeds: vLLM on a CPU would die of a prompt that is split between steps."""
     prompts = [prompt(490, vocabulary, seed=n) for n in range(20)]
     done = await asyncio.gather(*(engine.generate(p, Sampling(2, seed=n), str(n)) for n, p in enumerate(prompts)))
     assert [len(c.token_ids) for c in done] == [2] * 20
 
 
-async def test_a_reply_ends_with_its_stop_token_or_where_there_is_no_room(
+async def test_a_reply_ends_with_its_stop_token_or_at_the_context_limit(
     engine: Any, models: Any, vocabulary: int
 ) -> None:
     ids = prompt(40, vocabulary)
@@ -102,7 +102,7 @@ async def test_a_reply_ends_with_its_stop_token_or_where_there_is_no_room(
     assert (len(full.token_ids), full.finish) == (2, "length")
 
 
-async def test_what_cannot_be_served_is_refused_in_words(engine: Any, vocabulary: int) -> None:
+async def test_requests_that_cannot_be_served_are_refused_with_a_reason(engine: Any, vocabulary: int) -> None:
     with pytest.raises(EngineError, match="max_context is 512"):
         await engine.generate(prompt(512, vocabulary), Sampling(1), "a")
     with pytest.raises(EngineError, match="empty"):
@@ -144,7 +144,7 @@ async def test_new_weights_are_used_and_the_cache_of_old_ones_is_not(
     assert gap(models["A"], ids, second) > 0.5
 
 
-async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabulary: int) -> None:
+async def test_weights_are_also_loaded_from_memory(engine: Any, models: Any, vocabulary: int) -> None:
     ids = prompt(50, vocabulary)
     await engine.update_weights(models["C"].state_dict(), engine.version + 1, probe=probe_model(models["C"]))
     assert gap(models["C"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
@@ -161,7 +161,7 @@ async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabular
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="models are on the CPU here, vLLM is on the device")
-async def test_weights_are_lent_by_who_works_on_the_same_device(engine: Any, models: Any, vocabulary: int) -> None:
+async def test_weights_are_sent_by_a_process_on_the_same_device(engine: Any, models: Any, vocabulary: int) -> None:
     """Bucket by bucket, as ranks and engines of a cluster do: here through memory of the machine. vLLM keeps tensors
     until it has all of a layer; a bucket has half of one."""
     ids, adapter = prompt(50, vocabulary), VllmAdapter(engine)
@@ -177,7 +177,7 @@ async def test_weights_are_lent_by_who_works_on_the_same_device(engine: Any, mod
         assert (reply.version, gap(models[name], ids, reply) < 1e-4) == (version, True)
 
 
-async def test_a_reply_under_way_keeps_its_weights(engine: Any, models: Any, folders: Any, vocabulary: int) -> None:
+async def test_a_pending_reply_keeps_its_weights(engine: Any, models: Any, folders: Any, vocabulary: int) -> None:
     ids, version = prompt(20, vocabulary), engine.version
     before = asyncio.create_task(engine.generate(ids, Sampling(300, seed=1), "a"))
     await asyncio.sleep(0.2)

@@ -36,7 +36,7 @@ def kill_the_scheduler(folder: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-async def test_adapters_that_two_ranks_learn_reach_a_vllm_of_two_workers_inside_the_weights(
+async def test_adapters_of_two_ranks_reach_a_vllm_of_two_workers_as_merged_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else each worker wants a NUMA node of its own
@@ -66,7 +66,7 @@ async def test_adapters_that_two_ranks_learn_reach_a_vllm_of_two_workers_inside_
 
 
 @pytest.mark.timeout(1800)
-async def test_a_run_goes_on_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_continues_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PATIENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv(LEND_VARIABLE, "always")

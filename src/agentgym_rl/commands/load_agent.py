@@ -279,7 +279,7 @@ class ChatAgent:
 
     @property
     def hopeless(self) -> str:
-        return self.client.hopeless
+        return self.client.fatal_error
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         meter = Meter(self.client)

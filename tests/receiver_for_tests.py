@@ -18,7 +18,7 @@ from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 PATIENCE_S = 120.0
 
 
-class Borrower:
+class Receiver:
     """As an engine: it has tensors like those of `state`, all zeros, on its own device."""
 
     def __init__(self, connection: Any, process: Any, state: dict[str, torch.Tensor]) -> None:
@@ -43,9 +43,9 @@ class Borrower:
 
 
 @contextmanager
-def borrower(state: dict[str, torch.Tensor], device: str = "cpu") -> Iterator[Borrower]:
+def receiver(state: dict[str, torch.Tensor], device: str = "cpu") -> Iterator[Receiver]:
     with beside(_serve, device) as (connection, process):
-        yield Borrower(connection, process, state)
+        yield Receiver(connection, process, state)
 
 
 class _Deadly(dict[str, torch.Tensor]):

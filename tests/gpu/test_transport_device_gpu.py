@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from borrower_for_tests import borrower
 from reader_for_tests import on_device
+from receiver_for_tests import receiver
 
 from agentgym_rl.transport.device import device_id, send_weights
 
@@ -56,8 +56,8 @@ def bases() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def test_every_version_has_the_same_bits_and_twenty_take_no_more_memory_than_two(bases: None) -> None:
-    with borrower(a_state(0), "cuda") as engine:
+def test_every_version_is_bit_exact_and_twenty_use_no_more_memory_than_two(bases: None) -> None:
+    with receiver(a_state(0), "cuda") as engine:
         memory = []
         for version in range(20):
             state, endpoint = a_state(version), engine.open_endpoint()
@@ -73,7 +73,7 @@ def test_every_version_has_the_same_bits_and_twenty_take_no_more_memory_than_two
 def test_there_is_about_a_bucket_of_extra_memory_or_the_largest_tensor(bases: None) -> None:
     state = a_state(3)
     largest = max(t.numel() * t.element_size() for t in state.values())
-    with borrower(state, "cuda") as engine:
+    with receiver(state, "cuda") as engine:
         endpoint = engine.open_endpoint()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -84,12 +84,12 @@ def test_there_is_about_a_bucket_of_extra_memory_or_the_largest_tensor(bases: No
         assert same(engine.result(), state)
 
 
-def test_two_engines_take_at_the_same_time_and_one_that_is_killed_leaves_no_memory_behind(bases: None) -> None:
+def test_two_engines_load_at_once_and_a_killed_one_leaks_no_memory(bases: None) -> None:
     state = a_state(5)
-    with borrower(state, "cuda") as stays:
+    with receiver(state, "cuda") as stays:
         for version in range(6):
             before, allocated = used(), torch.cuda.memory_allocated()
-            with borrower(state, "cuda") as dies:
+            with receiver(state, "cuda") as dies:
                 endpoints = [stays.open_endpoint(), dies.open_endpoint()]
                 stays.begin(endpoints[0], version)
                 dies.begin(endpoints[1], version, dies_of="f")
@@ -102,13 +102,13 @@ def test_two_engines_take_at_the_same_time_and_one_that_is_killed_leaves_no_memo
                 assert used() - before < SLACK
 
 
-def test_expandable_segments_do_not_keep_memory_from_being_lent(bases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_do_not_prevent_sharing_memory(bases: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
         state = a_state(6)
-        with borrower(state, "cuda") as engine:
+        with receiver(state, "cuda") as engine:
             endpoint = engine.open_endpoint()
             engine.begin(endpoint, 0)
             assert send_weights(as_gathered(state), 0, [endpoint], BUCKET) == {}
@@ -120,7 +120,7 @@ def test_expandable_segments_do_not_keep_memory_from_being_lent(bases: None, mon
 def test_float32_that_is_on_the_host_arrives_on_the_device_too(bases: None) -> None:
     """As parameters do that a learner keeps there."""
     state = {name: tensor.cpu() for name, tensor in a_state(7).items()}
-    with borrower(state, "cuda") as engine:
+    with receiver(state, "cuda") as engine:
         endpoint = engine.open_endpoint()
         engine.begin(endpoint, 0)
         assert send_weights(((n, t.clone()) for n, t in state.items()), 0, [endpoint], BUCKET) == {}

@@ -63,7 +63,7 @@ async def test_evaluation_plays_as_many_episodes_at_once_as_training(size: int, 
     assert playing.now == []
 
 
-async def test_a_large_group_is_not_passed_by_for_ever_and_one_beyond_all_room_is_played_alone() -> None:
+async def test_a_large_group_is_not_overtaken_forever_and_an_oversized_one_plays_alone() -> None:
     scheduler = HostScheduler(1, 8, 60.0)
     first, second = Playing(scheduler), Playing(scheduler)
     await first.begin(2)

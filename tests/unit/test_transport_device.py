@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from borrower_for_tests import borrower
 from processes_for_tests import CONTEXT
 from ranks_for_tests import on_ranks
+from receiver_for_tests import receiver
 from training_for_tests import tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -69,8 +69,8 @@ def rooms_open() -> list[str]:
     return found
 
 
-def test_another_process_has_every_version_bit_for_bit_whatever_the_buckets() -> None:
-    with borrower(a_state(0)) as engine:
+def test_another_process_gets_every_version_bit_for_bit_with_any_bucket_size() -> None:
+    with receiver(a_state(0)) as engine:
         for version, bucket_bytes in enumerate((1, 200, 4096, 1 << 20)):
             state, endpoint = a_state(version), engine.open_endpoint()
             assert endpoint.device == device_id()
@@ -80,7 +80,7 @@ def test_another_process_has_every_version_bit_for_bit_whatever_the_buckets() ->
     assert not rooms_open()
 
 
-def test_a_bucket_is_written_when_the_one_before_it_is_taken() -> None:
+def test_a_bucket_is_written_after_the_previous_one_was_copied() -> None:
     asked: list[int] = []
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
@@ -101,7 +101,7 @@ def test_a_bucket_is_written_when_the_one_before_it_is_taken() -> None:
     assert not rooms_open()
 
 
-async def test_a_native_engine_samples_with_what_it_was_lent_and_a_tied_head_travels_once() -> None:
+async def test_a_native_engine_samples_with_device_weights_and_a_tied_head_is_sent_once() -> None:
     shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
     learner, model = LlamaForCausalLM(config), LlamaForCausalLM(config)
@@ -120,7 +120,7 @@ async def test_a_native_engine_samples_with_what_it_was_lent_and_a_tied_head_tra
     await wanted.close()
 
 
-def test_an_engine_that_is_killed_is_left_out_and_the_others_have_everything() -> None:
+def test_a_killed_engine_is_skipped_and_the_others_get_every_tensor() -> None:
     state, asked = a_state(1), []
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +128,7 @@ def test_an_engine_that_is_killed_is_left_out_and_the_others_have_everything() -
             asked.append(name)
             yield name, tensor
 
-    with borrower(state) as first, borrower(state) as second, borrower(state) as absent:
+    with receiver(state) as first, receiver(state) as second, receiver(state) as absent:
         endpoints = [first.open_endpoint(), second.open_endpoint(), absent.open_endpoint()]
         absent.process.kill()
         absent.process.join(60)
@@ -157,7 +157,7 @@ def lend_and_die(endpoint: Endpoint) -> None:
     send_weights(named(), 2, [endpoint], 64)
 
 
-async def test_an_engine_whose_learner_dies_half_way_has_no_version_until_it_has_a_whole_one() -> None:
+async def test_an_engine_whose_learner_died_has_no_version_until_a_complete_load() -> None:
     model = tiny_model(1)
     adapter = NativeAdapter(NativeEngine(model, max_sessions=2), model)
     adapter.engine.version = 1
@@ -183,7 +183,7 @@ async def test_an_engine_whose_learner_dies_half_way_has_no_version_until_it_has
     assert all(tensor.tolist() == [2.0] * 4 for tensor in own.values())
 
 
-def test_a_tensor_over_which_an_engine_dies_is_gone_without_a_collection_of_garbage() -> None:
+def test_a_tensor_is_freed_without_garbage_collection_when_an_engine_dies() -> None:
     state, clones = a_state(3), []
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
@@ -195,7 +195,7 @@ def test_a_tensor_over_which_an_engine_dies_is_gone_without_a_collection_of_garb
 
     gc.disable()
     try:
-        with borrower(state) as engine:
+        with receiver(state) as engine:
             endpoint = engine.open_endpoint()
             engine.begin(endpoint, 1, dies_of="f")
             assert send_weights(named(), 1, [endpoint], 64).keys() == {endpoint.name}
@@ -214,7 +214,7 @@ def test_a_tensor_over_which_an_engine_dies_is_gone_without_a_collection_of_garb
         ({"a": torch.ones(2), "b": torch.ones(3)}, 5, "needed weights 4, the learner sends weights 5"),
     ],
 )
-def test_what_does_not_fit_is_refused_and_the_lender_does_not_wait_for_ever(
+def test_weights_that_do_not_fit_are_refused_and_the_sender_does_not_hang(
     sent: dict[str, torch.Tensor], version: int, message: str
 ) -> None:
     own = {"a": torch.zeros(2), "b": torch.zeros(3)}
@@ -231,7 +231,7 @@ def test_what_does_not_fit_is_refused_and_the_lender_does_not_wait_for_ever(
     assert not own["b"].any()
 
 
-def test_a_door_is_for_one_version_and_for_who_was_told_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endpoint_serves_one_version_and_only_clients_with_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(EngineError, match="this process does not listen for weights 1"):
         next(DeviceWeights(Endpoint("elsewhere", "00", device_id()), 1).tensors())
     old = open_endpoint()
@@ -262,7 +262,7 @@ def test_a_door_is_for_one_version_and_for_who_was_told_of_it(monkeypatch: pytes
         assert "PermissionError" in send_weights([], 1, [endpoint], 1)[endpoint.name]
 
 
-def test_a_lender_that_is_gone_before_it_is_let_in_is_not_waited_for_and_a_late_end_leaves_the_next_door_open() -> None:
+def test_a_sender_that_disconnects_fails_and_a_late_close_keeps_the_new_endpoint() -> None:
     endpoint = open_endpoint()
     with socket.socket(socket.AF_UNIX) as lender:
         lender.connect(endpoint.name)
@@ -281,12 +281,12 @@ def test_a_lender_that_is_gone_before_it_is_let_in_is_not_waited_for_and_a_late_
     assert device._listening[0] == third
 
 
-def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_does_not_answer_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 0.2)
     endpoint = open_endpoint()  # and nobody looks who is there
     assert "TimeoutError('no answer" in send_weights(a_state(0).items(), 1, [endpoint], 64)[endpoint.name]
     state = a_state(1)
-    with borrower(state) as stays, borrower(state) as hangs:
+    with receiver(state) as stays, receiver(state) as hangs:
         endpoints = [stays.open_endpoint(), hangs.open_endpoint()]
         monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 3.0)
         stays.begin(endpoints[0], 1)
@@ -303,7 +303,7 @@ def test_an_engine_that_does_not_answer_is_left_out(monkeypatch: pytest.MonkeyPa
         hangs.process.kill()
 
 
-def test_torch_still_rebuilds_tensors_of_a_device_from_what_is_changed_and_taken_back_here() -> None:
+def test_torch_still_has_the_ipc_fields_that_are_used_here() -> None:
     """Its own names; that they do what they say is tested in tests/gpu."""
     assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} < device.IPC_FIELDS.keys()
     assert device.IPC_FIELDS["tensor_cls"] == 0
@@ -348,7 +348,7 @@ def lent_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
 
 
 @pytest.mark.timeout(900)
-def test_two_ranks_lend_to_two_engines_and_one_that_fails_does_not_hold_up_the_other(tmp_path: Path) -> None:
+def test_two_ranks_send_to_two_engines_and_a_failure_does_not_block_the_other(tmp_path: Path) -> None:
     fine = (True, 0, [])
     first, second, third = on_ranks(2, lent_on_ranks, tmp_path)
     assert first == third == [fine, fine]
@@ -358,14 +358,14 @@ def test_two_ranks_lend_to_two_engines_and_one_that_fails_does_not_hold_up_the_o
     assert why == ["the weights do not fit the engine's model: unexpected model.norm.weight"]
 
 
-def test_a_learner_that_never_comes_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_never_connects_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 0.05)
     lent = DeviceWeights(open_endpoint(), 3)
     with pytest.raises(EngineError, match="the learner with weights 3 did not connect within 0 s"):
         load_device_weights({}, lent)
 
 
-def test_other_settings_of_the_allocator_survive_a_room(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_allocator_settings_survive_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", told.append)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")

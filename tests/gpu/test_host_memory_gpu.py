@@ -42,7 +42,7 @@ def test_both_sides_have_the_memory_page_locked_and_every_version_arrives() -> N
     memories.close()
 
 
-def test_an_engine_copies_straight_from_it_and_tensors_may_be_thrown_away_while_they_are_written() -> None:
+def test_an_engine_copies_from_pinned_memory_and_tensors_may_be_freed_while_written() -> None:
     memory = HostMemory()
     for seed in range(3):
         # Each is freed as soon as its copy is asked for, and its room used again by the next.
@@ -55,7 +55,7 @@ def test_an_engine_copies_straight_from_it_and_tensors_may_be_thrown_away_while_
     memory.close()
 
 
-def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
+def test_memory_that_cuda_does_not_page_lock_is_reported_and_works() -> None:
     memory = HostMemory()
     memory.fill(on_device(0).items())
     memory.fill(on_device(1).items())
@@ -75,7 +75,7 @@ def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
     memory.close()
 
 
-def test_memory_that_nobody_closes_is_unlocked_before_something_else_is_at_its_address() -> None:
+def test_unclosed_memory_is_unlocked_before_its_address_is_reused() -> None:
     state = {"a": torch.ones(8 << 20, device="cuda")}
     memory = HostMemory()
     for _ in range(2):
@@ -94,7 +94,7 @@ def test_memory_that_nobody_closes_is_unlocked_before_something_else_is_at_its_a
         del tensor
 
 
-def test_buckets_are_cut_in_page_locked_memory() -> None:
+def test_buckets_are_built_in_page_locked_memory() -> None:
     staging, state = Staging(), on_device(3)
     found: dict[str, torch.Tensor] = {}
     for bucket in buckets(state.items(), 1 << 20, staging=staging):
@@ -103,7 +103,7 @@ def test_buckets_are_cut_in_page_locked_memory() -> None:
     assert staging.room(1).is_pinned()
 
 
-def test_a_state_on_the_device_is_lent_to_another_process_as_it_is() -> None:
+def test_a_state_on_the_device_is_shared_with_another_process_unchanged() -> None:
     state = on_device(4) | {"e": torch.arange(6.0)}  # one on the host among them
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
