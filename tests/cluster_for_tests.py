@@ -1,4 +1,4 @@
-"""Ray clusters of two nodes on this machine, runs on them, and ways to hurt both."""
+"""Ray clusters of two nodes on this machine, runs on them, and ways to kill their processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ PATIENT = {
     "RAY_worker_niceness": "0",
     "RAY_gcs_rpc_server_connect_timeout_s": "60",
 }
-"""For Ray on a machine that is busy with other things."""
+"""Ray settings for a busy machine."""
 CLI = (sys.executable, "-c", "from agentgym_rl.cli import main; main()")
 ROLES = {"learner": "LearnerRank", "engine": "EngineReplica", "env_host": "EnvHost"}
 ACTORS = ROLES | {"shared_state": "SharedState"}
@@ -86,7 +86,7 @@ SCALE = (
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Any]:
-    """A cluster whose first node has room for all learners, and whose second is of the size of half the rest."""
+    """Start a cluster whose first node fits all learners, and whose second fits half of the other workers."""
     os.environ.update(PATIENT)
     from ray.cluster_utils import Cluster
 
@@ -104,7 +104,7 @@ def add_node(cluster: Any) -> Any:
 
 
 def descendants(ancestor: int) -> dict[int, str]:
-    """Processes that a process started, or those did, and so on: their command lines."""
+    """Return {pid: command line} of all descendants of a process."""
     parents: dict[int, int] = {}
     titles: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
@@ -127,7 +127,7 @@ def descendants(ancestor: int) -> dict[int, str]:
 
 
 def workers(role: str) -> list[int]:
-    """Processes of one of ACTORS among the descendants of this process, oldest first."""
+    """Return the pids of one role of ACTORS among this process's descendants, oldest first."""
     found = descendants(os.getpid())
     return sorted(pid for pid, title in found.items() if title.startswith("ray::") and ACTORS[role] in title)
 
@@ -165,7 +165,7 @@ class Command:
         self.until(lambda: steps_of(self.folder)[-1:] >= [step])
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """End the run in any state."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -176,7 +176,7 @@ class Command:
 
 
 class ForkedCommand(Command):
-    """The same in a process that need not import anything, which takes longer than most of these runs."""
+    """Run the command in a process with preloaded imports, which take longer than most of these runs."""
 
     def started(self, arguments: list[str]) -> subprocess.Popen[bytes] | Forked:
         self.output.touch()
@@ -196,7 +196,7 @@ def events_of(folder: Path) -> list[str]:
 
 
 def duplicates(folder: Path) -> int:
-    """Trajectories that are twice among what a step played or learned from."""
+    """Return the number of trajectories that a step recorded twice."""
     return sum(duplicates_by_step(folder).values())
 
 
@@ -210,7 +210,7 @@ def duplicates_by_step(folder: Path) -> dict[int, int]:
 
 
 def tokens(folder: Path) -> dict[str, list[Any]]:
-    """What was played in each file: ids and tokens, in order."""
+    """Return the ids and tokens of each trajectory file, in order."""
     found = {}
     for path in sorted((folder / "trajectories").glob("[es][vt]*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
@@ -219,7 +219,7 @@ def tokens(folder: Path) -> dict[str, list[Any]]:
 
 
 def leaked(timeout_s: float = 60.0) -> int:
-    """Worker processes that outlive their run."""
+    """Return worker processes that outlive their run."""
     give_up_at = time.monotonic() + timeout_s
     while True:
         left = [pid for role in ACTORS for pid in workers(role)]

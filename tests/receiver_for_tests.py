@@ -1,4 +1,4 @@
-"""A process of its own that is lent weights when it is told to, and says what it has then."""
+"""A separate process that receives weights on command and reports its tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from agentgym_rl.errors import EngineError
 from agentgym_rl.transport.buckets import load_device_weights
 from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 
-PATIENCE_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
 
 
 class Receiver:
-    """As an engine: it has tensors like those of `state`, all zeros, on its own device."""
+    """Acts as an engine: it has zero tensors like those of `state` on its own device."""
 
     def __init__(self, connection: Any, process: Any, state: dict[str, torch.Tensor]) -> None:
         self._connection, self.process = connection, process
@@ -29,16 +29,16 @@ class Receiver:
         self._connection.send(None)
         return self._answer()
 
-    def begin(self, endpoint: Endpoint, version: int, dies_of: str = "") -> None:
-        """Take the version; a tensor's name makes it kill itself when it has that one."""
-        self._connection.send((DeviceWeights(endpoint, version), dies_of))
+    def begin(self, endpoint: Endpoint, version: int, dies_at: str = "") -> None:
+        """Load the version. The process kills itself at the tensor named `dies_at`."""
+        self._connection.send((DeviceWeights(endpoint, version), dies_at))
 
     def result(self) -> Any:
-        """{name: tensor} as it has them, or why it has not."""
+        """Return {name: bytes of the tensor}, or the error."""
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self._connection.poll(PATIENCE_S)
+        assert self._connection.poll(ANSWER_TIMEOUT_S)
         return self._connection.recv()
 
 
@@ -49,31 +49,31 @@ def receiver(state: dict[str, torch.Tensor], device: str = "cpu") -> Iterator[Re
 
 
 class _Deadly(dict[str, torch.Tensor]):
-    dies_of = ""
+    dies_at = ""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name == self.dies_of:
+        if name == self.dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().__getitem__(name)
 
 
 def _serve(connection: Any, device: str) -> None:
     torch.zeros(1, device=device)
-    made = connection.recv().items()
-    own = _Deadly({name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in made})
+    shapes = connection.recv().items()
+    own = _Deadly({name: torch.zeros(shape, dtype=dtype, device=device) for name, (dtype, shape) in shapes})
     while True:
         try:
-            told = connection.recv()
+            command = connection.recv()
         except EOFError:
             return
-        if told is None:
+        if command is None:
             connection.send(open_endpoint())
             continue
-        lent, own.dies_of = told
+        weights, own.dies_at = command
         try:
-            load_device_weights(own, lent)
+            load_device_weights(own, weights)
         except EngineError as error:
             connection.send(str(error))
             continue
-        # By value: torch would hand tensors over as memory that ends with this process.
+        # Sent by value, because torch would share memory that ends with this process.
         connection.send({name: t.cpu().contiguous().view(-1).view(torch.uint8).numpy() for name, t in own.items()})

@@ -1,5 +1,5 @@
-"""Actors, places and turns on a shared device: Ray's part alone, with workers that only take notes; then whole runs
-that begin in another folder than Ray did."""
+"""Ray actors, placement and shared devices, with workers that only record calls; then whole runs that start in another
+folder than Ray."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Rank:
-    """Learns nothing, has one weight."""
+    """A rank with one weight that never changes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -54,8 +54,8 @@ class Rank:
         return "a probe"
 
 
-class Seat:
-    """Notes what it is told, and is hollow from the second version on until it is made again."""
+class RecordingAdapter:
+    """Records its calls. It loses its processes at the second version, until it is restarted."""
 
     def __init__(self) -> None:
         self.engine: Any = ScriptedEngine([[7, 8]] * 9)
@@ -68,23 +68,23 @@ class Seat:
 
     died = False
 
-    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
+    async def load(self, source: Any, version: int, probe: Any = None) -> None:
         if version == 2 and not ray.get_runtime_context().was_current_actor_reconstructed:
             self.died = True
             raise EngineError("its own processes are gone")
-        ((name, tensor),) = arrived[0].tensors()
+        ((name, tensor),) = source[0].tensors()
         self.notes.append(f"{name} {tensor.tolist()} of version {version} with {probe}")
         self.engine.version = version
 
     async def sleep(self) -> None:
-        self.notes.append("rest")
+        self.notes.append("sleep")
 
     async def wake(self) -> None:
         self.notes.append("wake")
 
 
-class LendingRank(Rank):
-    """Has several weights, another value in each version; the last rank dies where a file says so."""
+class SendingRank(Rank):
+    """Has several weights with another value in each version. The last rank dies if a file exists."""
 
     def __init__(self, deadly: Path, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -100,8 +100,8 @@ class LendingRank(Rank):
             yield str(number), torch.full((1000,), self._value + number)  # 4,000 bytes
 
 
-class Borrowing(Seat):
-    """Is killed in the middle of the first version that it is lent while there is no file."""
+class DeviceAdapter(RecordingAdapter):
+    """Dies in the middle of the first transfer on the device, while a file does not exist."""
 
     def __init__(self, once: Path) -> None:
         super().__init__()
@@ -111,32 +111,32 @@ class Borrowing(Seat):
         self.notes.append("open_endpoint")
         return open_endpoint()
 
-    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
-        lent = isinstance(arrived, DeviceWeights)
-        pairs = arrived.tensors() if lent else (pair for some in arrived for pair in some.tensors())
-        found = []
+    async def load(self, source: Any, version: int, probe: Any = None) -> None:
+        sent = isinstance(source, DeviceWeights)
+        pairs = source.tensors() if sent else (pair for bucket in source for pair in bucket.tensors())
+        values = []
         for name, tensor in pairs:
-            found.append(f"{name}={tensor[0]:g}")
+            values.append(f"{name}={tensor[0]:g}")
             assert (tensor == tensor[0]).all()
             del tensor
-            if lent and name == "1":
+            if sent and name == "1":
                 die_unless(self._once)
-        self.notes.append(f"{' '.join(found)} {'lent' if lent else 'read'} as version {version} with {probe}")
+        self.notes.append(f"{' '.join(values)} {'sent' if sent else 'read'} as version {version} with {probe}")
         self.engine.version = version
 
 
-class Hopeless(Seat):
-    """Dies of its second version, however often it is made again."""
+class DyingAdapter(RecordingAdapter):
+    """Dies at its second version, however often it is restarted."""
 
-    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
+    async def load(self, source: Any, version: int, probe: Any = None) -> None:
         if version == 1:
             self.died = True
             raise EngineError("its worker ran out of memory")
-        await super().load(arrived, version, probe)
+        await super().load(source, version, probe)
 
 
-class Fragile(Seat):
-    """Dies of the prompt [0], once if a file says so."""
+class FragileAdapter(RecordingAdapter):
+    """Dies at the prompt [0], once per file."""
 
     def __init__(self, once: Path) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Fragile(Seat):
 
 
 def die_unless(once: Path) -> None:
-    """One of several processes, if they come at the same time."""
+    """Exit unless the file exists, and create it: one of several concurrent processes dies."""
     try:
         once.touch(exist_ok=False)
     except FileExistsError:
@@ -173,7 +173,7 @@ def make_player(engine: Any) -> Player:
 
 
 class Reporting(Player):
-    """Tells the shared_state of something before it plays."""
+    """Reports an event to the shared state before it plays."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -201,7 +201,9 @@ def on_this_machine() -> Iterator[None]:
         ray.shutdown()
 
 
-async def started(of: Plan, make_engine: Any = Seat, make_player: Any = make_player, make_rank: Any = Rank) -> Any:
+async def started(
+    of: Plan, make_engine: Any = RecordingAdapter, make_player: Any = make_player, make_rank: Any = Rank
+) -> Any:
     from agentgym_rl.scale.ray_app import RayApp
 
     app = RayApp(of)
@@ -216,7 +218,7 @@ async def started(of: Plan, make_engine: Any = Seat, make_player: Any = make_pla
 
 
 async def bundle(actor: Any) -> tuple[str, int]:
-    """(placement group, its bundle) that an actor sits in."""
+    """Return (placement group, bundle index) of an actor."""
     ids = await actor.__ray_call__.remote(lambda _: ray._private.worker.global_worker.core_worker.resource_ids())
     (name,) = [key for key in ids if key.startswith("CPU_group_") and key.count("_") == 3]
     return name.rpartition("_")[2], int(name.split("_")[2])
@@ -248,7 +250,7 @@ async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_d
         await app.weights.publish(1)
         await app.engines[0].generate.remote([1], Sampling(4), "a")
         first, second = (f"weight [1.0, 2.0] of version {version} with a probe" for version in (0, 1))
-        assert await notes(app) == [[first, "rest", "wake", "rest", second], [first, "rest", "rest", second]]
+        assert await notes(app) == [[first, "sleep", "wake", "sleep", second], [first, "sleep", "sleep", second]]
         # Engines that outlive the processes they sample with are started again, and take what they missed.
         await app.weights.publish(2)
         await asyncio.gather(*app.weights.behind.values())
@@ -265,7 +267,7 @@ async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restar
 ) -> None:
     monkeypatch.setenv(LEND_VARIABLE, "always")
     app = await started(
-        plan(), partial(Borrowing, tmp_path / "once"), make_rank=partial(LendingRank, tmp_path / "deadly")
+        plan(), partial(DeviceAdapter, tmp_path / "once"), make_rank=partial(SendingRank, tmp_path / "deadly")
     )
     try:
         (tmp_path / "once").touch()
@@ -283,10 +285,18 @@ async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restar
         await app.weights.behind[lost]
         await asyncio.to_thread(app.on_all, "learn")
         await app.weights.publish(2)
-        lent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} lent as version {v} with a probe" for v in range(3)]
+        sent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} sent as version {v} with a probe" for v in range(3)]
         every = await notes(app)
-        assert every[lost] == [lent[1].replace("lent", "read"), "open_endpoint", lent[2]]
-        assert every[1 - lost] == ["open_endpoint", lent[0], "rest", "open_endpoint", lent[1], "open_endpoint", lent[2]]
+        assert every[lost] == [sent[1].replace("sent", "read"), "open_endpoint", sent[2]]
+        assert every[1 - lost] == [
+            "open_endpoint",
+            sent[0],
+            "sleep",
+            "open_endpoint",
+            sent[1],
+            "open_endpoint",
+            sent[2],
+        ]
         assert [event["kind"] for event in await app.events()] == ["engine_lost", "engine_started"]
         (tmp_path / "deadly").touch()
         with pytest.raises(WorkerLost, match="learner rank 1 of 2 died: run the same command with --resume"):
@@ -297,7 +307,7 @@ async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restar
 
 @pytest.mark.long
 async def test_an_engine_that_dies_at_every_load_ends_the_run_with_the_cause() -> None:
-    app = await started(plan(learners=1, engines=1), Hopeless)
+    app = await started(plan(learners=1, engines=1), DyingAdapter)
     try:
         assert await app.weights.publish(0) == "through 1.28e-07 GB of the node's memory, which all of them map"
         await app.weights.publish(1)  # it is down, and may come back
@@ -312,7 +322,7 @@ async def test_an_engine_that_dies_at_every_load_ends_the_run_with_the_cause() -
 
 
 async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> None:
-    """Also where its death is an engine's or a host's answer, who are alive."""
+    """Also if an engine or a host that is alive reports its death."""
     app = await started(plan(learners=1, engines=1), make_player=Reporting)
     try:
         await app.weights.publish(0)
@@ -341,11 +351,11 @@ async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> Non
 async def test_a_death_long_after_a_call_started_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of an environment host or an engine, while another is alive; only what everybody dies of is given up."""
+    """Kill an environment host or an engine while another is alive. Only a call that kills every worker fails."""
     from agentgym_rl.scale import ray_app
 
     of = plan(learners=1, env_hosts=2, layout="disaggregated")
-    app = await started(of, partial(Fragile, tmp_path / "prompt"))
+    app = await started(of, partial(FragileAdapter, tmp_path / "prompt"))
     try:
         await app.weights.publish(0)
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
@@ -399,7 +409,7 @@ def write_what_a_recipe_names(folder: Path) -> None:
 async def test_a_bfloat16_run_on_shared_devices_with_workers_in_other_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks that lend to two native engines; a recipe of relative paths and a token that only the driver has."""
+    """Two ranks send to two native engines. The recipe has relative paths and a token that only the driver has."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COUNTING_TOKEN", "secret")  # after Ray was started, as on a cluster
     monkeypatch.setenv(LEND_VARIABLE, "always")
@@ -439,7 +449,7 @@ async def test_a_bfloat16_run_on_shared_devices_with_workers_in_other_folders(
 
 @pytest.mark.long
 async def test_overlap_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> None:
-    """The next step is played, by engines that have weights of their own, while ranks learn."""
+    """Engines with their own weights play the next step while ranks learn."""
     with server_in_thread({"counting": Counting}) as server:
         environments = [{"name": "counting", "url": f"{server.url}/counting"}]
         changes = {"environments": environments, "rl__steps": 4, "rl__overlap": 1, "rl__zero_variance": "keep"}

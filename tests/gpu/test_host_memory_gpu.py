@@ -1,4 +1,4 @@
-"""Weights from one process to another through memory of the host that CUDA has page-locked, and lent on the device."""
+"""Weights between processes through page-locked host memory, and shared on the device."""
 
 from __future__ import annotations
 

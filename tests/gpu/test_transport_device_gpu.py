@@ -1,4 +1,4 @@
-"""Weights lent from one process to another on one CUDA device: bits, memory, and what a death leaves behind."""
+"""Weights sent between processes on one CUDA device: exact bits, memory use, and memory after a death."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 BUCKET = 64 << 20
 SLACK = 48 << 20
-"""Of the device: what a context or an allocator may take once."""
+"""Bytes of the device that a context or an allocator may take once."""
 
 
 def a_state(seed: int) -> dict[str, torch.Tensor]:
@@ -28,7 +28,7 @@ def a_state(seed: int) -> dict[str, torch.Tensor]:
 
 
 def as_gathered(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each is gone as soon as the next is asked for, and its memory used again."""
+    """Yield tensors of which each is freed before the next, so that its memory is reused."""
     for name, tensor in state.items():
         yield name, tensor.clone()
 
@@ -42,7 +42,7 @@ def same(found: Any, state: dict[str, torch.Tensor]) -> bool:
 
 
 def used() -> int:
-    """Bytes of the device, whoever has them."""
+    """Return the used bytes of the device, of all processes."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -92,7 +92,7 @@ def test_two_engines_load_at_once_and_a_killed_one_leaks_no_memory(bases: None) 
             with receiver(state, "cuda") as dies:
                 endpoints = [stays.open_endpoint(), dies.open_endpoint()]
                 stays.begin(endpoints[0], version)
-                dies.begin(endpoints[1], version, dies_of="f")
+                dies.begin(endpoints[1], version, dies_at="f")
                 assert send_weights(as_gathered(state), version, endpoints, BUCKET).keys() == {endpoints[1].name}
                 assert same(stays.result(), state)
                 dies.process.join(60)
@@ -118,7 +118,7 @@ def test_expandable_segments_do_not_prevent_sharing_memory(bases: None, monkeypa
 
 
 def test_float32_that_is_on_the_host_arrives_on_the_device_too(bases: None) -> None:
-    """As parameters do that a learner keeps there."""
+    """Like a learner's parameters, which remain on the device."""
     state = {name: tensor.cpu() for name, tensor in a_state(7).items()}
     with receiver(state, "cuda") as engine:
         endpoint = engine.open_endpoint()

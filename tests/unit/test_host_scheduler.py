@@ -1,4 +1,4 @@
-"""Which environment host plays a group, and when."""
+"""Assignment of groups to environment hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentgym_rl.scale.host_scheduler import HostScheduler
 
 
 class Playing:
-    """Groups that are being played until they are told to end."""
+    """Groups that are played until `end`."""
 
     def __init__(self, scheduler: HostScheduler) -> None:
         self.scheduler = scheduler
@@ -39,13 +39,13 @@ class Playing:
 
 
 async def settled() -> None:
-    """Everything that can go on without anybody's help has."""
+    """Wait until no task can continue without an event."""
     for _ in range(2000):
         await asyncio.sleep(0)
 
 
 def on_hosts(playing: Playing) -> list[int]:
-    """Episodes at once, most first."""
+    """Return the concurrent episodes of each host, largest first."""
     counts: Counter[int] = Counter()
     for host, size in playing.now:
         counts[host] += size
@@ -68,7 +68,9 @@ async def test_a_large_group_is_not_overtaken_forever_and_an_oversized_one_plays
     first, second = Playing(scheduler), Playing(scheduler)
     await first.begin(2)
     await second.begin(12, 4)
-    assert (first.now, second.now) == ([(0, 2)], []), "the small one waits behind the large one, which waits for room"
+    assert (first.now, second.now) == ([(0, 2)], []), (
+        "the small group waits behind the large one, which waits for capacity"
+    )
     await first.end()
     await settled()
     assert second.now == [(0, 12)]
@@ -88,10 +90,10 @@ async def test_groups_larger_than_a_hosts_share_do_not_exceed_what_all_may_play(
 async def test_hosts_that_are_down_play_nothing_until_they_are_back() -> None:
     scheduler = HostScheduler(2, 4, 0.01)
     assert scheduler.mark_lost(0)
-    assert not scheduler.mark_lost(0), "that is no news"
+    assert not scheduler.mark_lost(0), "it was already marked"
     playing = Playing(scheduler)
     await playing.begin(2, 2, 2)
-    assert playing.now == [(1, 2), (1, 2)], "one at work may take as long as its episodes do"
+    assert playing.now == [(1, 2), (1, 2)], "a busy host may take as long as its episodes do"
     await scheduler.mark_back(0)
     await settled()
     assert playing.now == [(1, 2), (1, 2), (0, 2)]

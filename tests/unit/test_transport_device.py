@@ -1,5 +1,5 @@
-"""Weights that a learner lends to engines on its device, in the form that needs none: what arrives, bucket by bucket,
-and what becomes of whom when one of them dies."""
+"""Weights sent from a learner to engines on its device, in the form that needs no GPU: the tensors that arrive, and the
+outcome when a process dies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from agentgym_rl.types import Sampling
 
 @pytest.fixture(autouse=True)
 def without_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where other tests of this process have begun to use it: a process cannot lend it to itself."""
+    """Hide CUDA even if other tests of this process use it: a process cannot share device memory with itself."""
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
 
 
@@ -49,24 +49,24 @@ def a_state(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def has(found: Any, state: dict[str, torch.Tensor]) -> bool:
-    """Bit for bit."""
-    assert not isinstance(found, str), found
+def equals(received: Any, state: dict[str, torch.Tensor]) -> bool:
+    """Return whether the received bytes equal the state bit for bit."""
+    assert not isinstance(received, str), received
     wanted = {name: t.contiguous().view(-1).view(torch.uint8).tolist() for name, t in state.items()}
-    return {name: values.tolist() for name, values in found.items()} == wanted
+    return {name: values.tolist() for name, values in received.items()} == wanted
 
 
-def rooms_open() -> list[str]:
-    """Of this process."""
-    found = []
+def open_buffers() -> list[str]:
+    """Return the shared buffers that this process has open."""
+    buffers = []
     for file in Path("/proc/self/fd").iterdir():
         try:
             target = os.readlink(file)
         except FileNotFoundError:
-            continue  # that of this look itself
+            continue  # the file of this listing itself
         if "agentgym-rl-shared" in target:
-            found.append(target)
-    return found
+            buffers.append(target)
+    return buffers
 
 
 def test_another_process_gets_every_version_bit_for_bit_with_any_bucket_size() -> None:
@@ -76,29 +76,29 @@ def test_another_process_gets_every_version_bit_for_bit_with_any_bucket_size() -
             assert endpoint.device == device_id()
             engine.begin(endpoint, version)
             assert send_weights(state.items(), version, [endpoint], bucket_bytes) == {}
-            assert has(engine.result(), state)
-    assert not rooms_open()
+            assert equals(engine.result(), state)
+    assert not open_buffers()
 
 
 def test_a_bucket_is_written_after_the_previous_one_was_copied() -> None:
-    asked: list[int] = []
+    gathered: list[int] = []
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
         for number in range(12):
-            asked.append(number)
+            gathered.append(number)
             yield str(number), torch.full((16,), float(number))  # 64 bytes: four in a bucket
 
     endpoint = open_endpoint()
-    lender = threading.Thread(target=send_weights, args=(named(), 3, [endpoint], 256), daemon=True)
-    lender.start()
+    sender = threading.Thread(target=send_weights, args=(named(), 3, [endpoint], 256), daemon=True)
+    sender.start()
     for number, (name, tensor) in enumerate(DeviceWeights(endpoint, 3).tensors()):
         assert name == str(number)
         assert tensor.tolist() == [float(number)] * 16
-        assert max(asked) <= number // 4 * 4 + 4, "one tensor beyond the bucket is gathered, and none written"
+        assert max(gathered) <= number // 4 * 4 + 4, "one tensor beyond the bucket is gathered, and none written"
         del tensor
-    lender.join(60)
-    assert asked == list(range(12))
-    assert not rooms_open()
+    sender.join(60)
+    assert gathered == list(range(12))
+    assert not open_buffers()
 
 
 async def test_a_native_engine_samples_with_device_weights_and_a_tied_head_is_sent_once() -> None:
@@ -108,46 +108,46 @@ async def test_a_native_engine_samples_with_device_weights_and_a_tied_head_is_se
     assert "lm_head.weight" not in dict(whole_state(learner))
     adapter, wanted = NativeAdapter(NativeEngine(model, max_sessions=2), model), NativeEngine(learner, max_sessions=2)
     endpoint = await adapter.open_endpoint()
-    lending = asyncio.create_task(asyncio.to_thread(send_weights, whole_state(learner), 7, [endpoint], 1000))
+    sending = asyncio.create_task(asyncio.to_thread(send_weights, whole_state(learner), 7, [endpoint], 1000))
     await asyncio.sleep(0)
     assert await adapter.load(DeviceWeights(endpoint, 7), 7) == ""
-    assert await lending == {}
+    assert await sending == {}
     assert torch.equal(model.lm_head.weight, learner.lm_head.weight)
     sampling = Sampling(6, temperature=1.0, seed=3)
-    found, expected = [await e.generate([1, 2, 3], sampling, "s") for e in (adapter.engine, wanted)]
-    assert (found.token_ids, found.logprobs, found.version) == (expected.token_ids, expected.logprobs, 7)
+    completion, expected = [await e.generate([1, 2, 3], sampling, "s") for e in (adapter.engine, wanted)]
+    assert (completion.token_ids, completion.logprobs, completion.version) == (expected.token_ids, expected.logprobs, 7)
     await adapter.engine.close()
     await wanted.close()
 
 
 def test_a_killed_engine_is_skipped_and_the_others_get_every_tensor() -> None:
-    state, asked = a_state(1), []
+    state, gathered = a_state(1), []
 
     def named() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in state.items():
-            asked.append(name)
+            gathered.append(name)
             yield name, tensor
 
     with receiver(state) as first, receiver(state) as second, receiver(state) as absent:
         endpoints = [first.open_endpoint(), second.open_endpoint(), absent.open_endpoint()]
         absent.process.kill()
         absent.process.join(60)
-        first.begin(endpoints[0], 5, dies_of="b")
+        first.begin(endpoints[0], 5, dies_at="b")
         second.begin(endpoints[1], 5)
         failed = send_weights(named(), 5, endpoints, 64)
         assert failed.keys() == {endpoints[0].name, endpoints[2].name}
         assert "the connection failed (ConnectionRefused" in failed[endpoints[2].name]
-        assert has(second.result(), state)
+        assert equals(second.result(), state)
         first.process.join(60)
         assert not first.process.is_alive()
         for endpoint in (endpoints[0], endpoints[2]):
-            asked.clear()
+            gathered.clear()
             assert send_weights(named(), 6, [endpoint], 64).keys() == {endpoint.name}
-            assert asked == list(state), "gathering takes every rank, whether or not its engine is there"
-    assert not rooms_open()
+            assert gathered == list(state), "gathering takes every rank, whether or not its engine is there"
+    assert not open_buffers()
 
 
-def lend_and_die(endpoint: Endpoint) -> None:
+def send_and_die(endpoint: Endpoint) -> None:
     def named() -> Iterator[tuple[str, torch.Tensor]]:
         yield "a", torch.ones(4)
         yield "b", torch.ones(4)
@@ -164,21 +164,21 @@ async def test_an_engine_whose_learner_died_has_no_version_until_a_complete_load
     own = {name: torch.zeros(4) for name in "abcd"}
     adapter._model = type("Model", (), {"state_dict": lambda self: own})()
     endpoint = await adapter.open_endpoint()
-    process = CONTEXT.Process(target=lend_and_die, args=(endpoint,))
+    process = CONTEXT.Process(target=send_and_die, args=(endpoint,))
     process.start()
     with pytest.raises(EngineError, match="the learner was gone before it had sent all of weights 2"):
         await adapter.load(DeviceWeights(endpoint, 2), 2)
     assert adapter.version == -1
-    assert own["a"].all(), "it was not for nothing that it lost its version"
+    assert own["a"].all(), "it was already partly overwritten"
     process.join(60)
     assert process.exitcode == 9
     endpoint = await adapter.open_endpoint()
-    lender = threading.Thread(
+    sender = threading.Thread(
         target=send_weights, args=({n: torch.full((4,), 2.0) for n in own}.items(), 3, [endpoint], 64)
     )
-    lender.start()
+    sender.start()
     await adapter.load(DeviceWeights(endpoint, 3), 3)
-    lender.join(60)
+    sender.join(60)
     assert adapter.version == 3
     assert all(tensor.tolist() == [2.0] * 4 for tensor in own.values())
 
@@ -197,7 +197,7 @@ def test_a_tensor_is_freed_without_garbage_collection_when_an_engine_dies() -> N
     try:
         with receiver(state) as engine:
             endpoint = engine.open_endpoint()
-            engine.begin(endpoint, 1, dies_of="f")
+            engine.begin(endpoint, 1, dies_at="f")
             assert send_weights(named(), 1, [endpoint], 64).keys() == {endpoint.name}
             assert len(clones) == len(state)
             assert [clone() for clone in clones] == [None] * len(clones)
@@ -208,7 +208,7 @@ def test_a_tensor_is_freed_without_garbage_collection_when_an_engine_dies() -> N
 @pytest.mark.parametrize(
     ("sent", "version", "message"),
     [
-        ({"a": torch.ones(2), "b": torch.ones(4)}, 4, r"b has shape \(4,\), needed \(3,\)"),
+        ({"a": torch.ones(2), "b": torch.ones(4)}, 4, r"b equals shape \(4,\), needed \(3,\)"),
         ({"a": torch.ones(2), "c": torch.ones(3)}, 4, "unexpected c"),
         ({"a": torch.ones(2)}, 4, "missing b"),
         ({"a": torch.ones(2), "b": torch.ones(3)}, 5, "needed weights 4, the learner sends weights 5"),
@@ -219,14 +219,14 @@ def test_weights_that_do_not_fit_are_refused_and_the_sender_does_not_hang(
 ) -> None:
     own = {"a": torch.zeros(2), "b": torch.zeros(3)}
     endpoint, failed = open_endpoint(), []
-    lender = threading.Thread(
+    sender = threading.Thread(
         target=lambda: failed.append(send_weights(sent.items(), version, [endpoint], 1)), daemon=True
     )
-    lender.start()
+    sender.start()
     with pytest.raises(EngineError, match=message):
         load_device_weights(own, DeviceWeights(endpoint, 4))
-    lender.join(60)
-    assert not lender.is_alive()
+    sender.join(60)
+    assert not sender.is_alive()
     assert bool(failed[0]) == ("missing" not in message)
     assert not own["b"].any()
 
@@ -238,11 +238,11 @@ def test_an_endpoint_serves_one_version_and_only_clients_with_its_key(monkeypatc
     endpoint = open_endpoint()
     with pytest.raises(EngineError, match="does not listen for weights 1"):
         next(DeviceWeights(old, 1).tensors())
-    assert "ConnectionRefused" in send_weights([], 1, [old], 1)[old.name], "nobody is there any more"
+    assert "ConnectionRefused" in send_weights([], 1, [old], 1)[old.name], "the endpoint is closed"
     monkeypatch.setattr(device, "AUTH_TIMEOUT_S", 0.1)
     failed: list[dict[str, str]] = []
 
-    def strangers() -> None:
+    def connect_as_others() -> None:
         with socket.socket(socket.AF_UNIX) as hangs_up, socket.socket(socket.AF_UNIX) as slow:
             hangs_up.connect(endpoint.name)
             hangs_up.close()
@@ -251,22 +251,22 @@ def test_an_endpoint_serves_one_version_and_only_clients_with_its_key(monkeypatc
             failed.append(send_weights([], 1, [endpoint._replace(key="00")], 1))
             failed.append(send_weights([("a", torch.ones(3))], 1, [endpoint], 1))
 
-    others = threading.Thread(target=strangers)
+    others = threading.Thread(target=connect_as_others)
     others.start()
     assert [(name, tensor.tolist()) for name, tensor in DeviceWeights(endpoint, 1).copies()] == [("a", [1.0] * 3)]
     others.join(60)
-    assert [list(one) for one in failed] == [[endpoint.name], []]
-    with monkeypatch.context() as as_somebody_else:
+    assert [list(names) for names in failed] == [[endpoint.name], []]
+    with monkeypatch.context() as as_another_user:
         endpoint = open_endpoint()
-        as_somebody_else.setattr("os.geteuid", lambda: -1)
+        as_another_user.setattr("os.geteuid", lambda: -1)
         assert "PermissionError" in send_weights([], 1, [endpoint], 1)[endpoint.name]
 
 
 def test_a_sender_that_disconnects_fails_and_a_late_close_keeps_the_new_endpoint() -> None:
     endpoint = open_endpoint()
-    with socket.socket(socket.AF_UNIX) as lender:
-        lender.connect(endpoint.name)
-        lender.sendall(endpoint.key.encode())
+    with socket.socket(socket.AF_UNIX) as sender:
+        sender.connect(endpoint.name)
+        sender.sendall(endpoint.key.encode())
     with pytest.raises(EngineError, match="was gone before it had sent all of weights"):
         next(DeviceWeights(endpoint, 1).tensors())
     second = open_endpoint()
@@ -283,7 +283,7 @@ def test_a_sender_that_disconnects_fails_and_a_late_close_keeps_the_new_endpoint
 
 def test_an_engine_that_does_not_answer_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 0.2)
-    endpoint = open_endpoint()  # and nobody looks who is there
+    endpoint = open_endpoint()  # but nothing accepts connections
     assert "TimeoutError('no answer" in send_weights(a_state(0).items(), 1, [endpoint], 64)[endpoint.name]
     state = a_state(1)
     with receiver(state) as stays, receiver(state) as hangs:
@@ -299,23 +299,23 @@ def test_an_engine_that_does_not_answer_is_skipped(monkeypatch: pytest.MonkeyPat
                 yield name, tensor
 
         assert "TimeoutError" in send_weights(named(), 1, endpoints, 64).pop(endpoints[1].name)
-        assert has(stays.result(), state)
+        assert equals(stays.result(), state)
         hangs.process.kill()
 
 
 def test_torch_still_has_the_ipc_fields_that_are_used_here() -> None:
-    """Its own names; that they do what they say is tested in tests/gpu."""
+    """Only the names are checked; tests/gpu checks their behaviour."""
     assert {"storage_device", "ref_counter_handle", "ref_counter_offset"} < device.IPC_FIELDS.keys()
     assert device.IPC_FIELDS["tensor_cls"] == 0
     assert callable(torch.UntypedStorage._release_ipc_counter)
     assert callable(torch.cuda.memory._set_allocator_settings)
 
 
-def lent_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
-    """Three versions, each rank to an engine in its own process; of the second the last rank's engine has enough."""
+def send_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
+    """Send three versions from each rank to an engine in its process. The last rank's engine rejects the second."""
     learner, engine = tiny_model(1), tiny_model(2)
     ranks.place(learner)
-    found = []
+    results = []
     for version in range(3):
         with torch.no_grad():
             for parameter in learner.parameters():
@@ -343,14 +343,14 @@ def lent_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
         mine = (same, len(left_out), failed)
         every: list[Any] = [None] * ranks.size
         torch.distributed.all_gather_object(every, mine)
-        found.append(every)
-    return found
+        results.append(every)
+    return results
 
 
 @pytest.mark.timeout(900)
 def test_two_ranks_send_to_two_engines_and_a_failure_does_not_block_the_other(tmp_path: Path) -> None:
     fine = (True, 0, [])
-    first, second, third = on_ranks(2, lent_on_ranks, tmp_path)
+    first, second, third = on_ranks(2, send_on_ranks, tmp_path)
     assert first == third == [fine, fine]
     assert second[0] == fine
     same, left_out, why = second[1]
@@ -366,12 +366,12 @@ def test_a_learner_that_never_connects_times_out(monkeypatch: pytest.MonkeyPatch
 
 
 def test_other_allocator_settings_survive_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", told.append)
+    settings: list[str] = []
+    monkeypatch.setattr("torch.cuda.memory._set_allocator_settings", settings.append)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128,expandable_segments:True")
     with device._fixed_segments():
-        assert told == ["max_split_size_mb:128,expandable_segments:True,expandable_segments:False"]
-    assert told[1:] == ["max_split_size_mb:128,expandable_segments:True"]
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")  # this one counts, where both are set
+        assert settings == ["max_split_size_mb:128,expandable_segments:True,expandable_segments:False"]
+    assert settings[1:] == ["max_split_size_mb:128,expandable_segments:True"]
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")  # has precedence if both are set
     with device._fixed_segments():
-        assert len(told) == 2
+        assert len(settings) == 2

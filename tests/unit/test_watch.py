@@ -1,4 +1,4 @@
-"""What the driver of a cluster keeps in view."""
+"""The driver's monitoring: SIGTERM, threads, nodes and the connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights in buckets: what goes in comes out, whatever the sizes and types, and nothing half."""
+"""Weights in buckets and host memory: unchanged for all sizes and types, and never half loaded."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def test_tensors_arrive_in_order_and_buckets_respect_their_size(max_bytes: int) 
         "e": torch.randn(40, 30),
         "f": torch.randn(2, 3).t(),
     }
-    made = list(buckets(named.items(), max_bytes))
-    found = [pair for bucket in made for pair in bucket.tensors()]
-    assert [name for name, _ in found] == list(named)
-    for name, tensor in found:
+    filled = list(buckets(named.items(), max_bytes))
+    tensors = [pair for bucket in filled for pair in bucket.tensors()]
+    assert [name for name, _ in tensors] == list(named)
+    for name, tensor in tensors:
         assert tensor.dtype == named[name].dtype
         assert torch.equal(tensor, named[name])
-    assert all(len(bucket.data) <= max_bytes or len(bucket.entries) == 1 for bucket in made)
+    assert all(len(bucket.data) <= max_bytes or len(bucket.entries) == 1 for bucket in filled)
 
 
 def test_ranks_that_keep_no_bucket_still_gather_every_tensor() -> None:
-    asked = []
+    gathered = []
 
     def named():
         for name in "abc":
-            asked.append(name)
+            gathered.append(name)
             yield name, torch.zeros(2)
 
     assert list(buckets(named(), 100, keep=False)) == []
-    assert asked == ["a", "b", "c"]
+    assert gathered == ["a", "b", "c"]
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
@@ -66,7 +66,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 async def test_an_engine_samples_with_what_it_was_given() -> None:
-    """A to B: what the engine says afterwards is what B says, and its version is the new one."""
+    """After an update from model A to B the engine samples like B and has the new version."""
     first, second = tiny_model(1), tiny_model(2)
     adapter = NativeAdapter(NativeEngine(first, max_sessions=2), first)
     wanted = NativeEngine(second, max_sessions=2)
@@ -90,7 +90,7 @@ async def test_a_sleeping_engine_holds_no_cache_and_continues_as_before() -> Non
     before = asyncio.create_task(adapter.engine.generate([1, 2, 3], sampling, "s"))
     await asyncio.sleep(0)
     await adapter.sleep()
-    assert before.done(), "replies under way are finished first"
+    assert before.done(), "pending replies finish first"
     cache = adapter.engine._runner.cache
     assert sum(t.numel() for t in cache.keys) < model.config.num_hidden_layers * 2 * model.config.hidden_size
     await adapter.wake()

@@ -1,4 +1,4 @@
-"""A process killed outright: vLLM's own end with it, and nobody waits for vLLM's when they die."""
+"""Killed processes: vLLM's end with their owner, and pending calls fail when vLLM's die."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_pending_calls_fail_when_vllm_dies(folders: dict[str, Path]) -> No
 
 
 async def test_an_engine_that_was_not_started_ignores_sleep(folders: dict[str, Path]) -> None:
-    """As one that was made again just before a learner on the same device wants to work."""
+    """Like an engine that was restarted just before the learner on its device works."""
     engine = VllmEngine(folders["A"], options={"enable_sleep_mode": True}, **SMALL)
     assert engine.can_sleep
     await VllmAdapter(engine).sleep()

@@ -38,7 +38,7 @@ async def started(folders: dict[str, Path]) -> AsyncIterator[VllmEngine]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def engine(started: VllmEngine, folders: dict[str, Path]) -> VllmEngine:
-    """With the weights of A, whatever a test before this one left."""
+    """Restore the weights of A before each test."""
     if started.version % 100:
         await started.update_weights(folders["A"], (started.version // 100 + 1) * 100)
     started.reset_stats()
@@ -84,7 +84,7 @@ async def test_a_seed_decides_whatever_other_requests_run(engine: Any, vocabular
 
 
 async def test_more_prompts_than_a_step_takes_wait_for_the_next(engine: Any, vocabulary: int) -> None:
-    """With seeds: vLLM on a CPU would die of a prompt that is split between steps."""
+    """With seeds: on a CPU vLLM would crash if it split a prompt over several steps."""
     prompts = [prompt(490, vocabulary, seed=n) for n in range(20)]
     done = await asyncio.gather(*(engine.generate(p, Sampling(2, seed=n), str(n)) for n, p in enumerate(prompts)))
     assert [len(c.token_ids) for c in done] == [2] * 20
@@ -162,8 +162,8 @@ async def test_weights_are_also_loaded_from_memory(engine: Any, models: Any, voc
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="models are on the CPU here, vLLM is on the device")
 async def test_weights_are_sent_by_a_process_on_the_same_device(engine: Any, models: Any, vocabulary: int) -> None:
-    """Bucket by bucket, as ranks and engines of a cluster do: here through memory of the machine. vLLM keeps tensors
-    until it has all of a layer; a bucket has half of one."""
+    """Send bucket by bucket, as on a cluster, but through host memory. vLLM keeps tensors until it has a whole layer; a
+    bucket has half of one."""
     ids, adapter = prompt(50, vocabulary), VllmAdapter(engine)
     for name in "BCA":
         version, probe, endpoint = engine.version + 1, probe_model(models[name]), await adapter.open_endpoint()

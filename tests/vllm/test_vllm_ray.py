@@ -1,5 +1,5 @@
-"""Engine actors on Ray that are vLLM: weights are lent by the rank beside it, or read from memory of the machine where
-it was started again, and replies come through Ray's calls."""
+"""Ray engine actors with vLLM: weights are sent by the rank on the same device, or read from host memory after a
+restart, and replies come through Ray's calls."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from agentgym_rl.types import StopReason
 pytest.importorskip("ray")
 
 STEPS = 12
-"""Of less than half a second: enough for somebody else to look and to kill while they last."""
+"""Steps of less than half a second, enough for another process to poll and kill meanwhile."""
 
 
 def kill_the_scheduler(folder: Path) -> None:
-    """After the first step: vLLM's EngineCore, around which the engine's actor lives on."""
+    """Kill vLLM's EngineCore after the first step. The engine's actor survives it."""
     give_up_at = time.monotonic() + 1500
     while not steps_of(folder):
         assert time.monotonic() < give_up_at, "there was no first step"

@@ -20,16 +20,9 @@ import torch
 from torch import Tensor
 
 from agentgym_rl.errors import EngineError
+from agentgym_rl.transport import host_memory
 from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
-from agentgym_rl.transport.host_memory import (
-    Entry,
-    HostWeights,
-    padded_bytes,
-    page_lock_error,
-    place_in_buckets,
-    tensor_view,
-    wait_for_copies,
-)
+from agentgym_rl.transport.host_memory import Entry, HostWeights, padded_bytes, tensor_view, wait_for_copies
 
 
 @dataclass(slots=True)
@@ -105,7 +98,7 @@ def buckets(
     """Yield buckets of at most `max_bytes`, or of one larger tensor, in order. Without `keep` yield none but still
     gather all tensors, because that takes every rank. With `staging` a bucket is valid until the next one."""
     pending: list[tuple[Entry, Tensor]] = []
-    for entry, tensor, begins in place_in_buckets(named, max_bytes):
+    for entry, tensor, begins in host_memory.place_in_buckets(named, max_bytes):
         if not keep:
             continue
         if begins and pending:
@@ -179,7 +172,7 @@ class NativeAdapter:
         else:
             load_buckets(self._model.state_dict(), source)
         await self.engine.update_weights(None, version)
-        return page_lock_error()
+        return host_memory.page_lock_error()
 
     async def open_endpoint(self) -> Endpoint:
         return open_endpoint()

@@ -205,9 +205,7 @@ class MappedMemory:
             self._unlock = weakref.finalize(self, _unlock, self._bytes.data_ptr())
             self._unlock.atexit = False
         else:
-            self.page_lock_error = (
-                f"CUDA does not page-lock the memory that weights go through ({torch.cuda.CudaError(code)})"
-            )
+            self.page_lock_error = f"CUDA does not page-lock the memory for weights ({torch.cuda.CudaError(code)})"
             logger.warning("%s: copies go through staging buffers and are slower", self.page_lock_error)
             with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, at the next call
                 torch.zeros(1, device="cuda").add_(1)

@@ -14,13 +14,7 @@ import torch
 
 from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.agent.engines.vllm.probe import Probe
-from agentgym_rl.agent.engines.vllm.requirements import (
-    EXTENSION,
-    max_lora_rank,
-    max_reply_tokens,
-    require_vllm,
-    signed_64,
-)
+from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, max_lora_rank, reply_limit, require_vllm, signed_64
 from agentgym_rl.errors import EngineError
 from agentgym_rl.transport.device import DeviceWeights, Endpoint
 from agentgym_rl.transport.host_memory import HostMemory, HostWeights, pack
@@ -113,7 +107,7 @@ class VllmEngine:
         self._ready.set()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        max_tokens = max_reply_tokens(prompt_ids, sampling, self.max_context)
+        max_tokens = reply_limit(prompt_ids, sampling, self.max_context)
         if sampling.stop and not self._has_tokenizer:
             raise EngineError(f"Stop strings need a tokenizer in {self._folder}; or use stop_token_ids.")
         await self._wait_until_open()

@@ -33,7 +33,7 @@ def require_vllm() -> str:
     raise EngineError(f"engine.kind = 'vllm' needs {needed}, which is not installed: pip install 'agentgym-rl[vllm]'")
 
 
-def max_reply_tokens(prompt_ids: list[int], sampling: Sampling, max_context: int) -> int:
+def reply_limit(prompt_ids: list[int], sampling: Sampling, max_context: int) -> int:
     """Return how many tokens a reply may have. Raises EngineError if the request cannot be served."""
     if not prompt_ids:
         raise EngineError("The prompt is empty: at least one token is needed.")

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from agentgym_rl.agent.engines.vllm.probe import Probe
-from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, max_reply_tokens, signed_64
+from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, reply_limit, signed_64
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
@@ -73,7 +73,7 @@ class VllmServer:
         self._ready.set()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        max_tokens = max_reply_tokens(prompt_ids, sampling, self.max_context)
+        max_tokens = reply_limit(prompt_ids, sampling, self.max_context)
         await self._wait_until_open()
         if sampling.temperature not in (0.0, 1.0) or sampling.top_p < 1:
             await self._require_processed(prompt_ids)

@@ -102,9 +102,7 @@ class CapturedRunner:
             self._drop_graphs()
             reason = why_not_captured(self._model)
             if reason is not None:
-                raise EngineError(
-                    f"The model was changed after the engine was made, and {reason}: make another engine."
-                )
+                raise EngineError(f"The model has changed and {reason}: make another engine.")
             self._captured = CapturedModel(self._model, self.cache)
             self._addresses = addresses(self._model)
             if self.cache.spare_position > 0:
