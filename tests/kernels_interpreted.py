@@ -116,7 +116,7 @@ async def out_of_memory() -> None:
         assert gap(model, prompt(length), completion) < 1e-4
 
 
-async def rested() -> None:
+async def slept() -> None:
     """Capturing runs a step: it must not look at positions that the cache no longer has."""
     model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     device = captured(model, 2)
@@ -131,7 +131,7 @@ async def rested() -> None:
     steps._capture = capture
     for length in (150, 8):
         await device.generate(prompt(length), Sampling(1, seed=1), str(length))
-        await device.rest()
+        await device.sleep()
     assert len(seen) == 2
     assert all(position < positions for position, positions in seen), seen
     await device.generate(prompt(8), Sampling(1, seed=1), "last")
@@ -219,7 +219,7 @@ async def logits() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (llama, qwen3, wide, out_of_memory, rested, bucketed, moved_weights, float16, layers, logits)
+    for check in (llama, qwen3, wide, out_of_memory, slept, bucketed, moved_weights, float16, layers, logits)
 }
 
 if __name__ == "__main__":

@@ -381,8 +381,8 @@ class NativeEngine:
         )
 
     def _launch_steps(self) -> int:
-        fewest, most = LAUNCH_STEPS
-        return min(most, max(fewest, round(self._usual_reply / LAUNCHES_PER_REPLY)))
+        minimum, maximum = LAUNCH_STEPS
+        return min(maximum, max(minimum, round(self._usual_reply / LAUNCHES_PER_REPLY)))
 
     def _worth_launching(self, requests: list[Request], lengths: list[int], num_steps: int, updates: int) -> bool:
         """Return whether to start another launch for the same rows before the last one is read."""
