@@ -193,7 +193,7 @@ async def test_an_engine_that_no_rank_reached_fails_the_update() -> None:
     processes = Processes()
     processes.ranks_may_finish.set()
     processes.hanging_loads, processes.skipped = {0}, {"endpoint of GPU-a": "the connection failed"}
-    with pytest.raises(EngineError, match="engine 0 calls not get weights 0: the connection failed"):
+    with pytest.raises(EngineError, match="engine 0 did not get weights 0: the connection failed"):
         await asyncio.wait_for(Publisher(processes).publish(0), 60)
 
 

@@ -155,7 +155,7 @@ def test_files_that_the_driver_does_not_see_are_no_checkpoint(two: Any, tmp_path
     require_written(tmp_path, shards=True)
     of_the_second = next((tmp_path / "shards" / "tensors").glob("__1_*.distcp"))
     of_the_second.write_bytes(of_the_second.read_bytes()[:-9])
-    with pytest.raises(ConfigError, match=f"{of_the_second.name} has .* all nodes see"):
+    with pytest.raises(ConfigError, match=f"{of_the_second.name} needs .* all nodes see"):
         require_written(tmp_path, shards=True)
     for lost in (of_the_second, of_the_second.with_name(".metadata"), tmp_path / "shards" / "rest.pt"):
         lost.unlink()

@@ -208,7 +208,7 @@ def test_a_tensor_is_freed_without_garbage_collection_when_an_engine_dies() -> N
 @pytest.mark.parametrize(
     ("sent", "version", "message"),
     [
-        ({"a": torch.ones(2), "b": torch.ones(4)}, 4, r"b equals shape \(4,\), needed \(3,\)"),
+        ({"a": torch.ones(2), "b": torch.ones(4)}, 4, r"b has shape \(4,\), needed \(3,\)"),
         ({"a": torch.ones(2), "c": torch.ones(3)}, 4, "unexpected c"),
         ({"a": torch.ones(2)}, 4, "missing b"),
         ({"a": torch.ones(2), "b": torch.ones(3)}, 5, "needed weights 4, the learner sends weights 5"),
