@@ -96,7 +96,7 @@ def bucket_rate() -> float:
     """Return the rate in GB/s of cutting a state in host memory into buckets."""
     state = {str(n): torch.zeros(1 << 24, dtype=torch.bfloat16) for n in range(STATE_BYTES >> 25)}
     staging = Staging()
-    staging.room(256 << 20).zero_()  # allocated before, as from the second version on
+    staging.reserve(256 << 20).zero_()  # as it is from the second version on
     started = time.process_time()
     for bucket in buckets(state.items(), 256 << 20, staging=staging):
         del bucket

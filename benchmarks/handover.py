@@ -25,8 +25,8 @@ import torch
 from vllm_weights import BUCKET_BYTES, Store, make_model
 
 from agentgym_rl.transport import host_memory
-from agentgym_rl.transport.buckets import Staging, buckets, load_buckets, load_lent
-from agentgym_rl.transport.device import LentWeights, expect, lend
+from agentgym_rl.transport.buckets import Staging, buckets, load_buckets, load_device_weights
+from agentgym_rl.transport.device import DeviceWeights, open_endpoint, send_weights
 from agentgym_rl.transport.host_memory import HostMemories, HostMemory, HostWeights
 
 State = dict[str, torch.Tensor]
@@ -52,19 +52,19 @@ def run_reader(connection: Any, device: str) -> None:
     own: State = {n: torch.zeros(s, dtype=torch.bfloat16, device=device) for n, s in connection.recv().items()}
     while True:
         try:
-            weights: HostWeights | LentWeights | None = connection.recv()
+            weights: HostWeights | DeviceWeights | None = connection.recv()
         except EOFError:
             return
         if weights is None:
-            connection.send(expect())
+            connection.send(open_endpoint())
             continue
         started = time.perf_counter()
-        if isinstance(weights, LentWeights):
-            load_lent(own, weights)
+        if isinstance(weights, DeviceWeights):
+            load_device_weights(own, weights)
         else:
-            with weights.held() as held:
+            with weights.locked() as held:
                 load_buckets(own, [held])
-        connection.send((time.perf_counter() - started, checksum(own), host_memory.refused()))
+        connection.send((time.perf_counter() - started, checksum(own), host_memory.page_lock_error()))
 
 
 def by_host_memory(engine: Any) -> Send:
@@ -74,8 +74,8 @@ def by_host_memory(engine: Any) -> Send:
         started = time.perf_counter()
         weights = memories.fill(state.items())
         engine.send(weights)
-        if weights.refused:
-            print(weights.refused)
+        if weights.page_lock_error:
+            print(weights.page_lock_error)
         return {"write": time.perf_counter() - started}
 
     return send
@@ -85,9 +85,9 @@ def by_device(engine: Any) -> Send:
     def send(state: State) -> dict[str, float]:
         engine.send(None)
         endpoint = engine.recv()
-        engine.send(LentWeights(endpoint, 0))
-        for reason in lend(state.items(), 0, [endpoint], BUCKET_BYTES).values():
-            raise SystemExit(f"the engine did not get the weights: {reason}")
+        engine.send(DeviceWeights(endpoint, 0))
+        for why in send_weights(state.items(), 0, [endpoint], BUCKET_BYTES).values():
+            raise SystemExit(f"the engine was not lent them: {why}")
         return {}
 
     return send

@@ -48,8 +48,8 @@ from agentgym_rl.agent.engines.vllm.requirements import require_vllm
 from agentgym_rl.errors import EngineError
 from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.scale.process_group import whole_state
-from agentgym_rl.transport.buckets import Bucket, InPlace, Staging, buckets
-from agentgym_rl.transport.device import LentWeights, lend
+from agentgym_rl.transport.buckets import Bucket, NativeAdapter, Staging, buckets
+from agentgym_rl.transport.device import DeviceWeights, send_weights
 from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
@@ -250,7 +250,7 @@ async def updates(
     options: argparse.Namespace,
     differ: Callable[[str, Report], None],
 ) -> Report:
-    """Return the seconds of each way, of a rollout and of a pass over it. Report differences to `differ`."""
+    """Seconds of each way, of a rollout, and of a pass over it. Tells `differ` how far apart engine and learner are."""
     adapter, memories, staging, store = VllmAdapter(engine), HostMemories(), Staging(), Store()
 
     async def by_folder() -> None:
@@ -261,7 +261,7 @@ async def updates(
         await engine.update_weights(model.state_dict(), engine.version + 1, probe=probe_model(model))
 
     async def in_buckets() -> None:
-        """Update as on a cluster without its network: the rank cuts buckets, the engine's adapter joins them."""
+        """As on a cluster, but for the network: the learner's rank cuts, the engine's adapter puts together."""
         cut = buckets(whole_state(model), BUCKET_BYTES, staging=staging)
         stored = [store.put(number, bucket) for number, bucket in enumerate(cut)]
         note(await adapter.load(stored, engine.version + 1, probe_model(model)))
@@ -269,17 +269,19 @@ async def updates(
     async def on_the_node() -> None:
         """Update as on a cluster of one node: the rank writes host memory, vLLM's worker maps it."""
         weights = memories.fill(whole_state(model))
-        note(weights.refused)
+        note(weights.page_lock_error)
         note(await adapter.load([weights], engine.version + 1, probe_model(model)))
 
     async def on_the_device() -> None:
         """Update as on a shared device: the rank shares its buckets, vLLM's worker copies them."""
         version = engine.version + 1
-        probe, endpoint = probe_model(model), await adapter.expect()
-        sending = asyncio.create_task(asyncio.to_thread(lend, whole_state(model), version, [endpoint], BUCKET_BYTES))
-        loading = asyncio.create_task(adapter.load(LentWeights(endpoint, version), version, probe))
-        if failures := await sending:
-            raise RuntimeError(f"vLLM did not get the weights: {failures}")
+        probe, endpoint = probe_model(model), await adapter.open_endpoint()
+        lending = asyncio.create_task(
+            asyncio.to_thread(send_weights, whole_state(model), version, [endpoint], BUCKET_BYTES)
+        )
+        loading = asyncio.create_task(adapter.load(DeviceWeights(endpoint, version), version, probe))
+        if failed := await lending:
+            raise RuntimeError(f"vLLM was not lent weights: {failed}")
         await loading
 
     def note(remark: str) -> None:
@@ -341,15 +343,15 @@ async def sleeping(engine: VllmEngine, token_ids: list[int]) -> Report:
 
 
 async def native(model: Any, options: argparse.Namespace) -> Report:
-    """Measure the project's own engine: loading buckets in place, and its difference from the learner."""
-    adapter = InPlace(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
+    """The project's own engine: weights in place from buckets, and its distance from the learner."""
+    adapter = NativeAdapter(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
     seconds = []
     for version in range(1, options.rounds + 1):
-        weights = list(buckets(whole_state(model), BUCKET_BYTES))
-        seconds.append(await timed(adapter.load(weights, version)))
-    differences = await compare(model, adapter.engine, options.episodes)
+        made = list(buckets(whole_state(model), BUCKET_BYTES))
+        seconds.append(await timed(adapter.load(made, version)))
+    found = await compare(model, adapter.engine, options.episodes)
     await adapter.engine.close()
-    return {"load_buckets_s": statistics.median(seconds), "differences": differences}
+    return {"load_buckets_s": statistics.median(seconds), "differences": found}
 
 
 async def adapters(model: Any, root: Path, arguments: dict[str, Any], rounds: int) -> Report:

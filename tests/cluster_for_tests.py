@@ -74,7 +74,7 @@ PATIENT = {
 """Settings of Ray for a busy machine."""
 CLI = (sys.executable, "-c", "from agentgym_rl.cli import main; main()")
 ROLES = {"learner": "LearnerRank", "engine": "EngineReplica", "env_host": "EnvHost"}
-ACTORS = ROLES | {"board": "Board"}
+ACTORS = ROLES | {"shared_state": "SharedState"}
 SCALE = (
     "scale.learners=2",
     "scale.engines=2",

@@ -116,8 +116,8 @@ async def out_of_memory() -> None:
         assert gap(model, prompt(length), completion) < 1e-4
 
 
-async def rested() -> None:
-    """Check that capturing, which runs a step, does not read positions that the cache no longer has."""
+async def slept() -> None:
+    """Capturing runs a step: it must not look at positions that the cache no longer has."""
     model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     device = captured(model, 2)
     steps: Any = device._runner
@@ -131,7 +131,7 @@ async def rested() -> None:
     steps._capture = capture
     for length in (150, 8):
         await device.generate(prompt(length), Sampling(1, seed=1), str(length))
-        await device.rest()
+        await device.sleep()
     assert len(seen) == 2
     assert all(position < positions for position, positions in seen), seen
     await device.generate(prompt(8), Sampling(1, seed=1), "last")
@@ -170,7 +170,7 @@ async def moved_weights() -> None:
         ids = ids + completion.token_ids + prompt(5, index)
         return gap(model, ids, await device.generate(ids, Sampling(2, seed=2), str(index)))
 
-    with patch.object(engine, "PORTION", 2):
+    with patch.object(engine, "REPLIES_PER_PORTION", 2):
         gaps = await asyncio.gather(*(play(index) for index in range(3)))
     assert max(gaps) < 1e-4, gaps
 
@@ -219,7 +219,7 @@ async def logits() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (llama, qwen3, wide, out_of_memory, rested, bucketed, moved_weights, float16, layers, logits)
+    for check in (llama, qwen3, wide, out_of_memory, slept, bucketed, moved_weights, float16, layers, logits)
 }
 
 if __name__ == "__main__":

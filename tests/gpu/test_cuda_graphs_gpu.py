@@ -61,7 +61,7 @@ def fail_while_capturing(*_: Any, **__: Any) -> None:
         torch.cuda.synchronize()
 
 
-def test_engines_that_nobody_closed_are_collected_while_others_capture(eager_collector: None) -> None:
+def test_unclosed_engines_are_collected_while_others_capture(eager_collector: None) -> None:
     model = make_model()
     wanted = reply(NativeEngine(model, max_sessions=4)).token_ids
     for _ in range(6):

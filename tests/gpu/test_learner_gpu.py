@@ -186,7 +186,7 @@ def test_packed_is_padded_in_float32(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_fused_layers_are_as_near_the_truth_as_transformers(kind: str) -> None:
+def test_fused_layers_are_as_accurate_as_transformers(kind: str) -> None:
     """Against float32 on the same bf16 weights: rounding differs, its size does not."""
     model, micro = make_model(kind, torch.bfloat16), packed(make_samples(1, [5, 130, 64, 64, 2, 90]))
     truth = gradients(copy.deepcopy(model).float(), micro, padded_states)
@@ -282,7 +282,7 @@ def test_the_head_never_holds_all_logits() -> None:
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def test_the_master_moves_where_bf16_alone_would_stand_still() -> None:
+def test_the_float32_master_moves_where_bf16_would_not() -> None:
     model = make_model("llama-tied", torch.bfloat16)
     exact = copy.deepcopy(model).float()
     samples = make_samples(4, [60, 90, 120, 40])

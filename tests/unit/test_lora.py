@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import probe_model
-from agentgym_rl.agent.engines.vllm.probe import held
+from agentgym_rl.agent.engines.vllm.probe import parameter_checksums
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.training import lora
@@ -275,9 +275,9 @@ def test_the_weight_probe_detects_small_updates_of_merged_adapters() -> None:
     assert all(old.checksums[name] != new.checksums[name] for name in adapted_names)
     engine = tiny_model().float()
     engine.load_state_dict(dict(merge(model.state_dict().items())), strict=False)
-    new.check_held([held(engine, new.shapes)], 2)
+    new.check_checksums([parameter_checksums(engine, new.shapes)], 2)
     with pytest.raises(EngineError, match="does not hold these weights"):
-        new.check_held([held(engine.bfloat16().float(), new.shapes)], 2)
+        new.check_checksums([parameter_checksums(engine.bfloat16().float(), new.shapes)], 2)
 
 
 @pytest.mark.parametrize(("model", "engine"), [("bfloat16", "auto"), ("float32", "bfloat16"), ("bfloat16", "float32")])

@@ -89,7 +89,7 @@ async def test_an_engine_that_returns_nonsense_is_an_error(
     assert trajectory.stop is StopReason.ERROR
 
 
-async def test_scripted_replies_in_words_need_an_encoder() -> None:
+async def test_scripted_text_replies_need_an_encoder() -> None:
     with pytest.raises(EngineError, match="encode="):
         ScriptedEngine(["go"])
 

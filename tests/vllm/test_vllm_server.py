@@ -126,7 +126,7 @@ async def test_adapters_are_loaded_by_version(server: VllmServer, model: Any, se
 
 
 def run_config(address: str, served: Path, steps: int) -> Config:
-    """Adapters learn while the next step is played; a random model earns nothing, so its entropy is what it learns."""
+    """Adapters learn while the next step is played. A random model earns no reward, so only its entropy changes."""
     rl = {"kl_coef": 0.0, "entropy_coef": 0.1, "zero_variance": "keep", "optimizer": {"lr": 0.05}}
     return counting_config(
         model={"path": str(served), "lora": {"rank": 4}},

@@ -58,7 +58,7 @@ class _Player(HumanPolicy):
         super().__init__(self._unused, session.instruction)
         self._console, self._session = console, session
 
-    async def words(self, observation: str) -> str:
+    async def reply_text(self, observation: str) -> str:
         self._console.print(Text(f"\n{observation}"))
         while True:
             try:
@@ -92,8 +92,8 @@ class _Spectator(OraclePolicy):
         super().__init__(session)
         self._console = console
 
-    async def words(self, observation: str) -> str:
-        action = await super().words(observation)
+    async def reply_text(self, observation: str) -> str:
+        action = await super().reply_text(observation)
         self._console.print(Text(f"\n{observation}"))
         self._console.print(Text.assemble(("> ", "bold cyan"), action))
         return action

@@ -32,8 +32,8 @@ from agentgym_rl.run.start import Start, describe_scratch, imitate, untrained
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
-from agentgym_rl.scale.publisher import lends
-from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, spread
+from agentgym_rl.scale.publisher import shares_device_memory
+from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, shard_state
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
@@ -42,7 +42,7 @@ from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
-from agentgym_rl.transport.buckets import InPlace, Receiver
+from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
 FOUND = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
@@ -203,7 +203,7 @@ class Rank:
             parameters["critic.parameters"] = dict(critic.model.named_parameters())
         like = like_learner(optimizers, parameters)
         shards = Path(folder) / SHARDS
-        found = load_shards(shards, like) if shards.is_dir() else spread(state or {}, like)
+        found = load_shards(shards, like) if shards.is_dir() else shard_state(state or {}, like)
         with torch.no_grad():
             for name, value in found.pop("masters", {}).items():
                 masters[name].copy_(value)
@@ -243,7 +243,7 @@ class Player:
         await self._pool.close()
 
 
-def make_engine_adapter(config: Config, folder: Path) -> Receiver:
+def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     """Return an engine with weights of its own, behind the interface that weights are sent through."""
     if config.engine.kind == "vllm":
         return backend_vllm.make_vllm_adapter(config, folder)
@@ -252,7 +252,7 @@ def make_engine_adapter(config: Config, folder: Path) -> Receiver:
     model, tokenizer = load_from(folder, config.model)
     model = freeze(model)
     renderer = Renderer(tokenizer, config.model.chat_template)
-    return InPlace(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
+    return NativeAdapter(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
 
 
 def for_workers(config: Config, device: str) -> Config:
@@ -331,7 +331,7 @@ class RayBackend:
         self._config, self._app = config, app
         self.learner: Any = LearnerHandle(app, config.rl) if config.method == "rl" else None
         self.renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
-        self.max_context: int = app.room
+        self.max_context: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
 
     @classmethod
@@ -477,14 +477,14 @@ def plan_of(config: Config) -> Plan:
         worker_timeout_s=scale.worker_timeout_s,
         devices_per_engine=config.engine.tensor_parallel,
     )
-    lends(plan)  # raises for an unknown value
+    shares_device_memory(plan)  # raises for an unknown value
     return plan
 
 
 def claim_device(app: Any) -> None:
     """Free the device for ranks if they share it with engines."""
     if app.plan.layout == "colocated":
-        app.rest_engines()
+        app.sleep_engines()
 
 
 def release_memory() -> None:

@@ -16,8 +16,8 @@ from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, VllmServer, probe_model
 from agentgym_rl.config import Config, EngineConfig
 from agentgym_rl.training.checkpoint import export
-from agentgym_rl.transport.buckets import Arrived
-from agentgym_rl.transport.device import Door, LentWeights
+from agentgym_rl.transport.buckets import WeightSource
+from agentgym_rl.transport.device import DeviceWeights, Endpoint
 from agentgym_rl.transport.host_memory import HostMemory, HostWeights
 
 
@@ -144,7 +144,7 @@ class VllmAdapter:
     def died(self) -> bool:
         return self.engine.died
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         # On a CPU there is no device memory to free, and an engine that was just replaced has none yet.
         if self.engine.can_sleep and self.engine.started:
             await self.engine.sleep()
@@ -152,20 +152,20 @@ class VllmAdapter:
     async def wake(self) -> None:
         await self.engine.wake()
 
-    async def expect(self) -> Door:
+    async def open_endpoint(self) -> Endpoint:
         await self.engine.start()
         await self.engine.wake()
-        return await self.engine.expect()
+        return await self.engine.open_endpoint()
 
-    async def load(self, arrived: Arrived, version: int, probe: Probe | None = None) -> str:
+    async def load(self, arrived: WeightSource, version: int, probe: Probe | None = None) -> str:
         await self.engine.start()
         await self.engine.wake()
         await self.engine.update_weights(await self._readable(arrived), version, probe=probe)
         return self.engine.remark
 
-    async def _readable(self, arrived: Arrived) -> HostWeights | LentWeights:
+    async def _readable(self, arrived: WeightSource) -> HostWeights | DeviceWeights:
         """Return weights that vLLM's workers can read. They cannot read Ray's memory."""
-        if isinstance(arrived, LentWeights):
+        if isinstance(arrived, DeviceWeights):
             return arrived
         if isinstance(arrived[0], HostWeights):
             return arrived[0]

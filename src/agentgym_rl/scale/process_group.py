@@ -1,6 +1,6 @@
-"""Several processes that learn as one: torch.distributed, and FSDP2 to spread parameters, gradients and moments.
+"""Data-parallel learning with torch.distributed, and FSDP2 to shard parameters, gradients and moments.
 
-Gradients add up instead of being averaged, because every rank's loss has the weights of the whole batch.
+Gradients are summed, not averaged, because every rank's loss is normalized by the whole batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from agentgym_rl.training.ranks import Ranks, balanced
 
 
 class ProcessRanks(Ranks):
-    """This process among `size`. With `shard` every model is spread over all of them; else each has a whole copy
-    (LoRA: the weights are frozen and shared by policy, reference and critic, and only small gradients travel)."""
+    """This process among `size` ranks. With `shard` every model is sharded over them, else each has a whole copy. LoRA
+    uses copies: policy, reference and critic share frozen weights, and the gradients are small."""
 
     def __init__(self, device: str = "cpu", *, shard: bool = True, dtype: torch.dtype = torch.float32) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -40,12 +40,12 @@ class ProcessRanks(Ranks):
         return balanced(lengths, self.size)[self.rank]
 
     def most(self, count: int) -> int:
-        found = torch.tensor(count, device=self._mesh.device_type)
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+        highest = torch.tensor(count, device=self._mesh.device_type)
+        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        return int(highest)
 
     def scaled(self, loss: Tensor) -> Tensor:
-        # FSDP takes the mean over ranks. Its divide factor has changed names between releases; this has not.
+        # FSDP averages over ranks. The option that changes it has another name in every release, so scale the loss.
         return loss * self.size if self.shard else loss
 
     def reduce_gradients(self, gradients: Iterable[Tensor]) -> None:
@@ -61,35 +61,35 @@ class ProcessRanks(Ranks):
         sums = torch.stack([_checksum(tensor) for tensor in tensors])
         highest = torch.cat([sums, -sums])
         dist.all_reduce(highest, dist.ReduceOp.MAX)
-        apart = (highest[: len(sums)] != -highest[len(sums) :]).tolist()
-        if any(apart):
+        different = (highest[: len(sums)] != -highest[len(sums) :]).tolist()
+        if any(different):
             raise RuntimeError(
-                f"{sum(apart)} of {len(names)} trained parameters differ between the {self.size} learner ranks after "
-                f"an update, such as {names[apart.index(True)]}: ranks must hold equal copies. Resume from the last "
-                "checkpoint, and report this as a fault"
+                f"{sum(different)} of {len(names)} trained parameters differ between the {self.size} learner ranks "
+                f"after an update, such as {names[different.index(True)]}: ranks must hold equal copies. Resume from "
+                "the last checkpoint, and report this as a bug"
             )
 
     def whole(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
     def total(self, metrics: dict[str, float]) -> dict[str, float]:
-        found: list[dict[str, float]] = [{}] * self.size
-        dist.all_gather_object(found, metrics)
+        gathered: list[dict[str, float]] = [{}] * self.size
+        dist.all_gather_object(gathered, metrics)
         totals: dict[str, float] = defaultdict(float)
-        for some in found:
-            for name, value in some.items():
+        for rank_metrics in gathered:
+            for name, value in rank_metrics.items():
                 totals[name] += value
         return dict(totals)
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of a tensor's bits, read as integers: equal tensors have equal ones, NaN or not."""
+    """Return the sum of a tensor's bits read as integers. Equal tensors have equal sums, also with NaN."""
     bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().view(bits).sum(dtype=torch.int64)
 
 
 def join(rank: int, size: int, address: str, device: str = "cpu", timeout_s: float = 1800.0) -> None:
-    """Meet the other ranks at `address`, such as tcp://10.0.0.1:29500. Objects travel over gloo on any device."""
+    """Join the other ranks at `address`, such as tcp://10.0.0.1:29500. Objects are sent over gloo on any device."""
     backend = "gloo" if torch.device(device).type == "cpu" else "cpu:gloo,cuda:nccl"
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
@@ -99,16 +99,16 @@ def join(rank: int, size: int, address: str, device: str = "cpu", timeout_s: flo
 
 
 def leave() -> None:
-    with suppress(Exception):  # a rank that died has taken the group with it
+    with suppress(Exception):  # the group is already gone if a rank died
         dist.destroy_process_group()
 
 
 def shard_model(model: Any, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
-    """Spread a model's parameters over the mesh, in place: each layer by itself, the rest (embeddings, head) together.
+    """Shard a model's parameters over the mesh, in place: each layer by itself, the rest (embeddings, head) together.
 
-    They are gathered layer by layer as a pass needs them. Learner code reads parts of a model (its decoder, then its
-    head at action positions), so model and layers get a method `gathered` within which their parameters are whole.
-    Passes run in `dtype`; float32 parameters stay float32 where they are kept, and gradients add up in float32.
+    A pass gathers them layer by layer. Learner code reads parts of a model (its decoder, then its head at action
+    positions), so model and layers get a method `gathered` that runs a function with whole parameters. Passes run in
+    `dtype`. The stored parameters remain float32, and gradients are summed in float32.
     """
     compute = None if next(model.parameters()).dtype is dtype else dtype
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -125,12 +125,12 @@ def _gathered(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def whole_state(model: Any) -> Iterable[tuple[str, Tensor]]:
-    """(name, whole tensor on this device) of a model's state, one at a time. Every rank must ask for all of them.
+    """Yield (name, whole tensor on this device) of a model's state. Every rank must read all of them.
 
-    Of tensors that are tied (a head that is the embedding) the first name stands for all, as in a saved model.
+    Tied tensors (a head that is the embedding) appear once under the first name, as in a saved model.
     """
-    every = dict(model.named_parameters(remove_duplicate=False))
-    tied = every.keys() - dict(model.named_parameters()).keys()
+    all_names = dict(model.named_parameters(remove_duplicate=False)).keys()
+    tied = all_names - dict(model.named_parameters()).keys()
     for name, value in model.state_dict().items():
         if name not in tied:
             value = value.detach()
@@ -139,10 +139,10 @@ def whole_state(model: Any) -> Iterable[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_whole(model: Any, state: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into a model in place, each rank taking its part. Names must be those of the model."""
+    """Copy whole tensors into a model in place. Each rank copies its shard. Names must be those of the model."""
     own = model.state_dict()
     for name, value in state.items():
-        mine = own[name]
-        if isinstance(mine, DTensor):
-            value = distribute_tensor(value.to(mine.device, mine.dtype), mine.device_mesh, mine.placements)
-        mine.copy_(value)
+        target = own[name]
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
+        target.copy_(value)

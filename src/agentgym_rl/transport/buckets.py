@@ -1,9 +1,9 @@
-"""Weights from the learner to engines: a state dict cut into buckets, each one flat array of bytes.
+"""Weights sent from the learner to engines in buckets: flat byte arrays that hold parts of a state dict.
 
-A bucket travels as one message through an object store, whatever types its tensors have, and is copied into an engine's
-tensors in place. An engine takes all buckets of a version or none. Where all are on one machine the tensors are in
-memory that engines map instead (HostWeights), which is read the same way. From a learner on its own device an engine
-is lent them there (LentWeights); if that breaks off it has no version until it has taken a whole one.
+A bucket is one message in an object store and is copied into an engine's tensors in place. An engine loads all buckets
+of a version or none. On one machine the tensors are in host memory that engines map (HostWeights), read the same way.
+A learner on the engine's own device shares device memory (DeviceWeights). If that transfer fails, the engine has no
+version until it has loaded a complete one.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.device import Door, LentWeights, expect
-from agentgym_rl.transport.host_memory import Entry, HostWeights, copies_done, cut, padded, part, refused
+from agentgym_rl.transport import host_memory
+from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
+from agentgym_rl.transport.host_memory import Entry, HostWeights, padded_bytes, tensor_view, wait_for_copies
 
 
 @dataclass(slots=True)
 class Bucket:
-    """Some tensors of a state dict, end to end."""
+    """Consecutive tensors of a state dict."""
 
     entries: list[tuple[str, str, tuple[int, ...], int]]
     """(name, dtype such as "bfloat16", shape, first byte) of each tensor."""
@@ -34,21 +35,21 @@ class Bucket:
     """Bytes, uint8."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """One after the other, to be read: they are that memory itself."""
+        """Yield each tensor as a read-only view of the bytes."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # memory shared with other processes may not be written to, and is not
+            warnings.simplefilter("ignore")  # torch warns that this shared memory is read-only
             whole = torch.from_numpy(self.data)
-        for name, dtype, shape, start in self.entries:
-            kind = getattr(torch, dtype)
-            yield name, whole[start : start + math.prod(shape) * kind.itemsize].view(kind).view(shape)
+        for name, dtype_name, shape, start in self.entries:
+            dtype = getattr(torch, dtype_name)
+            yield name, whole[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-Arrived = Sequence[Bucket | HostWeights] | LentWeights
-"""All buckets of a version, or all of it in memory of the machine, or as a learner is about to lend it."""
+WeightSource = Sequence[Bucket | HostWeights] | DeviceWeights
+"""A version's weights: all its buckets, host memory, or a transfer on the device."""
 
 
-class Receiver(Protocol):
-    """An engine that can be given weights."""
+class EngineAdapter(Protocol):
+    """An engine that receives weights."""
 
     engine: Any
     """An agent.engines.base.Engine."""
@@ -58,34 +59,34 @@ class Receiver(Protocol):
 
     @property
     def died(self) -> bool:
-        """Whether processes of its own are gone: it can do nothing any more and has to be made again."""
+        """Whether the engine's own processes died, so that it must be restarted."""
         ...
 
-    async def load(self, arrived: Arrived, version: int, probe: Any = None) -> str:
-        """Use these weights from now on; nothing is sampled while they are half there. A `probe` is what the learner
-        says of some tokens, for engines that are to be checked. Returns why it takes longer than it should, if so."""
+    async def load(self, source: WeightSource, version: int, probe: Any = None) -> str:
+        """Load these weights; no token is sampled until they are complete. A `probe` holds the learner's
+        log-probabilities to check the engine against. Returns a warning if loading is slow, or an empty string."""
         ...
 
-    async def expect(self) -> Door:
-        """Be ready, awake if it rests, to `load` weights that a learner on the same device lends."""
+    async def open_endpoint(self) -> Endpoint:
+        """Wake the engine if needed and prepare to `load` weights from a learner on the same device."""
         ...
 
-    async def rest(self) -> None:
-        """Give back what memory of the device it can do without until `wake` or `load`."""
+    async def sleep(self) -> None:
+        """Free device memory that is not needed until `wake` or `load`."""
         ...
 
     async def wake(self) -> None:
-        """Be ready to sample again, if it rests."""
+        """Prepare to sample again after `rest`."""
         ...
 
 
 class Staging:
-    """Memory of the host that buckets are made in, one after the other; page-locked where CUDA is in use."""
+    """Host memory in which buckets are built one after the other, page-locked if CUDA is in use."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
-    def room(self, size: int) -> Tensor:
+    def reserve(self, size: int) -> Tensor:
         if len(self._bytes) < size:
             self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_initialized())
         return self._bytes[:size]
@@ -94,43 +95,43 @@ class Staging:
 def buckets(
     named: Iterable[tuple[str, Tensor]], max_bytes: int, *, keep: bool = True, staging: Staging | None = None
 ) -> Iterator[Bucket]:
-    """Tensors in order, at most `max_bytes` in a bucket, or one tensor if it is larger. Without `keep` there are none,
-    but all tensors are asked for: gathering them takes every rank. With `staging` each lasts until the next."""
-    held: list[tuple[Entry, Tensor]] = []
-    for entry, tensor, begins in cut(named, max_bytes):
+    """Yield buckets of at most `max_bytes`, or of one larger tensor, in order. Without `keep` yield none but still
+    gather all tensors, because that takes every rank. With `staging` a bucket is valid until the next one."""
+    pending: list[tuple[Entry, Tensor]] = []
+    for entry, tensor, begins in host_memory.place_in_buckets(named, max_bytes):
         if not keep:
             continue
-        if begins and held:
-            yield _bucket(held, staging or Staging())
-            held = []
-        held.append((entry, tensor))
-    if held:
-        yield _bucket(held, staging or Staging())
+        if begins and pending:
+            yield _make_bucket(pending, staging or Staging())
+            pending = []
+        pending.append((entry, tensor))
+    if pending:
+        yield _make_bucket(pending, staging or Staging())
 
 
 @torch.no_grad()
-def load_buckets(own: Mapping[str, Tensor], arrived: Iterable[Bucket | HostWeights]) -> None:
-    """Copy buckets into tensors in place. Names and shapes are checked before anything is written; a name may be
-    missing only where its tensor is tied to one that is there."""
-    arrived = list(arrived)
-    shapes = {name: shape for bucket in arrived for name, _, shape, _ in bucket.entries}
+def load_buckets(own: Mapping[str, Tensor], source: Iterable[Bucket | HostWeights]) -> None:
+    """Copy buckets into tensors in place. Names and shapes are checked before anything is written. A name may be
+    missing only if its tensor is tied to one that is present."""
+    source = list(source)
+    shapes = {name: shape for bucket in source for name, _, shape, _ in bucket.entries}
     _require_fit(own, shapes, whole=True)
-    for bucket in arrived:
+    for bucket in source:
         for name, tensor in bucket.tensors():
             own[name].copy_(tensor, non_blocking=True)
-    copies_done()
+    wait_for_copies()
 
 
 @torch.no_grad()
-def load_lent(own: Mapping[str, Tensor], lent: LentWeights) -> None:
-    """Likewise, as a learner lends them: each is checked before it is written, that all were there afterwards."""
+def load_device_weights(own: Mapping[str, Tensor], weights: DeviceWeights) -> None:
+    """Copy weights shared on the device in place. Checks each before it is written, and for missing ones at the end."""
     shapes: dict[str, tuple[int, ...]] = {}
-    with contextlib.closing(lent.tensors()) as named:
+    with contextlib.closing(weights.tensors()) as named:
         for name, tensor in named:
             shapes[name] = tuple(tensor.shape)
             _require_fit(own, {name: shapes[name]}, whole=False)
             own[name].copy_(tensor, non_blocking=True)
-            del tensor  # the lender frees it when it is told that all is taken
+            del tensor  # the learner reuses the memory after this engine's acknowledgement
     _require_fit(own, shapes, whole=True)
 
 
@@ -149,8 +150,8 @@ def _require_fit(own: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]
         raise EngineError(f"the weights do not fit the engine's model: {'; '.join(problems[:3])}{more}")
 
 
-class InPlace:
-    """A native engine and the model it samples from."""
+class NativeAdapter:
+    """A native engine and its model, loaded in place."""
 
     def __init__(self, engine: Any, model: Any) -> None:
         self.engine, self._model = engine, model
@@ -163,30 +164,30 @@ class InPlace:
     def died(self) -> bool:
         return False
 
-    async def load(self, arrived: Arrived, version: int, probe: Any = None) -> str:
+    async def load(self, source: WeightSource, version: int, probe: Any = None) -> str:
         # No await between the first copy and the new version: no token is sampled from a mixture.
-        if isinstance(arrived, LentWeights):
-            self.engine.version = -1  # should it break off
-            load_lent(self._model.state_dict(), arrived)
+        if isinstance(source, DeviceWeights):
+            self.engine.version = -1  # in case the transfer fails
+            load_device_weights(self._model.state_dict(), source)
         else:
-            load_buckets(self._model.state_dict(), arrived)
+            load_buckets(self._model.state_dict(), source)
         await self.engine.update_weights(None, version)
-        return refused()
+        return host_memory.page_lock_error()
 
-    async def expect(self) -> Door:
-        return expect()
+    async def open_endpoint(self) -> Endpoint:
+        return open_endpoint()
 
-    async def rest(self) -> None:
-        await self.engine.rest()
+    async def sleep(self) -> None:
+        await self.engine.sleep()
 
     async def wake(self) -> None:
-        """Nothing: keys and values are made room for as they come."""
+        """Do nothing: the KV cache grows as needed."""
 
 
-def _bucket(held: list[tuple[Entry, Tensor]], staging: Staging) -> Bucket:
-    (*_, start), last = held[-1]
-    data = staging.room(start + padded(last))
-    for entry, tensor in held:
-        part(data, entry).copy_(tensor.detach(), non_blocking=True)
-    copies_done()
-    return Bucket([entry for entry, _ in held], data.numpy())
+def _make_bucket(pending: list[tuple[Entry, Tensor]], staging: Staging) -> Bucket:
+    (*_, start), last = pending[-1]
+    data = staging.reserve(start + padded_bytes(last))
+    for entry, tensor in pending:
+        tensor_view(data, entry).copy_(tensor.detach(), non_blocking=True)
+    wait_for_copies()
+    return Bucket([entry for entry, _ in pending], data.numpy())

@@ -1,14 +1,14 @@
-"""Weights from a learner's process to an engine's on the same device, without leaving it.
+"""Weights sent from a learner's process to engines on the same device, without leaving the device.
 
-    engine      `expect()`: a door, which opens to who has its key
-    learner     `lend(tensors, version, doors, ...)`: knocks, writes tensors into a room as they are gathered, and when
-                it is full says so; writes on when every engine said that it has taken what is there
-    engine      `LentWeights(door, version).tensors()`: the room's tensors, one after the other, to be copied in place
+    engine      `open_endpoint()`: a socket that accepts one connection with the right key
+    learner     `send_weights(tensors, version, endpoints, ...)`: connects, copies tensors into a shared buffer as they
+                are gathered, announces a full buffer and continues after every engine has acknowledged it
+    engine      `DeviceWeights(endpoint, version).tensors()`: yields the buffer's tensors, to be copied in place
 
-A room is memory of the CUDA device, which other processes open through CUDA IPC, or on a CPU memory that they map: the
-same protocol, so that it is tested where there is no device. There is one, of a bucket's size or that of the largest
-tensor. Whoever dies closes its end of the line: an engine that is gone is left out, since gathering takes every rank;
-one whose learner is gone has half of a version and raises.
+The buffer is CUDA memory that other processes open through CUDA IPC, or mapped host memory on a CPU. The protocol is
+the same, so tests need no GPU. There is one buffer, as large as a bucket or as the largest tensor. A process that dies
+closes its connection. The learner skips a dead engine and keeps gathering, because gathering takes every rank. An
+engine whose learner died has an incomplete version and raises.
 """
 
 from __future__ import annotations
@@ -33,197 +33,199 @@ import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from agentgym_rl.errors import EngineError
-from agentgym_rl.transport.host_memory import Entry, copies_done, cut, padded, part
+from agentgym_rl.transport.host_memory import Entry, padded_bytes, place_in_buckets, tensor_view, wait_for_copies
 
-TAKEN = b"taken"
-"""What an engine answers to each message."""
-BROKEN = (OSError, EOFError)
-"""What a line fails with when the process at its other end is gone, or does not answer in time."""
-PATIENCE_S = 600.0
-"""Granted to a learner to come: it may have much to gather for others first. And to an engine to answer."""
-KNOCK_S = 5.0
-"""Granted to who knocks to show the key."""
-PLACES = {name: place for place, name in enumerate(inspect.signature(rebuild_cuda_tensor).parameters)}
-"""Of what torch rebuilds a CUDA tensor from; the device's number, and a counter of who has it open, are read here."""
+ACK = b"ack"
+"""An engine's answer to each message."""
+CONNECTION_ERRORS = (OSError, EOFError)
+"""Errors of a connection whose other process is gone or does not answer before the deadline."""
+ANSWER_TIMEOUT_S = 600.0
+"""Seconds an engine waits for its learner, which may serve others first, and a learner for an engine's answer."""
+AUTH_TIMEOUT_S = 5.0
+"""Seconds a connecting process has to send the key."""
+IPC_FIELDS = {name: index for index, name in enumerate(inspect.signature(rebuild_cuda_tensor).parameters)}
+"""Positions of the values from which torch rebuilds a CUDA tensor. Some are read or changed here."""
 
 
-class Door(NamedTuple):
-    """Where an engine waits for a learner."""
+class Endpoint(NamedTuple):
+    """The address on which an engine waits for a learner."""
 
     name: str
-    """Of a Unix socket without a file, which is gone with its process."""
+    """Name of an abstract Unix socket, which disappears with its process."""
     key: str
     device: str
-    """As `device_id` names it: only who works on the same one may lend."""
+    """The engine's device as `device_id` names it. Only a learner on the same device can send."""
 
 
 def device_id() -> str:
-    """The same in all processes that work on one device, however each of them numbers it, and in no other."""
+    """Return an id that all processes on this device share, however they number it, and no others."""
     if torch.cuda.is_initialized():
         return f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
     return f"CPU-{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
 
 
-_door: tuple[Door, socket.socket] | None = None
-"""Of this process: a new one replaces it."""
+_listening: tuple[Endpoint, socket.socket] | None = None
+"""This process's endpoint. A new one replaces it."""
 
 
-def expect() -> Door:
-    """Open the door for one version of the weights."""
-    global _door
-    _shut()
-    door = Door(f"\0agentgym-rl-{secrets.token_hex(16)}", secrets.token_hex(32), device_id())
-    entrance = socket.socket(socket.AF_UNIX)
-    entrance.bind(door.name)
-    entrance.listen()
-    _door = (door, entrance)
-    return door
+def open_endpoint() -> Endpoint:
+    """Listen for one version of the weights."""
+    global _listening
+    _close_endpoint()
+    endpoint = Endpoint(f"\0agentgym-rl-{secrets.token_hex(16)}", secrets.token_hex(32), device_id())
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(endpoint.name)
+    listener.listen()
+    _listening = (endpoint, listener)
+    return endpoint
 
 
-def _opened_to(door: Door, entrance: socket.socket) -> Connection:
-    """A line to the first who comes with the key. Anybody on the machine can read the name, so others may come."""
-    give_up_at = time.monotonic() + PATIENCE_S
+def _accept(endpoint: Endpoint, listener: socket.socket) -> Connection:
+    """Return the first connection that sends the key. Every process of the machine can see the socket's name."""
+    deadline = time.monotonic() + ANSWER_TIMEOUT_S
     while True:
-        entrance.settimeout(max(0.001, give_up_at - time.monotonic()))
-        knocking, _ = entrance.accept()
-        with knocking:
-            if not _has_the_key(knocking, door.key.encode()):
+        listener.settimeout(max(0.001, deadline - time.monotonic()))
+        client, _ = listener.accept()
+        with client:
+            if not _is_authorized(client, endpoint.key.encode()):
                 continue
-            line = Connection(knocking.detach())
-        line.send_bytes(TAKEN)
-        return line
+            connection = Connection(client.detach())
+        connection.send_bytes(ACK)
+        return connection
 
 
-def _has_the_key(knocking: socket.socket, key: bytes) -> bool:
-    if _user_of(knocking) != os.geteuid():
+def _is_authorized(client: socket.socket, key: bytes) -> bool:
+    if _peer_user(client) != os.geteuid():
         return False
-    give_up_at, shown = time.monotonic() + KNOCK_S, b""
+    deadline, received = time.monotonic() + AUTH_TIMEOUT_S, b""
     with contextlib.suppress(OSError):
-        while len(shown) < len(key):
-            knocking.settimeout(max(0.001, give_up_at - time.monotonic()))
-            if not (more := knocking.recv(len(key) - len(shown))):
+        while len(received) < len(key):
+            client.settimeout(max(0.001, deadline - time.monotonic()))
+            if not (more := client.recv(len(key) - len(received))):
                 return False
-            shown += more
-        knocking.settimeout(None)
-    return hmac.compare_digest(shown, key)
+            received += more
+        client.settimeout(None)
+    return hmac.compare_digest(received, key)
 
 
-def _user_of(peer: socket.socket) -> int:
-    """Who is at the other end."""
+def _peer_user(peer: socket.socket) -> int:
+    """Return the user id of the process at the other end."""
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return user
 
 
-def _knock(door: Door) -> Connection:
-    """The other end of it; the key is shown to a process of the same user alone."""
-    with socket.socket(socket.AF_UNIX) as found:
-        found.connect(door.name)
-        if _user_of(found) != os.geteuid():
-            raise PermissionError(f"it belongs to user {_user_of(found)}")
-        found.sendall(door.key.encode())
-        return Connection(found.detach())
+def _connect(endpoint: Endpoint) -> Connection:
+    """Connect and send the key, but only to a process of the same user."""
+    with socket.socket(socket.AF_UNIX) as server:
+        server.connect(endpoint.name)
+        if _peer_user(server) != os.geteuid():
+            raise PermissionError(f"it belongs to user {_peer_user(server)}")
+        server.sendall(endpoint.key.encode())
+        return Connection(server.detach())
 
 
-def _answered(line: Connection) -> None:
-    if not line.poll(PATIENCE_S):
-        raise TimeoutError(f"no answer for {PATIENCE_S:.0f} s")
-    line.recv_bytes()
+def _wait_for_ack(connection: Connection) -> None:
+    if not connection.poll(ANSWER_TIMEOUT_S):
+        raise TimeoutError(f"no answer for {ANSWER_TIMEOUT_S:.0f} s")
+    connection.recv_bytes()
 
 
-def _shut() -> None:
-    global _door
-    if _door is not None:
-        _door[1].close()
-    _door = None
+def _close_endpoint() -> None:
+    global _listening
+    if _listening is not None:
+        _listening[1].close()
+    _listening = None
 
 
 @dataclass(frozen=True, slots=True)
-class LentWeights:
-    """A version of the weights that a learner on this device is about to lend, in the process that expects it."""
+class DeviceWeights:
+    """A version of the weights that a learner on this device will send to this process."""
 
-    door: Door
+    endpoint: Endpoint
     version: int
 
     def tensors(self) -> Generator[tuple[str, torch.Tensor]]:
-        """One after the other, each to be copied and let go of before the next is asked for: it is the lender's memory,
-        which is written anew. EngineError where the lender is gone."""
-        if _door is None or _door[0].name != self.door.name:
-            raise EngineError(f"weights {self.version} are not expected here: call expect() first, once for a version")
-        mine = _door
-        try:
-            with _opened_to(*mine) as line:
-                yield from self._taken(line)
-        except BROKEN as error:
+        """Yield each tensor. Copy and drop it before asking for the next one, because the learner reuses its memory.
+        Raises EngineError if the learner is gone."""
+        if _listening is None or _listening[0].name != self.endpoint.name:
             raise EngineError(
-                f"the learner that lends weights {self.version} did not come within {PATIENCE_S:.0f} s"
+                f"this process does not listen for weights {self.version}: call open_endpoint() first, once per version"
+            )
+        listening = _listening
+        try:
+            with _accept(*listening) as connection:
+                yield from self._received(connection)
+        except CONNECTION_ERRORS as error:
+            raise EngineError(
+                f"the learner with weights {self.version} did not connect within {ANSWER_TIMEOUT_S:.0f} s"
                 if isinstance(error, TimeoutError)
-                else f"the learner that lent weights {self.version} is gone before all of them were there ({error!r})"
+                else f"the learner was gone before it had sent all of weights {self.version} ({error!r})"
             ) from error
         finally:
-            if _door is mine:
-                _shut()
+            if _listening is listening:
+                _close_endpoint()
 
     def copies(self) -> Generator[tuple[str, torch.Tensor]]:
-        """Likewise, for who keeps them longer."""
+        """Yield a copy of each tensor, for a caller that keeps it longer."""
         for name, tensor in self.tensors():
             copy = tensor.clone()
             del tensor
             yield name, copy
             del copy
 
-    def _taken(self, line: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        room: torch.Tensor | None = None
+    def _received(self, connection: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        buffer: torch.Tensor | None = None
         while True:
-            kind, what = line.recv()
-            if kind == "version" and what != self.version:
-                raise EngineError(f"weights {self.version} were expected, the learner lends {what}")
-            if kind == "room":
-                room = None  # closed before the next is opened, or the lender frees it
-                room = None if what is None else _opened(what)
-            if kind == "take":
-                assert room is not None
-                for entry in what:
-                    yield entry[0], part(room, entry)
-                copies_done()
-            line.send_bytes(TAKEN)
+            kind, value = connection.recv()
+            if kind == "version" and value != self.version:
+                raise EngineError(f"needed weights {self.version}, the learner sends weights {value}")
+            if kind == "buffer":
+                buffer = None  # closed before the next one is opened, so that the learner can free it
+                buffer = None if value is None else _open_buffer(value)
+            if kind == "copy":
+                assert buffer is not None
+                for entry in value:
+                    yield entry[0], tensor_view(buffer, entry)
+                wait_for_copies()
+            connection.send_bytes(ACK)
             if kind == "end":
                 return
 
 
-class Room(Protocol):
-    """Memory that a lender writes and others read."""
+class SharedBuffer(Protocol):
+    """Memory that a learner writes and engines read."""
 
     bytes: torch.Tensor
 
-    def lent(self) -> Any:
-        """What another process opens it by; asked for once for each."""
+    def share(self) -> Any:
+        """Return a handle for one other process to open the buffer with. Call once per process."""
         ...
 
-    def take_back(self, lent: Any) -> None:
-        """From a process that died, or might never say that it is done."""
+    def revoke(self, handle: Any) -> None:
+        """Release the handle of a process that died or may never close it."""
         ...
 
     def close(self) -> None: ...
 
 
-class DeviceRoom:
-    """Of this process's CUDA device. Torch counts who has it open, and frees it when nobody has."""
+class DeviceBuffer:
+    """CUDA memory of this process. Torch counts the processes that have it open and frees it after the last."""
 
     def __init__(self, size: int) -> None:
-        with _plain_segments():
+        with _fixed_segments():
             self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
 
-    def lent(self) -> Any:
+    def share(self) -> Any:
         try:
             return reduce_tensor(self.bytes)[1]
         except RuntimeError as error:
-            message = f"memory of this device cannot be lent ({error}); AGENTGYM_RL_LEND=never does without"
+            message = f"cannot share memory of this device ({error}): set AGENTGYM_RL_LEND=never to do without"
             raise EngineError(message) from error
 
-    def take_back(self, lent: Any) -> None:
+    def revoke(self, handle: Any) -> None:
         counter, offset, device = (
-            lent[PLACES[name]] for name in ("ref_counter_handle", "ref_counter_offset", "storage_device")
+            handle[IPC_FIELDS[name]] for name in ("ref_counter_handle", "ref_counter_offset", "storage_device")
         )
         torch.UntypedStorage._release_ipc_counter(counter, offset, device=device)
 
@@ -233,55 +235,53 @@ class DeviceRoom:
         torch.cuda.empty_cache()  # an engine needs it more than torch's cache does
 
 
-class HostRoom:
-    """Of the machine, without a name. It is gone with the last process that maps it."""
+class HostBuffer:
+    """Anonymous host memory. It disappears with the last process that maps it."""
 
     def __init__(self, size: int) -> None:
-        self._file = os.memfd_create("agentgym-rl-lent")
+        self._file = os.memfd_create("agentgym-rl-shared")
         os.truncate(self._file, size)
-        self.bytes = _mapped(self._file, size)
+        self.bytes = _map(self._file, size)
 
-    def lent(self) -> Any:
+    def share(self) -> Any:
         return f"/proc/{os.getpid()}/fd/{self._file}", len(self.bytes)
 
-    def take_back(self, lent: Any) -> None:
-        """Nothing: the machine knows who died."""
+    def revoke(self, handle: Any) -> None:
+        """Do nothing: the kernel unmaps the memory of a dead process."""
 
     def close(self) -> None:
         del self.bytes
         os.close(self._file)
 
 
-def _mapped(file: int, size: int) -> torch.Tensor:
+def _map(file: int, size: int) -> torch.Tensor:
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
-def _opened(lent: Any) -> torch.Tensor:
-    if isinstance(lent[0], str):
-        with open(lent[0], "r+b", buffering=0) as file:
-            return _mapped(file.fileno(), lent[1])
-    # The lender's number of the device need not be ours; that it is the same device was found out before. Its event is
-    # not waited for, since it says when all is written.
-    parts = [*lent]
-    parts[PLACES["storage_device"]] = torch.cuda.current_device()
-    parts[PLACES["event_sync_required"]] = False
+def _open_buffer(handle: Any) -> torch.Tensor:
+    if isinstance(handle[0], str):
+        with open(handle[0], "r+b", buffering=0) as file:
+            return _map(file.fileno(), handle[1])
+    # The device is the same (checked before), but the learner may number it differently. There is no need to wait for
+    # the learner's event: it announces a buffer only after writing it.
+    arguments = [*handle]
+    arguments[IPC_FIELDS["storage_device"]] = torch.cuda.current_device()
+    arguments[IPC_FIELDS["event_sync_required"]] = False
     try:
-        return cast(torch.Tensor, rebuild_cuda_tensor(*parts))
+        return cast(torch.Tensor, rebuild_cuda_tensor(*arguments))
     except RuntimeError as error:
-        message = (
-            f"memory of the learner on this device could not be opened ({error}); AGENTGYM_RL_LEND=never does without"
-        )
+        message = f"cannot open the learner's memory on this device ({error}): set AGENTGYM_RL_LEND=never to do without"
         raise EngineError(message) from error
 
 
 @contextlib.contextmanager
-def _plain_segments() -> Iterator[None]:
-    """Of torch's memory. Segments that can grow are opened by other processes only where these may trace each other."""
+def _fixed_segments() -> Iterator[None]:
+    """Allocate without expandable segments, which only processes with ptrace rights on each other can share."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     if "expandable_segments:true" not in settings.lower():
         yield
         return
-    # Of a setting that is named twice the latter counts; one that is not named is lost.
+    # If a setting is named twice, the last one counts. A setting that is not named is reset.
     torch.cuda.memory._set_allocator_settings(f"{settings},expandable_segments:False")
     try:
         yield
@@ -289,110 +289,110 @@ def _plain_segments() -> Iterator[None]:
         torch.cuda.memory._set_allocator_settings(settings)
 
 
-class Lender:
-    """Lines to engines and the room between them. `failed`: {door's name: why} of engines that are left out."""
+class WeightSender:
+    """Connections to engines and their shared buffer. `failed`: {endpoint's name: why} of skipped engines."""
 
-    def __init__(self, doors: Sequence[Door], version: int) -> None:
+    def __init__(self, endpoints: Sequence[Endpoint], version: int) -> None:
         self.failed: dict[str, str] = {}
-        self._lines: dict[str, Connection] = {}
-        self._room: Room | None = None
-        self._lent: dict[str, Any] = {}
-        for door in doors:
-            self._or_without(door.name, partial(self._reach, door))
-        self._say(dict.fromkeys(self._lines, ("version", version)))
+        self._connections: dict[str, Connection] = {}
+        self._buffer: SharedBuffer | None = None
+        self._handles: dict[str, Any] = {}
+        for endpoint in endpoints:
+            self._try(endpoint.name, partial(self._connect, endpoint))
+        self._send(dict.fromkeys(self._connections, ("version", version)))
 
-    def need(self, size: int) -> None:
-        """Of the room, when nothing is in it that anybody still has to take."""
-        if self._room is None or len(self._room.bytes) < size:
-            self._clear()
-            room = self._room = DeviceRoom(size) if torch.cuda.is_initialized() else HostRoom(size)
-            self._lent = {name: room.lent() for name in self._lines}
-            self._say({name: ("room", lent) for name, lent in self._lent.items()})
+    def reserve(self, size: int) -> None:
+        """Grow the shared buffer. Call only after every engine has copied it."""
+        if self._buffer is None or len(self._buffer.bytes) < size:
+            self._release_buffer()
+            buffer = self._buffer = DeviceBuffer(size) if torch.cuda.is_initialized() else HostBuffer(size)
+            self._handles = {name: buffer.share() for name in self._connections}
+            self._send({name: ("buffer", handle) for name, handle in self._handles.items()})
 
     def write(self, tensor: torch.Tensor, entry: Entry) -> None:
-        assert self._room is not None
-        part(self._room.bytes, entry).copy_(tensor.detach(), non_blocking=True)
+        assert self._buffer is not None
+        tensor_view(self._buffer.bytes, entry).copy_(tensor.detach(), non_blocking=True)
 
-    def hand_over(self, entries: list[Entry]) -> None:
-        """Returns when every engine has taken these tensors of the room."""
-        copies_done()
-        self._say(dict.fromkeys(self._lines, ("take", entries)))
+    def flush(self, entries: list[Entry]) -> None:
+        """Return after every engine has copied these tensors of the buffer."""
+        wait_for_copies()
+        self._send(dict.fromkeys(self._connections, ("copy", entries)))
 
     def end(self) -> None:
-        """When there is no more."""
-        self._clear()
-        self._say(dict.fromkeys(self._lines, ("end", None)))
+        """Tell the engines that they have all tensors."""
+        self._release_buffer()
+        self._send(dict.fromkeys(self._connections, ("end", None)))
 
     def close(self) -> None:
-        """Whatever came to pass; engines that were told of no end know that there is more."""
-        for name in list(self._lines):
-            self._leave(name)
-        if self._room is not None:
-            self._room.close()
-        self._room = None
+        """Always called. An engine that received no `end` treats the transfer as incomplete."""
+        for name in list(self._connections):
+            self._drop(name)
+        if self._buffer is not None:
+            self._buffer.close()
+        self._buffer = None
 
     def __bool__(self) -> bool:
-        """Whether there is anybody to lend to."""
-        return bool(self._lines)
+        """Return whether an engine is still connected."""
+        return bool(self._connections)
 
-    def _clear(self) -> None:
-        self._say(dict.fromkeys(self._lines, ("room", None)))
-        self._lent = {}
-        if self._room is not None:
-            self._room.close()
-        self._room = None
+    def _release_buffer(self) -> None:
+        self._send(dict.fromkeys(self._connections, ("buffer", None)))
+        self._handles = {}
+        if self._buffer is not None:
+            self._buffer.close()
+        self._buffer = None
 
-    def _reach(self, door: Door) -> None:
-        self._lines[door.name] = _knock(door)
-        _answered(self._lines[door.name])
+    def _connect(self, endpoint: Endpoint) -> None:
+        self._connections[endpoint.name] = _connect(endpoint)
+        _wait_for_ack(self._connections[endpoint.name])
 
-    def _say(self, messages: dict[str, Any]) -> None:
-        """To all, before the first is waited for."""
+    def _send(self, messages: dict[str, Any]) -> None:
+        """Send every message, then wait for every answer."""
         for name, message in messages.items():
-            self._or_without(name, partial(self._lines[name].send, message))
+            self._try(name, partial(self._connections[name].send, message))
         for name in messages:
-            if name in self._lines:
-                self._or_without(name, partial(_answered, self._lines[name]))
+            if name in self._connections:
+                self._try(name, partial(_wait_for_ack, self._connections[name]))
 
-    def _or_without(self, name: str, act: Callable[[], Any]) -> None:
-        """Not a context manager: from Python 3.12 on its error would keep the callers' frames, and with them a tensor,
-        until garbage is collected."""
+    def _try(self, name: str, act: Callable[[], Any]) -> None:
+        """Call `act` and drop the engine if its connection fails. This is no context manager: from Python 3.12 on, its
+        error would keep the callers' frames, and with them a tensor, until garbage is collected."""
         try:
             act()
-        except BROKEN as error:
-            self.failed[name] = f"it could not be reached, or broke off ({error!r})"
-            self._leave(name)
+        except CONNECTION_ERRORS as error:
+            self.failed[name] = f"the connection failed ({error!r})"
+            self._drop(name)
 
-    def _leave(self, name: str) -> None:
-        line = self._lines.pop(name, None)
-        if line is not None:
-            line.close()
-        if name in self._lent and self._room is not None:
-            self._room.take_back(self._lent.pop(name))
+    def _drop(self, name: str) -> None:
+        connection = self._connections.pop(name, None)
+        if connection is not None:
+            connection.close()
+        if name in self._handles and self._buffer is not None:
+            self._buffer.revoke(self._handles.pop(name))
 
 
 @torch.no_grad()
-def lend(
-    named: Iterable[tuple[str, torch.Tensor]], version: int, doors: Sequence[Door], bucket_bytes: int
+def send_weights(
+    named: Iterable[tuple[str, torch.Tensor]], version: int, endpoints: Sequence[Endpoint], bucket_bytes: int
 ) -> dict[str, str]:
-    """All tensors to the engines behind these doors, in rooms of `bucket_bytes` or of the largest tensor's size. Every
-    tensor is asked for even where nobody takes it. Returns which doors were not served, and why."""
-    lender = Lender(doors, version)
+    """Send all tensors through a buffer of `bucket_bytes`, or of the largest tensor's size. Every tensor is gathered
+    even if no engine is left. Returns {endpoint's name: why} of the engines that did not get them."""
+    sender = WeightSender(endpoints, version)
     try:
         entries: list[Entry] = []
-        for entry, tensor, begins in cut(named, bucket_bytes):
-            if not lender:
+        for entry, tensor, begins in place_in_buckets(named, bucket_bytes):
+            if not sender:
                 continue
             if begins:
                 if entries:
-                    lender.hand_over(entries)
+                    sender.flush(entries)
                 entries = []
-                lender.need(max(bucket_bytes, padded(tensor)))
-            lender.write(tensor, entry)
+                sender.reserve(max(bucket_bytes, padded_bytes(tensor)))
+            sender.write(tensor, entry)
             entries.append(entry)
         if entries:
-            lender.hand_over(entries)
-        lender.end()
+            sender.flush(entries)
+        sender.end()
     finally:
-        lender.close()
-    return lender.failed
+        sender.close()
+    return sender.failed

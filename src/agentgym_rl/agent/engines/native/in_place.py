@@ -1,4 +1,4 @@
-"""Touching a model that is shared with a learner: loading into it, and evaluating it without disturbing it."""
+"""Loads and evaluates a model that is shared with a learner."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from agentgym_rl.errors import EngineError
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Every module in evaluation mode (no dropout), and each one's own flag restored afterwards."""
+    """Set every module to evaluation mode (no dropout) and restore each one's flag afterwards."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -25,9 +25,9 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def load_in_place(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Copy a state dict into the model's own tensors: all of it or, on a mismatch, none.
+    """Copy a whole state dict into the model's own tensors, or nothing if it does not match.
 
-    A name may be missing only where its tensor is tied to one that is there (an lm_head tied to the embedding).
+    A name may be missing only if its tensor is tied to one that is present (an lm_head tied to the embedding).
     """
     own = model.state_dict()
     loaded = {own[name].data_ptr() for name in state if name in own}

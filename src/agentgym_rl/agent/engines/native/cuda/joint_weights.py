@@ -1,7 +1,7 @@
-"""The model's own parameters, laid side by side: q, k, v in one matrix, gate and up in another.
+"""The model's own parameters in joint matrices: q, k, v in one, gate and up in another.
 
-Nothing is kept twice. The parameters stay the same objects and become views of the joint matrices, so an optimizer that
-steps them in place, load_state_dict and save_pretrained work on them as before.
+Nothing is stored twice. The parameters remain the same objects and become views of the joint matrices, so in-place
+optimizers, load_state_dict and save_pretrained work as before.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from agentgym_rl.common.decoders import RMS_NORMS
 
 HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-WIDE_HEADS_NEED = 160 << 10
-"""Bytes of shared memory that attention over heads of 256 is compiled to use, at most; narrower ones fit everywhere."""
+WIDE_HEADS_BYTES = 160 << 10
+"""Maximum shared memory of attention over heads of 256. Narrower heads fit every device."""
 
 
 @lru_cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may have: 227 KiB on Hopper, 163 on an A100, 99 on cards for games. Where there is no CUDA
-    kernels are interpreted, if at all, and there is no such limit."""
+    """Return the shared memory of one program: 227 KiB on Hopper, 163 on an A100, 99 on consumer cards. Without CUDA
+    kernels are interpreted and there is no limit."""
     if device.type != "cuda":
         return 1 << 30
     properties: Any = torch.cuda.get_device_properties(device)
@@ -50,11 +50,11 @@ class LayerWeights:
 
 
 def why_not_captured(model: Any) -> str | None:
-    """None when captured steps compute this model (one that DecoderRunner supports), else the reason they do not."""
+    """Return None if captured steps support this model (one that DecoderRunner supports), else the reason."""
     inner = unwrap(model)
     config, decoder = inner.config, inner.model
     if inner is not model:
-        return "it is wrapped (by an adapter, say)"
+        return "it is wrapped, for example by an adapter"
     parameters = list(model.parameters())
     if len({p.device for p in parameters}) > 1 or len({p.dtype for p in parameters}) > 1:
         return "its parameters are of several devices or types"
@@ -63,8 +63,8 @@ def why_not_captured(model: Any) -> str | None:
     head_dim = decoder.layers[0].self_attn.head_dim
     if head_dim not in HEAD_DIMS:
         return f"its heads are {head_dim} wide, not one of {', '.join(map(str, HEAD_DIMS))}"
-    if head_dim == 256 and (have := shared_memory(parameters[0].device)) < WIDE_HEADS_NEED:
-        return f"heads of 256 need {WIDE_HEADS_NEED >> 10} KiB of shared memory, and this device has {have >> 10}"
+    if head_dim == 256 and (available := shared_memory(parameters[0].device)) < WIDE_HEADS_BYTES:
+        return f"heads of 256 need {WIDE_HEADS_BYTES >> 10} KiB of shared memory, this device has {available >> 10}"
     if config.hidden_act != "silu":
         return f"its activation is {config.hidden_act}"
     linears, norms = [inner.lm_head], [decoder.norm]
@@ -91,17 +91,17 @@ def why_not_captured(model: Any) -> str | None:
 
 
 def join(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One tensor that holds all of them in order; they become views of it. At once where they already are."""
+    """Return one tensor with all parameters in order, which become views of it. Copies only if they are not yet."""
     first = parameters[0]
     end = first.data_ptr()
-    side_by_side = True
+    adjacent = True
     for parameter in parameters:
-        side_by_side &= parameter.is_contiguous() and parameter.data_ptr() == end
-        side_by_side &= parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        adjacent &= parameter.is_contiguous() and parameter.data_ptr() == end
+        adjacent &= parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         end += parameter.numel() * parameter.element_size()
     num_rows = sum(len(parameter) for parameter in parameters)
     shape = (num_rows, *first.shape[1:])
-    if side_by_side:
+    if adjacent:
         return first.data.as_strided(shape, first.stride(), first.storage_offset())
     joint = torch.empty(shape, dtype=first.dtype, device=first.device)
     row = 0
@@ -134,5 +134,5 @@ def layer_weights(layer: Any) -> LayerWeights:
 
 
 def addresses(model: Any) -> tuple[int, ...]:
-    """Where every parameter lies: captured steps hold for these addresses alone."""
+    """Return the address of every parameter. Captured steps are valid only for these."""
     return tuple(parameter.data_ptr() for parameter in model.parameters())

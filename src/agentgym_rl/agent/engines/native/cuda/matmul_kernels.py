@@ -1,8 +1,8 @@
-"""Matrix products that do their neighbours' work on the way in and out, in Triton.
+"""Triton matrix products fused with the operations before and after them.
 
-A product of a few hundred rows by a few hundred columns is over in microseconds: what counts is the number of launches.
-A norm between two products costs nothing here: the first one also writes its sum scaled by the norm's weight, and the
-sum of squares of each row in parts; the second multiplies the scaled rows and divides by the root mean square last.
+A product of a few hundred rows by a few hundred columns takes microseconds, so the number of launches dominates. A norm
+between two products is free here: the first also writes its sum scaled by the norm's weight, and each row's sum of
+squares in parts; the second multiplies the scaled rows and divides by the root mean square at the end.
 
 Shapes: B rows, C hidden size, H and K query and key/value heads, D head width, I intermediate size, P parts.
 """
@@ -21,12 +21,12 @@ from agentgym_rl.agent.engines.native.cuda.chaining import CHAINED, follow
 from agentgym_rl.agent.engines.native.cuda.joint_weights import shared_memory
 
 PARTS_BLOCK = 32
-"""Columns that one program of `add_product` sums the squares of."""
+"""Columns whose squares one program of `add_product` sums."""
 
 
 @dataclass(slots=True)
 class Residual:
-    """The stream of hidden states through the layers, and what the next norm needs of it."""
+    """The hidden states between layers, and the inputs of the next norm."""
 
     hidden: torch.Tensor
     """[B, C]."""
@@ -66,7 +66,7 @@ def embed_kernel(
 
 @triton.jit
 def _roots(squares, rows, real, num_rows, eps, SIZE: tl.constexpr, PARTS: tl.constexpr):
-    """One over the root mean square of each row."""
+    """Return one over the root mean square of each row."""
     parts = tl.arange(0, triton.next_power_of_2(PARTS))
     known = (parts < PARTS)[:, None] & real[None, :]
     sums = tl.load(squares + parts[:, None] * num_rows + rows[None, :], mask=known, other=0.0)
@@ -81,7 +81,7 @@ def _store_halves(target, low, high, real, HALF: tl.constexpr):
 
 @triton.jit
 def _turned(low, high, cos, sin, angle, real):
-    """A rotary embedding: both halves of a head turned by the angle of its position."""
+    """Apply the rotary embedding: rotate both halves of a head by the angle of its position."""
     c = tl.load(cos + angle, mask=real[:, None], other=0.0).to(tl.float32)
     s = tl.load(sin + angle, mask=real[:, None], other=0.0).to(tl.float32)
     return low * c - high * s, high * c + low * s
@@ -120,7 +120,7 @@ def qkv_kernel(
     BLOCK_K: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
-    """One head of the qkv product, its norm and rotation, and the write to the queries or into the cache."""
+    """Compute one head of the qkv product, its norm and rotation, and write it to the queries or the cache."""
     follow(CHAIN)
     HALF: tl.constexpr = HEAD_DIM // 2
     head = tl.program_id(0)
@@ -181,7 +181,7 @@ def gate_up_kernel(
     BLOCK_K: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
-    """The gate and up products, SiLU and their product. Columns of both are one tile: the gate's, then the up's."""
+    """Compute silu(gate) * up. The columns of both products are one tile: the gate's, then the up's."""
     follow(CHAIN)
     first = tl.program_id(0) * BLOCK_COLUMNS
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -223,7 +223,7 @@ def add_product_kernel(
     BLOCK_K: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
-    """hidden += x @ weight.T + bias, and what the next norm needs of it."""
+    """Compute hidden += x @ weight.T + bias, and the inputs of the next norm."""
     follow(CHAIN)
     columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     rows = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -251,23 +251,23 @@ def add_product_kernel(
 
 
 def _block_k(size: int, dtype: torch.dtype) -> int:
-    """Columns of one step of a product: as wide as divides the size, so that masks cost nothing."""
+    """Return the columns of one step of a product: the widest divisor of the size, so that masks are free."""
     most = 32 if dtype.itemsize == 4 else 128 if size >= 1024 else 64
     return min(most, max(16, size & -size))
 
 
 def _block_rows(dtype: torch.dtype) -> int:
-    """Rows of one program: what the matrix units take at once."""
+    """Return the rows of one program: as many as the matrix units process at once."""
     return 32 if dtype.itemsize == 4 else 64
 
 
 def _stages(x: torch.Tensor, rows: int, columns: int, block_k: int, most: int = 4) -> int:
-    """Steps of a product that are loaded ahead: as many as fit."""
+    """Return how many steps of a product are prefetched: as many as fit."""
     return min(most, max(1, shared_memory(x.device) // ((rows + columns) * block_k * x.dtype.itemsize)))
 
 
 def embed(tokens: torch.Tensor, table: torch.Tensor, norm_weight: torch.Tensor) -> Residual:
-    """The rows of the table, as the beginning of a residual stream."""
+    """Return the embedding rows as the start of a residual stream."""
     num_rows, size = len(tokens), table.shape[1]
     parts = triton.cdiv(size, PARTS_BLOCK)
     hidden, scaled = (torch.empty((num_rows, size), dtype=table.dtype, device=table.device) for _ in range(2))
@@ -303,8 +303,8 @@ def qkv(
     positions: torch.Tensor,
     done: torch.Tensor,
 ) -> torch.Tensor:
-    """Queries [B, H * D] of the normalised rows, rotated; keys and values go into the cache [slots, K, L, D], those of
-    rows that are done to its spare position."""
+    """Return rotated queries [B, H * D] of the normalized rows. Keys and values go into the cache [slots, K, L, D];
+    those of finished rows go to its spare position."""
     x = stream.scaled
     num_rows, size = x.shape
     _, num_kv, length, head_dim = keys.shape
@@ -351,7 +351,7 @@ def qkv(
 
 
 def gate_up(stream: Residual, eps: float, weight: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up of the normalised rows: [B, I]; weight is [2 I, C]."""
+    """Return silu(gate) * up of the normalized rows: [B, I]. The weight is [2 I, C]."""
     num_rows, size = stream.scaled.shape
     inner = weight.shape[0] // 2
     dtype = stream.scaled.dtype
@@ -385,7 +385,7 @@ def add_product(
     bias: torch.Tensor | None,
     norm_weight: torch.Tensor,
 ) -> None:
-    """stream.hidden += x @ weight.T + bias, ready for the norm with `norm_weight`."""
+    """Add x @ weight.T + bias to stream.hidden, and prepare the norm with `norm_weight`."""
     num_rows, inner = x.shape
     size = weight.shape[0]
     block_rows, block_k = _block_rows(x.dtype), _block_k(inner, x.dtype)

@@ -1,7 +1,7 @@
-"""Picking tokens on the device, in Triton: the same arithmetic as native/sampling.py, and what follows a pick.
+"""Triton token sampling on the device, with the same arithmetic as native/sampling.py, and the update of the rows.
 
-The draw inverts the cumulative distribution in two strides: sums over blocks of the vocabulary find the block, a scan
-inside it finds the token. So the logits are read once, whatever the number of rows.
+The draw inverts the cumulative distribution in two steps: sums over blocks of the vocabulary find the block, a scan
+inside it finds the token. So the logits are read once.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from agentgym_rl.agent.engines.native.runner import MOST_STOPS
+from agentgym_rl.agent.engines.native.runner import MAX_STOPS
 from agentgym_rl.agent.engines.native.sampling import UNIFORM_BITS
 
 VOCABULARY_BLOCK = 2048
@@ -28,15 +28,15 @@ UNIFORM_SCALE: tl.constexpr = tl.constexpr(2.0**-UNIFORM_BITS)
 
 @dataclass(slots=True)
 class RowState:
-    """What the device knows of each row, [B] each; the kernels below advance it."""
+    """State of each row on the device, [B] each. The kernels below advance it."""
 
     token: torch.Tensor
     """The next token to compute."""
     position: torch.Tensor
-    """Where in its sequence that token is."""
+    """Position of that token in its sequence."""
     slot: torch.Tensor
     remaining: torch.Tensor
-    """How many tokens may still be picked."""
+    """Tokens that may still be sampled."""
     seed: torch.Tensor
     done: torch.Tensor
     temperature: torch.Tensor
@@ -44,7 +44,7 @@ class RowState:
     top_p: torch.Tensor
     """float64."""
     stops: torch.Tensor
-    """[MOST_STOPS, B]; -1 where there is none."""
+    """[MAX_STOPS, B]; -1 for none."""
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _mix(x):
 
 @triton.jit
 def _uniform(seed, position):
-    """float64 in [0, 1) from a row's seed and a position: sampling.uniforms."""
+    """Return a float64 in [0, 1) from a row's seed and a position, as sampling.uniforms does."""
     weyl = tl.full([], WEYL, tl.uint64)
     bits = _mix(_mix(seed.to(tl.uint64, bitcast=True) + weyl) + (position + 1).to(tl.uint64, bitcast=True) * weyl)
     return (bits >> UNIFORM_SHIFT).to(tl.float64) * UNIFORM_SCALE
@@ -69,14 +69,14 @@ def _scaled(logits, temperature):
 
 @triton.jit
 def _ordered(x):
-    """float32 to int64, keeping the order."""
+    """Map float32 to int64, keeping the order."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
 
 @triton.jit
 def top_p_kernel(logits, cut, temperature, top_p, done, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The lowest scaled logit that stays: bisection over the numbers themselves, exact up to ties, which all stay."""
+    """Return the lowest scaled logit that is kept, by bisection over the numbers. Ties are all kept."""
     row = tl.program_id(0)
     heat = tl.load(temperature + row)
     share = tl.load(top_p + row)
@@ -136,7 +136,7 @@ def block_sums_kernel(
         place = row * tl.num_programs(1) + block
         tl.store(block_max + place, top)
         tl.store(block_place + place, block * BLOCK + tl.argmax(x, 0))
-        # A block in which nothing can be picked has sum 0; one that is not finite has sum NaN.
+        # A block without a possible token has sum 0; one that is not finite has sum NaN.
         tl.store(block_sum + place, tl.sum(tl.exp(x - tl.where(top == float("-inf"), 0.0, top)), 0))
 
 
@@ -175,7 +175,7 @@ def pick_kernel(
         tops = tl.load(block_max + place, mask=known, other=float("-inf"))
         top = tl.max(tops, 0)
         sums = tl.load(block_sum + place, mask=known, other=0.0)
-        # A sum that is not finite must not be lost where its block's maximum is -inf.
+        # A non-finite sum must not be lost if its block's maximum is -inf.
         mass = tl.where(sums == 0, 0.0, sums * tl.exp(tops - top)).to(tl.float64)
         total = tl.sum(mass, 0)
         cumulative = tl.cumsum(mass, 0)
@@ -215,7 +215,7 @@ def pick_kernel(
 
 @dataclass(slots=True)
 class Picks:
-    """What was picked in a launch: [steps, B] and how many of a row's entries count, [B]."""
+    """Tokens sampled in a launch, [steps, B], and the number of valid entries per row, [B]."""
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
@@ -223,7 +223,7 @@ class Picks:
 
 
 def pick(logits: torch.Tensor, state: RowState, picks: Picks, *, with_top_p: bool) -> None:
-    """Pick a token for every row that is not done, from float32 logits [B, V], and move its state on."""
+    """Sample a token for every unfinished row from float32 logits [B, V], and advance its state."""
     num_rows, size = logits.shape
     num_blocks = triton.cdiv(size, VOCABULARY_BLOCK)
     floats = torch.empty((2, num_rows * num_blocks), dtype=torch.float32, device=logits.device)
@@ -270,7 +270,7 @@ def pick(logits: torch.Tensor, state: RowState, picks: Picks, *, with_top_p: boo
         BLOCK=VOCABULARY_BLOCK,
         NUM_BLOCKS=num_blocks,
         BLOCKS=triton.next_power_of_2(num_blocks),
-        STOPS=MOST_STOPS,
+        STOPS=MAX_STOPS,
         HAS_CUT=with_top_p,
         num_warps=4,
     )

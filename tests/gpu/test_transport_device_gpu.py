@@ -1,4 +1,4 @@
-"""Weights lent from one process to another on one CUDA device: bits, memory, and what a death leaves behind."""
+"""Weights sent between processes on one CUDA device: exact bits, memory use, and memory after a death."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from borrower_for_tests import borrower
 from reader_for_tests import on_device
+from receiver_for_tests import receiver
 
-from agentgym_rl.transport.device import device_id, lend
+from agentgym_rl.transport.device import device_id, send_weights
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BUCKET = 64 << 20
 SLACK = 48 << 20
-"""Of the device: what a context or an allocator may take once."""
+"""Bytes of the device that a context or an allocator may take once."""
 
 
 def a_state(seed: int) -> dict[str, torch.Tensor]:
@@ -28,7 +28,7 @@ def a_state(seed: int) -> dict[str, torch.Tensor]:
 
 
 def as_gathered(state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each is gone as soon as the next is asked for, and its memory used again."""
+    """Yield tensors of which each is freed before the next, so that its memory is reused."""
     for name, tensor in state.items():
         yield name, tensor.clone()
 
@@ -42,7 +42,7 @@ def same(found: Any, state: dict[str, torch.Tensor]) -> bool:
 
 
 def used() -> int:
-    """Bytes of the device, whoever has them."""
+    """Return the used bytes of the device, of all processes."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
@@ -56,15 +56,15 @@ def bases() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def test_every_version_has_the_same_bits_and_twenty_take_no_more_memory_than_two(bases: None) -> None:
-    with borrower(a_state(0), "cuda") as engine:
+def test_every_version_is_bit_exact_and_twenty_use_no_more_memory_than_two(bases: None) -> None:
+    with receiver(a_state(0), "cuda") as engine:
         memory = []
         for version in range(20):
-            state, door = a_state(version), engine.expect()
-            assert door.device == device_id()
-            assert door.device.startswith("GPU-")
-            engine.begin(door, version)
-            assert lend(as_gathered(state), version, [door], BUCKET) == {}
+            state, endpoint = a_state(version), engine.open_endpoint()
+            assert endpoint.device == device_id()
+            assert endpoint.device.startswith("GPU-")
+            engine.begin(endpoint, version)
+            assert send_weights(as_gathered(state), version, [endpoint], BUCKET) == {}
             assert same(engine.result(), state)
             memory.append(used())
         assert max(memory[2:]) - memory[1] < SLACK, [m >> 20 for m in memory]
@@ -73,27 +73,27 @@ def test_every_version_has_the_same_bits_and_twenty_take_no_more_memory_than_two
 def test_there_is_about_a_bucket_of_extra_memory_or_the_largest_tensor(bases: None) -> None:
     state = a_state(3)
     largest = max(t.numel() * t.element_size() for t in state.values())
-    with borrower(state, "cuda") as engine:
-        door = engine.expect()
+    with receiver(state, "cuda") as engine:
+        endpoint = engine.open_endpoint()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        engine.begin(door, 0)
-        assert lend(state.items(), 0, [door], BUCKET) == {}
+        engine.begin(endpoint, 0)
+        assert send_weights(state.items(), 0, [endpoint], BUCKET) == {}
         assert torch.cuda.max_memory_allocated() - before <= max(BUCKET, largest) + (2 << 20)
         assert torch.cuda.memory_allocated() <= before
         assert same(engine.result(), state)
 
 
-def test_two_engines_take_at_the_same_time_and_one_that_is_killed_leaves_no_memory_behind(bases: None) -> None:
+def test_two_engines_load_at_once_and_a_killed_one_leaks_no_memory(bases: None) -> None:
     state = a_state(5)
-    with borrower(state, "cuda") as stays:
+    with receiver(state, "cuda") as stays:
         for version in range(6):
             before, allocated = used(), torch.cuda.memory_allocated()
-            with borrower(state, "cuda") as dies:
-                doors = [stays.expect(), dies.expect()]
-                stays.begin(doors[0], version)
-                dies.begin(doors[1], version, dies_of="f")
-                assert lend(as_gathered(state), version, doors, BUCKET).keys() == {doors[1].name}
+            with receiver(state, "cuda") as dies:
+                endpoints = [stays.open_endpoint(), dies.open_endpoint()]
+                stays.begin(endpoints[0], version)
+                dies.begin(endpoints[1], version, dies_at="f")
+                assert send_weights(as_gathered(state), version, endpoints, BUCKET).keys() == {endpoints[1].name}
                 assert same(stays.result(), state)
                 dies.process.join(60)
             torch.cuda.ipc_collect()
@@ -102,26 +102,26 @@ def test_two_engines_take_at_the_same_time_and_one_that_is_killed_leaves_no_memo
                 assert used() - before < SLACK
 
 
-def test_expandable_segments_do_not_keep_memory_from_being_lent(bases: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expandable_segments_do_not_prevent_sharing_memory(bases: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     torch.cuda.empty_cache()
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     try:
         state = a_state(6)
-        with borrower(state, "cuda") as engine:
-            door = engine.expect()
-            engine.begin(door, 0)
-            assert lend(as_gathered(state), 0, [door], BUCKET) == {}
+        with receiver(state, "cuda") as engine:
+            endpoint = engine.open_endpoint()
+            engine.begin(endpoint, 0)
+            assert send_weights(as_gathered(state), 0, [endpoint], BUCKET) == {}
             assert same(engine.result(), state)
     finally:
         torch.cuda.memory._set_allocator_settings("expandable_segments:False")
 
 
 def test_float32_that_is_on_the_host_arrives_on_the_device_too(bases: None) -> None:
-    """As parameters do that a learner keeps there."""
+    """Like a learner's parameters, which remain on the device."""
     state = {name: tensor.cpu() for name, tensor in a_state(7).items()}
-    with borrower(state, "cuda") as engine:
-        door = engine.expect()
-        engine.begin(door, 0)
-        assert lend(((n, t.clone()) for n, t in state.items()), 0, [door], BUCKET) == {}
+    with receiver(state, "cuda") as engine:
+        endpoint = engine.open_endpoint()
+        engine.begin(endpoint, 0)
+        assert send_weights(((n, t.clone()) for n, t in state.items()), 0, [endpoint], BUCKET) == {}
         assert same(engine.result(), state)

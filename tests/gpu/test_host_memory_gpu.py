@@ -1,4 +1,4 @@
-"""Weights from one process to another through memory of the host that CUDA has page-locked, and lent on the device."""
+"""Weights between processes through page-locked host memory, and shared on the device."""
 
 from __future__ import annotations
 
@@ -36,38 +36,38 @@ def test_both_sides_have_the_memory_page_locked_and_every_version_arrives() -> N
                 assert torch.equal(torch.from_numpy(values), tensor.cpu().float())
     for memory in (memories._lent, memories._spare):
         assert memory is not None
-        assert memory._window is not None
-        assert memory._window.refused == ""
-        assert memory._window.tensor(memory._entries[0]).is_pinned()
+        assert memory._mapping is not None
+        assert memory._mapping.page_lock_error == ""
+        assert memory._mapping.tensor(memory._entries[0]).is_pinned()
     memories.close()
 
 
-def test_an_engine_copies_straight_from_it_and_tensors_may_be_thrown_away_while_they_are_written() -> None:
+def test_an_engine_copies_from_pinned_memory_and_tensors_may_be_freed_while_written() -> None:
     memory = HostMemory()
     for seed in range(3):
         # Each is freed as soon as its copy is asked for, and its room used again by the next.
         weights = memory.fill((name, tensor.clone()) for name, tensor in on_device(seed).items())
         own = {name: torch.zeros_like(tensor) for name, tensor in on_device(seed).items()}
-        with weights.held() as held:
+        with weights.locked() as held:
             load_buckets(own, [held])
             assert next(iter(held.tensors()))[1].is_pinned()
         assert same(own, on_device(seed))
     memory.close()
 
 
-def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
+def test_memory_that_cuda_does_not_page_lock_is_reported_and_works() -> None:
     memory = HostMemory()
     memory.fill(on_device(0).items())
     memory.fill(on_device(1).items())
-    window = memory._window
+    window = memory._mapping
     assert window is not None
     unlock, window._unlock = window._unlock, None
     window.lock()  # a second time, which CUDA refuses
-    assert "does not page-lock" in window.refused
+    assert "does not page-lock" in window.page_lock_error
     state = on_device(2)
     assert float(torch.ones(5, device="cuda").sum()) == 5.0, "the refusal is not found by whoever comes next"
     weights = memory.fill(state.items())
-    assert weights.refused == window.refused
+    assert weights.page_lock_error == window.page_lock_error
     own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     load_buckets(own, [weights])
     assert same(own, state)
@@ -75,12 +75,12 @@ def test_memory_that_cuda_refuses_is_said_and_works_all_the_same() -> None:
     memory.close()
 
 
-def test_memory_that_nobody_closes_is_unlocked_before_something_else_is_at_its_address() -> None:
+def test_unclosed_memory_is_unlocked_before_its_address_is_reused() -> None:
     state = {"a": torch.ones(8 << 20, device="cuda")}
     memory = HostMemory()
     for _ in range(2):
         memory.fill(state.items())
-    window = memory._window
+    window = memory._mapping
     assert window is not None
     assert window.tensor(memory._entries[0]).is_pinned()
     address, size = window._bytes.data_ptr(), window.size
@@ -94,7 +94,7 @@ def test_memory_that_nobody_closes_is_unlocked_before_something_else_is_at_its_a
         del tensor
 
 
-def test_buckets_are_cut_in_page_locked_memory() -> None:
+def test_buckets_are_built_in_page_locked_memory() -> None:
     staging, state = Staging(), on_device(3)
     found: dict[str, torch.Tensor] = {}
     for bucket in buckets(state.items(), 1 << 20, staging=staging):
@@ -103,7 +103,7 @@ def test_buckets_are_cut_in_page_locked_memory() -> None:
     assert staging.room(1).is_pinned()
 
 
-def test_a_state_on_the_device_is_lent_to_another_process_as_it_is() -> None:
+def test_a_state_on_the_device_is_shared_with_another_process_unchanged() -> None:
     state = on_device(4) | {"e": torch.arange(6.0)}  # one on the host among them
     context = torch.multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
