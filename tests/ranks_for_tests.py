@@ -171,7 +171,7 @@ def _rank(rank: int, size: int, address: str, function: Any, folder: Path, timeo
 
 
 def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 800.0) -> Any:
-    """What `function(ranks, folder)` returns on rank 0 of so many processes.
+    """Return the result of `function(ranks, folder)` on rank 0 of `size` processes.
 
     Gloo's own thread was once seen to crash (a null pointer in libpython, torch 2.13): where a rank died of a signal
     they are all started once more.

@@ -51,10 +51,10 @@ def train(
 ) -> None:
     """Train an agent as a recipe says."""
     from agentgym_rl.commands.recipes import find_recipe
-    from agentgym_rl.config import load_config, require_allowed_variables
+    from agentgym_rl.config import load_config
 
     config = load_config(find_recipe(recipe), overrides or [])
-    require_allowed_variables(config)
+    config.require_allowed_variables()
     folder = config.folder(resume=resume)
     from agentgym_rl.run.log import require_place
     from agentgym_rl.run.preflight import require_recipe

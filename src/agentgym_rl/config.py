@@ -393,6 +393,19 @@ class Config(_Section):
         engines = self.scale.engines if self.scale is not None else self.engine.replicas
         return min(self.agent.concurrency, math.ceil(self.agent.concurrency / engines * ENGINE_SLACK))
 
+    def require_allowed_variables(self) -> None:
+        """Refuse a recipe that sends a variable such as GITHUB_TOKEN to an address that it names."""
+        named = {f"environment {env.name}: token_variable": env.token_variable for env in self.environments if env.url}
+        if self.engine.urls:
+            named["engine.api_key_variable"] = self.engine.api_key_variable
+        allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
+        for setting, name in named.items():
+            if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:
+                raise ConfigError(
+                    f"{setting} = {name!r}: the recipe would send this variable of yours to an address that it names. "
+                    f"Call the variable AGENTGYM_…, or, if you trust the recipe, export {ALLOWED_VARIABLES}={name}"
+                )
+
     def resolved(self) -> dict[str, Any]:
         """Return the config as it is saved, without the sections of other methods."""
         foreign = {name for names in SECTIONS.values() for name in names} - set(SECTIONS[self.method])
@@ -445,20 +458,6 @@ def load_config(path: Path | None, overrides: list[str]) -> Config:
         return Config.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(first_error(error, Config)) from error
-
-
-def require_allowed_variables(config: Config) -> None:
-    """Refuse a recipe that sends a variable such as GITHUB_TOKEN to an address that it names."""
-    named = {f"environment {env.name}: token_variable": env.token_variable for env in config.environments if env.url}
-    if config.engine.urls:
-        named["engine.api_key_variable"] = config.engine.api_key_variable
-    allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
-    for setting, name in named.items():
-        if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:
-            raise ConfigError(
-                f"{setting} = {name!r}: the recipe would send this variable of yours to an address that it names. "
-                f"Call the variable AGENTGYM_…, or, if you trust the recipe, export {ALLOWED_VARIABLES}={name}"
-            )
 
 
 def _find_template(raw: dict[str, Any], folder: Path) -> None:

@@ -52,7 +52,7 @@ from cluster_for_tests import (
 from agentgym_rl.environment.server_sessions import HOLD_GRACE_S
 
 WORKERS = 6
-"""Of the run: two of each role."""
+"""Settings of the run: two workers of each role."""
 MANY = 1000
 """Steps that no run here lives to see."""
 HANG_S = 5
@@ -75,7 +75,7 @@ class Row:
     how: str
     seconds: float
     events: list[str]
-    """What the run logged from the fault until it had recovered."""
+    """Return the events from the fault until the run had recovered."""
     last_step: int
     """Finished when it had recovered."""
     processes: int
@@ -84,7 +84,7 @@ class Row:
 
 
 class Sessions:
-    """Of the server: who may still have some."""
+    """Return the sessions that the server still holds."""
 
     def __init__(self, url: str) -> None:
         self._url = url

@@ -25,7 +25,7 @@ POINTERS = {
 
 
 def shared_bytes(kernel: Any, capability: int, num_stages: int, **constants: Any) -> int:
-    """What a compiled kernel asks for."""
+    """Return the resources of a compiled kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 

@@ -1,4 +1,4 @@
-"""What a recipe is for processes in other folders and on other machines."""
+"""The recipe as processes in other folders and on other machines get it."""
 
 from __future__ import annotations
 

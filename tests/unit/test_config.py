@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import tomli_w
 
-from agentgym_rl.config import Config, EnvironmentConfig, completed, load_config, require_allowed_variables
+from agentgym_rl.config import Config, EnvironmentConfig, completed, load_config
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.log import RunLog
 from agentgym_rl.training.settings import INVALID, Algorithm, Credit
@@ -307,11 +307,11 @@ def test_a_recipe_cannot_send_arbitrary_variables_to_a_server(
 ) -> None:
     config = load_config(recipe, overrides)
     with pytest.raises(ConfigError, match=r"the recipe would send this variable of yours to an address that it names"):
-        require_allowed_variables(config)
+        config.require_allowed_variables()
     monkeypatch.setenv(
         "AGENTGYM_ALLOWED_VARIABLES", "GITHUB_TOKEN, AWS_SECRET_ACCESS_KEY,MY_AGENTGYM_TOKEN,OPENAI_API_KEY"
     )
-    require_allowed_variables(config)
+    config.require_allowed_variables()
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_a_recipe_cannot_send_arbitrary_variables_to_a_server(
     ],
 )
 def test_variables_meant_for_servers_may_be_sent(recipe: Path, overrides: list[str]) -> None:
-    require_allowed_variables(load_config(recipe, overrides))
+    load_config(recipe, overrides).require_allowed_variables()
 
 
 def test_train_refuses_such_a_recipe_before_it_starts(recipe: Path, tmp_path: Path) -> None:

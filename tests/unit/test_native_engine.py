@@ -532,7 +532,7 @@ async def test_a_growing_cache_holds_one_layer_twice_and_not_all_of_it() -> None
 
 
 async def test_long_episodes_are_not_lost_when_memory_runs_out() -> None:
-    """Of replies that need twice the memory there is, all come to an end, as they do where there is enough."""
+    """Replies that need twice the available memory all finish, with the same result as with enough memory."""
     model = make_model("llama-gqa-tied")
     prompts = [prompt(10 + 45 * (i % 4), i) for i in range(12)]
 

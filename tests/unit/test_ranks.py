@@ -180,7 +180,7 @@ def test_a_checkpoint_written_on_another_disk_does_not_replace_the_last_one(tmp_
 
 
 def published_names(ranks: Ranks, folder: Path) -> list[str]:
-    """Of a learner with adapters for policy, reference and critic, after its warm start."""
+    """Return the names published by a learner with adapters for policy, reference and critic, after its warm start."""
     tiny_model().save_pretrained(folder / "model")
     words = build_tokenizer(["up down"])
     words.save_pretrained(folder / "start")

@@ -198,7 +198,7 @@ async def test_a_huge_last_observation_is_recorded_in_part() -> None:
 
 
 async def test_an_observation_that_could_fit_is_not_cut() -> None:
-    """Of nothing but the longest token, an observation that fills the context to the last place."""
+    """An observation made only of the longest token that fills the context exactly."""
     renderer = Renderer(byte_level_bpe("chatml"), "chatml")
     longest = max(renderer.tokenizer.get_vocab(), key=lambda t: len(t) * (t.startswith("Ġ"))).replace("Ġ", " ")
     assert len(renderer.encode(longest * 50)) == 50

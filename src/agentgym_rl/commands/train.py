@@ -15,6 +15,7 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.items import all_items
 from agentgym_rl.run.launch import launch
 from agentgym_rl.run.log import RunLog
+from agentgym_rl.run.model import choose_device
 from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.run.stopping import (
     Stop,
@@ -54,46 +55,42 @@ async def train(
     A `pool` handed in is played instead of the recipe's own environments and is left open: their names, splits and
     subsets must be in it, and it reads actions in the format of the recipe's style.
     """
-    stop, console = Stop(), console or Console()
-    with stop.listening(), stop.ending_with(lambda: stop_before_run_directory(console, stop.by)):
-        return await _train(config, folder, resume, console, pool, stop)
-
-
-async def _train(
-    config: Config, folder: Path, resume: bool, console: Console, pool: EnvPool | None, stop: Stop
-) -> dict[str, Any]:
-    started = time.monotonic()
+    started, stop, console = time.monotonic(), Stop(), console or Console()
     if config.threads:
         torch.set_num_threads(config.threads)
-    playing = pool or EnvironmentsPool(config.environments, config.agent)
-    try:
-        # Before the run directory is made: a recipe that cannot run leaves nothing behind.
-        preflight.require_recipe(config, environments=pool is None)
-        preflight.require_machine(config)
-        items = await all_items(playing, config.environments)
-        with (
-            disk_space_or_error(folder),
-            remove_failed_start(folder),
-            RunLog.create(
-                folder,
-                config.resolved(),
-                resume=resume,
-                may_change=MAY_CHANGE_ON_RESUME,
-                completed=completed,
-                trackers=config.trackers,
-                say=console.warn,
-            ) as log,
-            disk_space_or_error(folder),  # so that status.json has that line too
-        ):
-            context = RunContext(
-                config=config, pool=playing, items=items, log=log, console=console, stop=stop, started=started
-            )
-            stop.before_exit = lambda: log.set_status("stopped", error="ended at once by Ctrl-C")
-            with stop.ending_with(lambda: stop_before_training(context)):
-                if config.method == "rl":
-                    log.set_status("running", steps=config.rl.steps)
-                run, saved = await launch(context)
-                return await run.run(saved)
-    finally:
-        if pool is None:
-            await playing.close()
+    with stop.listening(), stop.ending_with(lambda: stop_before_run_directory(console, stop.by)):
+        playing = pool or EnvironmentsPool(config.environments, config.agent)
+        try:
+            # Before the run directory is made: a recipe that cannot run leaves nothing behind.
+            preflight.require_recipe(config, environments=pool is None)
+            choose_device(config.model)
+            preflight.require_engine(config.model, config.engine, config.scale)
+            if config.scale is not None:
+                from agentgym_rl.run.backend_ray import plan_of
+
+                plan_of(config)
+            items = await all_items(playing, config.environments)
+            with (
+                disk_space_or_error(folder),
+                remove_failed_start(folder),
+                RunLog.create(
+                    folder,
+                    config.resolved(),
+                    resume=resume,
+                    may_change=MAY_CHANGE_ON_RESUME,
+                    completed=completed,
+                    trackers=config.trackers,
+                    say=console.warn,
+                ) as log,
+                disk_space_or_error(folder),  # so that status.json has that line too
+            ):
+                context = RunContext(
+                    config=config, pool=playing, items=items, log=log, console=console, stop=stop, started=started
+                )
+                stop.before_exit = lambda: log.set_status("stopped", error="ended at once by Ctrl-C")
+                with stop.ending_with(lambda: stop_before_training(context)):
+                    run, saved = await launch(context)
+                    return await run.run(saved)
+        finally:
+            if pool is None:
+                await playing.close()

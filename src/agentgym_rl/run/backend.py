@@ -132,7 +132,14 @@ class LocalBackend:
         self._config, self._pool, self._model, self._tokenizer = config, pool, model, tokenizer
         self.learner: Any = None
         if reference_dir is not None:
-            self.learner = make_learner(config, model, reference_dir)
+            self.learner = make_learner(
+                model,
+                config.rl,
+                config.model,
+                config.agent.temperature,
+                reference_dir,
+                warm=config.warm_start is not None,
+            )
         self.renderer = Renderer(tokenizer, config.model.chat_template)
         self._vllm, self._weights_dir = vllm, weights_dir
         if vllm is None:
@@ -220,13 +227,19 @@ def make_engine(model: Any, renderer: Renderer, max_sessions: int, max_context: 
     return NativeEngine(model, decode=renderer.decode, max_sessions=max_sessions, max_context=max_context)
 
 
-def make_learner(config: Config, model: Any, reference_dir: Path, ranks: Ranks = ALONE) -> RLLearner:
-    """Return the RL learner of one process, or of one rank of several."""
-    rl, settings = config.rl, config.model
-    reference = None
-    if rl.kl_coef:
-        reference = _reference(model, reference_dir, settings, ranks, warm=config.warm_start is not None)
-    return RLLearner(model, rl, config.agent.temperature, reference, _critic(model, rl, settings), ranks)
+def make_learner(
+    model: Any,
+    rl: RLSettings,
+    settings: ModelConfig,
+    temperature: float,
+    reference_dir: Path,
+    ranks: Ranks = ALONE,
+    *,
+    warm: bool,
+) -> RLLearner:
+    """Return the RL learner of one process, or of one rank of several. `warm`: a warm start changed the reference."""
+    reference = _reference(model, reference_dir, settings, ranks, warm=warm) if rl.kl_coef else None
+    return RLLearner(model, rl, temperature, reference, _critic(model, rl, settings), ranks)
 
 
 def make_trainer(

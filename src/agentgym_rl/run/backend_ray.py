@@ -105,7 +105,16 @@ class Rank:
         if self._merges:
             lora.require_mergeable(self._model)
         if reference_dir is not None:
-            self._learner = make_learner(self._config, self._model, Path(reference_dir), self._ranks)
+            config, folder_of_reference = self._config, Path(reference_dir)
+            self._learner = make_learner(
+                self._model,
+                config.rl,
+                config.model,
+                config.agent.temperature,
+                folder_of_reference,
+                self._ranks,
+                warm=config.warm_start is not None,
+            )
 
     def teach(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
         """Make a trainer on `data`; return its number of updates."""
@@ -246,7 +255,9 @@ class Player:
 def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     """Return an engine with weights of its own, behind the interface that weights are sent through."""
     if config.engine.kind == "vllm":
-        return backend_vllm.make_vllm_adapter(config, folder)
+        # It gets the weights of a model with adapters merged.
+        base = folder if config.model.lora is None else Path(str(config.model.path))
+        return backend_vllm.VllmAdapter(backend_vllm.make_vllm(config, base))
     assert config.scale is not None
     torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
     model, tokenizer = load_from(folder, config.model)

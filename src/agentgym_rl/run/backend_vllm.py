@@ -66,24 +66,16 @@ def make_vllm(config: Config, folder: Path) -> Vllm:
     return engines[0] if len(engines) == 1 else Replicas(engines)
 
 
-async def start_vllm(config: Config, model: Any, tokenizer: Any, weights_dir: Path) -> Vllm:
-    """Start the recipe's vLLM and give it the weights of `model`: a running server may hold others."""
-    folder = weights_dir / "start"
-    if config.model.lora is None:
-        export(model, tokenizer, folder)  # vLLM reads the model's shape from a folder, weights and all
-    else:
-        assert config.model.path is not None
-        folder = Path(config.model.path)
-    engine = make_vllm(config, folder)
+async def start_vllm(
+    engine: Vllm, settings: EngineConfig, model: Any, tokenizer: Any, weights_dir: Path, *, adapters: bool
+) -> None:
+    """Start an engine and give it the weights of `model`: a running server may hold others. Close it if that fails."""
     try:
         await engine.start()
-        adapters = config.model.lora is not None
-        await publish(engine, config.engine, model, tokenizer, 0, weights_dir, adapters=adapters)
+        await publish(engine, settings, model, tokenizer, 0, weights_dir, adapters=adapters)
     except BaseException:
         await engine.close()
         raise
-    shutil.rmtree(weights_dir / "start", ignore_errors=True)
-    return engine
 
 
 async def publish(
@@ -119,20 +111,11 @@ def _forget_but(folder: Path) -> None:
             shutil.rmtree(other, ignore_errors=True)
 
 
-def make_vllm_adapter(config: Config, folder: Path) -> VllmAdapter:
-    """Return one engine of a cluster. It gets the weights of a model with adapters merged."""
-    if config.model.lora is not None:
-        assert config.model.path is not None
-        folder = Path(config.model.path)
-    engine = make_vllm(config, folder)
-    assert isinstance(engine, VllmEngine)
-    return VllmAdapter(engine)
-
-
 class VllmAdapter:
     """A vLLM engine behind the interface through which transport/buckets.py sends weights."""
 
-    def __init__(self, engine: VllmEngine) -> None:
+    def __init__(self, engine: Vllm) -> None:
+        assert isinstance(engine, VllmEngine)
         self.engine = engine
         self._memory: HostMemory | None = None
 

@@ -24,6 +24,8 @@ from agentgym_rl.types import Message
 async def launch(context: RunContext) -> tuple[Run, dict[str, Any] | None]:
     """Return the run and the state of the checkpoint it goes on from, or None for a new run."""
     config, demonstrations = context.config, None
+    if config.method == "rl":
+        context.log.set_status("running", steps=config.rl.steps)
     checkpoint, saved = resume_point(context) or (None, None)
     if checkpoint is None and config.model.scratch is not None and config.warm_start is None:
         # The vocabulary of a new tokenizer comes from the data.
@@ -88,8 +90,13 @@ async def start_backend(
     if config.engine.kind == "native":
         return LocalBackend(config, context.pool, model, tokenizer, reference)
     context.console.stage("vLLM", ", ".join(config.engine.urls) or f"{config.engine.replicas} started here")
-    weights_dir = root / "engine"
-    engine = await backend_vllm.start_vllm(config, model, tokenizer, weights_dir)
+    weights_dir, adapters = root / "engine", config.model.lora is not None
+    folder = Path(str(config.model.path)) if adapters else weights_dir / "start"
+    if not adapters:
+        export(model, tokenizer, folder)  # vLLM reads the model's shape from a folder
+    engine = backend_vllm.make_vllm(config, folder)
+    await backend_vllm.start_vllm(engine, config.engine, model, tokenizer, weights_dir, adapters=adapters)
+    shutil.rmtree(weights_dir / "start", ignore_errors=True)
     try:
         return LocalBackend(config, context.pool, model, tokenizer, reference, engine, weights_dir)
     except BaseException:

@@ -34,18 +34,6 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
         find_model(config.model.path)
 
 
-def require_machine(config: Config) -> None:
-    """Raise ConfigError for a device, an engine or a cluster that cannot be used here."""
-    from agentgym_rl.run.model import choose_device
-
-    choose_device(config.model)
-    require_engine(config.model, config.engine, config.scale)
-    if config.scale is not None:
-        from agentgym_rl.run.backend_ray import plan_of
-
-        plan_of(config)
-
-
 def require_packages(model: ModelConfig, engine: EngineConfig, scale: ScaleConfig | None) -> None:
     """Raise ConfigError for a package that the recipe needs and that is not installed."""
     # With an address, packages are in the environments of the cluster's nodes.
