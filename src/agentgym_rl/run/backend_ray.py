@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from agentgym_rl.agent.engines.vllm import Probe, probe_model
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.templates import resolve_template
-from agentgym_rl.config import Config, EnvironmentConfig
+from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import OnTrajectory, Trainer, make_engine, make_learner, make_trainer
@@ -228,12 +228,20 @@ class Rank:
 class Player:
     """Sessions and collectors of one environment host, inside its actor."""
 
-    def __init__(self, config: Config, folder: Path, variables: dict[str, str], engine: Any) -> None:
+    def __init__(
+        self,
+        environments: tuple[EnvironmentConfig, ...],
+        agent: AgentConfig,
+        make_renderer: Callable[[], Renderer],
+        variables: dict[str, str],
+        seeded: bool,
+        engine: Any,
+    ) -> None:
         """`variables`: environment variables of the driver that the recipe names."""
         os.environ.update(variables)
-        self._config, self._engine = config, engine
-        self._pool = EnvironmentsPool(config.environments, config.agent)
-        self._renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
+        self._agent, self._seeded, self._engine = agent, seeded, engine
+        self._pool, self._slots = EnvironmentsPool(environments, agent), episode_slots(agent, environments)
+        self._renderer = make_renderer()
 
     @property
     def num_open(self) -> int:
@@ -241,10 +249,8 @@ class Player:
 
     async def play(self, job: Job) -> Group:
         engine = self._engine.at_least(job.version)
-        agent, seeded = self._config.agent, self._config.engine.seeded
-        policies = engine_policies(engine, self._renderer, agent, job.temperature, seeded=seeded)
-        slots = episode_slots(agent, self._config.environments)
-        collect = make_collector(agent, self._pool, policies, job.group_size, job.prefix, slots)
+        policies = engine_policies(engine, self._renderer, self._agent, job.temperature, seeded=self._seeded)
+        collect = make_collector(self._agent, self._pool, policies, job.group_size, job.prefix, self._slots)
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
 
@@ -264,6 +270,10 @@ def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     model = freeze(model)
     renderer = Renderer(tokenizer, config.model.chat_template)
     return NativeAdapter(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
+
+
+def _load_renderer(folder: Path, chat_template: str | None) -> Renderer:
+    return Renderer(AutoTokenizer.from_pretrained(folder), chat_template)
 
 
 def for_workers(config: Config, device: str) -> Config:
@@ -341,7 +351,7 @@ class RayBackend:
         config = context.config
         self._config, self._app = config, app
         self.learner: Any = LearnerHandle(app, config.rl) if config.method == "rl" else None
-        self.renderer = Renderer(AutoTokenizer.from_pretrained(folder), config.model.chat_template)
+        self.renderer = _load_renderer(folder, config.model.chat_template)
         self.max_context: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
 
@@ -385,7 +395,14 @@ class RayBackend:
                 app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
                 app.start_players(
                     partial(make_engine_adapter, worker_config, folder),
-                    partial(Player, worker_config, folder, named_variables(config.environments)),
+                    partial(
+                        Player,
+                        worker_config.environments,
+                        worker_config.agent,
+                        partial(_load_renderer, folder, worker_config.model.chat_template),
+                        named_variables(config.environments),
+                        config.engine.seeded,
+                    ),
                 ),
             )
             backend = cls(context, app, folder)
