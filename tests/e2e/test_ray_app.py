@@ -253,7 +253,7 @@ async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_d
         assert await notes(app) == [[first, "sleep", "wake", "sleep", second], [first, "sleep", "sleep", second]]
         # Engines that outlive the processes they sample with are started again, and take what they missed.
         await app.weights.publish(2)
-        await asyncio.gather(*app.weights.behind.values())
+        await asyncio.gather(*app.weights.outdated.values())
         assert (await app.engines[0].generate.remote([1], Sampling(4), "a")).version == 2
         assert await notes(app) == [["weight [1.0, 2.0] of version 2 with a probe"]] * 2
         kinds = sorted(event["kind"] for event in await app.events())
@@ -272,17 +272,17 @@ async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restar
     try:
         (tmp_path / "once").touch()
         assert await app.weights.publish(0) == "on the device that each shares with a learner"
-        await app.weights._whole
+        await app.weights._full_copy
         assert (await app.state.published.remote()).host is not None, "for an engine that is started again"
         await asyncio.to_thread(app.sleep_engines)
         await asyncio.to_thread(app.on_all, "learn")
         (tmp_path / "once").unlink()
         await app.weights.publish(1)  # one of the engines, whichever came first, dies in the middle of it
-        (lost,) = app.weights.behind
+        (lost,) = app.weights.outdated
         await app.wait_for_engine(lost)
         said = await app.engines[lost].generate.remote([1], Sampling(4), "a", 1)
         assert said.version == 1
-        await app.weights.behind[lost]
+        await app.weights.outdated[lost]
         await asyncio.to_thread(app.on_all, "learn")
         await app.weights.publish(2)
         sent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} sent as version {v} with a probe" for v in range(3)]
@@ -311,8 +311,8 @@ async def test_an_engine_that_dies_at_every_load_ends_the_run_with_the_cause() -
     try:
         assert await app.weights.publish(0) == "through 1.28e-07 GB of the node's memory, which all of them map"
         await app.weights.publish(1)  # it is down, and may come back
-        while not app.weights.behind[0].done():
-            await asyncio.wait([app.weights.behind[0]])
+        while not app.weights.outdated[0].done():
+            await asyncio.wait([app.weights.outdated[0]])
         why = "engine 0: gave up: it died 3 times in a row while loading weights, last error: its worker ran out"
         for call in (app.play(None, 1), app.weights.publish(2)):
             with pytest.raises(EngineError, match=why):
@@ -342,7 +342,7 @@ async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> Non
             ):
                 await asyncio.wait_for(call, 120)
         assert not app._down
-        assert not app.weights.behind
+        assert not app.weights.outdated
     finally:
         await app.close()
 
@@ -419,7 +419,7 @@ async def test_a_bfloat16_run_on_shared_devices_with_workers_in_other_folders(
 
     async def look_and_close(self: Cluster) -> None:
         rank, engine = self._app.learners[1], self._app.engines[1]
-        assert len(self._app.weights._devices) == 2, "ranks looked for engines on their device"
+        assert len(self._app.weights._rank_devices) == 2, "ranks looked for engines on their device"
         seen.append(await rank.__ray_call__.remote(lambda r: (r._work._config.model.device, torch.get_num_threads())))
         seen.append(await engine.__ray_call__.remote(lambda e: (e._adapter._model.dtype, torch.get_num_threads())))
         await close(self)
@@ -465,6 +465,6 @@ async def test_overlap_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> No
 
 def test_hosts_with_few_episodes_each_leave_no_engine_idle() -> None:
     hosts = [SessionRouter(4, first) for first in (0, 2)]
-    assert sorted(host.of(session, ()) for host in hosts for session in ("a", "b")) == [0, 1, 2, 3]
-    assert hosts[0].of("a", {0}) == 0  # whoever is there stays
-    assert hosts[0].of("c", {2}) == 3
+    assert sorted(host.engine_of(session, ()) for host in hosts for session in ("a", "b")) == [0, 1, 2, 3]
+    assert hosts[0].engine_of("a", {0}) == 0  # an assigned session remains
+    assert hosts[0].engine_of("c", {2}) == 3
