@@ -309,7 +309,7 @@ async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restar
 async def test_an_engine_that_dies_at_every_load_ends_the_run_with_the_cause() -> None:
     app = await started(plan(learners=1, engines=1), DyingAdapter)
     try:
-        assert await app.weights.publish(0) == "through 1.28e-07 GB of the node's memory, which all of them map"
+        assert await app.weights.publish(0) == "through 1.28e-07 GB of host memory that all engines map"
         await app.weights.publish(1)  # it is down, and may come back
         while not app.weights.outdated[0].done():
             await asyncio.wait([app.weights.outdated[0]])
