@@ -19,7 +19,7 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
     require_packages(config)
     if environments:
         wiring.require_environments(config.environments)
-        wiring.require_recovery(config)
+    wiring.require_recovery(config)
     require_files(config)
     resolve_template(config.model.chat_template)
     require_memory(config)

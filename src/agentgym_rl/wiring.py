@@ -247,7 +247,8 @@ def require_recovery(config: Config) -> None:
     """ConfigError where an oracle would fail after its first mistake. What a server's oracle can do is not known."""
     err = any(some is not None and some.mistakes for some in (config.warm_start, config.data))
     for env in config.environments if err else ():
-        if env.url is None and not getattr(catalog.load(env.name), "oracle_recovers", True):
+        known = env.url is None and env.name in catalog.CATALOG
+        if known and not getattr(catalog.load(env.name), "oracle_recovers", True):
             raise ConfigError(
                 f"mistakes: the oracle of {env.name} knows one way only and cannot go on once it has left it: "
                 "leave mistakes out, or the environment"

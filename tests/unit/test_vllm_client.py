@@ -350,7 +350,7 @@ async def test_requests_have_seeds_unless_the_recipe_says_otherwise(seeded: bool
     engine = {"kind": "vllm", "seeded": seeded}
     config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
     asked, session = ScriptedEngine([[1], [1]]), SimpleNamespace(instruction="")
-    make = wiring.engine_policies(asked, Renderer(byte_level_bpe("chatml")), config, 1.0)
+    make = wiring.engine_policies(asked, Renderer(byte_level_bpe("chatml"), "chatml"), config, 1.0)
     for seed in (7, 8):
         await make(session, seed).reply([], "Where to?", Limits(1, 4, 200))  # type: ignore[arg-type]
     seeds = {sampling.seed for sampling in asked.samplings}

@@ -25,8 +25,8 @@ from agentgym_rl.types import Step
 
 CLOSE_TIMEOUT_S = 10.0
 """Nobody waits longer than this for an environment to close."""
-MAX_HUNG_THREADS = 64
-"""Of one environment, in calls that missed their deadline and have not come back."""
+MAX_HUNG_THREADS = 1000
+"""Threads of one environment whose calls missed their deadline and have not returned. Each holds little but a stack."""
 
 Value = TypeVar("Value")
 Outcome = tuple[Any, BaseException | None]
