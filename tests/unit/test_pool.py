@@ -186,6 +186,8 @@ import asyncio, os, signal
 from envs_for_tests import Counting
 from agentgym_rl.environment.pool import LocalPool
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job inherits that it is ignored
+
 class Interrupted(Counting):
     def step(self, text):
         os.kill(os.getpid(), signal.SIGINT)

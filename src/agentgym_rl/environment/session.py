@@ -24,9 +24,9 @@ from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 from agentgym_rl.types import Step
 
 CLOSE_TIMEOUT_S = 10.0
-"""Seconds to wait for an environment to close."""
-MAX_HUNG_THREADS = 64
-"""Hung threads of one environment: their calls missed the deadline and have not returned."""
+"""Nobody waits longer than this for an environment to close."""
+MAX_HUNG_THREADS = 1000
+"""Threads of one environment whose calls missed their deadline and have not returned. Each holds little but a stack."""
 
 Value = TypeVar("Value")
 Outcome = tuple[Any, BaseException | None]
