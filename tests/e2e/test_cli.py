@@ -146,7 +146,7 @@ def test_a_closed_pipe_does_not_stop_an_evaluation(tmp_path: Path) -> None:
         assert process.stdout is not None
         process.stdout.close()  # as `head` does after its last line
         assert process.stderr is not None
-        assert_one_clear_line(process.stderr.read(), "nobody reads the output any more")
+        assert_one_clear_line(process.stderr.read(), "the output is no longer read")
     assert process.returncode == 0
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["state"] == "finished"
 
@@ -266,7 +266,7 @@ def test_version_is_printed() -> None:
 
 def test_recipes_are_listed_printed_and_copied(tmp_path: Path) -> None:
     lines = command("recipes", cwd=tmp_path).stdout.splitlines()
-    assert lines[0].split(maxsplit=1) == ["quickstart", "An agent learns, from nothing, on two CPU cores"]
+    assert lines[0].split(maxsplit=1) == ["quickstart", "An agent learns from scratch on two CPU cores"]
     assert 'name = "textcraft-grpo"' in command("recipes", "textcraft/grpo", cwd=tmp_path).stdout
     completed = command("recipes", "textcraft/grpo", "--copy", "mine", cwd=tmp_path)
     assert completed.stdout == f"wrote {Path('mine') / 'grpo.toml'}\n"

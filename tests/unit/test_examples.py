@@ -1,4 +1,4 @@
-"""The example environment of docs/environments.md runs, is served and trained on, and matches the page."""
+"""The example environment of docs/guides/environments.md runs, is served and trained on, and matches the page."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_the_recipe_of_the_example_trains_on_the_server(example: ModuleTyp
 
 
 def test_the_page_shows_the_code_of_the_example() -> None:
-    page = (ROOT / "docs" / "environments.md").read_text()
+    page = (ROOT / "docs" / "guides" / "environments.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (shown,) = [block for block in blocks if "class NumberGuessing" in block]
     assert shown.strip() in EXAMPLE.read_text()

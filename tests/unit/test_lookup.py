@@ -16,7 +16,7 @@ from agentgym_rl.training import lookup
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Set up an empty cache and a hub that refuses connections."""
-    lookup._on_the_hub.cache_clear()
+    lookup._hub_name_or_cache.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "*")
     with socket.socket() as bound:

@@ -292,7 +292,7 @@ def test_mistake_11_every_error_has_its_own_http_status() -> None:
 
 
 async def test_mistake_11_every_metric_is_documented() -> None:
-    defined = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+    defined = (ROOT / "docs" / "reference" / "run-directory.md").read_text(encoding="utf-8")
     settings = replace(SETTINGS, algorithm="ppo", kl_coef=0.1, steps=1, groups_per_step=1, group_size=2)
     rows: list[dict[str, float | str]] = []
 

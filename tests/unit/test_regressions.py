@@ -36,8 +36,8 @@ def test_a_torch_without_products_in_float32_is_not_installed() -> None:
 
 
 def test_an_episode_may_not_outgrow_the_engine() -> None:
-    assert limits_of(AgentConfig(max_context=8192), 3, room=2048).max_context == 2048
-    assert limits_of(AgentConfig(max_context=512), 3, room=2048).max_context == 512
+    assert limits_of(AgentConfig(max_context=8192), 3, engine_context=2048).max_context == 2048
+    assert limits_of(AgentConfig(max_context=512), 3, engine_context=2048).max_context == 512
 
 
 def test_marks_that_replies_use_can_be_said() -> None:

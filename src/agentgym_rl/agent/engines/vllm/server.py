@@ -1,7 +1,7 @@
 """A `vllm serve` as an engine: token ids over `/v1/completions`, weights through a folder.
 
 The server needs `--logprobs-mode processed_logprobs`. To load weights it also needs `VLLM_SERVER_DEV_MODE=1`,
-`--worker-extension-cls` (docs/vllm.md has the command) and a folder that both sides see.
+`--worker-extension-cls` (docs/guides/vllm.md has the command) and a folder that both sides see.
 """
 
 from __future__ import annotations
