@@ -7,7 +7,7 @@ QUICK := $(VENV)/.quickstart
 FULL := $(VENV)/.full
 VLLM := .venv-vllm
 
-.PHONY: quickstart quickstart-cluster test test-long faults test-gpu test-vllm lint format bench browser clean
+.PHONY: quickstart quickstart-cluster test test-long faults test-gpu test-vllm lint format bench docs pictures browser clean
 
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
@@ -48,6 +48,14 @@ format: $(FULL)
 bench: $(FULL)
 	$(BIN)/python benchmarks/environment.py $(ARGS)
 
+# The site of docs/ into site/; a broken link or anchor fails.
+docs: $(FULL)
+	$(BIN)/python -m mkdocs build --strict $(ARGS)
+
+# Plots and screenshots of docs/images anew; ARGS=--only load names some of them.
+pictures: $(FULL) browser
+	$(BIN)/python scripts/pictures.py $(ARGS)
+
 # WebArena is tested in a real browser, from the system's package manager.
 browser:
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || { \
@@ -81,4 +89,4 @@ $(VLLM)/.done: constraints-vllm.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site

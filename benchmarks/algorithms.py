@@ -1,10 +1,10 @@
-"""Every algorithm on one small game, over several seeds: how well and how fast each learns on a CPU.
+"""Compare every algorithm on one small game over several seeds: final success and learning speed on a CPU.
 
     python benchmarks/algorithms.py [--seeds 0 1 2] [--arms ppo grpo] [--jobs 2] [--folder runs/algorithms]
 
-All arms of a seed start from the same model, which has imitated random play in KeyDoor (recipes/keydoor/cpu.toml),
-and then learn from about as many episodes. Success is measured on held-out layouts; the best possible is 100%.
-Finished runs are kept: the same command goes on where it was stopped. Writes results.json, results.md and curves.png.
+All arms of a seed start from the same model, trained to imitate random play in KeyDoor (recipes/keydoor/cpu.toml),
+and learn from about the same number of episodes. Success is measured on held-out layouts; the best possible is 100%.
+The same command resumes a stopped comparison: finished runs are kept. Writes results.json, results.md and curves.png.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ARMS: dict[str, list[str]] = {
     "PPO, turns": [*ONLINE, "rl.algorithm='ppo'", "rl.credit='turns'", "rl.turn_discount=0.9", *CRITIC],
     "PPO, two levels": [*ONLINE, "rl.algorithm='ppo'", "rl.credit='two_level'", "rl.turn_discount=0.9", *CRITIC],
 }
-"""Overrides of the recipe. Arms without groups play as many episodes, of as many tasks."""
+"""Overrides of the recipe. Arms without groups play the same number of episodes, one per task."""
 for _name in ("SFT of the oracle", "AgentEvol", "DPO"):
     ARMS[_name] = []
 
@@ -77,16 +77,16 @@ OFFLINE: dict[str, dict[str, Any]] = {
         },
     },
 }
-"""Sections in place of [rl] and [horizon]; the number of episodes comes from the budget."""
+"""Sections that replace [rl] and [horizon]. The budget sets the number of episodes."""
 
 
 def recipe_of(arm: str, start: Path | None, easy: bool, steps: int, episodes: int) -> dict[str, Any]:
-    """The arm as a recipe: `steps` times `episodes` episodes, from the model in `start` or (None) from nothing."""
+    """Return the arm's recipe: `steps` times `episodes` episodes, from the model in `start` or (None) from scratch."""
     raw = tomllib.loads(RECIPE.read_text())
     turns = 4 if easy else 6
     if easy:
         raw["environments"][0]["subsets"] = ["near"]
-        raw["warm_start"] |= {"max_turns": turns, "episodes": 248}  # every layout once
+        raw["warm_start"] |= {"max_turns": turns, "episodes": 248}  # each layout once
         raw["warm_start"]["sft"] |= {"epochs": 16, "optimizer": {"lr": 4e-3, "warmup_steps": 20, "decay": "cosine"}}
     raw["horizon"]["turns"] = [turns]
     raw["eval"] |= {"max_turns": turns, "every": 10}
@@ -110,25 +110,25 @@ def recipe_of(arm: str, start: Path | None, easy: bool, steps: int, episodes: in
 
 
 def overrides_of(arm: str, episodes: int, changes: Sequence[str] = ()) -> list[str]:
-    """The arm's settings and what is changed in them, with as many groups as make up `episodes` a step."""
+    """Return the arm's settings with `changes`, and the number of groups that gives `episodes` per step."""
     if arm in OFFLINE:
         return list(changes)
-    chosen = [*ARMS[arm], *changes]
-    size = next((int(o.partition("=")[2]) for o in chosen if o.startswith("rl.group_size=")), 8)
-    return [*chosen, f"rl.group_size={size}", f"rl.groups_per_step={episodes // size}"]
+    overrides = [*ARMS[arm], *changes]
+    size = next((int(o.partition("=")[2]) for o in overrides if o.startswith("rl.group_size=")), 8)
+    return [*overrides, f"rl.group_size={size}", f"rl.groups_per_step={episodes // size}"]
 
 
 Job = tuple[str, int, Path, bool, int, int, Sequence[str]]
-"""(arm, seed, folder, easy, steps, episodes a step, changes of the arm's settings)."""
+"""(arm, seed, folder, easy, steps, episodes per step, changes of the arm's settings)."""
 
 
 def play(job: Job) -> dict[str, Any]:
-    """One run, or what is left of it, in a process of its own."""
+    """Play or resume one run in this process and return its summary."""
     arm, seed, folder, easy, steps, episodes, changes = job
     os.environ["OMP_NUM_THREADS"] = "1"
+    from agentgym_rl.commands.train import train
     from agentgym_rl.config import load_config
-    from agentgym_rl.console import Console
-    from agentgym_rl.train import train
+    from agentgym_rl.run.console import Console
 
     start = folder / f"start-{seed}"
     slug = re.sub(r"[^a-z0-9]+", "-", arm.lower().replace("++", "-plus-plus")).strip("-")
@@ -136,8 +136,8 @@ def play(job: Job) -> dict[str, Any]:
     recipe = folder / f"{root.name}.toml"
     base = None if arm == START else start / "checkpoints/step_000000/model"
     recipe.write_text(tomli_w.dumps(recipe_of(arm, base, easy, steps, episodes)))
-    chosen = [] if arm == START else overrides_of(arm, episodes, changes)
-    config = load_config(recipe, [*chosen, f"seed={seed}", "threads=1", "model.device=cpu", f"name={root.name}"])
+    overrides = [] if arm == START else overrides_of(arm, episodes, changes)
+    config = load_config(recipe, [*overrides, f"seed={seed}", "threads=1", "model.device=cpu", f"name={root.name}"])
     if not (root / "summary.json").is_file():
         with (folder / f"{root.name}.log").open("a") as log:
             console = Console(log)
@@ -146,7 +146,7 @@ def play(job: Job) -> dict[str, Any]:
 
 
 def play_all(seeds: list[int], jobs: list[Job], processes: int) -> list[dict[str, Any]]:
-    """Starting models first, then the jobs, as many at once as there are processes."""
+    """Train the starting models, then play the jobs, in parallel processes, and return the summaries."""
     (folder, easy) = jobs[0][2:4]
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("spawn")
@@ -163,42 +163,42 @@ def play_all(seeds: list[int], jobs: list[Job], processes: int) -> list[dict[str
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """Markdown, a row per arm: success at the end with lowest and highest seed, first evaluation at 90%, time."""
+    """Return a Markdown row per arm: final success with its range over seeds, first evaluation at 90%, and time."""
     lines = [
-        "| arm | held-out success (lowest–highest seed) | step of the first 90% | seconds a run |",
+        "| arm | held-out success (lowest–highest seed) | step of the first 90% | seconds per run |",
         "|---|---|---|---|",
     ]
     for arm in dict.fromkeys(r["arm"] for r in results):
         runs = [r for r in results if r["arm"] == arm]
         final = [r["after"]["success"] for r in runs]
         reached = [next((e["step"] for e in r["evaluations"] if e["success"] >= 0.9), None) for r in runs]
-        when = "–" if None in reached or arm in OFFLINE else f"{statistics.median(reached):g}"  # type: ignore[type-var]
+        median = "–" if None in reached or arm in OFFLINE else f"{statistics.median(reached):g}"  # type: ignore[type-var]
         spread = f"{statistics.fmean(final):.1%} ({min(final):.1%}–{max(final):.1%})"
-        lines.append(f"| {arm} | {spread} | {when} | {statistics.fmean(r['seconds'] for r in runs):.0f} |")
+        lines.append(f"| {arm} | {spread} | {median} | {statistics.fmean(r['seconds'] for r in runs):.0f} |")
     return "\n".join(lines) + "\n"
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Held-out success against episodes played: the mean over seeds and every seed."""
+    """Draw held-out success against steps: the mean over seeds and every seed."""
     from matplotlib.figure import Figure
 
     arms = [arm for arm in dict.fromkeys(r["arm"] for r in results) if arm not in OFFLINE]
     columns = 4
     figure = Figure(figsize=(12, 2.3 * -(-len(arms) // columns)), dpi=140, facecolor="white", layout="constrained")
-    axes = list(figure.subplots(-(-len(arms) // columns), columns, sharex=True, sharey=True, squeeze=False).flat)
-    for place, arm in zip(axes, arms, strict=False):
+    panels = list(figure.subplots(-(-len(arms) // columns), columns, sharex=True, sharey=True, squeeze=False).flat)
+    for axes, arm in zip(panels, arms, strict=False):
         runs = [r["evaluations"] for r in results if r["arm"] == arm]
         for run in runs:
-            place.plot([e["step"] for e in run], [e["success"] for e in run], color="#9fc9c5", linewidth=1)
+            axes.plot([e["step"] for e in run], [e["success"] for e in run], color="#9fc9c5", linewidth=1)
         steps = [e["step"] for e in runs[0]]
         mean = [statistics.fmean(run[i]["success"] for run in runs) for i in range(len(steps))]
-        place.plot(steps, mean, color="#0f766e", linewidth=2)
-        place.set_title(arm, fontsize=10, loc="left", color="#1f2933")
-        place.set_ylim(0, 1.02)
-        place.grid(color="#e4e7eb")
-        place.spines[["top", "right"]].set_visible(False)
-    for place in axes[len(arms) :]:
-        place.set_visible(False)
+        axes.plot(steps, mean, color="#0f766e", linewidth=2)
+        axes.set_title(arm, fontsize=10, loc="left", color="#1f2933")
+        axes.set_ylim(0, 1.02)
+        axes.grid(color="#e4e7eb")
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in panels[len(arms) :]:
+        axes.set_visible(False)
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("held-out success", fontsize=9)
     figure.savefig(path)
@@ -211,8 +211,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=max(1, os.cpu_count() or 1))
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--episodes", type=int, default=256, help="a step; offline methods get as many in all")
-    parser.add_argument("--easy", action="store_true", help="only layouts of three turns, four to solve them in")
+    parser.add_argument("--episodes", type=int, default=256, help="per step; offline methods get the same total")
+    parser.add_argument("--easy", action="store_true", help="only layouts of three turns, with a limit of four")
     options = parser.parse_args()
     rest = (options.folder, options.easy, options.steps, options.episodes, ())
     jobs: list[Job] = [(arm, seed, *rest) for seed in options.seeds for arm in options.arms]

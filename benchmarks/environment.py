@@ -1,11 +1,11 @@
-"""How fast environments answer: 64 sessions at once over HTTP, through our own client, and in process.
+"""Measure steps per second of an environment: 64 concurrent sessions over HTTP, through our client, and in process.
 
     python benchmarks/environment.py [--sessions 64] [--seconds 2] [--out result.json]
 
-The server is a process of its own on loopback; the load generator is this process: one raw asyncio socket per session,
-HTTP/1.1 keep-alive, the next request when the answer is there. Both share the machine, so both are in the figure.
-The sessions replay TextCraft's gold solutions, a reset after each; only steps are counted and timed.
-The floor is a bare ASGI endpoint under the same server and load: what HTTP costs before any environment is asked.
+The server is a separate process on loopback. The load generator is this process: one raw asyncio socket per session,
+HTTP/1.1 keep-alive, one request at a time. Both share the machine, so the result includes the cost of both.
+The sessions replay TextCraft's gold solutions with a reset after each. Only steps are counted and timed.
+The floor is a bare ASGI endpoint under the same server and load: the cost of HTTP without an environment.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ENV = "textcraft"
 NUM_SOLUTIONS = 64
 WARM_UP_S = 0.3
 PEER = {"steps_per_s": 1300.0, "p50_ms": 45.0, "p99_ms": 92.0}
-"""AgentGym's own TextCraft server, same arrangement, two cores: an earlier figure, perhaps of another machine."""
+"""AgentGym's own TextCraft server in the same setup on two cores: an earlier result, possibly of another machine."""
 
 SERVER = "import sys; from agentgym_rl.environment.server import serve; serve(sys.argv[2:], port=int(sys.argv[1]))"
 FLOOR = """
@@ -70,7 +70,7 @@ class Result:
 
 
 class Clock:
-    """Latencies of the steps between the end of the warm-up and the end of the measurement."""
+    """Latencies of the steps of the measured interval, which starts after the warm-up."""
 
     def __init__(self, num_sessions: int, seconds: float) -> None:
         self.seconds = seconds
@@ -78,7 +78,7 @@ class Clock:
         self._all_open = asyncio.Barrier(num_sessions)
 
     async def start(self) -> None:
-        """Wait until every session is open: opening is not measured."""
+        """Wait until every session is open, then start the interval."""
         await self._all_open.wait()
         self.begin = time.perf_counter() + WARM_UP_S
         self.end = self.begin + self.seconds
@@ -94,14 +94,14 @@ class Clock:
 
     def result(self, name: str) -> Result:
         if not self.latencies_s:
-            raise SystemExit(f"{name}: not one step was answered in {self.seconds:g} s")
+            raise SystemExit(f"{name}: no step was answered within {self.seconds:g} s")
         ordered = sorted(self.latencies_s)
         rate = len(ordered) / self.seconds
         return Result(name, rate, 1e3 * ordered[len(ordered) // 2], 1e3 * ordered[int(0.99 * len(ordered))])
 
 
 class Connection:
-    """One keep-alive HTTP/1.1 connection that does just enough."""
+    """A minimal keep-alive HTTP/1.1 connection."""
 
     LENGTH = re.compile(rb"content-length: *(\d+)", re.IGNORECASE)
 
@@ -152,11 +152,11 @@ async def pool_player(pool: EnvPool, solutions: list[Solution], first: int, cloc
             started = time.perf_counter()
             await session.step(action)
             clock.add(started)
-        await asyncio.sleep(0)  # a local session never yields by itself
+        await asyncio.sleep(0)  # a local session never yields to the event loop
     await session.close()
 
 
-async def together(
+async def run_players(
     name: str, num_sessions: int, seconds: float, play: Callable[[int, Clock], Awaitable[None]]
 ) -> Result:
     clock = Clock(num_sessions, seconds)
@@ -165,17 +165,17 @@ async def together(
 
 
 @contextlib.contextmanager
-def process(program: str, *arguments: str) -> Iterator[int]:
-    """A Python process that listens on a free port of loopback; yields the port once it answers."""
+def start_server(program: str, *arguments: str) -> Iterator[int]:
+    """Start a Python process on a free loopback port and yield the port once it accepts connections."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     child = subprocess.Popen([sys.executable, "-c", program, str(port), *arguments])
     try:
-        give_up_at = time.monotonic() + 30
+        deadline = time.monotonic() + 30
         while True:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
                 break
-            if child.poll() is not None or time.monotonic() > give_up_at:
+            if child.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"the server did not start (exit code {child.poll()})")
             time.sleep(0.05)
         yield port
@@ -188,7 +188,7 @@ def process(program: str, *arguments: str) -> Iterator[int]:
 
 
 def gold_solutions(env_class: type[TextEnv]) -> list[Solution]:
-    """Solutions of the first items, by the oracle."""
+    """Return the oracle's solutions of the first items."""
     env: Any = env_class()
     solutions: list[Solution] = []
     for item in catalog.items(env_class, "train")[:NUM_SOLUTIONS]:
@@ -207,19 +207,21 @@ async def measure(num_sessions: int, seconds: float) -> list[Result]:
     env_class = catalog.load(ENV)
     solutions = gold_solutions(env_class)
     results = []
-    with process(FLOOR) as port:
+    with start_server(FLOOR) as port:
         name = "floor: bare ASGI endpoint"
-        results.append(await together(name, num_sessions, seconds, lambda i, c: http_player(port, solutions, i, c)))
-    with process(SERVER, ENV) as port:
+        results.append(await run_players(name, num_sessions, seconds, lambda i, c: http_player(port, solutions, i, c)))
+    with start_server(SERVER, ENV) as port:
         name = "HTTP, raw sockets"
-        results.append(await together(name, num_sessions, seconds, lambda i, c: http_player(port, solutions, i, c)))
+        results.append(await run_players(name, num_sessions, seconds, lambda i, c: http_player(port, solutions, i, c)))
         remote = RemotePool({ENV: f"http://127.0.0.1:{port}/{ENV}"}, max_sessions=num_sessions)
         name = "HTTP, RemotePool"
-        results.append(await together(name, num_sessions, seconds, lambda i, c: pool_player(remote, solutions, i, c)))
+        results.append(
+            await run_players(name, num_sessions, seconds, lambda i, c: pool_player(remote, solutions, i, c))
+        )
         await remote.close()
     local = LocalPool({ENV: env_class}, max_sessions=num_sessions)
     name = "in process, LocalPool"
-    results.append(await together(name, num_sessions, seconds, lambda i, c: pool_player(local, solutions, i, c)))
+    results.append(await run_players(name, num_sessions, seconds, lambda i, c: pool_player(local, solutions, i, c)))
     await local.close()
     return results
 
@@ -227,23 +229,21 @@ async def measure(num_sessions: int, seconds: float) -> list[Result]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Steps per second and latency of the TextCraft environment.")
     parser.add_argument("--sessions", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=2.0, help="measured time of each of the four lines")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--seconds", type=float, default=2.0, help="measured seconds of each of the four rows")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
     options = parser.parse_args()
     try:
         results = uvloop.run(measure(options.sessions, options.seconds))
     except ConfigError as error:
-        raise SystemExit(f"nothing was measured: {error}") from None
+        raise SystemExit(f"the benchmark cannot run: {error}") from None
     load = os.getloadavg()[0]
-    print(f"{ENV}, {options.sessions} sessions at once, {os.cpu_count()} cores, load average {load:.1f}; ", end="")
-    print("load generator: raw asyncio sockets beside the server")
+    print(f"{ENV}, {options.sessions} concurrent sessions, {os.cpu_count()} cores, load average {load:.1f}; ", end="")
+    print("load generator: raw asyncio sockets on the same machine")
     print(f"{'':28}{'steps/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'x peer':>9}")
     for result in [*results, Result("peer: AgentGym's server", **PEER)]:
         ratio = result.steps_per_s / PEER["steps_per_s"]
         print(f"{result.name:28}{result.steps_per_s:10,.0f}{result.p50_ms:9.2f}{result.p99_ms:9.2f}{ratio:9.1f}")
-    print(
-        "The peer's line is an earlier figure (same arrangement, two cores, perhaps another machine); the rest is new."
-    )
+    print("The peer's row is an earlier result (same setup, two cores, possibly another machine); the rest is new.")
     if options.out:
         figures = {
             "env": ENV,

@@ -1,21 +1,21 @@
-"""How fast rollouts, updates and whole RL steps are on one GPU, against peers measured in the same run.
+"""Measure rollouts, updates and whole RL steps on one GPU, with peers measured in the same run.
 
     python benchmarks/gpu.py --model-folder SmolLM2-135M-Instruct --out FOLDER
     python benchmarks/gpu.py --parts rollout --models smollm2-135m --peers transformers vllm --out FOLDER
-    python benchmarks/gpu.py --tiny --out FOLDER        everything in small, on a CPU: shows that it runs, not how fast
+    python benchmarks/gpu.py --tiny --out FOLDER        small sizes on a CPU: a smoke test without useful speeds
 
-rollout   256 and 512 episodes at once: a prompt of 256 tokens, 8 turns, 64 new tokens forced a turn, observations of
-          64 tokens. Ours, transformers in lock-step, vLLM in two ways, and what memory bandwidth allows.
+rollout   256 and 512 concurrent episodes: a prompt of 256 tokens, 8 turns, 64 forced new tokens per turn, observations
+          of 64 tokens. Ours, transformers in lock-step, vLLM in three ways, and the bound by memory bandwidth.
           (gpu_parts/rollout.py)
 learner   an update on 8k and 43k tokens against the plain transformers step and the matrix units' ceiling.
           (gpu_parts/learner.py)
 step      a whole RL step on TextCraft, GRPO on a real chat model, against TRL's GRPOTrainer. Needs --model-folder, a
           folder of a chat model such as SmolLM2-135M-Instruct. (gpu_parts/step.py)
 
-Every measurement is a process of its own with --limit-s seconds; one that fails or runs out of time is said so in the
-table and the others go on. FOLDER gets results.json and table.md, rewritten after each of them, and a log of each.
-vLLM and TRL fail like any other where they are not installed: leave them out with --peers, or name folders of packages
-for those processes alone with --vllm-path and --trl-path.
+Every measurement is a separate process with --limit-s seconds. The table reports one that fails or times out, and the
+others continue. FOLDER gets a log of each measurement, and results.json and table.md, rewritten after each. If vLLM or
+TRL is not installed, its measurement fails: leave it out with --peers, or give those processes a folder of packages
+with --vllm-path and --trl-path.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ UNITS = {"tokens_per_s": "tokens/s", "episodes_per_s": "episodes/s"}
 
 @dataclass(slots=True)
 class Job:
-    """One process."""
+    """One measurement in its own process."""
 
     name: str
     script: str
     arguments: list[str]
     paths: list[str] = field(default_factory=list)
-    """Put before PYTHONPATH."""
+    """Folders put before PYTHONPATH."""
     needs: Path | None = None
-    """A file that another job leaves."""
+    """File that another job writes."""
 
 
 def jobs_of(options: argparse.Namespace) -> list[Job]:
-    """In an order that leaves the most if time runs out: ours and the cheap peers first."""
+    """Return the jobs in order of value if time runs out: ours and the cheap peers first."""
     parts, peers = options.parts, options.peers
     device = ["--device", "cpu" if options.tiny else "cuda"]
     models = ["tiny"] if options.tiny else options.models
     episodes = ["4", "8"] if options.tiny else [str(n) for n in options.episodes]
-    here = [peer for peer in peers if peer == "transformers"]
+    in_process = [peer for peer in peers if peer == "transformers"]
     jobs, later = [], []
     for model in models:
-        common = ["--model", model, *device, "--peers", *here]
+        common = ["--model", model, *device, "--peers", *in_process]
         if "rollout" in parts:
             profile = ["--profile", str(options.out / "kernels.txt")] if options.profile else []
             jobs.append(Job(f"rollout-{model}", "rollout.py", [*common, "--episodes", *episodes, *profile]))
             if "vllm" in peers:
                 eager = ["--dtype", "float32", "--eager"] if options.tiny else []
-                told = ["--model", model, "--config", _config(model), "--episodes", *episodes, *eager]
+                batch = ["--model", model, "--config", _config(model), "--episodes", *episodes, *eager]
+                asynchronous = [*batch, "--asynchronous"]
                 paths = _paths(options.vllm_path)
-                later.append(Job(f"rollout-{model}-vllm", "vllm_peer.py", told, paths))
-                later.append(Job(f"rollout-{model}-vllm-async", "vllm_peer.py", [*told, "--asynchronous"], paths))
-                trained = [*told, "--asynchronous", "--seeded"]
-                later.append(Job(f"rollout-{model}-vllm-seeded", "vllm_peer.py", trained, paths))
+                later.append(Job(f"rollout-{model}-vllm", "vllm_peer.py", batch, paths))
+                later.append(Job(f"rollout-{model}-vllm-async", "vllm_peer.py", asynchronous, paths))
+                later.append(Job(f"rollout-{model}-vllm-seeded", "vllm_peer.py", [*asynchronous, "--seeded"], paths))
         if "learner" in parts:
             profile = ["--profile", str(options.out / "kernels.txt")] if options.profile else []
             jobs.append(Job(f"learner-{model}", "learner.py", [*common, *profile]))
@@ -83,11 +83,11 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
         jobs.append(Job("step", "step.py", [*device, *folder, *small, *steps, "--work", str(options.out)]))
         if "trl" in peers:
             taught = options.out / "taught.json"
-            told = [*device, "--taught", str(taught), *steps]
-            jobs.append(Job("step-trl", "trl_peer.py", told, _paths(options.trl_path), taught))
+            arguments = [*device, "--taught", str(taught), *steps]
+            jobs.append(Job("step-trl", "trl_peer.py", arguments, _paths(options.trl_path), taught))
             if "vllm" in peers and not options.tiny:
                 paths = _paths(options.trl_path, options.vllm_path)
-                later.append(Job("step-trl-vllm", "trl_peer.py", [*told, "--vllm"], paths, taught))
+                later.append(Job("step-trl-vllm", "trl_peer.py", [*arguments, "--vllm"], paths, taught))
     return jobs + later
 
 
@@ -103,9 +103,9 @@ def _config(model: str) -> str:
 
 
 def run_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
-    """What became of it: {"outcome", "seconds"}."""
+    """Run the job and return {"outcome", "seconds"}."""
     if job.needs is not None and not job.needs.exists():
-        return {"outcome": f"left out, for want of {job.needs.name}", "seconds": 0.0}
+        return {"outcome": f"left out: {job.needs.name} is missing", "seconds": 0.0}
     before = [*job.paths, str(HERE.parent / "src")]
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join([*before, *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -113,7 +113,7 @@ def run_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     command = [python, str(HERE / "gpu_parts" / job.script), "--lines", str(options.out / "lines.jsonl")]
     started = time.monotonic()
     with (options.out / f"{job.name}.log").open("w") as log:
-        # A session of its own, so that a peer's worker processes end with it.
+        # In a new process session, so that a peer's worker processes end with it.
         child = subprocess.Popen(
             [*command, *job.arguments], stdout=log, stderr=log, env=environment, start_new_session=True
         )
@@ -121,7 +121,7 @@ def run_job(job: Job, options: argparse.Namespace) -> dict[str, Any]:
             code = child.wait(options.limit_s)
             outcome = "done" if code == 0 else f"failed with exit code {code}, see {job.name}.log"
         except subprocess.TimeoutExpired:
-            outcome = f"cut off after {options.limit_s} s"
+            outcome = f"timed out after {options.limit_s} s"
         finally:
             _end_session(child)
     return {"outcome": outcome, "seconds": round(time.monotonic() - started, 1)}
@@ -146,51 +146,53 @@ def write_results(out: Path, outcomes: dict[str, dict[str, Any]]) -> None:
 
 
 def table(lines: list[dict[str, Any]], outcomes: dict[str, dict[str, Any]]) -> str:
-    """Markdown: each case, each of its runners, and ours over it."""
-    rows = ["| part | case | who | speed | ours ÷ it | more |", "|---|---|---|---|---|---|"]
+    """Return a Markdown row for each case and runner, with the ratio of our speed to the runner's."""
+    rows = ["| part | case | runner | speed | ours ÷ runner | details |", "|---|---|---|---|---|---|"]
     cases = dict.fromkeys((line["part"], line["case"]) for line in lines if line["part"] in METRIC)
     for part, case in cases:
-        found = {line["who"]: line for line in lines if (line["part"], line["case"]) == (part, case)}
+        runners = {line["who"]: line for line in lines if (line["part"], line["case"]) == (part, case)}
         metric = METRIC[part]
-        best = max((line[metric] for who, line in found.items() if who.startswith("ours")), default=None)
-        for who, line in found.items():
-            ratio = "" if best is None or who.startswith("ours") else f"{best / line[metric]:.2f}"
+        best = max((line[metric] for name, line in runners.items() if name.startswith("ours")), default=None)
+        for name, line in runners.items():
+            ratio = "" if best is None or name.startswith("ours") else f"{best / line[metric]:.2f}"
             speed = f"{line[metric]:,.{0 if line[metric] >= 1000 else 1}f} {UNITS[metric]}"
-            rows.append(f"| {part} | {case} | {who} | {speed} | {ratio} | {_more(part, line, found)} |")
+            rows.append(f"| {part} | {case} | {name} | {speed} | {ratio} | {_details(part, line, runners)} |")
     for name, outcome in outcomes.items():
         rows.append(f"\n{name}: {outcome['outcome']}, {outcome['seconds']:.0f} s")
     return "\n".join(rows) + "\n"
 
 
-def _more(part: str, line: dict[str, Any], found: dict[str, dict[str, Any]]) -> str:
+def _details(part: str, line: dict[str, Any], runners: dict[str, dict[str, Any]]) -> str:
     if part == "rollout":
-        bound = found.get("bound")
+        bound = runners.get("bound")
         return "" if bound is None or line is bound else f"{line['tokens_per_s'] / bound['tokens_per_s']:.0%} of bound"
     if part == "learner":
         return f"{line['share_of_ceiling']:.0%} of ceiling, {line['allocated_gb']:.1f} GB"
-    told = [
+    details = [
         f"rollout {line['rollout_s']:.2f} s, learn {line['learn_s']:.2f} s",
         f"{line['sampled_tokens']:.0f} tokens sampled, {line['turns']:.1f} turns, success {line['success']:.0%}",
     ]
-    if "environments_s" in line:  # peers do not say
-        told.append(f"environments {line['environments_s']:.2f} s")
+    if "environments_s" in line:  # peers do not measure it
+        details.append(f"environments {line['environments_s']:.2f} s")
     if "kernels_playing_s" in line:
-        told.append(f"kernels {line['kernels_playing_s']:.2f} + {line['kernels_learning_s']:.2f} s")
-    return ", ".join(told)
+        details.append(f"kernels {line['kernels_playing_s']:.2f} + {line['kernels_learning_s']:.2f} s")
+    return ", ".join(details)
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="a new or empty folder")
+    parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="of rollout and learner")
+    parser.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models of rollout and learner"
+    )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
-    parser.add_argument("--episodes", nargs="+", type=int, default=[256, 512], help="of rollout")
-    parser.add_argument("--model-folder", type=Path, help="of step: a chat model")
-    parser.add_argument("--limit-s", type=int, default=300, help="the most one measurement may take")
-    parser.add_argument("--vllm-path", type=Path, help="folder of packages in which vLLM is")
-    parser.add_argument("--vllm-python", type=Path, help="an interpreter of its own for vLLM")
-    parser.add_argument("--trl-path", type=Path, help="folder of packages in which TRL is")
+    parser.add_argument("--episodes", nargs="+", type=int, default=[256, 512], help="episodes of rollout")
+    parser.add_argument("--model-folder", type=Path, help="folder of the chat model of step")
+    parser.add_argument("--limit-s", type=int, default=300, help="time limit of a measurement")
+    parser.add_argument("--vllm-path", type=Path, help="folder of packages with vLLM")
+    parser.add_argument("--vllm-python", type=Path, help="separate Python interpreter for vLLM")
+    parser.add_argument("--trl-path", type=Path, help="folder of packages with TRL")
     parser.add_argument("--profile", action="store_true", help="also write kernel times to kernels.txt")
     parser.add_argument("--tiny", action="store_true", help="small sizes on the CPU")
     options = parser.parse_args()
@@ -206,7 +208,7 @@ def main() -> None:
     if any(options.out.iterdir()):
         sys.exit(f"--out {options.out} is not empty: name a new folder")
     sys.path.insert(0, str(HERE / "gpu_parts"))
-    # Processes of a peer that outlive this one keep the device's memory: they are ended on the way out.
+    # End a peer's processes on exit too, because they would keep the device's memory.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
     outcomes: dict[str, dict[str, Any]] = {}
     for job in jobs_of(options):
@@ -218,8 +220,8 @@ def main() -> None:
             write_results(options.out, outcomes)
         print(f"{job.name}: {outcomes[job.name]['outcome']}, {outcomes[job.name]['seconds']:.0f} s", flush=True)
     print("\n" + (options.out / "table.md").read_text())
-    if broken := [name for name, one in outcomes.items() if not one["outcome"].startswith(("done", "left out"))]:
-        sys.exit(f"not done: {', '.join(broken)}")
+    if failed := [name for name, run in outcomes.items() if not run["outcome"].startswith(("done", "left out"))]:
+        sys.exit(f"not done: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""How well and how fast supporting paragraphs are found: BM25, dense and hybrid, beside SQLite's full-text search.
+"""Measure recall and speed of retrieval: BM25, dense and hybrid, with SQLite's full-text search as the peer.
 
     python benchmarks/retrieval.py QUESTIONS.json [--corpus MORE.jsonl ...] [--dense MODEL] [--top 3 5]
 
-QUESTIONS is a HotpotQA or 2WikiMultihopQA file in the distractor setting: each question brings its paragraphs, and says
-which of them support the answer. All paragraphs are indexed together, with the passages of --corpus as distractors.
+QUESTIONS is a HotpotQA or 2WikiMultihopQA file in the distractor setting: each question lists its paragraphs and
+those that support the answer. All paragraphs are indexed together, with the passages of --corpus as distractors.
 The query is the question itself. Recall at k: the share of a question's supporting paragraphs among the first k,
 averaged over questions; "all" is the share of questions with every supporting paragraph among them.
 """
@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sqlite3
+import statistics
 import sys
 import tempfile
 import time
@@ -31,10 +32,10 @@ from agentgym_rl.environment.envs.searchqa.retrieval import Retriever
 from agentgym_rl.errors import AgentGymError
 
 
-class Asked(NamedTuple):
-    question: str
+class Question(NamedTuple):
+    text: str
     supporting: frozenset[str]
-    """Ids of passages."""
+    """Ids of the passages that support the answer."""
 
 
 class Score(NamedTuple):
@@ -45,7 +46,7 @@ class Score(NamedTuple):
 
 
 class FullTextSearch:
-    """The peer: SQLite's FTS5 with its own bm25() and Porter stemming, in memory."""
+    """Peer: SQLite's FTS5 in memory, with its own bm25() and Porter stemming."""
 
     cheap = True
 
@@ -65,7 +66,7 @@ class FullTextSearch:
 
 
 def paragraphs(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """(title, text) of a question's paragraphs, in either layout of the field."""
+    """Yield (title, text) of a question's paragraphs, in either layout of the field."""
     context = row["context"]
     pairs = zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
     for title, sentences in pairs:
@@ -77,38 +78,39 @@ def supporting_titles(row: dict[str, Any]) -> set[str]:
     return {t.strip() for t in (facts["title"] if isinstance(facts, dict) else (title for title, _ in facts))}
 
 
-def gather(files: Sequence[Path], corpora: Sequence[Path]) -> tuple[list[Passage], list[Asked]]:
-    """All passages, each once, and the questions."""
-    numbers: dict[tuple[str, str], str] = {}
-    asked = []
+def gather(files: Sequence[Path], corpora: Sequence[Path]) -> tuple[list[Passage], list[Question]]:
+    """Return all passages without duplicates, and the questions."""
+    ids: dict[tuple[str, str], str] = {}
+    questions = []
     for file in files:
         for row in json.loads(file.read_text(encoding="utf-8")):
-            own = {pair: numbers.setdefault(pair, str(len(numbers))) for pair in paragraphs(row)}
+            own = {pair: ids.setdefault(pair, str(len(ids))) for pair in paragraphs(row)}
             wanted = supporting_titles(row)
-            asked.append(Asked(row["question"], frozenset(name for (title, _), name in own.items() if title in wanted)))
+            supporting = frozenset(name for (title, _), name in own.items() if title in wanted)
+            questions.append(Question(row["question"], supporting))
     for corpus in corpora:
         for passage, _ in read_corpus(corpus):
-            numbers.setdefault((passage.title, passage.text), str(len(numbers)))
-    return [Passage(name, title, text) for (title, text), name in numbers.items()], asked
+            ids.setdefault((passage.title, passage.text), str(len(ids)))
+    return [Passage(name, title, text) for (title, text), name in ids.items()], questions
 
 
-def measure(retriever: Retriever, asked: Sequence[Asked], tops: Sequence[int]) -> Score:
-    retriever.search([asked[0].question], max(tops))  # files are mapped in, caches are filled
-    found: list[list[str]] = []
+def measure(retriever: Retriever, questions: Sequence[Question], tops: Sequence[int]) -> Score:
+    retriever.search([questions[0].text], max(tops))  # map the files and fill the caches
+    retrieved: list[list[str]] = []
     times_ms = []
-    for question, _ in asked:
+    for question, _ in questions:
         started = time.perf_counter()
         (passages,) = retriever.search([question], max(tops))
         times_ms.append(1000 * (time.perf_counter() - started))
-        found.append([passage.id for passage in passages])
+        retrieved.append([passage.id for passage in passages])
     shares = {
-        k: [len(a.supporting.intersection(ids[:k])) / len(a.supporting) for a, ids in zip(asked, found, strict=True)]
+        k: [len(q.supporting & set(top[:k])) / len(q.supporting) for q, top in zip(questions, retrieved, strict=True)]
         for k in tops
     }
     times_ms.sort()
     return Score(
-        {k: sum(some) / len(some) for k, some in shares.items()},
-        {k: sum(share == 1.0 for share in some) / len(some) for k, some in shares.items()},
+        {k: statistics.fmean(recalls) for k, recalls in shares.items()},
+        {k: statistics.fmean(recall == 1.0 for recall in recalls) for k, recalls in shares.items()},
         times_ms[len(times_ms) // 2],
         times_ms[int(0.95 * len(times_ms))],
     )
@@ -123,15 +125,15 @@ def main() -> None:
     parser.add_argument("--passage-prefix", default="")
     parser.add_argument("--top", type=int, nargs="+", default=[3, 5])
     options = parser.parse_args()
-    passages, asked = gather(options.questions, options.corpus)
+    passages, questions = gather(options.questions, options.corpus)
     table = Table("retriever", *(f"recall@{k}" for k in options.top), *(f"all@{k}" for k in options.top), box=None)
     for column in ("p50 ms", "p95 ms", "x sqlite"):
         table.add_column(column, justify="right")
     started = time.perf_counter()
     peer = FullTextSearch(passages)
-    print(f"{len(asked)} questions, {len(passages)} passages")
+    print(f"{len(questions)} questions, {len(passages)} passages")
     print(f"built: sqlite {time.perf_counter() - started:.1f} s", end="", flush=True)
-    base = measure(peer, asked, options.top)
+    base = measure(peer, questions, options.top)
     add_row(table, "sqlite fts5", base, base)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -150,7 +152,7 @@ def main() -> None:
         kinds: tuple[Kind, ...] = ("bm25", "dense", "hybrid") if encoder else ("bm25",)
         for kind in kinds:
             retriever = open_retriever(str(folder / ("dense" if encoder else "words")), kind)
-            add_row(table, kind, measure(retriever, asked, options.top), base)
+            add_row(table, kind, measure(retriever, questions, options.top), base)
     Console().print(table)
 
 

@@ -1,24 +1,23 @@
-"""vLLM beside a learner: seconds to start, to take new weights each way, to sleep and wake, and how far apart they are.
+"""Measure vLLM with a learner: seconds to start, load weights each way, sleep and wake, and their differences.
 
     python benchmarks/vllm_weights.py [--model qwen2.5-1.5b | smollm2-135m | tiny] [--rounds 5] [--episodes 64]
     python benchmarks/vllm_weights.py --eager --vllm-only     without CUDA graphs
 
-Random weights of the model's shape. Each update changes every tensor, and log-probabilities move several times as far
-as engine and learner may differ; the engine must then have the learner's bits and agree with it, which is part of the
-time, and it must have moved. A step is a rollout (two turns of every episode: prompts of 256 tokens, replies of 64) and
-a plain forward and backward pass over what was played; updates are given as shares of it. `memory` lends the state of
-this process (CUDA IPC). The others are what a cluster does: `lent` where a rank and an engine share a device, bucket by
-bucket through CUDA IPC, `node` where all are on one node, `buckets` elsewhere. The first two of each are slower, they
-make what later ones use again, so figures are medians of the rest. On CUDA vLLM also sleeps: its memory before, while
-and after, and how far log-probabilities are from what they were. Adapters need an engine with room for them, so they
-come last, on one that is started eagerly. On a CPU everything runs in float32, lent memory is shared memory of the
-machine, and nothing sleeps.
+Weights are random, in the model's shape. Each update changes every tensor and moves log-probabilities several times as
+far as engine and learner may differ. The check that the engine has the learner's bits is part of the time. A step is a
+rollout (two turns per episode: prompts of 256 tokens, replies of 64) and a plain forward and backward pass over its
+tokens; updates are also given as shares of a step. `memory` shares the state of this process (CUDA IPC). The others are
+those of a cluster: `lent` if a rank and an engine share a device (buckets through CUDA IPC), `node` if they share a
+node, `buckets` otherwise. The first two updates of each allocate buffers, so results are medians of the rest. On CUDA
+vLLM also sleeps: its memory before, during and after, and the change of log-probabilities. Adapters need an engine
+that reserves memory for them, so they come last, on an eager engine. On a CPU everything runs in float32, CUDA IPC is
+replaced by shared memory, and vLLM does not sleep.
 
-How far an engine is from the learner is told apart: at the start, after the first update by each way, after a sleep;
-for a reply's first token (what a prompt's pass gave) and later ones (decoded, with CUDA graphs unless `--eager`); for
-the first turn and the second, whose prompt is partly in the prefix cache; and for the same tokens scored as a prompt,
-which decodes nothing and reads no cache. Beside it stands how far the learner is from itself in float32. The command
-ends with code 1, all said and written, if a mean is above 0.1 in bfloat16 or 0.001 in float32.
+Differences between engine and learner are reported at the start, after the first update each way, and after a sleep:
+for a reply's first token (prefill) and later ones (decoded, with CUDA graphs unless `--eager`), for the first turn and
+the second (prompt partly in the prefix cache), and for the same tokens scored as a prompt (no decoding, no cache). For
+comparison, the learner's difference from itself in float32 is reported too. The command exits with code 1, after all
+results are written, if a mean is above 0.1 in bfloat16 or 0.001 in float32.
 """
 
 from __future__ import annotations
@@ -42,29 +41,29 @@ import numpy
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from agentgym_rl.agent.engines.handover import HostMemories
-from agentgym_rl.agent.engines.lending import LentWeights, lend
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
-from agentgym_rl.agent.engines.vllm.checks import require_vllm
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE
+from agentgym_rl.agent.engines.vllm.requirements import require_vllm
 from agentgym_rl.errors import EngineError
-from agentgym_rl.scale.ranks import whole_state
-from agentgym_rl.scale.weights import Bucket, InPlace, Staging, buckets
-from agentgym_rl.serving import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmAdapter
+from agentgym_rl.scale.process_group import whole_state
+from agentgym_rl.transport.buckets import Bucket, NativeAdapter, Staging, buckets
+from agentgym_rl.transport.device import DeviceWeights, send_weights
+from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
 PROMPT_TOKENS, NEW_TOKENS, TURNS = 256, 64, 2
 CONTEXT = TURNS * (PROMPT_TOKENS + NEW_TOKENS)
 PASS_TOKENS = 8192
-"""Of one forward and backward pass."""
+"""Tokens of one forward and backward pass."""
 BUCKET_BYTES = 256 << 20
 WAYS = ("files", "memory", "lent", "node", "buckets")
 COMPARED = 8
 """Episodes whose log-probabilities are compared."""
 FACTOR, NORM_FACTOR = 1.03125, 1.5
-"""Of an update. The last norm alone moves log-probabilities by half a unit and keeps their order; were all tensors to
-grow by as much, a random network of 28 layers would be chaotic, and two right passes in bfloat16 0.15 apart."""
+"""Factors of an update, for all tensors and for the last norm. The norm alone moves log-probabilities by half a unit.
+If all tensors grew by its factor, two correct bfloat16 passes of a random network of 28 layers would differ by 0.15."""
 
 Report = dict[str, Any]
 Work = Callable[[], Awaitable[None]]
@@ -72,7 +71,7 @@ Work = Callable[[], Awaitable[None]]
 
 @dataclass(slots=True)
 class Reply:
-    """What an engine sampled in one turn."""
+    """Tokens that an engine sampled in one turn."""
 
     turn: int
     prompt_ids: list[int]
@@ -94,7 +93,7 @@ def make_model(name: str) -> Any:
 
 @torch.no_grad()
 def without_zeros(model: Any) -> Any:
-    """Biases begin as zeros, which no factor changes."""
+    """Replace zero tensors such as biases by noise, because no factor changes a zero."""
     for parameter in model.parameters():
         if not parameter.any():
             parameter.normal_(std=0.02)
@@ -102,8 +101,8 @@ def without_zeros(model: Any) -> Any:
 
 
 def in_dtype(model: Any, dtype: torch.dtype) -> Any:
-    """Parameters alone, as where a model is loaded: `model.to(dtype)` rounds its rotary frequencies, too, and no engine
-    does, so that its tokens would be at other places than theirs."""
+    """Convert the parameters only, as loading a model does. `model.to(dtype)` also rounds the rotary frequencies, which
+    no engine does, so positions would differ."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     return model
@@ -111,29 +110,28 @@ def in_dtype(model: Any, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def change(model: Any, back: bool) -> None:
-    """There, or `back` again, lest the model grow without bound."""
+    """Multiply every tensor by its factor, or divide (`back`), so that the model does not grow without bound."""
     for name, parameter in model.named_parameters():
         factor = NORM_FACTOR if name == "model.norm.weight" else FACTOR
         parameter.mul_(1 / factor if back else factor)
 
 
 class Store:
-    """As much of an object store as matters here: memory that was used before, where what is put is copied to."""
+    """A minimal object store: `put` copies a bucket into memory that is reused."""
 
     def __init__(self) -> None:
-        self._places: list[numpy.ndarray] = []
+        self._buffers: list[numpy.ndarray] = []
 
     def put(self, number: int, bucket: Bucket) -> Bucket:
-        if number == len(self._places):
-            self._places.append(bucket.data.copy())
-        place = self._places[number]
-        place[:] = bucket.data
-        return Bucket(bucket.entries, place)
+        if number == len(self._buffers):
+            self._buffers.append(bucket.data.copy())
+        buffer = self._buffers[number]
+        buffer[:] = bucket.data
+        return Bucket(bucket.entries, buffer)
 
 
 class Moves:
-    """Whether updates reach the engine: scores before and after each must be three times as far apart as agreement
-    allows."""
+    """Check that updates reach the engine: each must move scores by more than three times the tolerance."""
 
     def __init__(self, engine: VllmEngine, probe: Probe) -> None:
         self._engine, self._probe = engine, probe
@@ -147,17 +145,17 @@ class Moves:
     async def require(self, way: str) -> None:
         before = self._last
         await self.begin()
-        moved = apart(before, self._last)
+        moved = mean_difference(before, self._last)
         self.least = min(self.least, moved)
         if not moved > self._needed:
             raise EngineError(
-                f"an update by {way} should move log-probabilities by more than {self._needed:g} a token, "
-                f"they moved by {moved:.3g}: it was not made, or changes too little to be seen"
+                f"an update by {way} should move log-probabilities by more than {self._needed:g} per token, "
+                f"they moved by {moved:.3g}: the engine did not apply it, or it is too small to be seen"
             )
 
 
-def apart(first: list[float], second: list[float]) -> float:
-    """Mean absolute difference of log-probabilities."""
+def mean_difference(first: list[float], second: list[float]) -> float:
+    """Return the mean absolute difference of log-probabilities."""
     return statistics.fmean(abs(a - b) for a, b in zip(first, second, strict=True))
 
 
@@ -175,7 +173,7 @@ def synchronize() -> None:
 
 
 async def rollout(engine: Any, episodes: int, sampling: Sampling) -> list[Reply]:
-    """Every turn of every episode."""
+    """Play all episodes and return the reply of every turn."""
 
     async def episode(number: int) -> list[Reply]:
         ids: list[int] = []
@@ -193,7 +191,7 @@ async def rollout(engine: Any, episodes: int, sampling: Sampling) -> list[Reply]
 
 
 def learn(model: Any, episodes: int) -> None:
-    """Forward and backward over as many tokens as the episodes have; the gradients are thrown away."""
+    """Run forward and backward over the episodes' number of tokens and discard the gradients."""
     rows = max(1, PASS_TOKENS // CONTEXT)
     device = model.get_input_embeddings().weight.device
     for first in range(0, episodes, rows):
@@ -203,8 +201,8 @@ def learn(model: Any, episodes: int) -> None:
 
 
 @torch.no_grad()
-def by_model(model: Any, reply: Reply) -> list[float]:
-    """What a model says of a reply."""
+def model_logprobs(model: Any, reply: Reply) -> list[float]:
+    """Return the model's log-probabilities of a reply."""
     whole = torch.tensor([reply.prompt_ids + reply.token_ids], device=model.get_input_embeddings().weight.device)
     first = len(reply.prompt_ids)
     logits = model(input_ids=whole, use_cache=False).logits[0, first - 1 : -1].float()
@@ -212,36 +210,36 @@ def by_model(model: Any, reply: Reply) -> list[float]:
 
 
 async def compare(model: Any, engine: Any, episodes: int) -> Report:
-    """Mean and largest differences of log-probabilities, by what sets them apart."""
+    """Return mean and largest differences of log-probabilities, by kind of token."""
     played = await rollout(engine, min(COMPARED, episodes), Sampling(NEW_TOKENS, seed=0))
-    off: dict[str, list[float]] = {}
+    differences: dict[str, list[float]] = {}
 
     def note(name: str, first: list[float], second: list[float]) -> None:
-        off.setdefault(name, []).extend(abs(a - b) for a, b in zip(first, second, strict=True))
+        differences.setdefault(name, []).extend(abs(a - b) for a, b in zip(first, second, strict=True))
 
     exact = in_dtype(copy.deepcopy(model), torch.float32) if model.dtype != torch.float32 else None
     for reply in played:
-        mine, its = by_model(model, reply), reply.logprobs
-        note("sampled - learner", its, mine)
-        note(f"turn {reply.turn + 1}, first token - learner", its[:1], mine[:1])
-        note(f"turn {reply.turn + 1}, later tokens - learner", its[1:], mine[1:])
-        if isinstance(engine, VllmEngine):  # one after the other: on a CPU it dies of several at once
+        learner, sampled = model_logprobs(model, reply), reply.logprobs
+        note("sampled - learner", sampled, learner)
+        note(f"turn {reply.turn + 1}, first token - learner", sampled[:1], learner[:1])
+        note(f"turn {reply.turn + 1}, later tokens - learner", sampled[1:], learner[1:])
+        if isinstance(engine, VllmEngine):  # one at a time: on a CPU vLLM crashes with several
             scored = (await engine.score(reply.prompt_ids + reply.token_ids))[len(reply.prompt_ids) - 1 :]
-            note("scored - learner", scored, mine)
-            note("sampled - scored", its, scored)
+            note("scored - learner", scored, learner)
+            note("sampled - scored", sampled, scored)
         if exact is not None:
-            note("learner - itself in float32", mine, by_model(exact, reply))
-    return {name: {"mean": statistics.fmean(some), "max": max(some)} for name, some in sorted(off.items())}
+            note("learner - itself in float32", learner, model_logprobs(exact, reply))
+    return {name: {"mean": statistics.fmean(d), "max": max(d)} for name, d in sorted(differences.items())}
 
 
 def too_far(differences: dict[str, Report], dtype: torch.dtype) -> list[str]:
-    """Where engine and learner, or an engine and itself, are further apart than rounding explains."""
+    """Return the comparisons whose difference is larger than rounding explains."""
     limit = TOLERANCE[dtype]
     return [
         f"{when}: {name} is {row['mean']:.3g} on average, allowed {limit:g}"
         for when, rows in differences.items()
         for name, row in rows.items()
-        if not row["mean"] <= limit and "itself" not in name  # NaN is no agreement
+        if not row["mean"] <= limit and "itself" not in name  # NaN counts as too far
     ]
 
 
@@ -253,7 +251,7 @@ async def updates(
     differ: Callable[[str, Report], None],
 ) -> Report:
     """Seconds of each way, of a rollout, and of a pass over it. Tells `differ` how far apart engine and learner are."""
-    seat, memories, staging, store = VllmSeat(engine), HostMemories(), Staging(), Store()
+    adapter, memories, staging, store = VllmAdapter(engine), HostMemories(), Staging(), Store()
 
     async def by_folder() -> None:
         model.save_pretrained(root / "new")
@@ -263,23 +261,25 @@ async def updates(
         await engine.update_weights(model.state_dict(), engine.version + 1, probe=probe_model(model))
 
     async def in_buckets() -> None:
-        """As on a cluster, but for the network: the learner's rank cuts, the engine's seat puts together."""
+        """As on a cluster, but for the network: the learner's rank cuts, the engine's adapter puts together."""
         cut = buckets(whole_state(model), BUCKET_BYTES, staging=staging)
         stored = [store.put(number, bucket) for number, bucket in enumerate(cut)]
-        note(await seat.load(stored, engine.version + 1, probe_model(model)))
+        note(await adapter.load(stored, engine.version + 1, probe_model(model)))
 
     async def on_the_node() -> None:
-        """As on a cluster of one node: the learner's rank writes memory, vLLM's worker maps it."""
+        """Update as on a cluster of one node: the rank writes host memory, vLLM's worker maps it."""
         weights = memories.fill(whole_state(model))
-        note(weights.refused)
-        note(await seat.load([weights], engine.version + 1, probe_model(model)))
+        note(weights.page_lock_error)
+        note(await adapter.load([weights], engine.version + 1, probe_model(model)))
 
     async def on_the_device() -> None:
-        """As on a cluster where they share it: the learner's rank lends, vLLM's worker copies."""
+        """Update as on a shared device: the rank shares its buckets, vLLM's worker copies them."""
         version = engine.version + 1
-        probe, door = probe_model(model), await seat.expect()
-        lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(model), version, [door], BUCKET_BYTES))
-        loading = asyncio.create_task(seat.load(LentWeights(door, version), version, probe))
+        probe, endpoint = probe_model(model), await adapter.open_endpoint()
+        lending = asyncio.create_task(
+            asyncio.to_thread(send_weights, whole_state(model), version, [endpoint], BUCKET_BYTES)
+        )
+        loading = asyncio.create_task(adapter.load(DeviceWeights(endpoint, version), version, probe))
         if failed := await lending:
             raise RuntimeError(f"vLLM was not lent weights: {failed}")
         await loading
@@ -295,10 +295,10 @@ async def updates(
         await asyncio.to_thread(learn, model, options.episodes)
 
     differ("at the start", await compare(model, engine, options.episodes))
-    await play()  # the first one warms up
+    await play()  # warm-up
     await passes()
-    works = (by_folder, in_memory, on_the_device, on_the_node, in_buckets)
-    ways: dict[str, Work] = dict(zip(WAYS, works, strict=True))
+    functions = (by_folder, in_memory, on_the_device, on_the_node, in_buckets)
+    ways: dict[str, Work] = dict(zip(WAYS, functions, strict=True))
     remarks: list[str] = []
     seconds: dict[str, list[float]] = {name: [] for name in (*ways, "rollout", "learn")}
     moves, back = Moves(engine, probe_model(model)), False
@@ -313,12 +313,12 @@ async def updates(
                 differ(f"after {name}", await compare(model, engine, options.episodes))
         seconds["rollout"].append(await timed(play()))
         seconds["learn"].append(await timed(passes()))
-    found = {name: statistics.median(values[2:] or values) for name, values in seconds.items()}
+    results = {name: statistics.median(values[2:] or values) for name, values in seconds.items()}
     new_tokens, stats = options.episodes * TURNS * NEW_TOKENS, engine.stats()
     return {
-        "seconds": found,
+        "seconds": results,
         "each": seconds,
-        "new_tokens_per_s": new_tokens / found["rollout"],
+        "new_tokens_per_s": new_tokens / results["rollout"],
         "prompt_tokens_reused": stats["prompt_tokens_reused"] / stats["prompt_tokens"],
         "moved_least": moves.least,
         "remarks": remarks,
@@ -326,8 +326,8 @@ async def updates(
 
 
 async def sleeping(engine: VllmEngine, token_ids: list[int]) -> Report:
-    """Seconds to give memory back and to take it again, and how far log-probabilities are from what they were. Replies
-    would not do: random weights make tokens nearly alike, and in bf16 a tie may fall either way."""
+    """Return the seconds to release and restore memory and the change of log-probabilities. Replies are not compared:
+    with random weights tokens are almost equally likely, and in bf16 a tie may break either way."""
 
     def used() -> float:
         free, total = torch.cuda.mem_get_info()
@@ -337,20 +337,20 @@ async def sleeping(engine: VllmEngine, token_ids: list[int]) -> Report:
     sleep_s = await timed(engine.sleep())
     asleep = used()
     wake_s = await timed(engine.wake())
-    off = apart(before, await engine.score(token_ids))
+    difference = mean_difference(before, await engine.score(token_ids))
     gib = {"awake": awake, "asleep": asleep, "awake again": used()}
-    return {"sleep_s": sleep_s, "wake_s": wake_s, "device_gib": gib, "logprobs_apart": off}
+    return {"sleep_s": sleep_s, "wake_s": wake_s, "device_gib": gib, "logprobs_apart": difference}
 
 
 async def native(model: Any, options: argparse.Namespace) -> Report:
     """The project's own engine: weights in place from buckets, and its distance from the learner."""
-    seat = InPlace(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
+    adapter = NativeAdapter(NativeEngine(model, max_sessions=options.episodes, max_context=CONTEXT), model)
     seconds = []
     for version in range(1, options.rounds + 1):
         made = list(buckets(whole_state(model), BUCKET_BYTES))
-        seconds.append(await timed(seat.load(made, version)))
-    found = await compare(model, seat.engine, options.episodes)
-    await seat.engine.close()
+        seconds.append(await timed(adapter.load(made, version)))
+    found = await compare(model, adapter.engine, options.episodes)
+    await adapter.engine.close()
     return {"load_buckets_s": statistics.median(seconds), "differences": found}
 
 
@@ -382,45 +382,45 @@ async def adapters(model: Any, root: Path, arguments: dict[str, Any], rounds: in
         differences = await compare(model, engine, 4)
     finally:
         await engine.close()
-    found = {"start_s": start_s, "update_s": statistics.median(seconds), "moved_least": moves.least}
-    return found | {"differences": differences}
+    results = {"start_s": start_s, "update_s": statistics.median(seconds), "moved_least": moves.least}
+    return results | {"differences": differences}
 
 
-def say(found: Report) -> None:
-    seconds = found["seconds"]
+def print_updates(results: Report) -> None:
+    seconds = results["seconds"]
     step = seconds["rollout"] + seconds["learn"]
-    reused = f"{found['prompt_tokens_reused']:.0%} of prompts found in the cache"
-    print(f"rollout      {seconds['rollout']:8.2f} s   {found['new_tokens_per_s']:,.0f} new tokens/s, {reused}")
-    print(f"learn        {seconds['learn']:8.2f} s   forward and backward over what was played")
-    for remark in found["remarks"]:
+    reused = f"{results['prompt_tokens_reused']:.0%} of prompts found in the cache"
+    print(f"rollout      {seconds['rollout']:8.2f} s   {results['new_tokens_per_s']:,.0f} new tokens/s, {reused}")
+    print(f"learn        {seconds['learn']:8.2f} s   forward and backward over the rollout's tokens")
+    for remark in results["remarks"]:
         print(remark)
     for name in WAYS:
-        rate, first = found["gigabytes"] / seconds[name], found["each"][name][0]
+        rate, first = results["gigabytes"] / seconds[name], results["each"][name][0]
         share = seconds[name] / (step + seconds[name])
-        print(f"{name:12} {seconds[name]:8.2f} s   {share:.1%} of a step, {rate:.2f} GB/s, the first {first:.2f} s")
+        print(f"{name:12} {seconds[name]:8.2f} s   {share:.1%} of a step, {rate:.2f} GB/s, first {first:.2f} s")
 
 
 class Record:
-    """What was found, on the terminal and on disk as soon as it is known: what comes later may fail."""
+    """Results, printed and written to disk as soon as they are known, because a later part may fail."""
 
     def __init__(self, out: Path | None, about: Report) -> None:
         self._out = out
-        self.found: Report = about | {"differences": {}}
+        self.results: Report = about | {"differences": {}}
 
     def keep(self, name: str, value: Report) -> None:
         rest = {key: entry for key, entry in value.items() if key != "differences"}
         if name == "updates":
-            self.found.update(value)
-            say(self.found)
+            self.results.update(value)
+            print_updates(self.results)
         else:
-            self.found[name] = rest
+            self.results[name] = rest
             print(f"{name:12} {json.dumps(rest)}", flush=True)
         self._write()
         if "differences" in value:
             self.differ(name, value["differences"])
 
     def differ(self, when: str, rows: Report) -> None:
-        self.found["differences"][when] = rows
+        self.results["differences"][when] = rows
         for name, row in rows.items():
             print(f"{when:14} {name:30} mean {row['mean']:.2g}  max {row['max']:.2g}", flush=True)
         self._write()
@@ -428,11 +428,11 @@ class Record:
     def _write(self) -> None:
         if self._out is not None:
             self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._out.write_text(json.dumps(self.found, indent=2) + "\n")
+            self._out.write_text(json.dumps(self.results, indent=2) + "\n")
 
 
 async def main(options: argparse.Namespace) -> list[str]:
-    """What is wrong."""
+    """Run all measurements and return the problems."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     torch.manual_seed(0)
@@ -441,8 +441,8 @@ async def main(options: argparse.Namespace) -> list[str]:
     eager = options.eager or device == "cpu"
     about = {"model": options.model, "device": device, "vllm": require_vllm(), "gigabytes": size, "eager": eager}
     record = Record(options.out, about)
-    how = "eager" if eager else "CUDA graphs"
-    print(f"{options.model}, {size:.2f} GB, {dtype}, {device}, vLLM {about['vllm']}, {how}", flush=True)
+    mode = "eager" if eager else "CUDA graphs"
+    print(f"{options.model}, {size:.2f} GB, {dtype}, {device}, vLLM {about['vllm']}, {mode}", flush=True)
     arguments: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "max_context": CONTEXT + NEW_TOKENS,
@@ -470,7 +470,7 @@ async def main(options: argparse.Namespace) -> list[str]:
                 print("adapters     left out: the package peft is not installed")
             else:
                 record.keep("adapters", await adapters(model, root, arguments, options.rounds))
-    return too_far(record.found["differences"], dtype)
+    return too_far(record.results["differences"], dtype)
 
 
 if __name__ == "__main__":
@@ -479,15 +479,15 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--episodes", type=int, default=64)
     parser.add_argument("--memory-share", type=float, default=0.4)
-    parser.add_argument("--kv-gib", type=float, help="set vLLM's cache, for a GPU that others use as well")
+    parser.add_argument("--kv-gib", type=float, help="size of vLLM's cache, for a shared GPU")
     parser.add_argument("--eager", action="store_true", help="run vLLM without CUDA graphs")
-    parser.add_argument("--vllm-only", action="store_true", help="leave out the native engine and the adapters")
-    parser.add_argument("--out", type=Path, help="write the figures as JSON")
+    parser.add_argument("--vllm-only", action="store_true", help="skip the native engine and the adapters")
+    parser.add_argument("--out", type=Path, help="write the results as JSON")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM would have its sampler compiled in C++
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # otherwise vLLM compiles its sampler in C++
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    wrong = asyncio.run(main(parser.parse_args()))
-    for line in wrong:
-        print(f"too far apart  {line}")
-    sys.exit(1 if wrong else 0)
+    problems = asyncio.run(main(parser.parse_args()))
+    for problem in problems:
+        print(f"too far apart  {problem}")
+    sys.exit(1 if problems else 0)

@@ -1,8 +1,8 @@
-"""An environment of your own in 30 lines: find a number by asking. Run this file to watch its solution, then serve it.
+"""A custom environment in 30 lines: guess a number. Run this file to see its oracle play, then serve it.
 
 python examples/number_guessing.py                        the oracle plays three items
 python examples/number_guessing.py serve                  serve it on http://127.0.0.1:36001
-agentgym-rl train examples/number_guessing.toml           train a small model on what is served there
+agentgym-rl train examples/number_guessing.toml           train a small model on that server
 """
 
 import sys
@@ -26,15 +26,15 @@ class NumberGuessing:
     def number(item: int) -> int:
         if not 0 <= item < 100:
             raise IndexError(f"number_guessing has items 0 to 99, got {item}")
-        return item * 37 % 100 + 1  # everything follows from the item: the same item is the same game, in every process
+        return item * 37 % 100 + 1  # the item determines the whole game, in every process
 
     def reset(self, item: int) -> str:
         self.item, self.secret, self.low, self.high = item, self.number(item), 1, 100
         return "I have a number from 1 to 100."
 
     def step(self, text: str) -> Step:
-        text = "".join(text.split())  # small models write digits apart
-        if not (text.isascii() and text.isdigit() and len(text) <= 3):  # what a model says is never trusted
+        text = "".join(text.split())  # small models write spaces between digits
+        if not (text.isascii() and text.isdigit() and len(text) <= 3):  # never trust the model's text
             return Step("Reply with a number.", info={"valid": False})
         guess = int(text)
         if guess == self.secret:
@@ -47,7 +47,7 @@ class NumberGuessing:
 
     def close(self) -> None: ...
 
-    # The rest is optional: demonstrations, random play, credit by state, a picture.
+    # Optional methods: demonstrations, random play, credit by state, a picture.
     def oracle(self) -> str:
         return str((self.low + self.high) // 2)
 

@@ -1,9 +1,9 @@
-"""The whole algorithm on one page: multi-turn GRPO with a growing horizon, nothing but torch, transformers and a game.
+"""The whole algorithm on one page: multi-turn GRPO with a growing horizon, with torch, transformers and a game.
 
     python recipes/unrolled_grpo.py --steps 60
 
-Read it to see what the library does; it is slower (no cache, lock-step turns) and has none of its safety nets.
-A trajectory is a list of token ids, a mask of which of them were sampled, and the reward of the episode.
+It shows what the library does, but is slower (no cache, synchronous turns) and checks no errors.
+A trajectory is a list of token ids, a mask of the sampled ones, and the reward of the episode.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from agentgym_rl.training.settings import ScratchSettings
 
 LEVELS = ("GoToRedBallGrey", "GoToRedBlueBall")
 STAGES = (1, 2, 4)
-"""Turns per episode: each stage lasts a third of the steps."""
+"""Turns per episode in each stage. A stage lasts a third of the steps."""
 
 
 @dataclass
@@ -38,14 +38,14 @@ class Episode:
         self.sampled += [sampled] * len(ids)
 
 
-def ask(tokenizer: PreTrainedTokenizerFast, observation: str) -> list[int]:
-    """An observation as the tokens it adds; the prompt for the reply belongs to it."""
+def encode_observation(tokenizer: PreTrainedTokenizerFast, observation: str) -> list[int]:
+    """Return the tokens of an observation and of the prompt for the reply."""
     text = f"<|im_start|>user {observation}<|im_end|><|im_start|>assistant "
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 def random_play(rng: random.Random, level: str) -> list[tuple[str, str]]:
-    """(observation, action) pairs of up to three random turns: the grammar of the game and no skill."""
+    """Return (observation, action) pairs of up to three random turns. They show the grammar and no skill."""
     env, turns = BabyAI(), []
     observation = env.reset(rng.choice(items(BabyAI, "train", level)))
     for _ in range(3):
@@ -59,32 +59,32 @@ def random_play(rng: random.Random, level: str) -> list[tuple[str, str]]:
 
 
 def logprobs(model: LlamaForCausalLM, episodes: list[Episode]) -> tuple[Tensor, Tensor]:
-    """Log-probability of every sampled token, flat, and which episode each belongs to.
+    """Return the log-probability of every sampled token, flat, and the episode of each.
 
-    Padding is on the right and attention is causal, so no mask is needed; observations are never looked up.
+    Padding is on the right and attention is causal, so no mask is needed. Observations are skipped.
     """
     longest = max(len(e.ids) for e in episodes)
     ids = torch.tensor([e.ids + [0] * (longest - len(e.ids)) for e in episodes])
-    where = torch.tensor([e.sampled + [False] * (longest - len(e.ids)) for e in episodes])
-    rows, columns = where.nonzero(as_tuple=True)
+    sampled = torch.tensor([e.sampled + [False] * (longest - len(e.ids)) for e in episodes])
+    rows, columns = sampled.nonzero(as_tuple=True)
     hidden = model.model(ids).last_hidden_state[rows, columns - 1]
     return model.lm_head(hidden).log_softmax(-1).gather(-1, ids[rows, columns, None]).squeeze(-1), rows
 
 
 @torch.no_grad()
-def reply(model: LlamaForCausalLM, episodes: list[Episode], end: int, most: int = 8) -> list[list[int]]:
-    """Sample one reply for each episode, token by token, all together."""
+def sample_replies(model: LlamaForCausalLM, episodes: list[Episode], end: int, max_tokens: int = 8) -> list[list[int]]:
+    """Sample one reply per episode, token by token, for all episodes together."""
     replies: list[list[int]] = [[] for _ in episodes]
-    for _ in range(most):
-        alive = [i for i, r in enumerate(replies) if not r or r[-1] != end]
-        if not alive:
+    for _ in range(max_tokens):
+        unfinished = [i for i, r in enumerate(replies) if not r or r[-1] != end]
+        if not unfinished:
             break
-        contexts = [episodes[i].ids + replies[i] for i in alive]
+        contexts = [episodes[i].ids + replies[i] for i in unfinished]
         longest = max(map(len, contexts))
         hidden = model.model(torch.tensor([c + [0] * (longest - len(c)) for c in contexts])).last_hidden_state
-        last = hidden[torch.arange(len(alive)), torch.tensor([len(c) - 1 for c in contexts])]
+        last = hidden[torch.arange(len(unfinished)), torch.tensor([len(c) - 1 for c in contexts])]
         tokens = torch.multinomial(model.lm_head(last).softmax(-1), 1).squeeze(-1).tolist()
-        for i, token in zip(alive, tokens, strict=True):
+        for i, token in zip(unfinished, tokens, strict=True):
             replies[i].append(token)
     return replies
 
@@ -92,13 +92,13 @@ def reply(model: LlamaForCausalLM, episodes: list[Episode], end: int, most: int 
 def play(
     model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, numbers: list[int], max_turns: int
 ) -> list[Episode]:
-    """Multi-turn rollouts of the given items. What was sampled is kept as ids and never tokenised again."""
+    """Play the given items and return the episodes. Sampled ids are kept and never tokenised again."""
     episodes = [Episode(env := BabyAI(), env.reset(item)) for item in numbers]
     for _ in range(max_turns):
-        live = [e for e in episodes if not e.done]
-        for episode in live:
-            episode.add(ask(tokenizer, episode.observation), sampled=False)
-        for episode, ids in zip(live, reply(model, live, tokenizer.eos_token_id), strict=True):
+        active = [e for e in episodes if not e.done]
+        for episode in active:
+            episode.add(encode_observation(tokenizer, episode.observation), sampled=False)
+        for episode, ids in zip(active, sample_replies(model, active, tokenizer.eos_token_id), strict=True):
             episode.add(ids, sampled=True)
             step = episode.env.step(tokenizer.decode(ids, skip_special_tokens=True))
             episode.reward += step.reward
@@ -107,7 +107,7 @@ def play(
 
 
 def warm_start(updates: int, rng: random.Random) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
-    """A small model that has read random play."""
+    """Return a small model that imitates random play, and its tokenizer."""
     demonstrations = [random_play(rng, rng.choice(LEVELS)) for _ in range(8 * updates)]
     tokenizer = build_tokenizer(text for turns in demonstrations for turn in turns for text in turn)
     model = build_model(ScratchSettings(num_layers=2), tokenizer, seed=0)
@@ -117,7 +117,7 @@ def warm_start(updates: int, rng: random.Random) -> tuple[LlamaForCausalLM, PreT
         for turns in rng.choices(demonstrations, k=8):
             episode = Episode(BabyAI(), "")
             for observation, action in turns:
-                episode.add(ask(tokenizer, observation), sampled=bool(episode.ids))
+                episode.add(encode_observation(tokenizer, observation), sampled=bool(episode.ids))
                 episode.add([*tokenizer.encode(action), tokenizer.eos_token_id], sampled=True)
             batch.append(episode)
         loss = -logprobs(model, batch)[0].mean()
@@ -144,9 +144,9 @@ def main() -> None:
         episodes = play(model, tokenizer, [t for t in tasks for _ in range(args.group_size)], max_turns)
         rewards = torch.tensor([e.reward for e in episodes]).view(args.groups, args.group_size)
         advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True, correction=0) + 1e-6)
-        taken, rows = logprobs(model, episodes)
-        # One update a batch: the ratio to the policy that sampled is 1, and clipping has nothing to clip.
-        loss = -(advantages.flatten()[rows] * taken).mean()
+        log_probs, rows = logprobs(model, episodes)
+        # One update per batch: the ratio to the sampling policy is 1, so no clipping is needed.
+        loss = -(advantages.flatten()[rows] * log_probs).mean()
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

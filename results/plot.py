@@ -1,8 +1,8 @@
-"""Draws the figures and writes the tables of docs/evidence.md from the JSON under results/.
+"""Draw the figures and write the tables of docs/results/evidence.md from the JSON under results/.
 
     python results/plot.py [--results results] [--out docs/images]
 
-Only what has records is drawn; what has none yet is said, here and in tables.md.
+Only studies with records are drawn. Missing records are listed on the console and in tables.md.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ from typing import Any
 from records import (
     Record,
     curve,
+    describe_missing,
     evaluations_of,
+    final_success,
     item_rates,
-    last,
     mean_curve,
-    missing,
-    read,
+    overall_cell,
+    read_records,
     runs_of,
     success_at,
     turns_of,
-    whole_cell,
 )
 from studies import NO_EXAMPLES, RANDOM, SIZES
 from tables import (
     agents_table,
     arms_table,
     by_arm,
-    gains,
+    gains_table,
     items_table,
     kinds_table,
-    over_seeds,
+    mean_and_range,
+    mean_success_since_first_evaluations,
     paired_table,
-    since_all,
-    spread_of,
+    seed_means_table,
     stages_table,
 )
 
-from agentgym_rl.plots import FAINT, GRID, INK
+from agentgym_rl.run.plots import FAINT, GRID, INK
 
 ARMS = {
     RANDOM: "#f1f3f5",
@@ -64,23 +64,22 @@ SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
 TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
 PANELS = (
     ("success", "held-out success", "success"),
-    ("turns/mean", "turns used in training", "turns an episode"),
-    ("truncated/rate", "episodes cut", "share of episodes"),
-    ("entropy/mean", "entropy of a token", "nats"),
-    ("actions/repeated_rate", "actions repeated", "share of actions"),
-    ("groups/zero_variance", "groups all alike", "share of groups"),
+    ("turns/mean", "turns used in training", "turns per episode"),
+    ("truncated/rate", "truncated episodes", "share of episodes"),
+    ("entropy/mean", "token entropy", "nats"),
+    ("actions/repeated_rate", "repeated actions", "share of actions"),
+    ("groups/zero_variance", "groups with equal rewards", "share of groups"),
 )
-"""Metric, title, y label. A share is drawn in percent."""
-TRIES, TRY_TURNS = (1, 2, 4), 4
-"""pass@k: so many tries of so many turns."""
-LEARNED = (
-    ("staged-horizon", "babyai", "B: many rooms, from nothing (1M)"),
-    ("horizon-conditions", "far rooms", "B: far rooms, from nothing (1M)"),
+"""Metric, title and y label of each panel. Shares are drawn in percent."""
+TRIES, TURNS_PER_TRY = (1, 2, 4), 4
+"""Numbers of tries (k of pass@k) and turns per try."""
+OVERVIEW_RUNS = (
+    ("staged-horizon", "babyai", "B: many rooms, from scratch (1M)"),
+    ("horizon-conditions", "far rooms", "B: far rooms, from scratch (1M)"),
     ("horizon-smollm2", "textcraft", "B: TextCraft, SmolLM2-135M after SFT"),
 )
-"""Horizons of the README's picture, where some arm learned (none did on deep crafting)."""
-ACROSS = 3
-"""Panels in a row."""
+"""Study, task and title of the README's horizon panels: tasks that an arm learned (none learned deep crafting)."""
+PANELS_PER_ROW = 3
 
 
 def new_figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, list[list[Any]]]:
@@ -101,46 +100,46 @@ def title_of(task: str) -> str:
     return TITLES.get(task, task)
 
 
-def title(axes: Any, text: str) -> None:
+def set_title(axes: Any, text: str) -> None:
     axes.set_title(text, fontsize=9, loc="left", color=INK)
 
 
-def labelled(axes: Any, label: str) -> None:
+def label_y(axes: Any, label: str) -> None:
     axes.set_ylabel(label, fontsize=9, color=INK)
 
 
-def in_percent(axes: Any, label: str) -> None:
+def label_y_in_percent(axes: Any, label: str) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
-    labelled(axes, label)
+    label_y(axes, label)
 
 
-def same_limits(compared: Sequence[Any]) -> None:
-    """From 0 to the same top: heights of panels that show the same measure can be compared."""
-    top = max(axes.get_ylim()[1] for axes in compared)
-    for axes in compared:
+def share_y_limits(panels: Sequence[Any]) -> None:
+    """Set y limits from 0 to the same top, so that panels of the same measure can be compared."""
+    top = max(axes.get_ylim()[1] for axes in panels)
+    for axes in panels:
         axes.set_ylim(0, top)
 
 
 def draw_bars(axes: Any, records: Sequence[Record], task: str) -> None:
-    """Claim A: success of each arm with its interval; of several seeds the bars stand side by side."""
-    place, names = 0.0, []
+    """Draw the success of each arm with its interval (claim A), with one bar per seed."""
+    center, ticks = 0.0, []
     for arm, colour in ARMS.items():
         bars = sorted((r for r in records if (r["task"], r["arm"]) == (task, arm)), key=lambda r: r["seed"])
         for number, record in enumerate(bars):
-            rate = whole_cell(record)["success"]
-            x = place + 0.8 * (number + 0.5) / len(bars) - 0.4
+            rate = overall_cell(record)["success"]
+            x = center + 0.8 * (number + 0.5) / len(bars) - 0.4
             axes.bar(x, rate["value"], 0.76 / len(bars), color=colour)
             axes.plot([x, x], [rate["low"], rate["high"]], color=INK, linewidth=1.2)
             axes.text(x, rate["high"], f"{100 * rate['value']:.0f}", ha="center", va="bottom", fontsize=8, color=INK)
         if bars:
-            names.append((place, arm.replace(", ", ",\n")))
-            place += 1
-    axes.set_xticks([x for x, _ in names], [name for _, name in names])
+            ticks.append((center, arm.replace(", ", ",\n")))
+            center += 1
+    axes.set_xticks([x for x, _ in ticks], [name for _, name in ticks])
     axes.grid(axis="x", visible=False)
 
 
 def draw_curves(axes: Any, runs: Sequence[Record], task: str, name: str) -> None:
-    """Every seed faintly and the mean of each arm, against tokens sampled."""
+    """Draw the mean of each arm against sampled tokens, and every seed as a faint line."""
     for arm, colour in HORIZONS.items():
         curves = [curve(r, name) for r in runs if (r["task"], r["arm"]) == (task, arm)]
         curves = [c for c in curves if c[0]]
@@ -152,7 +151,7 @@ def draw_curves(axes: Any, runs: Sequence[Record], task: str, name: str) -> None
 
 
 def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str, str]]) -> None:
-    """Claim C: success against turns by size; bars from the lowest to the highest seed."""
+    """Draw success against turns by size (claim C), with bars from the lowest to the highest seed."""
     for size, colour in SIZE_COLOURS.items():
         for arm, style in arms:
             records = [r for r in evaluated if r["arm"] == f"{arm} {size}"]
@@ -160,10 +159,10 @@ def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str,
                 turns = turns_of(records[0])
                 values = [[success_at(r, t) for r in records] for t in turns]
                 label = f"{size}, {'trained' if arm == 'staged' else arm}"
-                mean = [statistics.fmean(some) for some in values]
+                mean = [statistics.fmean(by_seed) for by_seed in values]
                 axes.plot(turns, mean, style, color=colour, marker="o", markersize=4, label=label)
-                for turn, some in zip(turns, values, strict=True):
-                    axes.plot([turn, turn], [min(some), max(some)], color=colour, linewidth=1, alpha=0.6)
+                for turn, by_seed in zip(turns, values, strict=True):
+                    axes.plot([turn, turn], [min(by_seed), max(by_seed)], color=colour, linewidth=1, alpha=0.6)
     for record in (r for r in evaluated if r["arm"] == RANDOM):
         turns = turns_of(record)
         axes.plot(turns, [success_at(record, t) for t in turns], ":", color=FAINT, label=RANDOM)
@@ -171,17 +170,18 @@ def draw_turns(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str,
 
 
 def draw_sizes(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str, str]]) -> None:
-    """Claim C from its other side: success against size, a line for each number of turns."""
+    """Draw success against size (claim C), with a line for each number of turns."""
     for arm, style in arms:
         by_size = {size: [r for r in evaluated if r["arm"] == f"{arm} {size}"] for size in SIZE_COLOURS}
-        sizes = [size for size, some in by_size.items() if some]
+        sizes = [size for size, agents in by_size.items() if agents]
         for turns in turns_of(by_size[sizes[0]][0]) if sizes else ():
             mean = [statistics.fmean(success_at(r, turns) for r in by_size[size]) for size in sizes]
-            places = [float(size.removesuffix("M")) for size in sizes]
-            axes.plot(places, mean, style, color=INK, alpha=0.25 + 0.15 * math.log2(turns), marker="o", markersize=4)
-            side, place, away = (-1, 6, "left") if arm == "staged" else (0, -6, "right")
-            told = {"textcoords": "offset points", "fontsize": 8, "ha": away}
-            axes.annotate(f"{turns} turns", (places[side], mean[side]), (place, -3), **told)
+            parameters = [float(size.removesuffix("M")) for size in sizes]
+            alpha = 0.25 + 0.15 * math.log2(turns)
+            axes.plot(parameters, mean, style, color=INK, alpha=alpha, marker="o", markersize=4)
+            index, offset, alignment = (-1, 6, "left") if arm == "staged" else (0, -6, "right")
+            text_options = {"textcoords": "offset points", "fontsize": 8, "ha": alignment}
+            axes.annotate(f"{turns} turns", (parameters[index], mean[index]), (offset, -3), **text_options)
     axes.set_xscale("log")
     axes.set_xticks([float(size.removesuffix("M")) for size in SIZE_COLOURS], list(SIZE_COLOURS))
     axes.minorticks_off()
@@ -190,16 +190,16 @@ def draw_sizes(axes: Any, evaluated: Sequence[Record], arms: Sequence[tuple[str,
 
 
 def draw_tries(axes: Any, evaluated: Sequence[Record]) -> None:
-    """k tries of a few turns each against one episode with as many turns in all."""
+    """Draw k tries of a few turns each against one episode with the same total of turns."""
     for size, colour in SIZE_COLOURS.items():
         records = [r for r in evaluated if r["arm"] == f"staged {size}"]
         if records:
-            spent = [k * TRY_TURNS for k in TRIES]
-            one = [statistics.fmean(success_at(r, turns) for r in records) for turns in spent]
-            best = [statistics.fmean(success_at(r, TRY_TURNS, k) for r in records) for k in TRIES]
-            axes.plot(spent, one, "-", color=colour, marker="o", markersize=4, label=f"{size}, one")
+            spent = [k * TURNS_PER_TRY for k in TRIES]
+            single = [statistics.fmean(success_at(r, turns) for r in records) for turns in spent]
+            best = [statistics.fmean(success_at(r, TURNS_PER_TRY, k) for r in records) for k in TRIES]
+            axes.plot(spent, single, "-", color=colour, marker="o", markersize=4, label=f"{size}, one episode")
             axes.plot(spent, best, ":", color=colour, marker="s", markersize=4, label=f"{size}, tries")
-    _turns_axis(axes, "turns in all")
+    _turns_axis(axes, "total turns")
 
 
 def _turns_axis(axes: Any, label: str) -> None:
@@ -208,24 +208,24 @@ def _turns_axis(axes: Any, label: str) -> None:
     axes.set_xlabel(label, fontsize=9, color=INK)
 
 
-def legend(axes: Any, columns: int = 1) -> None:
-    """Under the axes, where no curve can be behind it."""
-    place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
-    look: dict[str, Any] = {"frameon": False, "labelcolor": INK, "handlelength": 2.4, "columnspacing": 1}
-    axes.legend(fontsize=8, ncols=columns, **place, **look)
+def draw_legend(axes: Any, columns: int = 1) -> None:
+    """Draw the legend below the axes, where it hides no curve."""
+    position: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16)}
+    appearance: dict[str, Any] = {"frameon": False, "labelcolor": INK, "handlelength": 2.4, "columnspacing": 1}
+    axes.legend(fontsize=8, ncols=columns, **position, **appearance)
 
 
 def rl_over_base(records: list[Record], out: Path) -> list[str]:
     evaluated = evaluations_of(records)
     if not evaluated:
-        return ["No agent has been evaluated yet."]
+        return ["No agent has an evaluation so far."]
     tasks = sorted({r["task"] for r in evaluated})
     figure, grid = new_figure(1, len(tasks), 5.2 * len(tasks), 3.4)
     for axes, task in zip(grid[0], tasks, strict=True):
         draw_bars(axes, evaluated, task)
-        in_percent(axes, "held-out success")
-        title(axes, f"{title_of(task)}: SmolLM2-135M, success with 95% intervals")
-    same_limits(grid[0])
+        label_y_in_percent(axes, "held-out success")
+        set_title(axes, f"{title_of(task)}: SmolLM2-135M, success with 95% intervals")
+    share_y_limits(grid[0])
     figure.savefig(out / "evidence-base.png")
     pairs = [("RL", "base"), ("SFT + RL", "SFT")]
     return [
@@ -235,46 +235,46 @@ def rl_over_base(records: list[Record], out: Path) -> list[str]:
 
 
 def horizons(records: list[Record], out: Path) -> list[str]:
-    """A row per task: success, turns, truncation, entropy and repetition against sampled tokens."""
+    """Draw the metrics of PANELS against sampled tokens, a block per task, and return the tables."""
     runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
     if not runs:
-        return ["Only starting models are there yet."]
+        return ["Only starting models have records so far."]
     draw_horizons(runs, out / "evidence-horizons.png")
     staged = [(a, b) for a in ("staged", "adaptive") for b in ("fixed-short", "fixed-long")]
     tables = [*arms_table(runs, list(HORIZONS)), "", "Success at the end of the budget:"]
-    tables += ["", *paired_table(runs, staged, last)]
+    tables += ["", *paired_table(runs, staged, final_success)]
     for task in sorted({r["task"] for r in runs}):
-        some = [r for r in runs if r["task"] == task]
-        tables += ["", f"{title_of(task)} alone:", "", *paired_table(some, staged, last)]
-    tables += ["", "Mean success from where all arms have been evaluated:", ""]
-    tables += paired_table(runs, staged, since_all(runs))
-    return [*tables, "", *signals(runs)]
+        task_runs = [r for r in runs if r["task"] == task]
+        tables += ["", f"{title_of(task)} alone:", "", *paired_table(task_runs, staged, final_success)]
+    tables += ["", "Mean success after every arm's first evaluation:", ""]
+    tables += paired_table(runs, staged, mean_success_since_first_evaluations(runs))
+    return [*tables, "", *training_signals(runs)]
 
 
 def conditions(
-    records: list[Record], out: Path, picture: str = "evidence-conditions.png", decides: str = "the first row decides"
+    records: list[Record], out: Path, picture: str = "evidence-conditions.png", note: str = "the first row decides"
 ) -> list[str]:
-    """The same arms on tasks that a short horizon hardly reaches; each agent's success is over 1,200 episodes."""
+    """Compare the arms on tasks that rarely end within a short horizon, with 1,200 episodes per agent."""
     runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
     if not runs:
-        return ["Only starting models are there yet."]
+        return ["Only starting models have records so far."]
     draw_horizons(runs, out / picture)
     agents = [r for r in evaluations_of(records) if r["arm"] in (*HORIZONS, RANDOM)]
-    value = {(r["task"], r["arm"], r["seed"]): success_at(r, turns_of(r)[-1]) for r in agents}
-    ended = [r for r in runs if (r["task"], r["arm"], r["seed"]) in value]
-    lines = [*arms_table(runs, list(HORIZONS)), "", "Success of the last model, four episodes an item:", ""]
+    success = {(r["task"], r["arm"], r["seed"]): success_at(r, turns_of(r)[-1]) for r in agents}
+    evaluated = [r for r in runs if (r["task"], r["arm"], r["seed"]) in success]
+    lines = [*arms_table(runs, list(HORIZONS)), "", "Success of the last model, four episodes per item:", ""]
     lines += agents_table(agents, [*HORIZONS, RANDOM])
-    for task in sorted({r["task"] for r in ended}):
-        some = [r for r in ended if r["task"] == task]
-        lines += ["", f"The last models, {task}; {decides}:", ""]
+    for task in sorted({r["task"] for r in evaluated}):
+        task_runs = [r for r in evaluated if r["task"] == task]
+        lines += ["", f"The last models, {task}; {note}:", ""]
         tables = [
-            paired_table(some, [("staged", arm)], lambda r: value[r["task"], r["arm"], r["seed"]])
+            paired_table(task_runs, [("staged", arm)], lambda r: success[r["task"], r["arm"], r["seed"]])
             for arm in HORIZONS
             if arm.startswith("fixed")
         ]
         lines += tables[0][:2] + [line for table in tables for line in table[2:]]
         lines += ["", *kinds_table([r for r in agents if r["task"] == task], [*HORIZONS, RANDOM])]
-    return [*lines, "", *signals(runs)]
+    return [*lines, "", *training_signals(runs)]
 
 
 def settings(records: list[Record], out: Path) -> list[str]:
@@ -282,18 +282,18 @@ def settings(records: list[Record], out: Path) -> list[str]:
 
 
 def pretrained_horizons(records: list[Record], out: Path) -> list[str]:
-    """The same arms with a pretrained model, compared item by item."""
+    """Compare the arms with a pretrained model item by item."""
     runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
     if not runs:
-        return ["Only starting models are there yet."]
+        return ["Only starting models have records so far."]
     draw_horizons(runs, out / "evidence-horizons-smollm2.png")
     agents = evaluations_of(records)
     pairs = [("staged", "fixed-short"), ("staged", "fixed-long")]
     return [
         *(*arms_table(runs, list(HORIZONS)), "", "All held-out goals, four samples each:", ""),
-        *(*agents_table(agents, list(HORIZONS)), "", "On the same items:", "", *over_seeds(agents, pairs)),
+        *(*agents_table(agents, list(HORIZONS)), "", "On the same items:", "", *seed_means_table(agents, pairs)),
         *("", "By kind of item:", "", *kinds_table(agents, list(HORIZONS))),
-        *("", *signals(runs)),
+        *("", *training_signals(runs)),
     ]
 
 
@@ -302,92 +302,93 @@ def draw_horizons(runs: Sequence[Record], path: Path) -> None:
 
 
 def horizons_figure(runs: Sequence[Record]) -> Any:
-    """Two rows of panels a task; the same measure has the same y limits in every task."""
+    """Return a figure with two rows of panels per task and the same y limits for the same measure."""
     tasks = sorted({r["task"] for r in runs})
-    rows = len(PANELS) // ACROSS
-    figure, grid = new_figure(rows * len(tasks), ACROSS, 3.7 * ACROSS, 2.7 * rows * len(tasks))
-    places = [axes for row in grid for axes in row]
+    rows = len(PANELS) // PANELS_PER_ROW
+    figure, grid = new_figure(rows * len(tasks), PANELS_PER_ROW, 3.7 * PANELS_PER_ROW, 2.7 * rows * len(tasks))
+    panels = [axes for row in grid for axes in row]
     for number, (name, text, label) in enumerate(PANELS):
-        compared = places[number :: len(PANELS)]
-        for axes, task in zip(compared, tasks, strict=True):
+        same_metric = panels[number :: len(PANELS)]
+        for axes, task in zip(same_metric, tasks, strict=True):
             draw_curves(axes, runs, task, name)
-            title(axes, f"{title_of(task)}: {text}")
+            set_title(axes, f"{title_of(task)}: {text}")
             if label.startswith(("success", "share")):
-                in_percent(axes, label)
+                label_y_in_percent(axes, label)
             else:
-                labelled(axes, label)
-        same_limits(compared)
-    handles, arms = places[0].get_legend_handles_labels()
+                label_y(axes, label)
+        share_y_limits(same_metric)
+    handles, arms = panels[0].get_legend_handles_labels()
     figure.legend(handles, arms, loc="outside upper center", ncols=len(arms), fontsize=9, frameon=False, labelcolor=INK)
     figure.supxlabel("tokens sampled, thousands", fontsize=9, color=INK)
     return figure
 
 
-def signals(runs: Sequence[Record]) -> list[str]:
-    """What training looked like in every stage, and to the doctor."""
+def training_signals(runs: Sequence[Record]) -> list[str]:
+    """Return tables of the training metrics by stage and of the doctor's findings."""
     return [
         *("By stage, means over seeds:", "", *stages_table(runs, list(HORIZONS))),
-        *("", "What the doctor said, runs in which it did:", "", *findings_table(runs)),
+        *("", "Runs with each finding of the doctor:", "", *findings_table(runs)),
     ]
 
 
 def findings_table(runs: Sequence[Record]) -> list[str]:
-    """How many runs of each arm had each of the doctor's findings."""
+    """Return the number of runs of each arm with each finding of the doctor."""
     kinds = sorted({f["rule"] for r in runs for f in r["findings"]})
     if not kinds:
-        return ["Nothing, in any run."]
+        return ["No run has a finding."]
     lines = [f"| task | arm | runs | {' | '.join(kinds)} |", "|---|---|---|" + "---|" * len(kinds)]
-    for task, arm, some in by_arm(runs, list(HORIZONS)):
-        rules = [{f["rule"] for f in r["findings"]} for r in some]
-        counts = " | ".join(str(sum(kind in found for found in rules)) for kind in kinds)
-        lines.append(f"| {task} | {arm} | {len(some)} | {counts} |")
+    for task, arm, arm_runs in by_arm(runs, list(HORIZONS)):
+        rules = [{f["rule"] for f in r["findings"]} for r in arm_runs]
+        counts = " | ".join(str(sum(kind in run_rules for run_rules in rules)) for kind in kinds)
+        lines.append(f"| {task} | {arm} | {len(arm_runs)} | {counts} |")
     return lines
 
 
 def interaction(records: list[Record], out: Path) -> list[str]:
-    """Success against turns by size, before and after, pass@k beside it; and the two gains that are compared."""
+    """Draw success against turns and size and pass@k, and return the tables with the two compared gains."""
     evaluated = evaluations_of(records)
     if not evaluated:
-        return ["No agent has been evaluated yet."]
+        return ["No agent has an evaluation so far."]
     trained = [r for r in evaluated if r["arm"].startswith("staged")]
     figure, grid = new_figure(1, 3, 14.5, 4.6)
     by_turns, by_size, tries = grid[0]
     arms = (("base", "--"), ("staged", "-"))
     draw_turns(by_turns, evaluated, arms)
-    title(by_turns, "held-out success against turns, bars from lowest to highest seed")
+    set_title(by_turns, "held-out success against turns, bars from lowest to highest seed")
     draw_sizes(by_size, evaluated, arms)
-    title(by_size, "the same against size; left: base, right: trained")
+    set_title(by_size, "the same against size; left: base, right: trained")
     draw_tries(tries, trained)
-    title(tries, f"trained: one long episode, or tries of {TRY_TURNS} turns (pass@k)")
+    set_title(tries, f"trained: one long episode, or tries of {TURNS_PER_TRY} turns (pass@k)")
     for axes in grid[0]:
-        in_percent(axes, "held-out success")
-    same_limits(grid[0])
-    legend(by_turns, 3)
-    legend(tries, 3)
+        label_y_in_percent(axes, "held-out success")
+    share_y_limits(grid[0])
+    draw_legend(by_turns, 3)
+    draw_legend(tries, 3)
     figure.savefig(out / "evidence-interaction.png")
     turns = turns_of(evaluated[0])
     lines = [f"| agent | {' | '.join(map(str, turns))} turns |", "|---|" + "---|" * len(turns)]
     agents = [RANDOM, *(f"{arm} {size}" for size in SIZES for arm in ("base", "staged"))]
     by_agent = {agent: [r for r in evaluated if r["arm"] == agent] for agent in agents}
-    for agent, some in by_agent.items():
-        if some:
-            lines.append(f"| {agent} | {' | '.join(spread_of([success_at(r, t) for r in some]) for t in turns)} |")
-    lines += ["", f"pass@k, tries of {TRY_TURNS} turns:", "", f"| agent | {' | '.join(f'k = {k}' for k in TRIES)} |"]
-    lines.append("|---|" + "---|" * len(TRIES))
-    for agent, some in by_agent.items():
-        if some and all(item_rates(r, TRY_TURNS, TRIES[-1]) for r in some):
-            rates = (spread_of([success_at(r, TRY_TURNS, k) for r in some]) for k in TRIES)
+    for agent, seeds in by_agent.items():
+        if seeds:
+            rates = (mean_and_range([success_at(r, t) for r in seeds]) for t in turns)
             lines.append(f"| {agent} | {' | '.join(rates)} |")
-    return [*lines, "", *gains(evaluated)]
+    lines += ["", f"pass@k, tries of {TURNS_PER_TRY} turns:", ""]
+    lines += [f"| agent | {' | '.join(f'k = {k}' for k in TRIES)} |", "|---|" + "---|" * len(TRIES)]
+    for agent, seeds in by_agent.items():
+        if seeds and all(item_rates(r, TURNS_PER_TRY, TRIES[-1]) for r in seeds):
+            rates = (mean_and_range([success_at(r, TURNS_PER_TRY, k) for r in seeds]) for k in TRIES)
+            lines.append(f"| {agent} | {' | '.join(rates)} |")
+    return [*lines, "", *gains_table(evaluated)]
 
 
 def ablations(records: list[Record], out: Path) -> list[str]:
     runs = [r for r in runs_of(records) if r["arm"] != "base"]
     if not runs:
-        return ["Only starting models are there yet."]
+        return ["Only starting models have records so far."]
     arms = sorted({r["arm"] for r in runs} - {"unchanged"})
     pairs = [(arm, "unchanged") for arm in arms]
-    return [*arms_table(runs, ["unchanged", *arms]), "", *paired_table(runs, pairs, last)]
+    return [*arms_table(runs, ["unchanged", *arms]), "", *paired_table(runs, pairs, final_success)]
 
 
 STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
@@ -401,54 +402,54 @@ STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
 }
 
 
-def overview(found: dict[str, list[Record]], path: Path) -> str:
-    """The picture of the README: a panel for each of the claims' tasks on which an agent learned."""
+def overview(records: dict[str, list[Record]], path: Path) -> str:
+    """Draw the README's picture: a panel for each task of a claim that an agent learned."""
     panels: list[Callable[[Any], None]] = []
-    evaluated = evaluations_of(found["rl-over-base"])
+    evaluated = evaluations_of(records["rl-over-base"])
     for task in sorted({r["task"] for r in evaluated}):
 
         def bars(axes: Any, task: str = task) -> None:
             draw_bars(axes, [r for r in evaluated if r["arm"] != NO_EXAMPLES], task)
-            title(axes, f"A: {title_of(task)}, SmolLM2-135M before and after")
+            set_title(axes, f"A: {title_of(task)}, SmolLM2-135M before and after")
 
         panels.append(bars)
     runs = []
-    for study, task, text in LEARNED:
-        some = [r for r in runs_of(found[study]) if r["arm"] in HORIZONS and r["task"] == task]
+    for study, task, text in OVERVIEW_RUNS:
+        task_runs = [r for r in runs_of(records[study]) if r["arm"] in HORIZONS and r["task"] == task]
 
-        def curves(axes: Any, some: list[Record] = some, task: str = task, text: str = text) -> None:
-            draw_curves(axes, some, task, "success")
-            title(axes, text)
+        def curves(axes: Any, runs: list[Record] = task_runs, task: str = task, text: str = text) -> None:
+            draw_curves(axes, runs, task, "success")
+            set_title(axes, text)
             axes.set_xlabel("tokens sampled, thousands", fontsize=8, color=INK)
-            legend(axes, 2)
+            draw_legend(axes, 2)
 
-        if some:
+        if task_runs:
             panels.append(curves)
-            runs += some
-    agents = [r for r in evaluations_of(found["interaction"]) if r["arm"].startswith(("staged", RANDOM))]
+            runs += task_runs
+    agents = [r for r in evaluations_of(records["interaction"]) if r["arm"].startswith(("staged", RANDOM))]
     if agents:
 
         def turns(axes: Any) -> None:
             draw_turns(axes, agents, (("staged", "-"),))
-            title(axes, "C: turns and parameters, many rooms")
-            legend(axes, 2)
+            set_title(axes, "C: turns and parameters, many rooms")
+            draw_legend(axes, 2)
 
         panels.append(turns)
-    absent = [name for name, some in (("A", evaluated), ("B", runs), ("C", agents)) if not some]
+    absent = [claim for claim, shown in (("A", evaluated), ("B", runs), ("C", agents)) if not shown]
     if panels:
-        columns = min(ACROSS, len(panels))
+        columns = min(PANELS_PER_ROW, len(panels))
         rows = -(-len(panels) // columns)
         figure, grid = new_figure(rows, columns, 3.9 * columns, 3.4 * rows)
-        places = [axes for row in grid for axes in row]
-        for place, (axes, draw) in enumerate(zip(places, panels, strict=False)):
+        cells = [axes for row in grid for axes in row]
+        for number, (axes, draw) in enumerate(zip(cells, panels, strict=False)):
             draw(axes)
-            in_percent(axes, "" if place % columns else "held-out success")
-        same_limits(places[: len(panels)])
-        for axes in places[len(panels) :]:
+            label_y_in_percent(axes, "" if number % columns else "held-out success")
+        share_y_limits(cells[: len(panels)])
+        for axes in cells[len(panels) :]:
             figure.delaxes(axes)
         figure.savefig(path)
-    left_out = f"without claim {', '.join(absent)}, of which there is nothing to show yet" if absent else "whole"
-    return f"{path.name}: {left_out}" if panels else f"{path.name}: not drawn, there are no results yet"
+    content = f"without claim {', '.join(absent)}, which has no results yet" if absent else "complete"
+    return f"{path.name}: {content}" if panels else f"{path.name}: not drawn, there are no results yet"
 
 
 def main() -> None:
@@ -458,15 +459,15 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     text: list[str] = []
-    found = {name: read(options.results, name) for name in STUDIES}
+    records = {name: read_records(options.results, name) for name in STUDIES}
     for name, (heading, draw) in STUDIES.items():
-        if found[name]:
-            text += [f"## {heading}", "", *draw(found[name], options.out), ""]
-            if absent := missing(name, found[name]):
-                text += [f"Not complete: {absent}.", ""]
+        if records[name]:
+            text += [f"## {heading}", "", *draw(records[name], options.out), ""]
+            if missing := describe_missing(name, records[name]):
+                text += [f"Not complete: {missing}.", ""]
         else:
             print(f"{name}: no results yet")
-    print(overview(found, options.out / "evidence.png"))
+    print(overview(records, options.out / "evidence.png"))
     if text:
         (options.results / "tables.md").write_text("\n".join(text))
         print("\n".join(text))

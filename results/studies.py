@@ -1,4 +1,4 @@
-"""What docs/evidence.md promises to run, as jobs: which arms, on which tasks, from which starting models."""
+"""Jobs of the experiments in docs/results/evidence.md: arms, tasks and starting models."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PLACEHOLDER = r"{([\w.-]+)}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One command. In `words`, {name} stands for the run of that name, or for its last model where one is trained; and
-    {pretrained} for SmolLM2-135M-Instruct, wherever that is kept."""
+    """One command. In `arguments`, {name} is replaced by the run of that name if the job evaluates, and by its last
+    model if the job trains; {pretrained} is replaced by the path of SmolLM2-135M-Instruct."""
 
     name: str
     arm: str
@@ -22,14 +22,14 @@ class Job:
     seed: int
     kind: Literal["train", "eval"] = "train"
     recipe: str = ""
-    """Below recipes/, for `train`."""
-    words: tuple[str, ...] = ()
-    """Settings of `train`, options of `eval`."""
+    """Recipe of a `train` job, relative to recipes/."""
+    arguments: tuple[str, ...] = ()
+    """Settings of a `train` job, options of an `eval` job."""
 
     @property
     def needs(self) -> list[str]:
-        """Jobs that have to be done before."""
-        return [name for word in self.words for name in re.findall(PLACEHOLDER, word) if name != PRETRAINED]
+        """Return the names of the jobs that must finish first."""
+        return [name for a in self.arguments for name in re.findall(PLACEHOLDER, a) if name != PRETRAINED]
 
 
 HORIZONS: dict[str, tuple[str, ...]] = {
@@ -38,18 +38,22 @@ HORIZONS: dict[str, tuple[str, ...]] = {
     "staged": ("horizon.kind=stepwise", "horizon.turns=[{short}, {middle}, {long}]", "eval.every=16"),
     "adaptive": ("horizon.kind=adaptive", "horizon.turns=[{short}, {middle}, {long}]", "eval.every=16"),
 }
-"""The arms of claim B; the numbers are the task's. A step of few turns samples fewer tokens, so a budget has more
-steps: evaluations are spaced for about eight in every arm."""
+"""Arms of claim B; TASKS has the turns. With short horizons a token budget has more steps, so `eval.every` differs to
+give every arm about eight evaluations."""
 
 TASKS = {"babyai": {"short": 4, "middle": 8, "long": 16}, "textcraft": {"short": 4, "middle": 8, "long": 16}}
-"""Horizons, by environment."""
+"""Turns of the short, middle and long horizon, by environment."""
 
 PRETRAINED = "pretrained"
-"""Stands for a model that no job makes."""
+"""Placeholder of the pretrained model, which no job trains."""
+
+
+def fill(settings: tuple[str, ...], numbers: dict[str, int]) -> tuple[str, ...]:
+    return tuple(setting.format(**numbers) for setting in settings)
 
 
 def subsets(*names: str) -> tuple[str, ...]:
-    return tuple(word for name in names for word in ("--subset", name))
+    return tuple(option for name in names for option in ("--subset", name))
 
 
 SIX_SUBSETS = subsets("GoTo", "Pickup", "ActionObjDoor", "FindObjS7", "OneRoomS20", "SynthLoc")
@@ -57,15 +61,15 @@ HELD_OUT = {
     "babyai": (*SIX_SUBSETS, "--limit", "50"),
     "textcraft": (*subsets("depth1", "depth2", "depth3"), "--samples", "4"),
 }
-"""What claim A is evaluated on: 300 episodes of as many items, 388 of 97."""
+"""Evaluation options of claim A: 300 episodes on 300 items, and 388 episodes on 97 items."""
 SMOLLM2_HELD_OUT = {
     task: (*items, "--turns", "16", "--dtype", "bfloat16", "--concurrency", "128") for task, items in HELD_OUT.items()
 }
 NO_EXAMPLES, RANDOM = "base, no examples", "random play"
 PLAIN = ("--style", "act", "--temperature", "0.7", "--max-new-tokens", "32", "--max-context", "4096")
-"""A model that no run has settings for: as the others, but with the environment's own instruction and nothing else."""
+"""Options for the model without a run: the settings of the runs, but only the environment's own instruction."""
 
-STAGED = tuple(w.format(**TASKS["babyai"]) for w in HORIZONS["staged"])
+STAGED = fill(HORIZONS["staged"], TASKS["babyai"])
 MANY_ROOMS = subsets("GoToObjMazeS7", "FindObjS7", "Open", "PickupLevel17", "UnlockLocalDist", "OneRoomS20")
 TURNS = ("--turns", "2,4,8,16,32", "--samples", "4", "--limit", "50", "--concurrency", "128")
 
@@ -74,13 +78,13 @@ SIZES = {
     "5M": {"hidden_size": 256, "intermediate_size": 768, "num_layers": 6, "num_heads": 4},
     "25M": {"hidden_size": 512, "intermediate_size": 1536, "num_layers": 8, "num_heads": 8},
 }
-"""Shapes of the models from nothing, by their number of parameters without embeddings."""
+"""Shapes of the models trained from scratch, by their number of parameters without embeddings."""
 RATES = {"1M": (3e-3, 3e-4), "5M": (2e-3, 2e-4), "25M": (1e-3, 1e-4)}
-"""Learning rates of imitation and of RL: wider models bear smaller ones."""
+"""Learning rates of SFT and RL. Wider models need smaller rates."""
 
 
 def base(task: str, size: str, seed: int) -> Job:
-    """The starting model of a task: imitation of play by recipes/evidence/<task>-base.toml."""
+    """Return the job that trains a task's starting model by imitation (recipes/evidence/<task>-base.toml)."""
     shape = tuple(f"model.scratch.{name}={value}" for name, value in SIZES[size].items())
     return Job(
         name=f"base-{task}-{size}-{seed}",
@@ -88,11 +92,11 @@ def base(task: str, size: str, seed: int) -> Job:
         task=task,
         seed=seed,
         recipe=f"evidence/{task}-base.toml",
-        words=(*shape, f"sft.optimizer.lr={RATES[size][0]}"),
+        arguments=(*shape, f"sft.optimizer.lr={RATES[size][0]}"),
     )
 
 
-def trained(task: str, arm: str, size: str, seed: int, words: tuple[str, ...], name: str = "") -> Job:
+def trained(task: str, arm: str, size: str, seed: int, arguments: tuple[str, ...], name: str = "") -> Job:
     start = base(task, size, seed).name
     return Job(
         name=f"{name or arm}-{task}-{size}-{seed}",
@@ -100,14 +104,14 @@ def trained(task: str, arm: str, size: str, seed: int, words: tuple[str, ...], n
         task=task,
         seed=seed,
         recipe=f"evidence/{task}-rl.toml",
-        words=(f"model.path={{{start}}}", f"rl.optimizer.lr={RATES[size][1]}", *words),
+        arguments=(f"model.path={{{start}}}", f"rl.optimizer.lr={RATES[size][1]}", *arguments),
     )
 
 
 FAR_ROOMS = ("KeyInBox", "Unlock", "UnlockPickupDist", "GoToImpUnlock", "OneRoomS20", "SynthLoc")
-"""Levels that the oracle needs six to ten turns for in the median, and can end in four in an episode of five."""
+"""Levels on which the oracle needs six to ten turns (median) and at most four turns in a fifth of the episodes."""
 MIDDLE = ("horizon.kind=fixed", "horizon.turns=[{middle}]", "eval.every=20")
-"""Tells a horizon that grows from one of medium length."""
+"""Control arm: separates a growing horizon from a medium one."""
 
 
 FAR_HELD_OUT = (*subsets(*FAR_ROOMS), "--limit", "50", "--samples", "4", "--turns", "16", "--concurrency", "128")
@@ -115,43 +119,43 @@ SETTINGS = {
     "lr x 3": ("rl.optimizer.lr=9e-4",),
     "credit by turns": ("rl.credit=turns", "rl.turn_discount=0.95"),
 }
-"""Under which a long horizon may do worse, or better, than under those of claim B."""
+"""Settings that may change how a long horizon does, compared with those of claim B."""
 
 
 def in_far_rooms(job: Job) -> Job:
-    """The same job on other levels, under a name and a task of its own."""
+    """Return the job on the far-room levels, with its own name and task."""
     levels = ", ".join(f'"{name}"' for name in FAR_ROOMS)
-    words = tuple(re.sub("{base-babyai-(.+?)}", r"{base-far-rooms-\1}", word) for word in job.words)
+    arguments = tuple(re.sub("{base-babyai-(.+?)}", r"{base-far-rooms-\1}", argument) for argument in job.arguments)
     return replace(
         job,
         name=job.name.replace("babyai", "far-rooms"),
         task="far rooms",
-        words=(*words, f'environments=[{{name="babyai", subsets=[{levels}]}}]'),
+        arguments=(*arguments, f'environments=[{{name="babyai", subsets=[{levels}]}}]'),
     )
 
 
-def evaluated(name: str, agent: str, arm: str, task: str, seed: int, words: tuple[str, ...]) -> Job:
-    """`agent` is a job, or the pretrained model."""
-    options = ("--agent", f"{{{agent}}}", "--env", task, *words)
-    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", words=options)
+def evaluated(name: str, agent: str, arm: str, task: str, seed: int, arguments: tuple[str, ...]) -> Job:
+    """Return an evaluation of `agent`: the name of a job, or PRETRAINED."""
+    options = ("--agent", f"{{{agent}}}", "--env", task, *arguments)
+    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", arguments=options)
 
 
-def chance(name: str, task: str, words: tuple[str, ...]) -> Job:
-    """Any of the actions that the environment names, each as likely: what is reached without reading anything."""
-    options = ("--agent", "random", "--env", task, *words)
-    return Job(name=name, arm=RANDOM, task=task, seed=0, kind="eval", words=options)
+def chance(name: str, task: str, arguments: tuple[str, ...]) -> Job:
+    """Return an evaluation of uniformly random play among the actions that the environment lists."""
+    options = ("--agent", "random", "--env", task, *arguments)
+    return Job(name=name, arm=RANDOM, task=task, seed=0, kind="eval", arguments=options)
 
 
-def smollm2(task: str, arm: str, kind: str, start: str, seed: int, *words: str) -> Job:
-    """A run of claim A by recipes/evidence/smollm2-<task>-<kind>.toml."""
+def smollm2(task: str, arm: str, kind: str, start: str, seed: int, *arguments: str) -> Job:
+    """Return a run of claim A (recipes/evidence/smollm2-<task>-<kind>.toml)."""
     short = arm.lower().replace(" ", "").replace("+", "-")
     recipe = f"evidence/smollm2-{task}-{kind}.toml"
-    settings = (f"model.path={{{start}}}", *words)
-    return Job(name=f"smollm2-{short}-{task}-{seed}", arm=arm, task=task, seed=seed, recipe=recipe, words=settings)
+    settings = (f"model.path={{{start}}}", *arguments)
+    return Job(name=f"smollm2-{short}-{task}-{seed}", arm=arm, task=task, seed=seed, recipe=recipe, arguments=settings)
 
 
 def rl_over_base(seeds: list[int] | None) -> list[Job]:
-    """Claim A: a pretrained model as it is, after imitation, after RL, after both; one prompt for all of them."""
+    """Return the jobs of claim A: a pretrained model before training, after SFT, RL and both, with one prompt."""
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(1):
         for task in HELD_OUT:
@@ -160,47 +164,47 @@ def rl_over_base(seeds: list[int] | None) -> list[Job]:
                 imitated,
                 smollm2(task, "RL", "rl", PRETRAINED, seed),
                 smollm2(task, "SFT + RL", "rl", imitated.name, seed),
-                # Nothing is learned in this one: it holds the model in the prompt that it is evaluated in.
+                # A run without training steps: it records the prompt for the evaluation of the base model.
                 smollm2(task, "base", "rl", PRETRAINED, seed, "rl.steps=0", "eval.episodes=6"),
             ]
-            words = SMOLLM2_HELD_OUT[task]
+            arguments = SMOLLM2_HELD_OUT[task]
             jobs += runs
-            jobs += [evaluated(f"eval-{job.name}", job.name, job.arm, task, seed, words) for job in runs]
+            jobs += [evaluated(f"eval-{job.name}", job.name, job.arm, task, seed, arguments) for job in runs]
             plain = f"eval-smollm2-plain-{task}-{seed}"
-            jobs.append(evaluated(plain, PRETRAINED, NO_EXAMPLES, task, seed, (*words, *PLAIN)))
+            jobs.append(evaluated(plain, PRETRAINED, NO_EXAMPLES, task, seed, (*arguments, *PLAIN)))
             if seed == 0:
                 jobs.append(chance(f"eval-random-{task}", task, (*HELD_OUT[task], "--turns", "16")))
     return jobs
 
 
 def staged_horizon(seeds: list[int] | None) -> list[Job]:
-    """Claim B: four horizons from the same starting model, to the same number of sampled tokens."""
+    """Return the jobs of claim B: four horizons with the same starting model and budget of sampled tokens."""
     jobs: list[Job] = []
     for task, numbers in TASKS.items():
         for seed in seeds if seeds is not None else range(6):
             jobs.append(base(task, "1M", seed))
-            for arm, words in HORIZONS.items():
-                jobs.append(trained(task, arm, "1M", seed, tuple(w.format(**numbers) for w in words)))
+            for arm, arguments in HORIZONS.items():
+                jobs.append(trained(task, arm, "1M", seed, fill(arguments, numbers)))
     return jobs
 
 
 def interaction(seeds: list[int] | None) -> list[Job]:
-    """Claim C: three sizes, before and after RL, each under 2 to 32 turns."""
+    """Return the jobs of claim C: three sizes, before and after RL, with 2 to 32 turns."""
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(3):
         for size in SIZES:
             start, agent = base("babyai", size, seed), trained("babyai", "staged", size, seed, STAGED)
             jobs += [start, agent]
             for run in (start, agent):
-                words = (*MANY_ROOMS, *TURNS)
-                jobs.append(evaluated(f"turns-{run.name}", run.name, f"{run.arm} {size}", "babyai", seed, words))
+                arguments = (*MANY_ROOMS, *TURNS)
+                jobs.append(evaluated(f"turns-{run.name}", run.name, f"{run.arm} {size}", "babyai", seed, arguments))
         if seed == 0:
             jobs.append(chance("turns-random", "babyai", (*MANY_ROOMS, *TURNS)))
     return jobs
 
 
 def ablations(seeds: list[int] | None) -> list[Job]:
-    """What is changed, one thing at a time, against the staged arm."""
+    """Return the staged arm's jobs, each with one changed setting."""
     changes: dict[str, tuple[str, ...]] = {
         "unchanged": (),
         "group of 4": ("rl.group_size=4", "rl.groups_per_step=32"),
@@ -215,55 +219,56 @@ def ablations(seeds: list[int] | None) -> list[Job]:
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(3):
         jobs.append(base("babyai", "1M", seed))
-        for arm, words in changes.items():
-            name = arm.replace(",", "").replace(" ", "-") if words else "staged"  # claim B's: it is not run again
-            jobs.append(trained("babyai", arm, "1M", seed, (*STAGED, *words), name))
+        for arm, arguments in changes.items():
+            # "staged" is a job of claim B too, so it runs once.
+            name = arm.replace(",", "").replace(" ", "-") if arguments else "staged"
+            jobs.append(trained("babyai", arm, "1M", seed, (*STAGED, *arguments), name))
     return jobs
 
 
 def horizon_conditions(seeds: list[int] | None) -> list[Job]:
-    """When claim B holds: on tasks that a short horizon hardly reaches, evaluated four times an item at the end."""
+    """Return claim B on tasks that rarely end within a short horizon, with four samples per item at the end."""
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(6):
         jobs.append(in_far_rooms(base("babyai", "1M", seed)))
         arms = {arm: HORIZONS[arm] for arm in ("fixed-short", "fixed-long", "staged")} | {"fixed-middle": MIDDLE}
-        for arm, words in arms.items():
-            run = in_far_rooms(trained("babyai", arm, "1M", seed, tuple(w.format(**TASKS["babyai"]) for w in words)))
-            jobs += [run, far_evaluated(run)]
+        for arm, arguments in arms.items():
+            run = in_far_rooms(trained("babyai", arm, "1M", seed, fill(arguments, TASKS["babyai"])))
+            jobs += [run, evaluated_in_far_rooms(run)]
     jobs.append(replace(chance("eval-random-far-rooms", "babyai", FAR_HELD_OUT), task="far rooms"))
     return jobs
 
 
-def far_evaluated(run: Job) -> Job:
-    at_end = evaluated(f"eval-{run.name}", run.name, run.arm, "babyai", run.seed, FAR_HELD_OUT)
-    return replace(at_end, task=run.task)
+def evaluated_in_far_rooms(run: Job) -> Job:
+    job = evaluated(f"eval-{run.name}", run.name, run.arm, "babyai", run.seed, FAR_HELD_OUT)
+    return replace(job, task=run.task)
 
 
 def horizon_settings(seeds: list[int] | None) -> list[Job]:
-    """The long and the staged horizon in far rooms once more, under other settings, from the same starting models."""
+    """Return the long and staged far-room arms under other settings, from the same starting models."""
     jobs: list[Job] = []
     for seed in seeds if seeds is not None else range(3):
         jobs.append(in_far_rooms(base("babyai", "1M", seed)))
         for setting, changed in SETTINGS.items():
             for arm in ("fixed-long", "staged"):
-                words = (*(w.format(**TASKS["babyai"]) for w in HORIZONS[arm]), *changed)
+                arguments = (*fill(HORIZONS[arm], TASKS["babyai"]), *changed)
                 name = f"{arm}-{setting.replace(' ', '-')}"
-                run = in_far_rooms(trained("babyai", arm, "1M", seed, words, name))
+                run = in_far_rooms(trained("babyai", arm, "1M", seed, arguments, name))
                 run = replace(run, task=f"far rooms, {setting}")
-                jobs += [run, far_evaluated(run)]
+                jobs += [run, evaluated_in_far_rooms(run)]
     return jobs
 
 
 def horizons_of_smollm2(seeds: list[int] | None) -> list[Job]:
-    """Claim B with a pretrained model, after imitation, on the task that models from nothing could not learn."""
+    """Return claim B with a pretrained model after SFT, on the task that models from scratch do not learn."""
     jobs: list[Job] = []
     budget = ("rl.steps=1000", "rl.token_budget=1_500_000")
-    for seed in seeds if seeds is not None else range(1, 4):  # claim A has shown what becomes of 0
+    for seed in seeds if seeds is not None else range(1, 4):  # seed 0 is used by claim A
         start = smollm2("textcraft", "SFT", "sft", PRETRAINED, seed)
         jobs.append(start)
         for arm, every in {"fixed-short": 40, "fixed-long": 12, "staged": 16}.items():
-            words = (*(w.format(**TASKS["textcraft"]) for w in HORIZONS[arm][:2]), f"eval.every={every}", *budget)
-            run = smollm2("textcraft", arm, "rl", start.name, seed, *words)
+            arguments = (*fill(HORIZONS[arm][:2], TASKS["textcraft"]), f"eval.every={every}", *budget)
+            run = smollm2("textcraft", arm, "rl", start.name, seed, *arguments)
             jobs += [
                 run,
                 evaluated(f"eval-{run.name}", run.name, arm, "textcraft", seed, SMOLLM2_HELD_OUT["textcraft"]),
@@ -275,7 +280,7 @@ QWEN = {
     "textcraft": {"short": 10, "middle": 20, "long": 30, "per_stage": 70},
     "babyai": {"short": 6, "middle": 13, "long": 20, "per_stage": 70},
 }
-"""Horizons of the paper and steps of a stage, by environment."""
+"""Horizons of the paper and steps per stage, by environment."""
 QWEN_HORIZONS = {
     "staged": ("horizon.kind=stepwise", "horizon.turns=[{short}, {middle}, {long}]"),
     "fixed-long": ("horizon.kind=fixed", "horizon.turns=[{long}]"),
@@ -287,27 +292,27 @@ QWEN_HORIZONS = {
     ),
 }
 QWEN_BASE = ("--style", "react", "--temperature", "1", "--max-new-tokens", "128", "--max-context", "4096")
-"""Settings of recipes/qwen, for the model that no run has settings for."""
+"""Settings of recipes/qwen for the base model, which has no run."""
 
 
-def on_suite(name: str, agent: str, arm: str, task: str, seed: int, *words: str) -> Job:
-    """Evaluate on the published number of items and turns, four samples an item."""
+def on_suite(name: str, agent: str, arm: str, task: str, seed: int, *arguments: str) -> Job:
+    """Return an evaluation on the published number of items and turns, with four samples per item."""
     suite = ("--suite", "agentgym-27", "--env", task, "--turns", str(QWEN[task]["long"]), "--samples", "4")
     options = ("--agent", agent, *suite, "--dtype", "bfloat16", "--concurrency", "128")
-    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", words=(*options, *words))
+    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", arguments=(*options, *arguments))
 
 
 def qwen(task: str, seeds: list[int] | None) -> list[Job]:
-    """The paper's table for one scenario: Qwen2.5-Coder-1.5B-Instruct before and after RL, under four horizons."""
+    """Return the jobs of the paper's table for one task: Qwen2.5-Coder-1.5B-Instruct, base and four horizons."""
     jobs = [
         on_suite(f"eval-qwen-base-{task}", f"{{{PRETRAINED}}}", "base", task, 0, *QWEN_BASE),
         on_suite(f"eval-random-{task}-27", "random", RANDOM, task, 0),
     ]
-    for arm, words in QWEN_HORIZONS.items():
+    for arm, arguments in QWEN_HORIZONS.items():
         for seed in seeds if seeds is not None else range(3):
-            settings = (f"model.path={{{PRETRAINED}}}", *(w.format(**QWEN[task]) for w in words))
+            settings = (f"model.path={{{PRETRAINED}}}", *fill(arguments, QWEN[task]))
             name = f"qwen-{arm}-{task}-{seed}"
-            run = Job(name=name, arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml", words=settings)
+            run = Job(name=name, arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml", arguments=settings)
             jobs += [run, on_suite(f"eval-{name}", f"{{{name}}}", arm, task, seed)]
     return jobs
 

@@ -1,9 +1,9 @@
-"""Runs the experiments of docs/evidence.md, whole or in pieces; the same command goes on where it was stopped.
+"""Run the experiments of docs/results/evidence.md. The same command resumes a study that was stopped.
 
     python results/study.py staged-horizon interaction --seeds 0 1 2 --jobs 8 --limit-s 540
 
-Each run and each evaluation is a command of its own (`agentgym-rl train`, `agentgym-rl eval`) in a folder under --work.
-What is finished leaves a small JSON under results/<study>/. When the time is up the others write a checkpoint and stop.
+Each run and each evaluation is one command (`agentgym-rl train`, `agentgym-rl eval`) with a folder under --work.
+A finished job leaves a small JSON under results/<study>/. At the time limit the others write a checkpoint and stop.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ CURVES = (
     "time/learn_s",
     "time/step_s",
 )
-"""Columns of metrics.jsonl that are kept, with the horizon of every environment."""
+"""Columns of metrics.jsonl that a record keeps, besides the horizon of every environment."""
 
 
 class Study:
-    """Jobs, where they are kept, and which of them are done."""
+    """Jobs of one study, their folders and their records."""
 
     def __init__(
         self, name: str, jobs: Sequence[Job], work: Path, results: Path, device: str, pretrained: str = HUB_NAME
@@ -67,10 +67,10 @@ class Study:
         return self.work / job
 
     def is_done(self, job: str) -> bool:
-        return (self.results / f"{job}.json").is_file() and self._has_finished(job)
+        return (self.results / f"{job}.json").is_file() and self._has_needed_folder(job)
 
     def ready(self, running: Sequence[str], failed: Sequence[str]) -> Job | None:
-        """The next job that may begin: not done, not tried, and what it needs is there."""
+        """Return the next job that is neither done nor tried and whose needs are done, or None."""
         for job in self.jobs:
             if job.name in running or job.name in failed or self.is_done(job.name):
                 continue
@@ -79,12 +79,12 @@ class Study:
         return None
 
     def command(self, job: Job) -> list[str]:
-        """Words of the form {name} stand for what another job left behind: to evaluate its run, to train its model."""
+        """Return the command with each {name} replaced: by the run's folder to evaluate, by its model to train."""
         folder = str(self.folder(job.name))
         if job.kind == "eval":
-            filled = [re.sub(PLACEHOLDER, lambda found: self._agent(found[1]), word) for word in job.words]
+            filled = [re.sub(PLACEHOLDER, lambda match: self._agent(match[1]), word) for word in job.arguments]
             return [*AGENTGYM, "eval", *filled, "--out", folder, "--name", job.name, "--device", self.device]
-        filled = [re.sub(PLACEHOLDER, lambda found: str(self._last_model(found[1])), word) for word in job.words]
+        filled = [re.sub(PLACEHOLDER, lambda match: str(self._last_model(match[1])), a) for a in job.arguments]
         fixed = [f"run_dir={folder}", f"name={job.name}", f"seed={job.seed}", f"model.device={self.device}"]
         resume = ["--resume"] if (self.folder(job.name) / "config.toml").is_file() else []
         return [*AGENTGYM, "train", str(ROOT / "recipes" / job.recipe), *filled, *fixed, *resume]
@@ -101,48 +101,49 @@ class Study:
         return checkpoints[-1] / "model"
 
     def has_ended(self, job: Job) -> bool:
-        """A command that ended well may yet have been stopped, by a SIGTERM that was not ours."""
+        """Return whether the job is complete. A run stopped by a foreign SIGTERM exits with 0 but has no summary."""
         return job.kind == "eval" or (self.folder(job.name) / "summary.json").is_file()
 
-    def _has_finished(self, name: str) -> bool:
-        """A result is enough where nothing that still has to run needs the folder behind it."""
+    def _has_needed_folder(self, name: str) -> bool:
+        """Return whether the folder exists or no job without a record needs it."""
         waiting = (j for j in self.jobs if name in j.needs and not (self.results / f"{j.name}.json").is_file())
         return self.folder(name).is_dir() or next(waiting, None) is None
 
-    def require_starts(self) -> None:
-        """Jobs that are compared start from the same weights: what some have started from is not trained anew."""
+    def require_shared_starts(self) -> None:
+        """Refuse to train a starting model again: compared jobs must start from the same weights."""
         for job in self.jobs:
             recorded = {j.name: (self.results / f"{j.name}.json").is_file() for j in self.jobs if job.name in j.needs}
-            begun, waiting = ([n for n, there in recorded.items() if there is wanted] for wanted in (True, False))
+            begun, waiting = ([n for n, done in recorded.items() if done is wanted] for wanted in (True, False))
             if begun and waiting and not self.folder(job.name).is_dir():
                 raise SystemExit(
                     f"{waiting[0]} needs the run {job.name}, which is not in {self.work}, and {begun[0]} has started "
-                    f"from it: bring its folder back, or remove the records of all that started from it"
+                    f"from it: restore its folder, or remove the records of all jobs that started from it"
                 )
 
-    def begun_at(self, job: Job) -> Path:
-        """A file with the commit whose code runs it: by the time it ends there may be others."""
+    def commit_file(self, job: Job) -> Path:
+        """Return the file with the commit at the job's start. The checkout may change before the job ends."""
         return self.work / f"{job.name}.commit"
 
     def record(self, job: Job) -> dict[str, Any]:
-        """What is kept of a finished job."""
+        """Return the record of a finished job."""
+        commit_file = self.commit_file(job)
         kept = {
             "study": self.name,
             "job": job.name,
             "arm": job.arm,
             "task": job.task,
             "seed": job.seed,
-            "commit": self.begun_at(job).read_text() if self.begun_at(job).is_file() else commit(),
+            "commit": commit_file.read_text() if commit_file.is_file() else current_commit(),
             "hardware": hardware(self.device),
-            "command": " ".join(["agentgym-rl", job.kind, job.recipe, *job.words]),
+            "command": " ".join(["agentgym-rl", job.kind, job.recipe, *job.arguments]),
         }
         folder = self.folder(job.name)
         if job.kind == "eval":
-            found = json.loads((folder / "eval.json").read_text())
-            results = {"config": _short(found["config"]), "results": found["results"], "outcomes": outcomes(folder)}
-            return kept | {"seconds": found["seconds"], **results}
+            report = json.loads((folder / "eval.json").read_text())
+            results = {"config": _short(report["config"]), "results": report["results"], "outcomes": outcomes(folder)}
+            return kept | {"seconds": report["seconds"], **results}
         summary = json.loads((folder / "summary.json").read_text())
-        metrics = folder / "metrics.jsonl"  # a run of no steps has none
+        metrics = folder / "metrics.jsonl"  # absent after a run of no steps
         rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
         names = [n for n in (rows[-1] if rows else {}) if n in CURVES or n.startswith("horizon/")]
         findings = folder / "doctor.jsonl"
@@ -150,14 +151,14 @@ class Study:
             kept
             | {k: v for k, v in summary.items() if k not in ("name", "seed")}
             | {
-                "config": _without_places(tomllib.loads((folder / "config.toml").read_text()), job),
+                "config": _without_paths(tomllib.loads((folder / "config.toml").read_text()), job),
                 "curves": {name: [_rounded(row.get(name)) for row in rows] for name in names},
                 "findings": [json.loads(x) for x in findings.read_text().splitlines()] if findings.is_file() else [],
             }
         )
 
-    def keep(self, job: Job) -> None:
-        """Write the record. What was learned from is not needed any more, and is large."""
+    def write_record(self, job: Job) -> None:
+        """Write the record and delete the trajectories of training, which are large."""
         for path in (self.folder(job.name) / "trajectories").glob("learned_*.jsonl"):
             path.unlink()
         path = self.results / f"{job.name}.json"
@@ -172,23 +173,23 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def _without_places(config: dict[str, Any], job: Job) -> dict[str, Any]:
-    """A run's config as the job gave it: where a machine keeps runs and models says nothing to others."""
-    given = [word.partition("=")[2] for word in job.words if word.startswith("model.path=")]
+def _without_paths(config: dict[str, Any], job: Job) -> dict[str, Any]:
+    """Return a run's config without the machine's paths: no `run_dir`, and `model.path` as the job gave it."""
+    given = [argument.partition("=")[2] for argument in job.arguments if argument.startswith("model.path=")]
     model = config["model"] | ({"path": given[-1]} if given else {})
     return {name: value for name, value in config.items() if name != "run_dir"} | {"model": model}
 
 
 def _short(config: dict[str, Any]) -> dict[str, Any]:
-    """An evaluation's config with the number of items in place of their list, and without the place of a model."""
+    """Return an evaluation's config with the number of items in place of their list, and without the model's path."""
     tasks = [task | {"items": len(task["items"])} for task in config["tasks"]]
     agent = {name: value for name, value in config["agent"].items() if name != "path"}
     return config | {"tasks": tasks, "agent": agent}
 
 
 def outcomes(folder: Path) -> dict[str, dict[str, str]]:
-    """By turns allowed and item: a 1 for each sample that succeeded, a 0 for each that did not; failed ones are on no
-    side. With it any two agents can be compared item by item."""
+    """Return outcomes by turn limit and item: 1 for each success, 0 for each other sample. Failed episodes are left
+    out. Any two agents can be compared item by item with it."""
     turns = json.loads((folder / "eval.json").read_text())["config"]["turns"]
     return {
         str(allowed): {
@@ -200,24 +201,24 @@ def outcomes(folder: Path) -> dict[str, dict[str, str]]:
 
 
 def with_needs(jobs: Sequence[Job], words: Sequence[str]) -> list[Job]:
-    """Jobs with one of the words in their names, and all that they need, in the order of the study."""
+    """Return the jobs with one of `words` in their names and all jobs they need, in the order of the study."""
     by_name = {job.name: job for job in jobs}
     wanted: set[str] = set()
-    left = [job.name for job in jobs if any(word in job.name for word in words)]
-    while left:
-        name = left.pop()
+    queue = [job.name for job in jobs if any(word in job.name for word in words)]
+    while queue:
+        name = queue.pop()
         if name not in wanted:
             wanted.add(name)
-            left += by_name[name].needs
+            queue += by_name[name].needs
     return [job for job in jobs if job.name in wanted]
 
 
-def commit() -> str:
-    """Of the code that ran; AGENTGYM_COMMIT where there is no repository."""
+def current_commit() -> str:
+    """Return the commit of the code: AGENTGYM_COMMIT, or that of the git checkout."""
     if given := os.environ.get("AGENTGYM_COMMIT"):
         return given
-    asked = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return asked.stdout.strip() or "unknown"
+    described = subprocess.run(["git", "-C", ROOT, "describe", "--always", "--dirty"], capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"
 
 
 def hardware(device: str) -> str:
@@ -228,24 +229,24 @@ def hardware(device: str) -> str:
 
 
 def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
-    """Keep `jobs` commands running until all are done or the time is up; the number of jobs that failed.
+    """Keep `jobs` commands running until all are done or the time is up, and return the number of failed jobs.
 
-    Earlier studies come first. A job that is in several is run once, and each of them keeps a record.
+    Earlier studies come first. A job of several studies runs once, and each of them gets a record.
     """
     for study in studies:
-        study.require_starts()
-    ends_at = time.monotonic() + limit_s
+        study.require_shared_starts()
+    deadline = time.monotonic() + limit_s
     running: dict[str, tuple[Study, Job, subprocess.Popen[bytes], float]] = {}
     failed: list[str] = []
     try:
         while True:
-            while len(running) < jobs and time.monotonic() <= ends_at:
-                if (found := _next(studies, list(running), failed)) is None:
+            while len(running) < jobs and time.monotonic() <= deadline:
+                if (next_job := _next(studies, list(running), failed)) is None:
                     break
-                study, job = found
+                study, job = next_job
                 running[job.name] = (study, job, start(study, job), time.monotonic())
                 say(f"{job.name}: started")
-            if not running or time.monotonic() > ends_at:
+            if not running or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
             for name, (study, job, process, since) in list(running.items()):
@@ -255,36 +256,36 @@ def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
                 took = f"{time.monotonic() - since:.0f} s"
                 if process.returncode == 0 and study.has_ended(job):
                     for other in studies:
-                        for same in (one for one in other.jobs if one.name == name):
-                            other.keep(same)
+                        for same in (other_job for other_job in other.jobs if other_job.name == name):
+                            other.write_record(same)
                     say(f"{name}: done in {took}")
                 else:
                     failed.append(name)
-                    how = f"failed with {process.returncode}" if process.returncode else "stopped by somebody else"
-                    say(f"{name}: {how} after {took}, see {study.work / name}.log")
+                    ending = f"failed with {process.returncode}" if process.returncode else "stopped by a signal"
+                    say(f"{name}: {ending} after {took}, see {study.work / name}.log")
     finally:
         stop([process for _, _, process, _ in running.values()])
     for study in studies:
-        left = [job.name for job in study.jobs if not study.is_done(job.name)]
-        done = f"{study.name}: {len(study.jobs) - len(left)} of {len(study.jobs)} done"
-        say(done + (f", left: {', '.join(left)}" if left else ""))
+        remaining = [job.name for job in study.jobs if not study.is_done(job.name)]
+        done = f"{study.name}: {len(study.jobs) - len(remaining)} of {len(study.jobs)} done"
+        say(done + (f", left: {', '.join(remaining)}" if remaining else ""))
     return len(failed)
 
 
 def _next(studies: Sequence[Study], running: Sequence[str], failed: Sequence[str]) -> tuple[Study, Job] | None:
-    """The first job that may begin, and its study. One that another study has run is only written down."""
+    """Return the first job that may start, and its study. A run that another study finished only gets a record."""
     for study in studies:
         while job := study.ready(running, failed):
             if not study.has_ended(job) or job.kind == "eval":
                 return study, job
-            study.keep(job)
+            study.write_record(job)
     return None
 
 
 def start(study: Study, job: Job) -> subprocess.Popen[bytes]:
-    """In a process group of its own, with one thread: there are many of them."""
+    """Start the job's command in its own process group, with one thread because many jobs run at once."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    study.begun_at(job).write_text(commit())
+    study.commit_file(job).write_text(current_commit())
     with (study.work / f"{job.name}.log").open("ab") as log:
         return subprocess.Popen(
             study.command(job), stdout=log, stderr=log, env=environment, cwd=ROOT, start_new_session=True
@@ -292,7 +293,7 @@ def start(study: Study, job: Job) -> subprocess.Popen[bytes]:
 
 
 def stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """SIGTERM, upon which a run writes a checkpoint; and after a minute SIGKILL."""
+    """Send SIGTERM, on which a run writes a checkpoint, and SIGKILL after a minute."""
     for process in processes:
         process.send_signal(signal.SIGTERM)
     for process in processes:
@@ -310,26 +311,26 @@ def say(line: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="+", choices=sorted(STUDIES), metavar="study", help=", ".join(STUDIES))
-    parser.add_argument("--seeds", nargs="+", type=int, help="default: those of the protocol")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="jobs with one of these in their names")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="commands at once")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: the seeds of docs/results/evidence.md")
+    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="run only jobs with WORD in the name")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="parallel commands")
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop after this many seconds, with checkpoints")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--model", default=HUB_NAME, help="where rl-over-base finds SmolLM2-135M-Instruct: a folder")
-    parser.add_argument("--work", type=Path, default=Path("runs/evidence"), help="where runs are kept")
+    parser.add_argument("--model", default=HUB_NAME, help="folder or hub name of SmolLM2-135M-Instruct")
+    parser.add_argument("--work", type=Path, default=Path("runs/evidence"), help="folder of the runs")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent)
     parser.add_argument("--list", action="store_true", help="print the commands and end")
     options = parser.parse_args()
-    found = {name: STUDIES[name](options.seeds) for name in dict.fromkeys(options.studies)}
+    jobs_of = {name: STUDIES[name](options.seeds) for name in dict.fromkeys(options.studies)}
     if options.only:
-        found = {name: with_needs(jobs, options.only) for name, jobs in found.items()}
+        jobs_of = {name: with_needs(jobs, options.only) for name, jobs in jobs_of.items()}
     if options.list:
-        for job in {job.name: job for jobs in found.values() for job in jobs}.values():
-            print(f"{job.name}: agentgym-rl {job.kind} {job.recipe} {' '.join(job.words)}")
+        for job in {job.name: job for jobs in jobs_of.values() for job in jobs}.values():
+            print(f"{job.name}: agentgym-rl {job.kind} {job.recipe} {' '.join(job.arguments)}")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what runs is stopped, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` stops its jobs
     work, device = options.work.absolute(), options.device
-    studies = [Study(name, jobs, work, options.results, device, options.model) for name, jobs in found.items()]
+    studies = [Study(name, jobs, work, options.results, device, options.model) for name, jobs in jobs_of.items()]
     raise SystemExit(1 if run(studies, options.jobs, options.limit_s) else 0)
 
 

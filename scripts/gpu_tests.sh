@@ -1,7 +1,7 @@
 #!/bin/sh
-# Every test that needs a CUDA device. PYTHON names the interpreter; further arguments go to pytest.
-# Needs pytest and, for the engine's tests, pytest-asyncio: those are skipped without it.
-# AGENTGYM_CHAT_MODEL names a folder with SmolLM2-135M-Instruct, on which engine and learner are compared, too.
+# Run all tests that need a CUDA device. PYTHON is the interpreter; arguments are passed to pytest.
+# Needs pytest. The engine's tests also need pytest-asyncio and are skipped without it.
+# AGENTGYM_CHAT_MODEL is a folder with SmolLM2-135M-Instruct, to compare engine and learner on real weights.
 # AGENTGYM_GC_THRESHOLD=1 collects garbage at every allocation (tests/gpu/conftest.py).
 set -e
 python="${PYTHON:-python3}"

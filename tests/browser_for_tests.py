@@ -1,7 +1,7 @@
-"""A real Chromium for the viewer's tests, and reads that wait for what they read.
+"""A real Chromium for the viewer's tests, and helpers that wait for the page.
 
-A page is drawn when its data have come: whatever is read must be waited for, and by something that only the page asked
-for can have, because the page before stays in sight until then.
+A page is drawn when its data has loaded; until then the previous page is visible. So a test must wait for something
+that only the new page has.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentgym_rl.environment.envs.webarena.browser import find_chromium
 
 Value = TypeVar("Value")
 WAIT_MS = 60_000
-"""For what takes a fraction of a second on a machine that has nothing else to do."""
+"""Timeout of every wait. On an idle machine a wait takes a fraction of a second."""
 PAUSE_MS = 25
 expect.set_options(timeout=WAIT_MS)
 
@@ -27,13 +27,13 @@ def chromium() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         root = hasattr(os, "geteuid") and os.geteuid() == 0
         program = find_chromium()
-        made = playwright.chromium.launch(executable_path=program, chromium_sandbox=not root, timeout=WAIT_MS)
-        yield made
-        made.close()
+        browser = playwright.chromium.launch(executable_path=program, chromium_sandbox=not root, timeout=WAIT_MS)
+        yield browser
+        browser.close()
 
 
 def go(page: Page, address: str) -> None:
-    """Open an address of the viewer and wait until its page, and not the one before, is drawn."""
+    """Open an address of the viewer and wait until its page has replaced the previous one."""
     page.evaluate("document.querySelectorAll('main > .page').forEach((old) => old.setAttribute('data-left', ''))")
     if page.evaluate("location.href") == address:
         page.reload()
@@ -43,25 +43,25 @@ def go(page: Page, address: str) -> None:
 
 
 def until(page: Page, read: Callable[[], Value], holds: Callable[[Value], bool], what: str) -> Value:
-    """What `read` gives once it holds; for what `expect` has no words for."""
+    """Poll `read` until its value satisfies `holds`, and return it. For conditions that `expect` does not cover."""
     value = read()
     for _ in range(WAIT_MS // PAUSE_MS):
         if holds(value):
             return value
         page.wait_for_timeout(PAUSE_MS)
         value = read()
-    raise AssertionError(f"{what} did not come: it is {value!r}")
+    raise AssertionError(f"timed out waiting for {what}: got {value!r}")
 
 
 def still_box(locator: Locator) -> FloatRect:
-    """Where an element is, once it is drawn and has stayed there for a moment."""
-    seen: list[FloatRect | None] = [None]
+    """Return an element's box once it is visible and has stopped moving."""
+    last_box: list[FloatRect | None] = [None]
 
-    def held(box: FloatRect | None) -> bool:
-        before, seen[0] = seen[0], box
-        return box is not None and box["width"] > 0 and box == before
+    def is_still(box: FloatRect | None) -> bool:
+        previous, last_box[0] = last_box[0], box
+        return box is not None and box["width"] > 0 and box == previous
 
     expect(locator).to_be_visible()
-    box = until(locator.page, locator.bounding_box, held, "an element that holds still")
+    box = until(locator.page, locator.bounding_box, is_still, "an element to stop moving")
     assert box
     return box

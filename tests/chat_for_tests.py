@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that speaks the OpenAI chat protocol and plays BabyAI a little, well or badly."""
+"""A real HTTP server on loopback with the OpenAI chat protocol. It plays BabyAI and can inject faults."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT_TOKENS, COMPLETION_TOKENS, CACHED_TOKENS = 100, 10, 40
 
 
 class ChatServer:
-    """Goes to the red ball when it sees one. `faults` are what it does instead, one a request, until they are used up.
+    """A chat model that goes to a visible red ball. Each of `faults` replaces one answer.
 
     A fault is "429", "500", "malformed", "hang", "no usage" or "401".
     """
@@ -28,36 +28,36 @@ class ChatServer:
         self.url = ""
         self.faults: list[str] = []
         self.always: str | None = None
-        """A fault of every request."""
-        self.together = 0
-        """Nobody is answered before so many have been there at once."""
+        """Fault of every request."""
+        self.wait_for_concurrent = 0
+        """Requests that must be pending at once before the first is answered."""
         self.hold_after: int | None = None
-        """Whoever comes after so many requests waits until this is None."""
+        """Number of requests after which further ones wait until this is None."""
         self.num_requests = 0
-        self.most_at_once = 0
-        self._now = 0
+        self.max_concurrent = 0
+        self._concurrent = 0
         self.app = FastAPI()
         self.app.post("/v1/chat/completions")(self.answer)
 
     async def answer(self, request: Request) -> Any:
         body = await request.json()
         self.num_requests += 1
-        self._now += 1
-        self.most_at_once = max(self.most_at_once, self._now)
+        self._concurrent += 1
+        self.max_concurrent = max(self.max_concurrent, self._concurrent)
         try:
-            mine = self.num_requests
-            # Set from the thread of the test, so no event of this loop.
-            while self.most_at_once < self.together or mine > (self.hold_after or math.inf):  # noqa: ASYNC110
+            number = self.num_requests
+            # The test sets these from another thread, so an asyncio event cannot be used.
+            while self.max_concurrent < self.wait_for_concurrent or number > (self.hold_after or math.inf):  # noqa: ASYNC110
                 await asyncio.sleep(0.002)
             fault = self.always or (self.faults.pop(0) if self.faults else "")
             await asyncio.sleep(60 if fault == "hang" else 0)
-            return _misbehave(fault) or self._reply(body, fault)
+            return _faulty_response(fault) or self._reply(body, fault)
         finally:
-            self._now -= 1
+            self._concurrent -= 1
 
     def _reply(self, body: dict[str, Any], fault: str) -> dict[str, Any]:
-        seen = body["messages"][-1]["content"]
-        ball = re.search(r"go to red ball \d+", seen)
+        observation = body["messages"][-1]["content"]
+        ball = re.search(r"go to red ball \d+", observation)
         row: dict[str, Any] = {
             "choices": [
                 {
@@ -75,7 +75,7 @@ class ChatServer:
         return row
 
 
-def _misbehave(fault: str) -> Response | None:
+def _faulty_response(fault: str) -> Response | None:
     if fault == "429":
         return Response("slow down", 429, {"Retry-After": "0.2"})
     if fault == "500":
@@ -89,7 +89,7 @@ def _misbehave(fault: str) -> Response | None:
 
 @contextlib.contextmanager
 def chat_server() -> Iterator[ChatServer]:
-    """In a thread of the test process, where the test can look at it and tell it what to do."""
+    """Run the server in a thread of the test process, so that the test can inspect and control it."""
     chat = ChatServer()
     listener = socket.create_server(("127.0.0.1", 0))
     chat.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
@@ -97,9 +97,9 @@ def chat_server() -> Iterator[ChatServer]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        give_up_at = time.monotonic() + 60
+        deadline = time.monotonic() + 60
         while not server.started:
-            assert time.monotonic() < give_up_at
+            assert time.monotonic() < deadline
             time.sleep(0.01)
         yield chat
     finally:

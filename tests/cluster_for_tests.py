@@ -1,4 +1,4 @@
-"""Ray clusters of two nodes on this machine, runs on them, and ways to hurt both."""
+"""Ray clusters of two nodes on this machine, runs on them, and faults for both."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ PATIENT = {
     "RAY_worker_niceness": "0",
     "RAY_gcs_rpc_server_connect_timeout_s": "60",
 }
-"""For Ray on a machine that is busy with other things."""
+"""Settings of Ray for a busy machine."""
 CLI = (sys.executable, "-c", "from agentgym_rl.cli import main; main()")
 ROLES = {"learner": "LearnerRank", "engine": "EngineReplica", "env_host": "EnvHost"}
-ACTORS = ROLES | {"board": "Board"}
+ACTORS = ROLES | {"shared_state": "SharedState"}
 SCALE = (
     "scale.learners=2",
     "scale.engines=2",
@@ -86,7 +86,7 @@ SCALE = (
 
 @contextlib.contextmanager
 def two_nodes() -> Iterator[Any]:
-    """A cluster whose first node has room for all learners, and whose second is of the size of half the rest."""
+    """Start a cluster whose first node fits all learners and whose second node fits half of the other workers."""
     os.environ.update(PATIENT)
     from ray.cluster_utils import Cluster
 
@@ -104,7 +104,7 @@ def add_node(cluster: Any) -> Any:
 
 
 def descendants(ancestor: int) -> dict[int, str]:
-    """Processes that a process started, or those did, and so on: their command lines."""
+    """Return the command lines of all descendant processes by pid."""
     parents: dict[int, int] = {}
     titles: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
@@ -116,33 +116,33 @@ def descendants(ancestor: int) -> dict[int, str]:
                 parents[int(folder.name)] = int(stat.rpartition(")")[2].split()[1])
                 titles[int(folder.name)] = (folder / "cmdline").read_text(errors="replace").replace("\0", " ")
 
-    def ours(pid: int) -> bool:
+    def is_descendant(pid: int) -> bool:
         while pid > 1:
             pid = parents.get(pid, 0)
             if pid == ancestor:
                 return True
         return False
 
-    return {pid: title for pid, title in titles.items() if ours(pid)}
+    return {pid: title for pid, title in titles.items() if is_descendant(pid)}
 
 
 def workers(role: str) -> list[int]:
-    """Processes of one of ACTORS among the descendants of this process, oldest first."""
-    found = descendants(os.getpid())
-    return sorted(pid for pid, title in found.items() if title.startswith("ray::") and ACTORS[role] in title)
+    """Return the pids of the actors of `role` among this process's descendants, oldest first."""
+    titles = descendants(os.getpid())
+    return sorted(pid for pid, title in titles.items() if title.startswith("ray::") and ACTORS[role] in title)
 
 
 class Command:
-    """`agentgym-rl train` in a process of its own."""
+    """`agentgym-rl train` in a separate process."""
 
     def __init__(self, folder: Path, *arguments: str, text: str = SMALL) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         recipe = folder.parent / "small.toml"
         recipe.write_text(text)
         self.folder, self.output = folder, folder.parent / f"{folder.name}.out"
-        self.process = self.started(["train", str(recipe), f"run_dir={folder}", *arguments])
+        self.process = self.start(["train", str(recipe), f"run_dir={folder}", *arguments])
 
-    def started(self, arguments: list[str]) -> subprocess.Popen[bytes] | Forked:
+    def start(self, arguments: list[str]) -> subprocess.Popen[bytes] | Forked:
         with self.output.open("ab") as output:
             return subprocess.Popen([*CLI, *arguments], stdout=output, stderr=subprocess.STDOUT)
 
@@ -151,21 +151,21 @@ class Command:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
-            raise AssertionError(f"it did not come to an end:\n{self.output.read_text()[-3000:]}") from None
+            raise AssertionError(f"the run did not end:\n{self.output.read_text()[-3000:]}") from None
 
-    def until(self, moment: Callable[[], bool], timeout_s: float = 600.0) -> None:
-        give_up_at = time.monotonic() + timeout_s
-        while not moment():
+    def until(self, condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
             text = self.output.read_text()[-3000:]
-            assert self.process.poll() is None, f"it ended before the moment came:\n{text}"
-            assert time.monotonic() < give_up_at, f"the moment never came:\n{text}"
+            assert self.process.poll() is None, f"the run ended before the condition was true:\n{text}"
+            assert time.monotonic() < deadline, f"the condition was never true:\n{text}"
             time.sleep(0.02)
 
     def until_step(self, step: int) -> None:
         self.until(lambda: steps_of(self.folder)[-1:] >= [step])
 
     def end(self) -> None:
-        """Whatever state it is in."""
+        """Kill the run if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -176,9 +176,9 @@ class Command:
 
 
 class ForkedCommand(Command):
-    """The same in a process that need not import anything, which takes longer than most of these runs."""
+    """A Command in a forked process, which saves imports that take longer than most of these runs."""
 
-    def started(self, arguments: list[str]) -> subprocess.Popen[bytes] | Forked:
+    def start(self, arguments: list[str]) -> subprocess.Popen[bytes] | Forked:
         self.output.touch()
         return Forked(arguments, self.output)
 
@@ -192,11 +192,11 @@ def steps_of(folder: Path) -> list[int]:
 def events_of(folder: Path) -> list[str]:
     path = folder / "events.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line)["kind"] for line in lines if line.endswith("}\n")]  # the last may be half written
+    return [json.loads(line)["kind"] for line in lines if line.endswith("}\n")]  # the last line may be incomplete
 
 
 def duplicates(folder: Path) -> int:
-    """Trajectories that are twice among what a step played or learned from."""
+    """Return the number of trajectories that a step played or learned from twice."""
     return sum(duplicates_by_step(folder).values())
 
 
@@ -210,19 +210,19 @@ def duplicates_by_step(folder: Path) -> dict[int, int]:
 
 
 def tokens(folder: Path) -> dict[str, list[Any]]:
-    """What was played in each file: ids and tokens, in order."""
-    found = {}
+    """Return the ids, tokens and rewards of the episodes of each file, in order."""
+    episodes = {}
     for path in sorted((folder / "trajectories").glob("[es][vt]*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        found[path.name] = [(r["id"], [m["token_ids"] for m in r["messages"]], r["rewards"]) for r in rows]
-    return found
+        episodes[path.name] = [(r["id"], [m["token_ids"] for m in r["messages"]], r["rewards"]) for r in rows]
+    return episodes
 
 
 def leaked(timeout_s: float = 60.0) -> int:
-    """Worker processes that outlive their run."""
-    give_up_at = time.monotonic() + timeout_s
+    """Return the number of worker processes that outlive their run."""
+    deadline = time.monotonic() + timeout_s
     while True:
         left = [pid for role in ACTORS for pid in workers(role)]
-        if not left or time.monotonic() > give_up_at:
+        if not left or time.monotonic() > deadline:
             return len(left)
         time.sleep(0.2)

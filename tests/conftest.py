@@ -1,4 +1,4 @@
-"""Its presence puts this folder on the import path, so that tests find `envs_for_tests` and `servers_for_tests`."""
+"""Order of the test files. This file also puts its folder on the import path, where the *_for_tests modules are."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LONGEST_FIRST = (
     "test_viewer_pages.py",
     "test_sciworld.py",
 )
-"""Files of half a minute and more. `make test` gives whole files to its workers in the order of collection: were one of
-these among the last, a worker would be left alone with it."""
+"""Files that take half a minute or more. `make test` gives whole files to its workers in the order of collection, and a
+long file at the end would leave the other workers idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: place.get(item.path.name, len(place)))
+    order = {name: number for number, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))

@@ -1,4 +1,4 @@
-"""Toy environments: a counting game that works, and others that fail in each way an environment can."""
+"""Toy environments: a counting game that works, and others that each fail in one way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentgym_rl.types import Step
 
 
 class Counting:
-    """Say `up` until the item's number is reached; every step up pays 1 / target, the target ends the episode."""
+    """The player says `up` until the target is reached. Each step up gives 1 / target."""
 
     name: ClassVar[str] = "counting"
     instruction: ClassVar[str] = "Count to the goal. Actions: up, down."
@@ -20,7 +20,7 @@ class Counting:
     subsets: ClassVar[tuple[str, ...]] = ("even", "odd")
     cheap: ClassVar[bool] = True
     num_alive: ClassVar[int] = 0
-    """Instances made and not closed: how the tests see a leak."""
+    """Number of open instances. Tests use it to detect leaks."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -62,7 +62,7 @@ class Counting:
 
 
 class Thinking(Counting):
-    """Says why its oracle does what it does; where the goal is 3 it is at a loss for words."""
+    """Has thoughts for its oracle's actions, except for goal 3."""
 
     name: ClassVar[str] = "thinking"
     num_alive: ClassVar[int] = 0
@@ -72,13 +72,13 @@ class Thinking(Counting):
 
 
 class SlowCounting(Counting):
-    """The same in a thread, slow enough for two requests to overlap."""
+    """Counting in a thread, slow enough for two requests to overlap."""
 
     name: ClassVar[str] = "slow_counting"
     cheap: ClassVar[bool] = False
     num_alive: ClassVar[int] = 0
     num_inside: ClassVar[int] = 0
-    """Calls being made now on any instance; more than one on a single instance is a broken lock."""
+    """Number of running calls of all instances. More than one of a single instance means a broken lock."""
     most_inside: ClassVar[int] = 0
 
     def step(self, text: str) -> Step:
@@ -94,7 +94,7 @@ class SlowCounting(Counting):
 
 
 class Raising(Counting):
-    """Raises on `raise`, exits on `exit`; resetting item 13 raises, and item 14 raises an IndexError of its own."""
+    """Raises on `raise` and on the actions of UNUSUAL. Resetting item 13 raises ValueError, item 14 IndexError."""
 
     name: ClassVar[str] = "raising"
     num_alive: ClassVar[int] = 0
@@ -143,7 +143,7 @@ class Hanging(Counting):
 
 
 class HangingOnClose(Counting):
-    """Works, but its close() comes back only when `release` is set."""
+    """Works, but its close() returns only when `release` is set."""
 
     name: ClassVar[str] = "hanging_on_close"
     cheap: ClassVar[bool] = False
@@ -192,7 +192,7 @@ GARBAGE: dict[str, Any] = {
 
 
 class Bare:
-    """Nothing but what is required."""
+    """Has only the required methods."""
 
     name: ClassVar[str] = "bare"
     instruction: ClassVar[str] = "Say anything."
@@ -214,7 +214,7 @@ class Bare:
 
 
 class ClosingAloud(Counting):
-    """Prints when it is closed, for a test that watches from another process."""
+    """Prints when it is closed, for a test in another process."""
 
     name: ClassVar[str] = "closing_aloud"
 
@@ -223,13 +223,13 @@ class ClosingAloud(Counting):
 
 
 class Treacherous(Counting):
-    """Fails in another way for each of five kinds of items, whatever is said to it; see `kind_of`."""
+    """Fails in a different way for each of five kinds of items, see `kind_of`."""
 
     name: ClassVar[str] = "treacherous"
     cheap: ClassVar[bool] = False
     num_alive: ClassVar[int] = 0
     release: ClassVar[threading.Event] = threading.Event()
-    """Ends every hang; set it when the test is over."""
+    """Ends every hanging call. Set it when the test is over."""
     failed_once: ClassVar[set[int]] = set()
 
     @staticmethod
@@ -254,7 +254,7 @@ class Treacherous(Counting):
 
 
 class Fuse(Counting):
-    """Works, and calls `blow` once after `steps_left` steps of all instances: something elsewhere breaks then."""
+    """Works, and calls `blow` once after `steps_left` steps of all instances, to break something else."""
 
     name: ClassVar[str] = "fuse"
     num_alive: ClassVar[int] = 0

@@ -1,4 +1,4 @@
-"""What kernels and engines are tried with both on a CUDA device and without one."""
+"""Helpers for tests of kernels and engines with and without a CUDA device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 
 def without_memory_once(cache: Any) -> Callable[[int, int], torch.Tensor]:
-    """In place of `cache._zeros`: there is memory for the first longer layer, then none, then enough again."""
+    """Return a replacement of `cache._zeros` that runs out of memory in its second call only."""
     real, calls = cache._zeros, 0
 
     def zeros(slots: int, length: int) -> torch.Tensor:
@@ -25,28 +25,28 @@ def without_memory_once(cache: Any) -> Callable[[int, int], torch.Tensor]:
 
 
 class LimitedMemory:
-    """In place of `cache._zeros`: the memory of a device that has `limit` bytes for the cache."""
+    """Replacement of `cache._zeros` for a device with `limit` bytes for the cache."""
 
     def __init__(self, cache: Any, limit: float = float("inf")) -> None:
         self._real, self._limit, self._in_use = cache._zeros, limit, 0
         self.peak = 0
 
     def __call__(self, slots: int, length: int) -> torch.Tensor:
-        made: torch.Tensor = self._real(slots, length)
-        if self._in_use + made.nbytes > self._limit:
+        tensor: torch.Tensor = self._real(slots, length)
+        if self._in_use + tensor.nbytes > self._limit:
             raise torch.OutOfMemoryError("no memory")
-        self._in_use += made.nbytes
+        self._in_use += tensor.nbytes
         self.peak = max(self.peak, self._in_use)
-        weakref.finalize(made, self._give_back, made.nbytes)
-        return made
+        weakref.finalize(tensor, self._release, tensor.nbytes)
+        return tensor
 
-    def _give_back(self, size: int) -> None:
+    def _release(self, size: int) -> None:
         self._in_use -= size
 
 
 @torch.no_grad()
 def near_the_largest_float16(model: Any) -> Any:
-    """Hidden states that a norm's weight would lift over the largest float16, were they not normalised first."""
+    """Set weights whose hidden states would overflow float16 if the norm's weight were applied before the norm."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.fill_(9.0)
@@ -56,20 +56,20 @@ def near_the_largest_float16(model: Any) -> Any:
     return model.half()
 
 
-def error(found: torch.Tensor, right: torch.Tensor) -> float:
-    return float((found.double() - right.double()).norm() / right.double().norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 def gate_error(tokens: int, size: int, device: str) -> float:
-    """The largest of the gate's kernels, forward and backward, against torch."""
-    from agentgym_rl.training import layer_kernels
+    """Return the largest error of the gate's kernels, forward and backward, against torch."""
+    from agentgym_rl.training.device import layer_kernels
 
     both = torch.randn(tokens, 2 * size, device=device, requires_grad=True)
     gate, up = both.chunk(2, 1)
-    right = F.silu(gate) * up
-    gradient = torch.randn_like(right)
-    right.backward(gradient)
+    expected = F.silu(gate) * up
+    gradient = torch.randn_like(expected)
+    expected.backward(gradient)
     by_both, again = layer_kernels.gate_backward(both.detach(), gradient.clone())
     assert both.grad is not None
-    found = layer_kernels.gate(both.detach())
-    return max(error(found, right), error(by_both, both.grad), error(again, right))
+    actual = layer_kernels.gate(both.detach())
+    return max(error(actual, expected), error(by_both, both.grad), error(again, expected))

@@ -1,4 +1,4 @@
-"""CUDA's kernels without CUDA: in Triton's interpreter, against plain torch and transformers.
+"""CUDA kernels in Triton's interpreter, against plain torch and transformers.
 
     TRITON_INTERPRET=1 python tests/kernels_interpreted.py [NAME ...]
 
@@ -27,7 +27,7 @@ from agentgym_rl.agent.engines.native import NativeEngine, engine
 from agentgym_rl.agent.engines.native.cuda import model as captured_model
 from agentgym_rl.agent.engines.native.cuda import runner
 from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
-from agentgym_rl.training import head, head_kernels, layer_kernels
+from agentgym_rl.training.device import head, head_kernels, layer_kernels
 from agentgym_rl.types import Completion, Sampling
 
 VOCABULARY = 130
@@ -66,7 +66,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def gap(model: Any, ids: list[int], completion: Completion) -> float:
-    """The furthest that a log-probability is from a plain forward pass."""
+    """Return the largest difference of a log-probability from a plain forward pass."""
     with torch.no_grad():
         logits = model(torch.tensor([ids + completion.token_ids])).logits[0, len(ids) - 1 : -1]
     wanted = logits.float().log_softmax(-1).gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
@@ -74,7 +74,7 @@ def gap(model: Any, ids: list[int], completion: Completion) -> float:
 
 
 async def two_turns(model: Any) -> None:
-    """Tokens are those of the CPU's engine, over several rows, two turns and a cache that grows."""
+    """Compare tokens with the CPU engine, over several rows, two turns and a growing cache."""
     device, host = captured(model), NativeEngine(model, max_sessions=4)
 
     async def play(index: int) -> None:
@@ -98,7 +98,7 @@ async def qwen3() -> None:
 
 
 async def wide() -> None:
-    """The path of models whose products are the library's."""
+    """Check the path of wide models, whose matrix products come from the library."""
     with patch.object(captured_model, "NARROW", 0):
         await two_turns(make("qwen3", num_attention_heads=2, num_key_value_heads=2, head_dim=32))
 
@@ -116,7 +116,7 @@ async def out_of_memory() -> None:
         assert gap(model, prompt(length), completion) < 1e-4
 
 
-async def rested() -> None:
+async def slept() -> None:
     """Capturing runs a step: it must not look at positions that the cache no longer has."""
     model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     device = captured(model, 2)
@@ -131,7 +131,7 @@ async def rested() -> None:
     steps._capture = capture
     for length in (150, 8):
         await device.generate(prompt(length), Sampling(1, seed=1), str(length))
-        await device.rest()
+        await device.sleep()
     assert len(seen) == 2
     assert all(position < positions for position, positions in seen), seen
     await device.generate(prompt(8), Sampling(1, seed=1), "last")
@@ -141,20 +141,20 @@ async def rested() -> None:
 
 
 async def bucketed() -> None:
-    """Batches of similar sizes are steps of one size, which is captured once."""
+    """Check that batches of similar sizes share one captured step size."""
     device = captured(make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32), 5)
     steps: Any = device._runner
     sizes: list[int] = []
     state = steps._state
     steps._state = lambda bucket: (sizes.append(bucket), state(bucket))[1]
     for rows in (3, 4, 5, 3):
-        made = [device.generate(prompt(4, row), Sampling(1, seed=row), str(row)) for row in range(rows)]
-        await asyncio.gather(*made)
+        replies = [device.generate(prompt(4, row), Sampling(1, seed=row), str(row)) for row in range(rows)]
+        await asyncio.gather(*replies)
     assert sizes == [4, 8], sizes
 
 
 async def moved_weights() -> None:
-    """Prompts that come while replies are handed out are not begun with weights that were replaced meanwhile."""
+    """Check that prompts that arrive during delivery do not start with weights replaced in the meantime."""
     model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=1)
     device = captured(model, 8, 128)
     await device.generate(prompt(60), Sampling(1, seed=1), "room")
@@ -170,7 +170,7 @@ async def moved_weights() -> None:
         ids = ids + completion.token_ids + prompt(5, index)
         return gap(model, ids, await device.generate(ids, Sampling(2, seed=2), str(index)))
 
-    with patch.object(engine, "PORTION", 2):
+    with patch.object(engine, "REPLIES_PER_PORTION", 2):
         gaps = await asyncio.gather(*(play(index) for index in range(3)))
     assert max(gaps) < 1e-4, gaps
 
@@ -188,30 +188,30 @@ async def float16() -> None:
 
 
 async def layers() -> None:
-    """Norm and gate of the learner, forward and backward."""
+    """Check norm and gate of the learner, forward and backward."""
     torch.manual_seed(0)
     for rows, size in ((7, 80), (5, 33)):
         x, weight = torch.randn(rows, size, requires_grad=True), torch.randn(size, requires_grad=True)
         residual, gradient = torch.randn(2, rows, size)
         right = F.rms_norm(x, (size,), weight, 1e-5)
         right.backward(gradient)
-        found, scales = layer_kernels.norm(x.detach(), weight.detach(), 1e-5)
+        actual, scales = layer_kernels.norm(x.detach(), weight.detach(), 1e-5)
         by_x, by_weight = layer_kernels.norm_backward(gradient, x.detach(), weight.detach(), scales, residual)
         assert x.grad is not None
         assert weight.grad is not None
-        assert max(error(found, right), error(by_x, x.grad + residual), error(by_weight, weight.grad)) < 1e-5
+        assert max(error(actual, right), error(by_x, x.grad + residual), error(by_weight, weight.grad)) < 1e-5
     assert gate_error(9, 1100, "cpu") < 1e-5
 
 
 async def logits() -> None:
-    """Statistics of the head and their gradient."""
+    """Check the statistics of the head and their gradient."""
     torch.manual_seed(0)
     for size in (100, 5000):
         values, targets = torch.randn(9, size) * 6, torch.randint(size, (9,))
         by_logprob, by_entropy = torch.randn(2, 9)
         right = head._statistics(values, targets, 0.7)
-        for found, wanted in zip(head_kernels.statistics(values, targets, 0.7), right, strict=True):
-            torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
+        for actual, wanted in zip(head_kernels.statistics(values, targets, 0.7), right, strict=True):
+            torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-5)
         for entropy in (None, (by_entropy, right[2])):
             given = (values, targets, right[0], by_logprob, entropy, 0.7, torch.float32)
             assert error(head_kernels.gradient(*given), head._gradient(*given)) < 1e-5
@@ -219,7 +219,7 @@ async def logits() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (llama, qwen3, wide, out_of_memory, rested, bucketed, moved_weights, float16, layers, logits)
+    for check in (llama, qwen3, wide, out_of_memory, slept, bucketed, moved_weights, float16, layers, logits)
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Processes forked from one server that has imported everything once: importing takes longer than most tests."""
+"""Processes forked from one server with all imports done, because importing takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 PRELOADED = [
     "agentgym_rl.cli",
-    "agentgym_rl.train",
-    "agentgym_rl.fits",
-    "agentgym_rl.scale.ranks",
+    "agentgym_rl.run.rl",
+    "agentgym_rl.run.memory_demand",
+    "agentgym_rl.scale.process_group",
     "agentgym_rl.scale.shards",
     "agentgym_rl.environment.envs.babyai",
     "minigrid.envs.babyai",
@@ -26,38 +26,37 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "hypothesis",
 ]
-"""Installed modules only: the server has no import path but its own, and passes over in silence what it cannot find."""
+"""Installed modules only: the server has only the default import path and silently skips modules it cannot find."""
 
-# Python has one such server, whichever context asked for it, and the last list set before it starts is the one that
-# holds: so this is the only place that sets it.
+# Python has one such server for all contexts, and the last list set before it starts counts. Only this line sets it.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 @contextlib.contextmanager
 def beside(serve: Callable[[Any, str], None], device: str) -> Iterator[tuple[Any, Any]]:
-    """(A connection to it, the process) that runs `serve(its connection, device)` until ours is closed; made anew, not
+    """Run `serve(connection, device)` in a process and yield (our connection, process). The process is spawned, not
     forked, so that it may use CUDA."""
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, device), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=serve, args=(child_end, device), daemon=True)
     process.start()
-    theirs.close()
+    child_end.close()
     try:
-        yield ours, process
+        yield parent_end, process
     finally:
-        ours.close()
+        parent_end.close()
         process.join(10)
         process.kill()
 
 
 def exit_code_if_preloaded() -> None:
-    """For a process that was only just forked: ends it with the number of modules it would have to import itself."""
+    """Exit with the number of modules that are not preloaded. Call it in a freshly forked process."""
     sys.exit(sum(name not in sys.modules for name in PRELOADED))
 
 
 class Forked:
-    """`agentgym-rl <arguments>` with the environment of this process, forked; to be used as subprocess.Popen is."""
+    """A forked `agentgym-rl <arguments>` with the environment of this process and the interface of subprocess.Popen."""
 
     def __init__(self, arguments: list[str], output: Path) -> None:
         self._process = CONTEXT.Process(target=_command_line, args=(arguments, str(output), dict(os.environ)))
@@ -86,10 +85,10 @@ class Forked:
 
 def _command_line(arguments: list[str], output: str, environment: dict[str, str]) -> None:
     os.environ.clear()
-    os.environ.update(environment)  # it had that of the moment when the server was started
+    os.environ.update(environment)  # the fork has the environment of the server's start
     file = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for stream in (1, 2):
-        os.dup2(file, stream)  # what it starts itself writes there too
+        os.dup2(file, stream)  # for its child processes too
     sys.argv = ["agentgym-rl", *arguments]
     from agentgym_rl.cli import main
 

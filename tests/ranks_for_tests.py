@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from processes_for_tests import CONTEXT
-from training_for_tests import counting_conversations, lively_groups, tiny_model, trajectory
+from training_for_tests import counting_conversations, tiny_model, trajectory, varied_groups
 
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.scale.ranks import ProcessRanks, join, leave, whole_state
+from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_state
 from agentgym_rl.scale.shards import save_shards
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.critic import ValueModel
@@ -80,7 +80,7 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
     settings, ranks = rl(name), made.ranks
     found = []
     for step in range(count):
-        groups = lively_groups()[:1] if "fewer" in name else lively_groups()
+        groups = varied_groups()[:1] if "fewer" in name else varied_groups()
         batch = gather(groups, settings)
         if settings.algorithm == "ppo" or settings.kl_in == "reward":
             mine = ranks.mine([len(s.token_ids) for s in batch.samples])
@@ -171,7 +171,7 @@ def _rank(rank: int, size: int, address: str, function: Any, folder: Path, timeo
 
 
 def on_ranks(size: int, function: Any, folder: Path, timeout_s: float = 800.0) -> Any:
-    """What `function(ranks, folder)` returns on rank 0 of so many processes.
+    """Return the result of `function(ranks, folder)` on rank 0 of `size` processes.
 
     Gloo's own thread was once seen to crash (a null pointer in libpython, torch 2.13): where a rank died of a signal
     they are all started once more.

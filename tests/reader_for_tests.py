@@ -1,4 +1,4 @@
-"""A process of its own that reads weights of the machine when it is told to, and says what it found."""
+"""A separate process that reads host weights on command and reports their tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from processes_for_tests import beside
 
-from agentgym_rl.agent.engines import handover
+from agentgym_rl.transport import host_memory
 
 
 def on_device(seed: int) -> dict[str, torch.Tensor]:
-    """Tensors of several types and shapes, one of them empty and one not contiguous."""
+    """Return tensors of several types and shapes, one of them empty and one not contiguous."""
     generator = torch.Generator("cuda").manual_seed(seed)
     return {
         "a": torch.randn(4096, 2049, device="cuda", generator=generator).to(torch.bfloat16),
@@ -25,23 +25,23 @@ def on_device(seed: int) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def reader(device: str = "cpu") -> Iterator[Any]:
-    """Gives a connection: HostWeights in; ({name: tensor}, how many memories it has mapped, remark) out."""
+    """Yield a connection: HostWeights in; ({name: tensor}, number of mapped memories, page-lock error) out."""
     with beside(_serve, device) as (connection, _):
         yield connection
 
 
 def _serve(connection: Any, device: str) -> None:
-    """Tensors go to the device and back: what was read there is what counts."""
+    """Copy tensors to the device and back, so that the device's copy is compared."""
     torch.zeros(1, device=device)
     while True:
         try:
             weights = connection.recv()
         except EOFError:
             return
-        with weights.held() as held:
-            found = {name: torch.empty_like(tensor, device=device) for name, tensor in held.tensors()}
-            for name, tensor in held.tensors():
-                found[name].copy_(tensor, non_blocking=True)
-            handover.copies_done()
-        read = {name: (str(t.dtype), t.cpu().float().numpy()) for name, t in found.items()}
-        connection.send((read, len(handover._windows), handover.refused()))
+        with weights.locked() as locked:
+            copies = {name: torch.empty_like(tensor, device=device) for name, tensor in locked.tensors()}
+            for name, tensor in locked.tensors():
+                copies[name].copy_(tensor, non_blocking=True)
+            host_memory.wait_for_copies()
+        result = {name: (str(t.dtype), t.cpu().float().numpy()) for name, t in copies.items()}
+        connection.send((result, len(host_memory._mappings), host_memory.page_lock_error()))

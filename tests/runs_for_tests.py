@@ -1,4 +1,4 @@
-"""Whole training runs in processes of their own, small enough for tests, and what can be compared between two."""
+"""Small training runs in separate processes, and the parts of two runs that can be compared."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,13 @@ from processes_for_tests import CONTEXT
 from safetensors.torch import load_file
 
 from agentgym_rl.config import Config
-from agentgym_rl.console import Console
-from agentgym_rl.runlog import read_metrics
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.items import Items
+from agentgym_rl.run.log import RunLog, read_metrics
+from agentgym_rl.run.stopping import Stop
 from agentgym_rl.training.checkpoint import list_checkpoints
+from agentgym_rl.types import EnvPool
 
 TINY = """
 name = "tiny"
@@ -73,11 +78,11 @@ every = 2
 keep = 2
 """
 CLOCK = ("time", "tokens/sampled_per_s")
-"""Metrics, and beginnings of metrics' names, that wall time goes into."""
+"""Names and name prefixes of metrics that depend on wall time."""
 
 
 def counting_config(**changes: Any) -> Config:
-    """A run of two steps in the counting game of envs_for_tests, a second or so. Keys are dotted with `__`."""
+    """Return the config of a two-step run in the counting game of envs_for_tests. `__` in a key stands for a dot."""
     raw: dict[str, Any] = {
         "threads": 1,
         "model": {"scratch": {"hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2}},
@@ -110,13 +115,13 @@ def quiet() -> Console:
 def _command_line(arguments: list[str], output: str) -> None:
     from agentgym_rl.cli import main
 
-    sys.stdout = sys.stderr = Path(output).open("w")  # noqa: SIM115 - open as long as the process lives
+    sys.stdout = sys.stderr = Path(output).open("w")  # noqa: SIM115 - open until the process ends
     sys.argv = ["agentgym-rl", *arguments]
     main()
 
 
 class Process:
-    """`agentgym-rl <arguments>` in a process of its own."""
+    """`agentgym-rl <arguments>` in a separate process."""
 
     def __init__(self, arguments: list[str], output: Path) -> None:
         self.output = output
@@ -124,32 +129,34 @@ class Process:
         self._process.start()
 
     def wait(self, timeout_s: float = 280.0) -> int | None:
-        """Its exit code; negative is the signal that killed it."""
+        """Return the exit code; a negative code is the signal that killed the process."""
         self._process.join(timeout_s)
         return self._process.exitcode
 
-    def kill_when(self, moment: Callable[[], bool], timeout_s: float = 280.0) -> None:
-        """SIGKILL as soon as `moment` has come."""
-        self._until(moment, timeout_s)
+    def kill_when(self, condition: Callable[[], bool], timeout_s: float = 280.0) -> None:
+        """Send SIGKILL as soon as `condition` is true."""
+        self._until(condition, timeout_s)
         self._process.kill()
         assert self.wait() == -9
 
-    def stop_when(self, moment: Callable[[], bool], timeout_s: float = 280.0) -> None:
-        """SIGTERM as soon as `moment` has come."""
-        self._until(moment, timeout_s)
+    def stop_when(self, condition: Callable[[], bool], timeout_s: float = 280.0) -> None:
+        """Send SIGTERM as soon as `condition` is true."""
+        self._until(condition, timeout_s)
         self._process.terminate()
         assert self.wait() == 0, self.output.read_text()
 
-    def _until(self, moment: Callable[[], bool], timeout_s: float) -> None:
-        give_up_at = time.monotonic() + timeout_s
-        while not moment():
-            assert self._process.is_alive(), f"it ended before the moment came:\n{self.output.read_text()}"
-            assert time.monotonic() < give_up_at, "the moment never came"
+    def _until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self._process.is_alive(), (
+                f"the process ended before the condition was true:\n{self.output.read_text()}"
+            )
+            assert time.monotonic() < deadline, "the condition was never true"
             time.sleep(0.0005)
 
 
 def train_process(folder: Path, *arguments: str) -> Process:
-    """A run of the tiny recipe in `folder`."""
+    """Start a run of the tiny recipe in `folder`."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     recipe = folder.parent / "tiny.toml"
     recipe.write_text(TINY)
@@ -162,18 +169,18 @@ def finish(folder: Path, *arguments: str) -> None:
 
 
 def comparable_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without what depends on the clock."""
+    """Return the lines of metrics.jsonl without metrics that depend on wall time."""
     rows = read_metrics(folder / "metrics.jsonl")
     return [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows]
 
 
 def comparable_trajectories(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Every episode by file, without its duration: tasks, order, tokens, log-probabilities, horizon."""
-    found = {}
+    """Return every episode by file, without its duration."""
+    episodes = {}
     for path in sorted((folder / "trajectories").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        found[path.name] = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
-    return found
+        episodes[path.name] = [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+    return episodes
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -183,3 +190,20 @@ def final_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def trainer_state(folder: Path) -> dict[str, Any]:
     return torch.load(list_checkpoints(folder / "checkpoints")[-1] / "trainer.pt", weights_only=True)
+
+
+@contextmanager
+def context_of(
+    config: Config, root: Path, pool: EnvPool | None = None, items: Items | None = None
+) -> Iterator[RunContext]:
+    """Yield the context of a run in `root` that shows nothing; without `items` none are known."""
+    with RunLog.create(root, config.resolved()) as log:
+        yield RunContext(
+            config=config,
+            pool=pool,  # type: ignore[arg-type]
+            items=items or Items({}, {}),
+            log=log,
+            console=quiet(),
+            stop=Stop(),
+            started=time.monotonic(),
+        )

@@ -1,4 +1,4 @@
-"""Real environment servers: in a thread of the test process, where a test can look inside, or in a process to kill."""
+"""Real environment servers: in a thread of the test process, for inspection, or in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RunningServer:
 def server_in_thread(
     environments: Mapping[str, Callable[[], TextEnv]], port: int = 0, **options: Any
 ) -> Iterator[RunningServer]:
-    """The server on a free port of loopback; leaving the block shuts it down gracefully."""
+    """Run the server on a free loopback port. Leaving the block shuts it down gracefully."""
     app = create_app(environments, **options)
     listener = bind("127.0.0.1", port)
     port = listener.getsockname()[1]
@@ -47,7 +47,7 @@ def server_in_thread(
 
 @contextlib.contextmanager
 def server_process(env: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A class of envs_for_tests served by a process of its own; yields its address and the process."""
+    """Serve a class of envs_for_tests in a separate process; yield its address and the process."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     program = (

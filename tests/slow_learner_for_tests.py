@@ -1,4 +1,4 @@
-"""The learner again with nothing but loops, and one set of settings for each thing it can do."""
+"""A slow learner groups of plain loops, and one set of settings for each feature of the learner."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from agentgym_rl.training.settings import CriticSettings, OptimizerSettings, RLS
 from agentgym_rl.types import Group, StopReason, Trajectory
 
 
-def prepared(learner: RLLearner, made: list[Group], rl: RLSettings) -> Batch:
-    """What train_rl does between playing and learning."""
-    batch = gather(made, rl)
+def prepared(learner: RLLearner, groups: list[Group], rl: RLSettings) -> Batch:
+    """Return the batch as train_rl prepares it between playing and learning."""
+    batch = gather(groups, rl)
     if rl.algorithm == "ppo" or rl.kl_in == "reward":
         learner.assess(batch.samples)
     return estimate(batch, rl, learner.kl_coef)
 
 
 class SlowLearner:
-    """The same with nothing but loops: one whole unpadded forward pass per trajectory, plain autograd."""
+    """The learner in plain loops: one unpadded forward pass per trajectory, plain autograd."""
 
-    def __init__(self, made: list[Group], rl: RLSettings, temperature: float, reference: Any, critic: Any) -> None:
+    def __init__(self, groups: list[Group], rl: RLSettings, temperature: float, reference: Any, critic: Any) -> None:
         self.rl, self.temperature, self.critic = rl, temperature, critic
-        self.played = [(number, t) for number, g in enumerate(made) for t in g.usable]
+        self.played = [(number, t) for number, g in enumerate(groups) for t in g.usable]
         start = tiny_model(1)
         self.old = [[p.item() for p in self.actions(start, t)] for _, t in self.played]
         self.reference = [[p.item() for p in self.actions(reference, t)] for _, t in self.played]
         self.sampled = [[p for p in t.logprobs if not math.isnan(p)] for _, t in self.played]
         self.values = [[v.item() for v in self.critic_values(critic, t)] for _, t in self.played]
-        found = ESTIMATORS[rl.algorithm]([self.episode(i) for i in range(len(self.played))], rl)
-        self.advantages, self.returns = found.advantages, found.returns
-        flat = {n for n in range(len(made)) if not any(any(a) for a, (m, _) in self.pairs() if m == n)}
+        estimated = ESTIMATORS[rl.algorithm]([self.episode(i) for i in range(len(self.played))], rl)
+        self.advantages, self.returns = estimated.advantages, estimated.returns
+        flat = {n for n in range(len(groups)) if not any(any(a) for a, (m, _) in self.pairs() if m == n)}
         self.dropped = flat if rl.zero_variance == "drop" and rl.algorithm in ("grpo", "rloo") else set()
         total = sum(len(old) for old in self.old)
         count = len(self.played)
@@ -54,8 +54,8 @@ class SlowLearner:
         return zip(self.advantages, self.played, strict=True)
 
     def actions(self, model: Any, t: Trajectory) -> list[torch.Tensor]:
-        every = slow_logprobs(model, t.token_ids, self.temperature)
-        return [p for p, trained in zip(every, t.loss_mask[1:], strict=True) if trained]
+        logprobs = slow_logprobs(model, t.token_ids, self.temperature)
+        return [p for p, trained in zip(logprobs, t.loss_mask[1:], strict=True) if trained]
 
     def entropies(self, model: Any, t: Trajectory) -> list[torch.Tensor]:
         logits = model(input_ids=torch.tensor([t.token_ids])).logits[0] / self.temperature
@@ -63,7 +63,7 @@ class SlowLearner:
         return [entropy[i - 1] for i, trained in enumerate(t.loss_mask) if trained]
 
     def critic_values(self, critic: Any, t: Trajectory) -> list[torch.Tensor]:
-        """Before each action token, and one more: after everything that was seen."""
+        """Return the values before each action token, and the value after the last token."""
         if critic is None:
             return []
         hidden = critic.decoder(input_ids=torch.tensor([t.token_ids])).last_hidden_state[0]
@@ -79,7 +79,7 @@ class SlowLearner:
             penalties = [self.rl.kl_coef * kl[self.rl.kl_estimator](gap) for gap in gaps]
         cut = t.stop in (StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.MAX_CONTEXT)
         last_value = self.values[i][-1] if self.values[i] else 0.0
-        if self.values[i] and t.stop is StopReason.MAX_CONTEXT:  # nothing of the last observation was read
+        if self.values[i] and t.stop is StopReason.MAX_CONTEXT:  # the last observation has no tokens
             last_value = self.values[i][-2]
             if self.rl.credit != "outcome":
                 last_value = (last_value - t.rewards[-1]) / self.rl.turn_discount
@@ -104,7 +104,7 @@ class SlowLearner:
         return min(math.exp(gaps[token]), cap)
 
     def bounded(self, ratio: torch.Tensor, advantage: float) -> torch.Tensor:
-        """-min(r A, clip(r) A) by cases."""
+        """Return -min(r A, clip(r) A) by cases."""
         rl = self.rl
         if advantage > 0 and ratio.item() > 1 + rl.clip_high:
             return torch.tensor(-(1 + rl.clip_high) * advantage)
@@ -118,11 +118,11 @@ class SlowLearner:
             if number in self.dropped:
                 continue
             now, weight = self.actions(model, t), self.weights[i]
-            if rl.loss == "gspo":  # the form for whole sequences; all tokens of an episode have one advantage here
+            if rl.loss == "gspo":  # the sequence form; all tokens of an episode have the same advantage here
                 ratio = torch.exp(sum(p - q for p, q in zip(now, self.old[i], strict=True)) / len(now))
                 if rl.importance == "none":
                     total = total + weight * len(now) * self.bounded(ratio, self.advantages[i][0])
-                else:  # weights of tokens: each token's part of the same gradient
+                else:  # token weights: each token's part of the same gradient
                     for token, p in enumerate(now):
                         part = ratio.detach() * torch.exp(p - p.detach())
                         total = total + weight * self.correction(i, token) * self.bounded(part, self.advantages[i][0])
@@ -154,7 +154,7 @@ class SlowLearner:
 
 
 def small_critic() -> ValueModel:
-    """One whose head has begun to say something."""
+    """Return a critic whose head is not 0."""
     critic = ValueModel(tiny_model(3).get_decoder(), 16)
     with torch.no_grad():
         critic.head.weight.copy_(torch.linspace(-0.3, 0.3, 16)[None])

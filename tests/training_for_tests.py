@@ -1,4 +1,4 @@
-"""Random ragged trajectories and a tiny model for tests of the training module."""
+"""Random trajectories of different lengths and tiny models for tests of the training package."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ VOCABULARY = 23
 
 
 def few(count: int) -> settings:
-    """So many examples, however slow the machine is today."""
+    """Return hypothesis settings with `count` examples and no deadline."""
     return settings(max_examples=count, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def trajectory(
     seed: int, *, turns: int | None = None, reward: float | None = None, stop: StopReason = StopReason.DONE
 ) -> Trajectory:
-    """An episode of 1 to 4 turns with observations and replies of random lengths; the reward is on the last turn."""
+    """Return an episode of 1 to 4 turns with texts of random lengths and the reward on the last turn."""
     rng = random.Random(seed)
     turns = rng.randint(1, 4) if turns is None else turns
     messages = [Message("system", "s", [rng.randrange(VOCABULARY) for _ in range(rng.randint(0, 3))])]
     for _ in range(turns):
-        seen = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
-        said = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
-        messages.append(Message("user", "o", seen))
-        messages.append(Message("assistant", "a", said, [math.log(rng.uniform(0.05, 1.0)) for _ in said], version=0))
+        observation = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
+        reply = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
+        messages.append(Message("user", "o", observation))
+        messages.append(Message("assistant", "a", reply, [math.log(rng.uniform(0.05, 1.0)) for _ in reply], version=0))
     messages.append(Message("user", "never read"))
     rewards = [0.0] * turns
     rewards[-1] = float(rng.randint(0, 1)) if reward is None else reward
@@ -55,54 +55,54 @@ def group(seed: int, rewards: list[float], **options: Any) -> Group:
     return Group(Task("toy", seed), members)
 
 
-def lively_groups() -> list[Group]:
-    """Groups with rewards on any turn, states met again, and endings of every kind with what was seen after them.
+def varied_groups() -> list[Group]:
+    """Return groups with rewards on any turn, repeated states, and every kind of ending.
 
-    They were sampled by something close to tiny_model(1) at temperature 0.7.
+    Their log-probabilities are close to those of tiny_model(1) at temperature 0.7.
     """
     sampler = tiny_model(1)
-    made = [group(1, [0.0, 1.0, 0.5], turns=3), group(2, [1.0, 0.0]), group(3, [1.0, 1.0])]
+    played = [group(1, [0.0, 1.0, 0.5], turns=3), group(2, [1.0, 0.0]), group(3, [1.0, 1.0])]
     endings = [StopReason.DONE, StopReason.MAX_TURNS, StopReason.LENGTH, StopReason.MAX_CONTEXT]
-    for i, t in enumerate(t for g in made for t in g.trajectories):
+    for i, t in enumerate(t for g in played for t in g.trajectories):
         rng = random.Random(i)
         t.stop = endings[i % 4]
         if t.task.item < 3000:  # the last group's rewards stay equal
             t.rewards = [r + round(rng.uniform(-0.5, 0.5), 2) for r in t.rewards]
         t.infos = [{"state_key": rng.choice("xyz")} for _ in t.rewards]
         if t.stop is StopReason.LENGTH:
-            t.messages.pop()  # nobody answers a reply that was cut
+            t.messages.pop()  # a reply that was cut gets no observation
         if t.stop is StopReason.MAX_TURNS:
             t.messages[-1].token_ids = [rng.randrange(VOCABULARY) for _ in range(4)]
-        known = [0.0, *(p.item() for p in slow_logprobs(sampler, t.token_ids, 0.7))]
+        logprobs = [0.0, *(p.item() for p in slow_logprobs(sampler, t.token_ids, 0.7))]
         shift, place = rng.uniform(-0.5, 0.5), 0
         for message in t.messages:
             places = range(place, place := place + len(message.token_ids))
             if message.logprobs is not None:
-                message.logprobs = [known[i] + shift + rng.uniform(-0.4, 0.4) for i in places]
-    return made
+                message.logprobs = [logprobs[i] + shift + rng.uniform(-0.4, 0.4) for i in places]
+    return played
 
 
-def batch_of(made: list[Group], rl: RLSettings) -> Batch:
-    """What a learner is given of these groups where neither values nor KL penalties are needed."""
-    return estimate(gather(made, rl), rl)
+def batch_of(played: list[Group], rl: RLSettings) -> Batch:
+    """Return the learner's batch of these groups, without values or KL penalties."""
+    return estimate(gather(played, rl), rl)
 
 
 @st.composite
 def groups(draw: st.DrawFn) -> list[Group]:
-    """1 to 4 groups of 1 to 4 episodes, some of them failed; at least one group has two different rewards."""
+    """Draw 1 to 4 groups of 1 to 4 episodes, some of them failed. At least one group has two different rewards."""
     rewards = st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=4)
     shapes = [[0.0, 1.0], *draw(st.lists(rewards, max_size=3))]
     first = draw(st.integers(0, 10_000))
-    made = [group(first + i, some) for i, some in enumerate(shapes)]
-    for g in made[1:]:
+    played = [group(first + i, rewards_of_group) for i, rewards_of_group in enumerate(shapes)]
+    for g in played[1:]:
         for t in g.trajectories:
             if draw(st.integers(0, 4)) == 0:
                 t.stop, t.error = StopReason.ERROR, "EnvError: broken"
-    return draw(st.permutations(made))
+    return draw(st.permutations(played))
 
 
 def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
-    """Two layers, float32, random enough that logits differ from token to token."""
+    """Return a float32 model of two layers, with weights large enough that logits differ between tokens."""
     config = LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=16,
@@ -122,7 +122,7 @@ def tiny_model(seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
 
 
 def catch(updater: Updater) -> list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
-    """A list that gets (weights before, gradients) of every update, which are otherwise dropped after it."""
+    """Return a list that receives (weights before, gradients) of every update."""
     caught: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
     step = updater._optimizer.step
 
@@ -150,13 +150,13 @@ class Catching(RLLearner):
 
 
 def slow_logprobs(model: Any, token_ids: list[int], temperature: float = 1.0) -> list[torch.Tensor]:
-    """log p(token | all before it) for every token but the first, by one whole unpadded forward pass of the model."""
+    """Return log p(token | all before it) of every token but the first, from one unpadded forward pass."""
     logits = model(input_ids=torch.tensor([token_ids])).logits[0] / temperature
     return [logits[i - 1].log_softmax(-1)[token_ids[i]] for i in range(1, len(token_ids))]
 
 
 def counting_conversations(count: int) -> list[list[Message]]:
-    """Random play in the counting game, without its instruction."""
+    """Play the counting game at random, without its instruction."""
     rng = random.Random(0)
     played = []
     for _ in range(count):
@@ -188,6 +188,6 @@ def _counting_player() -> tuple[Any, Any]:
 
 
 def counting_player() -> tuple[Any, Any]:
-    """(model, tokenizer): a tiny model that mostly says `up` or `down` and ends its replies."""
+    """Return (model, tokenizer) of a tiny model that mostly replies `up` or `down` and ends its replies."""
     model, tokenizer = _counting_player()
     return copy.deepcopy(model), tokenizer

@@ -1,4 +1,4 @@
-"""Run directories for the viewer's tests, by the real writers from real episodes, and the viewer serving them."""
+"""Run directories for the viewer's tests, written by the real writers from real episodes, and a running viewer."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from servers_for_tests import wait_until
 
 from agentgym_rl.agent.policy import OraclePolicy, RandomPolicy
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.commands.view import ViewerEnvironments
 from agentgym_rl.environment.envs.maze import Maze
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.server import bind
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Limits, Sample, Task, Trajectory
-from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.server import create_app, uvicorn_config
@@ -35,33 +35,33 @@ CONFIG = {"name": "small", "environments": [{"name": "maze"}], "agent": {"style"
 
 
 def run(coroutine: Coroutine[Any, Any, Value]) -> Value:
-    """In a thread of its own: Playwright's synchronous interface keeps a loop running in this one."""
+    """Run a coroutine in another thread, because Playwright's synchronous API runs an event loop in this one."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, coroutine).result()
 
 
 def played(env: str, items: list[int], policy: str, max_turns: int, name: str) -> list[Trajectory]:
-    """Episodes of an environment by the oracle or by chance."""
+    """Play episodes of an environment with the oracle or the random policy."""
 
     async def play() -> list[Trajectory]:
         pool = LocalPool({"maze": Maze})
-        found = []
-        for place, item in enumerate(items):
+        trajectories = []
+        for number, item in enumerate(items):
             session = await pool.open(env)
-            player = OraclePolicy(session) if policy == "oracle" else RandomPolicy(session, place)
+            player = OraclePolicy(session) if policy == "oracle" else RandomPolicy(session, number)
             limits = Limits(max_turns, 8, 4096)
-            found.append(
-                await rollout(Task(env, item), session, player, limits, id=f"{name}-{place // 4}-{place % 4}-0")
+            trajectories.append(
+                await rollout(Task(env, item), session, player, limits, id=f"{name}-{number // 4}-{number % 4}-0")
             )
             await session.close()
         await pool.close()
-        return found
+        return trajectories
 
     return run(play())
 
 
 def with_tokens(trajectory: Trajectory, source: random.Random) -> Trajectory:
-    """The same with token ids, and log-probabilities where a policy spoke."""
+    """Add token ids, and log-probabilities to the replies."""
     for message in trajectory.messages:
         message.token_ids = [0, *source.choices(range(2, len(WORDS)), k=4), 1]
         if message.role == "assistant":
@@ -71,7 +71,7 @@ def with_tokens(trajectory: Trajectory, source: random.Random) -> Trajectory:
 
 
 def write_run(root: Path, *, finished: bool = True) -> Path:
-    """A run of three steps in the maze with evaluations, what was learned, warnings of the doctor and a tokenizer."""
+    """Write a run of three steps in the maze with evaluations, learner data, a doctor warning and a tokenizer."""
     source = random.Random(0)
     log = RunLog.create(root, CONFIG)
     for step in range(STEPS + 1):
@@ -114,7 +114,7 @@ def _sample(trajectory: Trajectory) -> Sample:
 
 
 def write_evaluation(root: Path) -> Path:
-    """An evaluation of the oracle under two horizons, as `agentgym-rl eval` writes it."""
+    """Write an evaluation of the oracle at two horizons, in the format of `agentgym-rl eval`."""
 
     def cell(value: float) -> dict[str, object]:
         rate = {"value": value, "low": value / 2, "high": 1.0}
@@ -139,15 +139,15 @@ def write_evaluation(root: Path) -> Path:
 
 
 def library_of(root: Path, cache: Path) -> Library:
-    """A library with an index of its own, brought up to date."""
-    library = Library([root], LocalWorlds(), Index(cache / "index.sqlite3"))
-    library.indexer.round()
+    """Return a library with its own index, up to date."""
+    library = Library([root], ViewerEnvironments(), Index(cache / "index.sqlite3"))
+    library.indexer.update()
     return library
 
 
 @contextlib.contextmanager
 def viewer_in_thread(library: Library, *, token: str | None = None, loopback: bool = True) -> Iterator[str]:
-    """The viewer on a free port of loopback; yields its address."""
+    """Run the viewer on a free loopback port. Yield its address."""
     listener = bind("127.0.0.1", 0)
     server = uvicorn.Server(uvicorn_config(create_app(library, token=token, loopback=loopback)))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
@@ -163,8 +163,8 @@ def viewer_in_thread(library: Library, *, token: str | None = None, loopback: bo
 
 
 def wait_for_index(library: Library, episodes: int, run: str) -> None:
-    """Until the viewer's own thread has read so many episodes of a run."""
-    give_up_at = time.monotonic() + 60
-    while library.queries.counts(library.place(run).path)["episodes"] != episodes:
-        assert time.monotonic() < give_up_at, "the index did not come up to date"
+    """Wait until the viewer has indexed this many episodes of a run."""
+    deadline = time.monotonic() + 60
+    while library.queries.counts(library.run_folder(run).path)["episodes"] != episodes:
+        assert time.monotonic() < deadline, "the index is not up to date after 60 s"
         time.sleep(0.02)

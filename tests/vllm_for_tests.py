@@ -96,7 +96,7 @@ def vllm_processes(pid: int) -> list[int]:
 
 
 def title(pid: int) -> str:
-    """What a process calls itself; nothing if it is gone."""
+    """Return the title of a process, or an empty string if it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

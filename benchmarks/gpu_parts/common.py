@@ -1,4 +1,4 @@
-"""What the parts share: shapes of models, clocks, ceilings, and how a part reports."""
+"""Helpers of the parts: model shapes, timing, ceilings and reports."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ SHAPES: dict[str, Any] = {
         **NO_TOKENS,
     ),
 }
-"""Weights are random: speed does not depend on them. `tiny` tries the benchmark out on a machine without a GPU."""
+"""Weights are random, because speed does not depend on them. `tiny` is for a smoke test without a GPU."""
 CLASSES = {"llama": LlamaForCausalLM, "qwen2": Qwen2ForCausalLM}
 
 
 def make_model(name: str, device: str) -> Any:
-    """In bf16 on CUDA, in float32 elsewhere."""
+    """Return a model with random weights, in bf16 on CUDA and in float32 elsewhere."""
     torch.manual_seed(0)
     config = SHAPES[name]
     with torch.device(device):
         model = CLASSES[config.model_type](config)
-    # Parameters alone: the rotary embedding's frequencies stay in float32, as they are in a model that is loaded.
+    # Parameters only: the rotary frequencies remain in float32, as in a loaded model.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(torch.bfloat16 if device == "cuda" else torch.float32)
     return model.eval()
@@ -71,7 +71,7 @@ def synchronize(device: str) -> None:
 
 
 def timed(run: Callable[[], Any], device: str, warm: int, repeats: int) -> list[float]:
-    """Seconds of each repeat."""
+    """Return the seconds of each repeat."""
     for _ in range(warm):
         run()
     times = []
@@ -85,7 +85,7 @@ def timed(run: Callable[[], Any], device: str, warm: int, repeats: int) -> list[
 
 
 def ceilings(device: str) -> dict[str, float]:
-    """Bytes copied a second (read and written) and operations a second of a large product, measured."""
+    """Measure bytes per second of a copy (read and written) and operations per second of a large matrix product."""
     num_bytes, side = (1 << 32, 8192) if device == "cuda" else (1 << 24, 256)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device).random_()
@@ -97,13 +97,13 @@ def ceilings(device: str) -> dict[str, float]:
 
 
 class Report:
-    """Appends what a part finds to a file as it finds it: a part that is cut off leaves what it has."""
+    """Results of a part, appended to a file one by one, so that a part that times out keeps its results."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def add(self, part: str, case: str, who: str, **numbers: Any) -> None:
-        """`who` was measured doing `case`, `ours` among them."""
+        """Add the numbers of the runner `who` in `case`."""
         line = {"part": part, "case": case, "who": who, **numbers}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -116,8 +116,8 @@ def _short(value: Any) -> str:
 
 
 def part_parser(description: str | None) -> argparse.ArgumentParser:
-    """With what every part is told."""
+    """Return a parser with the options of every part."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lines", type=Path, required=True, help="append findings to this file")
+    parser.add_argument("--lines", type=Path, required=True, help="append results to this file")
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     return parser

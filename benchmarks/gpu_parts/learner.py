@@ -1,17 +1,16 @@
-"""Part learner: one update, against the plain transformers step and the matrix units' ceiling.
+"""Part learner: one update, compared with a plain transformers step and the ceiling of the matrix units.
 
 Two kinds of work, with random weights and tokens, passes of at most 8192 tokens:
-- equal: 8 samples of 1024 tokens, every token trained, one update. Nothing to gain from packing or from leaving
-  observations out.
-- episodes: 48 samples of 2 to 8 turns (a prompt of 256 tokens, then 64 sampled and 64 observed a turn), one update.
+- equal: 8 samples of 1024 tokens, every token trained, one update. Packing and skipping observations gain nothing.
+- episodes: 48 samples of 2 to 8 turns (a prompt of 256 tokens, then 64 sampled and 64 observed per turn), one update.
   Tokens are counted without padding.
 
-Plain is what one writes with transformers: samples in the order they come, padded to the longest of a batch,
-`model(..., labels=...)`, gradients added up, clipped, torch's fused AdamW on bf16 weights without a master. Ours is
-`Imitator.imitate`, from lists of Python numbers to updated weights. Both in bf16, median of the repeats.
+The plain step is ordinary transformers code: samples in their given order, padded to the longest of a batch,
+`model(..., labels=...)`, accumulated and clipped gradients, torch's fused AdamW on bf16 weights without a master copy.
+Ours is `Imitator.imitate`, from Python lists to updated weights. Both run in bf16; the median of the repeats counts.
 
-The share of the ceiling counts what has to be computed and no more: 6 flops a parameter and token for the layers, the
-head for trained tokens, causal attention; over the rate of a large bf16 product in the same run.
+The share of the ceiling counts only the necessary work: 6 flops per parameter and token for the layers, the head for
+trained tokens, and causal attention, divided by the rate of a large bf16 product in the same run.
 """
 
 from __future__ import annotations
@@ -38,35 +37,31 @@ Step = Callable[[], Any]
 
 def samples_of(work: str, vocabulary: int, *, tiny: bool) -> list[Sample]:
     rng = random.Random(0)
-    few = 16 if tiny else 1
+    divisor = 16 if tiny else 1
     if work == "equal":
-        masks = [[False] + [True] * (1024 // few - 1) for _ in range(8)]
+        masks = [[False] + [True] * (1024 // divisor - 1) for _ in range(8)]
     else:
-        prompt, turn = 256 // few, 64 // few
+        prompt, turn = 256 // divisor, 64 // divisor
         masks = [[False] * prompt + ([True] * turn + [False] * turn) * rng.randint(2, 8) for _ in range(48)]
     return [Sample([rng.randrange(vocabulary) for _ in mask], mask) for mask in masks]
 
 
 def needed_flops(model: Any, samples: list[Sample]) -> float:
-    """Forward and backward, nothing twice and no padding."""
+    """Return the flops of forward and backward without recomputation and padding."""
     config = model.config
     head = config.vocab_size * config.hidden_size
     layers = sum(p.numel() for p in model.model.layers.parameters())
     heads_width = config.num_attention_heads * model.model.layers[0].self_attn.head_dim
-    tokens, trained = (sum(map(len, some)) for some in zip(*((s.token_ids, _on(s)) for s in samples), strict=True))
+    tokens, trained = sum(len(s.token_ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
     attention = sum(2.0 * len(s.token_ids) ** 2 for s in samples) * heads_width * config.num_hidden_layers
     return 6.0 * layers * tokens + 6.0 * head * trained + 3.0 * attention
-
-
-def _on(sample: Sample) -> list[bool]:
-    return [on for on in sample.loss_mask if on]
 
 
 def plain_step(model: Any, samples: list[Sample]) -> Step:
     longest, device = max(len(s.token_ids) for s in samples), model.device
     size = max(1, MICRO_BATCH_TOKENS // longest)
     batches = [samples[i : i + size] for i in range(0, len(samples), size)]
-    trained = sum(len(_on(s)) for s in samples)
+    trained = sum(sum(s.loss_mask) for s in samples)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     model.train()
 
@@ -101,7 +96,7 @@ def our_step(model: Any, samples: list[Sample], **options: Any) -> Step:
     return lambda: imitator.imitate(samples)["loss"]
 
 
-WAYS: dict[str, Callable[[Any, list[Sample]], Step]] = {
+STEPS: dict[str, Callable[[Any, list[Sample]], Step]] = {
     "transformers": plain_step,
     "ours": our_step,
     "ours, captured": partial(our_step, capture_passes=True),
@@ -109,10 +104,10 @@ WAYS: dict[str, Callable[[Any, list[Sample]], Step]] = {
 }
 
 
-def measure(name: str, way: str, work: str, ceiling: float, device: str, repeats: int) -> dict[str, Any]:
+def measure(name: str, runner: str, work: str, ceiling: float, device: str, repeats: int) -> dict[str, Any]:
     model = make_model(name, device)
     samples = samples_of(work, model.config.vocab_size, tiny=name == "tiny")
-    step = WAYS[way](model, samples)
+    step = STEPS[runner](model, samples)
     first = time.perf_counter()
     loss = step()
     first = time.perf_counter() - first
@@ -120,7 +115,7 @@ def measure(name: str, way: str, work: str, ceiling: float, device: str, repeats
         torch.cuda.reset_peak_memory_stats()
     times = timed(step, device, warm=3, repeats=repeats)
     seconds, tokens = statistics.median(times), sum(len(s.token_ids) for s in samples)
-    found = {
+    numbers = {
         "tokens_per_s": tokens / seconds,
         "share_of_ceiling": needed_flops(model, samples) / seconds / ceiling,
         "peak_gb": torch.cuda.max_memory_reserved() / 1e9 if device == "cuda" else float("nan"),
@@ -129,27 +124,27 @@ def measure(name: str, way: str, work: str, ceiling: float, device: str, repeats
         "spread_s": max(times) - min(times),
         "first_step_s": first,
         "tokens": tokens,
-        "trained": sum(len(_on(s)) for s in samples),
+        "trained": sum(sum(s.loss_mask) for s in samples),
         "first_loss": loss,
     }
     del model, step
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return numbers
 
 
 def profile(name: str, work: str, out: Path) -> None:
-    """Where the time of our step goes, by kernel."""
+    """Append the kernel times of our step to `out`."""
     model = make_model(name, "cuda")
     step = our_step(model, samples_of(work, model.config.vocab_size, tiny=False))
     for _ in range(3):
         step()
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities) as found:
+    with torch.profiler.profile(activities=activities) as profiler:
         step()
         torch.cuda.synchronize()
-    table = found.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70)
+    table = profiler.key_averages().table(sort_by="self_cuda_time_total", row_limit=30, max_name_column_width=70)
     with out.open("a") as file:
         file.write(f"{name}, {work}\n{table}\n")
 
@@ -165,13 +160,13 @@ def main() -> None:
     report, device = Report(options.lines), options.device
     ceiling = ceilings(device)["operations_per_s"]
     for work in options.work:
-        for way in WAYS:
-            if way == "transformers" and way not in options.peers:
+        for runner in STEPS:
+            if runner == "transformers" and runner not in options.peers:
                 continue
-            if way == "ours, checkpointed" and work != "equal":
+            if runner == "ours, checkpointed" and work != "equal":
                 continue
-            found = measure(options.model, way, work, ceiling, device, options.repeats)
-            report.add("learner", f"{options.model} / {work}", way, **found)
+            numbers = measure(options.model, runner, work, ceiling, device, options.repeats)
+            report.add("learner", f"{options.model} / {work}", runner, **numbers)
         if options.profile and device == "cuda":
             profile(options.model, work, options.profile)
 

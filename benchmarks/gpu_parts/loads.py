@@ -1,4 +1,4 @@
-"""What is sampled in the part rollout: synthetic episodes. Standard library only, because vLLM's process reads it."""
+"""Synthetic episodes of the part rollout. Standard library only, because vLLM's process imports it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What every episode does."""
+    """Number and lengths of the episodes."""
 
     episodes: int
     prompt: int
@@ -28,7 +28,7 @@ class Load:
         return [_ids(index, self.prompt, vocabulary) for index in range(self.episodes)]
 
     def observations(self, vocabulary: int) -> list[list[list[int]]]:
-        """By turn and episode."""
+        """Return the token ids of the observations by turn and episode."""
         return [
             [_ids(1000 * (turn + 1) + index, self.observation, vocabulary) for index in range(self.episodes)]
             for turn in range(self.turns)
@@ -40,5 +40,5 @@ def _ids(seed: int, count: int, vocabulary: int) -> list[int]:
 
 
 def load_of(episodes: int, *, tiny: bool) -> Load:
-    """The benchmark's load, or one for trying it out."""
+    """Return the benchmark's load, or a tiny one for a smoke test."""
     return Load(episodes, 16, 2, 4, 4) if tiny else Load(episodes, 256, 8, 64, 64)

@@ -1,9 +1,9 @@
-"""Part rollout: many multi-turn episodes sampled at once.
+"""Part rollout: many concurrent multi-turn episodes.
 
-Ours goes through NativeEngine.generate, one asyncio task an episode, keys and values kept between turns, log-
-probabilities returned; time is wall time of the whole rollout, the host's share included. The first run of each size
-compiles and captures, and is reported apart. transformers generates in lock-step, one batch, each turn one generate()
-that continues the same cache; no log-probabilities are kept.
+Ours uses NativeEngine.generate with one asyncio task per episode, keeps keys and values between turns and returns log-
+probabilities. The time is the wall time of the whole rollout, including the host. The first run of each size compiles
+and captures, and is reported separately. transformers generates one batch in lock-step, with one generate() per turn
+that continues the same cache, and keeps no log-probabilities.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def play(engine: NativeEngine, load: Load, prompts: list[list[int]], obser
         for turn in range(load.turns):
             completion = await engine.generate(ids, Sampling(load.new, seed=index * 100 + turn), name)
             if len(completion.token_ids) != load.new:
-                raise RuntimeError(f"a reply of {load.new} tokens was forced, {len(completion.token_ids)} came")
+                raise RuntimeError(f"a reply must have {load.new} tokens, got {len(completion.token_ids)}")
             ids = ids + completion.token_ids + observations[turn][index]
         await engine.release(name)
 
@@ -42,7 +42,7 @@ def ours(model: Any, load: Load, repeats: int) -> dict[str, Any]:
     engine = NativeEngine(model, max_sessions=load.episodes, max_context=load.context)
     seconds = []
     for repeat in range(1 + repeats):
-        if repeat == 1:  # the garbage collector need not walk through the model's modules again and again
+        if repeat == 1:  # keep the garbage collector from scanning the model's modules repeatedly
             gc.collect()
             gc.freeze()
         engine.reset_stats()
@@ -92,8 +92,8 @@ def transformers_generate(model: Any, load: Load, device: str) -> dict[str, Any]
 
 
 def bounds(model: Any, load: Load, limits: dict[str, float]) -> dict[str, float]:
-    """Tokens a second that memory allows (weights, keys and values read once a step and once a prefill) and, apart,
-    that arithmetic allows (every computed token through every matrix, prompts not through the head)."""
+    """Return the tokens per second that memory bandwidth allows (weights, keys and values read once per step and
+    prefill) and that arithmetic allows (every computed token through every matrix, prompts without the head)."""
     config = model.config
     head = config.vocab_size * config.hidden_size
     body = sum(p.numel() for p in model.parameters()) - head
@@ -118,7 +118,7 @@ def bounds(model: Any, load: Load, limits: dict[str, float]) -> dict[str, float]
 
 
 def profile(model: Any, load: Load, out: Path) -> None:
-    """Where the device's time goes, kernel by kernel, over one whole rollout."""
+    """Append the kernel times of one rollout to `out`."""
     engine = NativeEngine(model, max_sessions=load.episodes, max_context=load.context)
     vocabulary = model.config.vocab_size
     prompts, observations = load.prompts(vocabulary), load.observations(vocabulary)
@@ -160,8 +160,8 @@ def main() -> None:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-        found = transformers_generate(model, load, device)
-        report.add("rollout", f"{options.model} x {load.episodes}", "transformers", **found)
+        numbers = transformers_generate(model, load, device)
+        report.add("rollout", f"{options.model} x {load.episodes}", "transformers", **numbers)
     for load in loads if options.profile and device == "cuda" else ():
         profile(model, load, options.profile)
 

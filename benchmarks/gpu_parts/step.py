@@ -1,10 +1,10 @@
-"""Part step: whole RL steps on real TextCraft, GRPO on a real chat model; and before them a short imitation.
+"""Part step: whole RL steps on TextCraft, GRPO on a real chat model, after a short imitation.
 
-32 tasks of depth 1 and 2, 8 episodes of each, 8 turns of at most 48 tokens. A model that has just imitated the oracle
-for a few updates plays as models do in training: short replies, some successes. It is kept for the peers to start from.
-What is timed is `train_rl` with its own workers: episodes in this process, advantages, the update, the engine's new
-weights. Nothing is written to disk in between. One more step under torch's profiler, which is not counted, says how
-long the device was busy; environments have a clock of their own.
+32 tasks of depth 1 and 2, 8 episodes each, 8 turns of at most 48 tokens. A few updates of imitating the oracle make the
+model play as in training, with short replies and some successes. The peers start from the same model.
+The timed part is `train_rl` with its own workers: episodes in this process, advantages, the update and the engine's new
+weights, without writes to disk. One more step under torch's profiler, which is not counted, measures how long the
+device was busy. A separate clock measures the environments.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from typing import Any
 import torch
 from common import Report, part_parser
 
-from agentgym_rl import wiring
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment.envs.textcraft.env import TextCraft
-from agentgym_rl.train import train
+from agentgym_rl.run.backend import LocalBackend
+from agentgym_rl.run.collectors import limits_of
+from agentgym_rl.run.items import all_items
+from agentgym_rl.run.model import choose_device
+from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.tasks import TaskSource
-from agentgym_rl.workers import OneProcess
 
 SUBSETS = ["depth1", "depth2"]
 SIZES = {"groups": 32, "group_size": 8, "turns": 8, "max_new_tokens": 48, "max_context": 2048}
@@ -54,7 +57,7 @@ def config_of(model: dict[str, Any], sizes: dict[str, int], device: str, **secti
 
 
 def teach(model: dict[str, Any], sizes: dict[str, int], device: str, folder: Path) -> Path:
-    """A model folder: `model` after a short imitation of the oracle."""
+    """Train `model` by a short imitation of the oracle and return the folder of the model."""
     tiny = sizes is TINY_SIZES
     imitation = {"epochs": 30 if "scratch" in model else 2, "batch_size": 4 if tiny else 32}
     config = config_of(
@@ -97,7 +100,7 @@ class Clock:
 
 
 def busy_seconds(recorded: torch.profiler.profile, rollout_s: float) -> tuple[float, float]:
-    """Of the device's kernels and copies in a step: while episodes were played, and afterwards."""
+    """Return the seconds of the device's kernels and copies in a step: during the episodes, and afterwards."""
     events = [event for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     begin = min(event.time_range.start for event in events)
     playing = sum(e.time_range.elapsed_us() for e in events if e.time_range.start - begin < 1e6 * rollout_s)
@@ -107,7 +110,7 @@ def busy_seconds(recorded: torch.profiler.profile, rollout_s: float) -> tuple[fl
 def rl_steps(
     taught: Path, sizes: dict[str, int], device: str, steps: int
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """Metrics of each step; and where the time of the last went, which is recorded and not among them."""
+    """Return the metrics of each step, and the split of one more, profiled step that is not among them."""
     config = config_of(
         {"path": str(taught)},
         sizes,
@@ -117,22 +120,22 @@ def rl_steps(
             "groups_per_step": sizes["groups"],
             "group_size": sizes["group_size"],
             "kl_coef": 0.0,
-            "zero_variance": "keep",  # the peer learns from every episode too
+            "zero_variance": "keep",  # as the peer, which learns from every episode
             "optimizer": {"lr": 1e-6, "micro_batch_tokens": 65536},
         },
     )
-    found: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     environments = Clock()
     for name in ("reset", "step"):
         setattr(TextCraft, name, environments.around(getattr(TextCraft, name)))
     profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if device == "cuda" else None
 
     async def run() -> None:
-        pool = wiring.EnvironmentsPool(config.environments, config.agent)
-        items = await wiring.all_items(pool, config.environments)
-        numbers = {env: [i for some in subsets.values() for i in some] for env, subsets in items.train.items()}
-        model, tokenizer = load_model(str(taught), device=device, dtype=wiring.choose_device(config.model)[1])
-        workers = OneProcess(config, pool, model, tokenizer, taught)
+        pool = EnvironmentsPool(config.environments, config.agent)
+        items = await all_items(pool, config.environments)
+        numbers = {env: [i for items in subsets.values() for i in items] for env, subsets in items.train.items()}
+        model, tokenizer = load_model(str(taught), device=device, dtype=choose_device(config.model)[1])
+        workers = LocalBackend(config, pool, model, tokenizer, taught)
         state = RLState(TaskSource(numbers, 0, {"textcraft": 1.0}), {"textcraft": make_horizon(config.horizon)})
 
         async def after_step(step: int) -> None:
@@ -140,8 +143,8 @@ def rl_steps(
             if profiler is not None and step == steps:
                 profiler.start()
 
-        hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: found.append(metrics), after_step)
-        limits = {"textcraft": wiring.limits_of(config.agent, 1, workers.room)}
+        hooks = Hooks(lambda *_: None, lambda *_: None, lambda _, metrics: rows.append(metrics), after_step)
+        limits = {"textcraft": limits_of(config.agent, 1, workers.max_context)}
         collect = workers.collector("bench-", None, 1.0)
         await train_rl(state, workers.learner, collect, workers.publish, limits, config.rl, hooks, 0)
         if profiler is not None:
@@ -153,16 +156,16 @@ def rl_steps(
     asyncio.run(run())
     split = {"environments_s": statistics.median(environments.by_step[min(2, steps - 1) : steps])}
     if profiler is not None:
-        busy = busy_seconds(profiler, float(found[-1]["time/rollout_s"]))
-        split |= {"kernels_playing_s": busy[0], "kernels_learning_s": busy[1], "profiled_s": found[-1]["time/step_s"]}
-    return found[:steps], split
+        busy = busy_seconds(profiler, float(rows[-1]["time/rollout_s"]))
+        split |= {"kernels_playing_s": busy[0], "kernels_learning_s": busy[1], "profiled_s": rows[-1]["time/step_s"]}
+    return rows[:steps], split
 
 
 def main() -> None:
     parser = part_parser(__doc__)
-    parser.add_argument("--model-folder", help="Hugging Face folder of a chat model; without it a tiny one is made")
+    parser.add_argument("--model-folder", help="Hugging Face folder of a chat model; default: a tiny new one")
     parser.add_argument("--tiny", action="store_true", help="few and short episodes")
-    parser.add_argument("--work", type=Path, required=True, help="folder for what is made")
+    parser.add_argument("--work", type=Path, required=True, help="folder for output")
     parser.add_argument("--steps", type=int, default=6, help="the first two are not counted")
     options = parser.parse_args()
     sizes = TINY_SIZES if options.tiny else SIZES
@@ -170,8 +173,8 @@ def main() -> None:
     model = {"path": options.model_folder} if options.model_folder else {"scratch": shape}
     taught = teach(model, sizes, options.device, options.work / "teach")
     summary = json.loads((options.work / "teach" / "summary.json").read_text())
-    told = {"folder": str(taught), "instruction": INSTRUCTION, "subsets": SUBSETS, **sizes}
-    (options.work / "taught.json").write_text(json.dumps(told))
+    settings = {"folder": str(taught), "instruction": INSTRUCTION, "subsets": SUBSETS, **sizes}
+    (options.work / "taught.json").write_text(json.dumps(settings))
     metrics, split = rl_steps(taught, sizes, options.device, options.steps)
     counted = metrics[min(2, len(metrics) - 1) :]
     episodes = sizes["groups"] * sizes["group_size"]

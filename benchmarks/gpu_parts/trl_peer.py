@@ -1,8 +1,8 @@
 """Part step, TRL: GRPOTrainer on the same model, tasks, prompts, limits and number of episodes.
 
-The rollout is TRL's documented hook for environments, `rollout_func`: all episodes in lock-step, one generation a turn
-over those still playing, by TRL's own generation (transformers' generate, or vLLM in the same process), token ids kept
-and environment tokens masked. Environments are played in this process without any server. One update a step over all
+The rollout is TRL's documented hook for environments, `rollout_func`: all episodes in lock-step, one generation per
+turn over the unfinished ones, by TRL's own generation (transformers' generate, or vLLM in the same process). Token ids
+are kept and environment tokens masked. Environments run in this process without a server. One update per step over all
 episodes, no reference model, bf16 weights, no activation checkpointing.
 """
 
@@ -32,7 +32,7 @@ from agentgym_rl.types import Message
 
 
 class Episodes:
-    """`rollout_func`: plays every prompt's task to its end and times that."""
+    """A `rollout_func` that plays every prompt's task to its end and measures the time."""
 
     def __init__(self, renderer: Renderer, instruction: str, turns: int, max_context: int) -> None:
         self._renderer, self._instruction, self._turns, self._max_context = renderer, instruction, turns, max_context
@@ -56,38 +56,38 @@ class Episodes:
         playing = list(range(len(prompts)))
         for turn in range(self._turns):
             contexts = [prompt_ids[i] + completions[i] for i in playing]
-            # TRL's own step of its tool loop, for either backend.
-            replies, found = trainer._generate_single_turn(contexts, None, {}, num_generations=1)
-            going = []
-            for place, (i, reply) in enumerate(zip(playing, replies, strict=True)):
+            # The step of TRL's own tool loop, for either backend.
+            replies, reply_logprobs = trainer._generate_single_turn(contexts, None, {}, num_generations=1)
+            unfinished = []
+            for index, (i, reply) in enumerate(zip(playing, replies, strict=True)):
                 completions[i] += reply
                 masks[i] += [1] * len(reply)
-                logprobs[i] += found[place] if found is not None else [0.0] * len(reply)
+                logprobs[i] += reply_logprobs[index] if reply_logprobs is not None else [0.0] * len(reply)
                 turns[i] += 1
                 if not reply or reply[-1] != self._renderer.end_of_turn:
                     continue
                 answer = games[i].step(self._renderer.decode(reply).strip())
                 rewards[i] += answer.reward
-                news = self._renderer.follow_up(answer.observation)
-                room = self._max_context - len(prompt_ids[i]) - len(completions[i]) - len(news)
-                if answer.done or turn + 1 == self._turns or room < 1:
+                observation_ids = self._renderer.follow_up(answer.observation)
+                free_tokens = self._max_context - len(prompt_ids[i]) - len(completions[i]) - len(observation_ids)
+                if answer.done or turn + 1 == self._turns or free_tokens < 1:
                     continue
-                completions[i] += news
-                masks[i] += [0] * len(news)
-                logprobs[i] += [0.0] * len(news)
-                going.append(i)
-            playing = going
+                completions[i] += observation_ids
+                masks[i] += [0] * len(observation_ids)
+                logprobs[i] += [0.0] * len(observation_ids)
+                unfinished.append(i)
+            playing = unfinished
             if not playing:
                 break
         self.seconds.append(time.perf_counter() - started)
         self.sampled.append(sum(map(sum, masks)))
         self.successes.append(sum(rewards) / len(rewards))
         self.turns_played.append(sum(turns) / len(turns))
-        kept = logprobs if trainer.use_vllm else None
+        returned_logprobs = logprobs if trainer.use_vllm else None
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": completions,
-            "logprobs": kept,
+            "logprobs": returned_logprobs,
             "env_mask": masks,
             "game_reward": rewards,
         }
@@ -98,7 +98,7 @@ def reward(game_reward: list[float], **_: Any) -> list[float]:
 
 
 class Clock(TrainerCallback):
-    """When each step began and ended."""
+    """Start and end times of each step."""
 
     def __init__(self) -> None:
         self.begun: list[float] = []
@@ -121,21 +121,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lines", type=Path, required=True)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--taught", type=Path, required=True, help="what step.py wrote down")
-    parser.add_argument("--steps", type=int, default=4, help="the first two are not counted")
+    parser.add_argument("--taught", type=Path, required=True, help="taught.json of step.py")
+    parser.add_argument("--steps", type=int, default=4, help="steps; the first two are not counted")
     parser.add_argument("--vllm", action="store_true", help="generate with vLLM in the same process")
-    parser.add_argument("--batch", type=int, default=64, help="episodes of a forward pass")
+    parser.add_argument("--batch", type=int, default=64, help="episodes per forward pass")
     options = parser.parse_args()
-    told = json.loads(options.taught.read_text())
+    settings = json.loads(options.taught.read_text())
     on_cuda = options.device == "cuda"
-    episodes = told["groups"] * told["group_size"]
+    episodes = settings["groups"] * settings["group_size"]
     batch = min(options.batch, episodes)
-    tokenizer = AutoTokenizer.from_pretrained(told["folder"])
-    model = AutoModelForCausalLM.from_pretrained(told["folder"], dtype=torch.bfloat16 if on_cuda else torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(settings["folder"])
+    model = AutoModelForCausalLM.from_pretrained(settings["folder"], dtype=torch.bfloat16 if on_cuda else torch.float32)
     renderer = Renderer(tokenizer)
-    play = Episodes(renderer, told["instruction"], told["turns"], told["max_context"])
+    play = Episodes(renderer, settings["instruction"], settings["turns"], settings["max_context"])
     game = catalog.class_of(catalog.load("textcraft"))
-    items = [item for subset in told["subsets"] for item in catalog.items(game, "train", subset)]
+    items = [item for subset in settings["subsets"] for item in catalog.items(game, "train", subset)]
     rows = [{"prompt": [{"role": "user", "content": str(item)}]} for item in items]
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
@@ -146,8 +146,8 @@ def main() -> None:
             max_steps=options.steps,
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=episodes // batch,
-            num_generations=told["group_size"],
-            max_completion_length=told["max_new_tokens"],
+            num_generations=settings["group_size"],
+            max_completion_length=settings["max_new_tokens"],
             learning_rate=1e-6,
             lr_scheduler_type="constant",
             beta=0.0,
@@ -160,13 +160,13 @@ def main() -> None:
             disable_tqdm=True,
             shuffle_dataset=True,
             use_vllm=options.vllm,
-            **(_vllm(told) if options.vllm else {}),
+            **(_vllm(settings) if options.vllm else {}),
         )
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=[reward],
             args=arguments,
-            # A fingerprint of its own: to compute one, datasets pickles modules, which not every installation survives.
+            # An explicit fingerprint: computing one pickles modules, which fails in some installations.
             train_dataset=Dataset(pyarrow.Table.from_pylist(rows), fingerprint="textcraft"),
             processing_class=tokenizer,
             rollout_func=play,
@@ -176,17 +176,17 @@ def main() -> None:
     _write(options, play, clock, episodes)
 
 
-def _vllm(told: dict[str, Any]) -> dict[str, Any]:
+def _vllm(settings: dict[str, Any]) -> dict[str, Any]:
     return {
         "vllm_mode": "colocate",
         "vllm_gpu_memory_utilization": 0.4,
-        "vllm_max_model_length": told["max_context"] + told["max_new_tokens"],
+        "vllm_max_model_length": settings["max_context"] + settings["max_new_tokens"],
     }
 
 
 def _write(options: argparse.Namespace, play: Episodes, clock: Clock, episodes: int) -> None:
     first = min(2, options.steps - 1)
-    # From one step's end to the next: whatever TRL does between steps is part of them.
+    # From the end of one step to the next, because TRL's work between steps counts too.
     ends = [clock.begun[0], *clock.ended]
     seconds = [after - before for before, after in pairwise(ends)]
     step_s = statistics.median(seconds[first:])

@@ -1,14 +1,13 @@
-"""Part rollout, vLLM: the same episodes in three ways, of which the fastest one counts.
+"""Part rollout, vLLM: the same episodes in three ways; the fastest counts.
 
-vllm          `LLM.generate`, all episodes a call, one call a turn. Every reply has the same forced length, so that
-              lock-step costs it little, and its offline batch has the least to do for each request.
-vllm, async   `AsyncLLM`, each episode by itself, one request after the other, as most trainers use it.
-vllm, async, seeded   the same as our training asks by default (engine.seeded): every request with a seed of its own and
-              log-probabilities of the distribution that was sampled from.
+vllm          `LLM.generate` with all episodes, one call per turn. All replies have the same forced length, so lock-step
+              costs little, and an offline batch has the least overhead per request.
+vllm, async   `AsyncLLM` with independent episodes, one request after the other, as most trainers use it.
+vllm, async, seeded   the same with our training's defaults (engine.seeded): a seed per request and log-probabilities of
+              the distribution that was sampled from.
 
 Prefix caching keeps a turn's keys and values for the next, CUDA graphs and compilation are on, log-probabilities of
-sampled tokens are returned, weights are dummies, no tokenizer is loaded. Runs where vLLM can be imported, which need
-not be where the rest runs.
+sampled tokens are returned, weights are dummies, no tokenizer is loaded. Only this process needs vLLM.
 """
 
 from __future__ import annotations
@@ -35,35 +34,35 @@ Prompts = list[list[int]]
 
 def in_lock_step(engine: Any, load: Load, prompts: Prompts, observations: list[Prompts], sampling: Any) -> None:
     for turn in range(load.turns):
-        found = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling(None), use_tqdm=False)
-        replies = [_reply(one, load) for one in found]
-        prompts = [ids + reply + news for ids, reply, news in zip(prompts, replies, observations[turn])]  # noqa: B905
+        outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling(None), use_tqdm=False)
+        replies = [_reply(output, load) for output in outputs]
+        prompts = [ids + reply + seen for ids, reply, seen in zip(prompts, replies, observations[turn])]  # noqa: B905
 
 
-async def by_themselves(engine: Any, load: Load, prompts: Prompts, observations: list[Prompts], sampling: Any) -> None:
-    async def episode(place: int, ids: list[int]) -> None:
+async def independently(engine: Any, load: Load, prompts: Prompts, observations: list[Prompts], sampling: Any) -> None:
+    async def episode(index: int, ids: list[int]) -> None:
         for turn in range(load.turns):
             output = None
-            async for output in engine.generate(  # noqa: B007 - there is one, the last
+            async for output in engine.generate(  # noqa: B007 - only the final output
                 {"prompt_token_ids": ids},
-                sampling(place * 100 + turn),
-                request_id=f"{ids[0]}-{ids[-1]}-{place}-{turn}",
+                sampling(index * 100 + turn),
+                request_id=f"{ids[0]}-{ids[-1]}-{index}-{turn}",
             ):
                 pass
-            ids = ids + _reply(output, load) + observations[turn][place]
+            ids = ids + _reply(output, load) + observations[turn][index]
 
-    await asyncio.gather(*(episode(place, ids) for place, ids in enumerate(prompts)))
+    await asyncio.gather(*(episode(index, ids) for index, ids in enumerate(prompts)))
 
 
 def _reply(output: Any, load: Load) -> list[int]:
     reply = output.outputs[0]
     if len(reply.token_ids) != load.new or reply.logprobs is None:
-        raise RuntimeError(f"replies of {load.new} tokens with log-probabilities were asked for, others came")
+        raise RuntimeError(f"a reply must have {load.new} tokens with log-probabilities, got {len(reply.token_ids)}")
     return list(reply.token_ids)
 
 
 def seconds_of(play: Callable[[Prompts, list[Prompts]], None], load: Load, vocabulary: int, seed: int) -> float:
-    """`seed` sets these prompts apart from those of other runs, which are still in the cache."""
+    """Return the seconds of a run. `seed` makes its prompts differ from those of other runs in the cache."""
     prompts = [[(token + seed) % vocabulary for token in ids] for ids in load.prompts(vocabulary)]
     observations = load.observations(vocabulary)
     started = time.perf_counter()
@@ -79,8 +78,8 @@ def main() -> None:
     parser.add_argument("--episodes", nargs="+", type=int, required=True)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--asynchronous", action="store_true", help="each episode by itself")
-    parser.add_argument("--seeded", action="store_true", help="with --asynchronous: as training asks by default")
+    parser.add_argument("--asynchronous", action="store_true", help="play episodes independently")
+    parser.add_argument("--seeded", action="store_true", help="with --asynchronous: our training's default")
     options = parser.parse_args()
     loads = [load_of(episodes, tiny=options.model == "tiny") for episodes in options.episodes]
     started = time.perf_counter()
@@ -124,11 +123,11 @@ def main() -> None:
 
         def play(prompts: Prompts, observations: list[Prompts], load: Load = load, sampling: Any = sampling) -> None:
             if options.asynchronous:
-                loop.run_until_complete(by_themselves(engine, load, prompts, observations, sampling))
+                loop.run_until_complete(independently(engine, load, prompts, observations, sampling))
             else:
                 in_lock_step(engine, load, prompts, observations, sampling)
 
-        once = replace(load, turns=1)  # compiles what it has not yet
+        once = replace(load, turns=1)  # compile before the measurement
         seconds_of(lambda prompts, observations: play(prompts, observations, once), once, config["vocab_size"], 1)  # noqa: B023
         seconds = [seconds_of(play, load, config["vocab_size"], seed) for seed in (2, 3)]
         line = {
@@ -145,7 +144,7 @@ def main() -> None:
         print(
             f"{line['who']}, {line['case']}: {line['tokens_per_s']:.0f} tokens/s, ready in {ready_s:.0f} s", flush=True
         )
-    os._exit(0)  # all is written, and taking its processes down in order can last minutes
+    os._exit(0)  # all is written, and an orderly shutdown can take minutes
 
 
 if __name__ == "__main__":

@@ -1,3 +1,58 @@
-"""AgentGym-RL: train LLM agents by multi-turn reinforcement learning."""
+"""AgentGym-RL: train LLM agents by multi-turn reinforcement learning.
+
+import agentgym_rl as ag
+
+summary = ag.train("quickstart", {"rl.steps": 20})
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    **dict.fromkeys(
+        ("evaluate", "load_model", "load_recipe", "load_trajectories", "make_env", "play", "train"), "agentgym_rl.api"
+    ),
+    "TextEnv": "agentgym_rl.environment.base",
+    **dict.fromkeys(("AgentGymError", "ConfigError", "EngineError", "EnvError"), "agentgym_rl.errors"),
+    **dict.fromkeys(("Group", "Limits", "Message", "Step", "StopReason", "Task", "Trajectory"), "agentgym_rl.types"),
+}
+"""Module of each public name. They are imported when they are first used, so that the package imports at once."""
+
+__all__ = [
+    "AgentGymError",
+    "ConfigError",
+    "EngineError",
+    "EnvError",
+    "Group",
+    "Limits",
+    "Message",
+    "Step",
+    "StopReason",
+    "Task",
+    "TextEnv",
+    "Trajectory",
+    "evaluate",
+    "load_model",
+    "load_recipe",
+    "load_trajectories",
+    "make_env",
+    "play",
+    "train",
+]
+
+if TYPE_CHECKING:
+    from agentgym_rl.api import evaluate, load_model, load_recipe, load_trajectories, make_env, play, train
+    from agentgym_rl.environment.base import TextEnv
+    from agentgym_rl.errors import AgentGymError, ConfigError, EngineError, EnvError
+    from agentgym_rl.types import Group, Limits, Message, Step, StopReason, Task, Trajectory
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'agentgym_rl' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""The command line: parse, wire, call."""
+"""The command line: parses options and calls the commands."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from agentgym_rl import __version__
+from agentgym_rl.common.screen import Screen, printable
 from agentgym_rl.errors import AgentGymError, ConfigError
-from agentgym_rl.screen import Screen, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 SUBSETS_SHOWN = 5
-"""Subsets of an environment that the list names; the JSON has all."""
+"""Most subsets of an environment that the list names. The JSON has all."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -47,32 +47,32 @@ Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as key=val
 def train(
     recipe: Annotated[Path, typer.Argument(help="TOML file, or a name that `recipes` lists: quickstart")],
     overrides: Overrides = None,
-    resume: Annotated[bool, typer.Option(help="Go on with the run where its last checkpoint is")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue the run from its last checkpoint")] = False,
 ) -> None:
     """Train an agent as a recipe says."""
-    from agentgym_rl.config import load_config, require_allowed_variables
-    from agentgym_rl.recipe_files import find_recipe
+    from agentgym_rl.commands.recipes import find_recipe
+    from agentgym_rl.config import load_config
 
     config = load_config(find_recipe(recipe), overrides or [])
-    require_allowed_variables(config)
+    config.require_allowed_variables()
     folder = config.folder(resume=resume)
-    from agentgym_rl.preflight import require_recipe
-    from agentgym_rl.runlog import require_place
+    from agentgym_rl.run.log import require_place
+    from agentgym_rl.run.preflight import require_recipe
 
     # Before torch is imported, which takes seconds.
     require_recipe(config)
     require_place(folder, resume=resume)
-    from agentgym_rl.console import Console
-    from agentgym_rl.endings import Stopped
-    from agentgym_rl.fits import too_large
-    from agentgym_rl.train import train as run
+    from agentgym_rl.commands.train import train as run
+    from agentgym_rl.run.console import Console
+    from agentgym_rl.run.memory_demand import too_large
+    from agentgym_rl.run.stopping import Stopped
 
     warning = too_large(config)
     if warning is not None:
         Console().warn(warning)
     try:
         asyncio.run(run(config, folder, resume=resume))
-    except Stopped:  # asked for, and said on the console
+    except Stopped:  # requested, and shown on the console
         raise typer.Exit(0) from None
 
 
@@ -82,7 +82,7 @@ def recipes(
     copy: Annotated[Path | None, typer.Option(help="Copy it into this folder, with the template that it names")] = None,
 ) -> None:
     """List the recipes that come with the package, print one or copy one."""
-    from agentgym_rl.recipe_files import copy_recipe, find_recipe, packaged_recipes, summary
+    from agentgym_rl.commands.recipes import copy_recipe, find_recipe, packaged_recipes, summary
 
     if name is None and copy is not None:
         raise ConfigError("--copy needs the name of a recipe: agentgym-rl recipes quickstart --copy .")
@@ -165,7 +165,7 @@ def serve(
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
     step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
 ) -> None:
-    """Serve environments over HTTP: prints their addresses, and `ready` when they can be asked."""
+    """Serve environments over HTTP. Prints their addresses, then `ready`."""
     from agentgym_rl.environment.server import serve as run
 
     limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
@@ -182,7 +182,7 @@ def play(
     token_variable: Annotated[str | None, typer.Option(help="Variable that holds that server's token")] = None,
 ) -> None:
     """Play an item by hand in the terminal."""
-    from agentgym_rl.play import play as run
+    from agentgym_rl.commands.play import play as run
 
     token = os.environ.get(token_variable, "") if token_variable else None
     if token == "":
@@ -198,7 +198,7 @@ def show(
     success: Annotated[bool | None, typer.Option("--success/--failure", help="Only these")] = None,
 ) -> None:
     """Print trajectories of a run."""
-    from agentgym_rl.play import show as print_trajectories
+    from agentgym_rl.commands.play import show as print_trajectories
 
     print_trajectories(run, step, number, success)
 
@@ -218,19 +218,19 @@ def doctor(
 
     Of a recipe: whether it fits the memory it would run in. Exit code 1 if it does not.
     """
-    from agentgym_rl.recipe_files import find_recipe, packaged_recipes
+    from agentgym_rl.commands.recipes import find_recipe, packaged_recipes
 
     if run.suffix == ".toml" or (not run.exists() and run.as_posix() in packaged_recipes()):
         from agentgym_rl.config import load_config
-        from agentgym_rl.fits import diagnose_recipe
+        from agentgym_rl.run.memory_demand import diagnose_recipe
 
         lines, fits = diagnose_recipe(
             load_config(find_recipe(run), overrides or []), device_gib, host_gib, gpus_per_node
         )
         print(json.dumps({"fits": fits, "lines": lines}, indent=2) if as_json else printable("\n".join(lines)))
         raise typer.Exit(0 if fits else 1)
-    from agentgym_rl.console import Console
-    from agentgym_rl.runlog import read_metrics
+    from agentgym_rl.run.console import Console
+    from agentgym_rl.run.log import read_metrics
     from agentgym_rl.training.doctor import diagnose
 
     metrics = run / "metrics.jsonl" if run.is_dir() else run
@@ -258,7 +258,7 @@ def export(
     if dtype not in ("float32", "bfloat16"):
         raise ConfigError(f"--dtype is float32 or bfloat16, got {dtype!r}")
     if merge:
-        from agentgym_rl.exporting import export_merged
+        from agentgym_rl.commands.export import export_merged
 
         print(f"wrote {folder}: {export_merged(run, step, folder, dtype)}")
         return
@@ -271,7 +271,7 @@ def export(
 
 
 def _option(panel: str, text: str, **bounds: Any) -> Any:
-    """An option of `eval` under a heading of its own in the help."""
+    """Return an option of `eval` under a heading of the help."""
     return typer.Option(help=text, rich_help_panel=panel, **bounds)
 
 
@@ -315,10 +315,10 @@ def evaluate(
     url: Annotated[str | None, _option("Pace", "Server of --env, not this process; AgentGym's need --items")] = None,
     token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
 ) -> None:
-    """Evaluate an agent: success with intervals, turns, tokens, cost. The same command goes on after a kill."""
-    given = dict(locals())  # the options by their names, before there is anything else here
-    from agentgym_rl.evaluate import evaluate as run
-    from agentgym_rl.evaluate import request_of
+    """Evaluate an agent: success with intervals, turns, tokens, cost. Run it again to continue after a kill."""
+    given = dict(locals())  # options by name; nothing else is local yet
+    from agentgym_rl.commands.evaluate import evaluate as run
+    from agentgym_rl.commands.evaluate import request_of
 
     try:
         asyncio.run(run(request_of(given)))
@@ -334,7 +334,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Also write the tables as a Markdown file")] = None,
 ) -> None:
     """Combine evaluations into one table: rows are agents, columns are scenarios and tasks."""
-    from agentgym_rl.evaluation.command import report as run
+    from agentgym_rl.commands.report import report as run
 
     run(folders, compare, out)
 
@@ -347,7 +347,7 @@ def compare(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
 ) -> None:
     """Tell whether one evaluation beats another: paired by item, with p-values."""
-    from agentgym_rl.evaluation.command import compare as run
+    from agentgym_rl.commands.report import compare as run
 
     run(first, second, turns, as_json=as_json)
 
@@ -370,7 +370,7 @@ def view(
     pictures: Annotated[bool, typer.Option(help="With --export: the environments' pictures")] = True,
 ) -> None:
     """Look at runs in the browser: curves, episodes, replays, comparisons, a playground."""
-    from agentgym_rl import view as viewer
+    from agentgym_rl.commands import view as viewer
 
     chosen = folders or [Path("runs")]
     if token_variable is not None and token_variable not in os.environ:
@@ -417,7 +417,7 @@ def index(
 
 
 def main() -> None:
-    """Entry point: errors raised on purpose become one line."""
+    """Run the command line. Errors raised on purpose become one line."""
     try:
         app(standalone_mode=True)
     except AgentGymError as error:

@@ -33,14 +33,13 @@ SECTIONS: dict[Method, tuple[str, ...]] = {
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
 }
-"""Sections that only some methods read; a recipe with one that its method does not read is refused."""
+"""Sections that only some methods read. A recipe with a section that its method does not read is refused."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
-"""Environment variable with the names of further variables that recipes may send to addresses they name."""
+"""Environment variable that lists further variables that recipes may send to the addresses they name."""
 _VARIABLE = re.compile(r"AGENTGYM_[A-Z0-9_]+|VLLM_API_KEY")
-"""Variables that are made for such addresses."""
+"""Names of variables that are meant for such addresses."""
 ENGINE_SLACK = 1.25
-"""Room of an engine beyond its even share: hosts round up each for itself, and one that is down leaves its share to the
-others."""
+"""Sessions of an engine relative to its even share: hosts round up, and others take over for a lost engine."""
 
 
 class _Section(BaseModel):
@@ -48,21 +47,21 @@ class _Section(BaseModel):
 
 
 class ModelConfig(_Section):
-    """Exactly one of `path` and `scratch`."""
+    """The model to train. Set exactly one of `path` and `scratch`."""
 
     path: str | None = None
     """Hugging Face folder or hub name."""
     scratch: ScratchSettings | None = None
-    """A small model from random weights with a word tokenizer of its own; needs a warm start."""
+    """Small model with random weights and a word tokenizer of its own. It needs a warm start."""
     chat_template: str | None = None
-    """Name of a built-in template or path of a Jinja file (from the recipe's folder or the current one), instead of the
+    """Built-in template by name, or path of a Jinja file (from the recipe's folder or the current one), instead of the
     tokenizer's own."""
     device: str = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights. In bfloat16 the optimizer works on a float32 master that it keeps beside them."""
+    """Type of the weights. With bfloat16 the optimizer keeps float32 master weights."""
 
     lora: LoraSettings | None = None
-    """Train low-rank adapters instead of the weights."""
+    """Settings of low-rank adapters, which are trained instead of the weights."""
 
     @field_validator("device")
     @classmethod
@@ -85,21 +84,21 @@ class EnvironmentConfig(_Section):
 
     name: str
     url: str | None = None
-    """Base address of a server that serves it; None plays it in this process. `agentgym+http://host:36001/webshop` is
-    one of AgentGym's own servers."""
+    """Base address of its server; without one it runs in this process. `agentgym+http://host:36001/webshop` is one of
+    AgentGym's own servers."""
     token_variable: str | None = None
-    """Name of the environment variable that holds the server's bearer token; the token itself is never written down."""
+    """Environment variable that holds the server's bearer token. The token itself is never written to a file."""
     split: str = "train"
     subsets: tuple[str, ...] = ()
-    """Subsets to draw items from; empty for all."""
+    """Subsets to draw items from; empty means all."""
     items: dict[str, str] = {}
-    """Items of each split instead of the environment's own, such as { train = "0-373", test = "374-473" }, or the path
-    of a task list. AgentGym's own servers need it."""
+    """Items of each split, such as { train = "0-373", test = "374-473" }, or the path of a task list. By default the
+    environment's own; AgentGym's servers have none."""
     eval_split: str = "test"
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of groups drawn from this environment, relative to the others'."""
     horizon: HorizonSettings | None = None
-    """This and what follows: instead of the run's."""
+    """Horizon of this environment instead of the run's. The following keys also replace the run's."""
     group_size: int | None = Field(None, ge=1)
     max_new_tokens: int | None = Field(None, ge=1)
     max_context: int | None = Field(None, ge=2)
@@ -113,55 +112,54 @@ class EnvironmentConfig(_Section):
 
 
 class AgentConfig(_Section):
-    """How episodes are played."""
+    """Settings of playing episodes."""
 
     style: Literal["act", "react", "plan", "reflect"] = "act"
     turns_per_attempt: int | None = Field(None, ge=1)
-    """reflect: turns of one attempt; the horizon bounds all attempts and reflections together."""
+    """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
     instruction: str | None = None
-    """System message instead of the environment's own; an empty string means none."""
+    """System message instead of the environment's own. An empty string means no system message."""
     temperature: float = Field(1.0, gt=0, le=100)
     max_new_tokens: int = Field(512, ge=1)
     max_context: int = Field(8192, ge=2)
     concurrency: int = Field(256, ge=1)
-    """Episodes at once, of all environments together; if several wait, places go to each by its weight."""
+    """Episodes at the same time, over all environments. If several environments wait, slots are shared by weight."""
     retries: int = Field(2, ge=0)
-    """Further attempts at an episode that failed."""
+    """Retries of an episode that failed."""
     step_timeout_s: float = Field(60.0, gt=0)
     episode_timeout_s: float = Field(1800.0, gt=0)
     on_timeout: Literal["retry", "truncate"] = "retry"
-    """An episode that is not over by then. retry: it failed and is played again with another seed, so that slow ones
-    are missing from what is learned. truncate: it ends there and is trained on like one that ran out of turns."""
+    """Action when the episode's deadline passes. retry: play it again with another seed, so that slow episodes are
+    missing from training. truncate: end it there and train on it like an episode that ran out of turns."""
 
 
 class EngineConfig(_Section):
-    """What samples the replies."""
+    """The engine that samples replies."""
 
     kind: Literal["native", "vllm"] = "native"
-    """native: this process, sharing the learner's weights. vllm: vLLM, which needs the extra of that name."""
+    """native: in this process, with the learner's own weights. vllm: vLLM, from the extra of that name."""
     urls: tuple[str, ...] = ()
-    """vllm: addresses of running `vllm serve`, one a replica; none starts vLLM from this process."""
+    """Addresses of running `vllm serve` processes, one per replica. Without any, this process starts vLLM."""
     api_key_variable: str | None = None
-    """urls: name of the environment variable that holds the servers' key."""
+    """Environment variable that holds the key of the servers in `urls`."""
     replicas: int = Field(1, ge=1)
-    """vllm without urls: how many to start."""
+    """Number of vLLM engines to start, without `urls`."""
     tensor_parallel: int = Field(1, ge=1)
-    """vllm: devices that each spreads its weights over, for models that one cannot hold. With [scale] alone, which has
-    as many for every engine, on one node, where layout = 'disaggregated'."""
+    """Devices of one node that each vLLM engine splits its weights over. Needs [scale], layout = 'disaggregated'."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """vllm: of its weights; auto is the learner's."""
+    """Type of vLLM's weights; auto is the learner's."""
     memory_share: float = Field(0.4, gt=0, allow_inf_nan=False)
-    """vllm: its share of the device's memory, weights included. The learner needs the rest."""
+    """vLLM's share of the device's memory, weights included. The learner needs the rest."""
     kv_cache_gib: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """vllm: size of its cache instead."""
+    """Size of vLLM's cache, instead of a share of the memory."""
     eager: bool = False
-    """vllm: no compilation and no captured graphs; starts sooner, samples slower."""
+    """Run vLLM without compilation and captured graphs: it starts sooner and samples slower."""
     seeded: bool = True
-    """vllm: every request has a seed, so that replies can be repeated; vLLM then draws them row by row. false is faster
-    with many replies at once, and no two runs are the same."""
+    """Give every vLLM request a seed, so that replies can be repeated; vLLM then samples row by row. false is faster
+    with many requests, and no two runs are the same."""
     weights: Literal["memory", "files"] = "memory"
-    """vllm without urls: how new weights reach it. memory: lent by the learner (CUDA IPC; shared memory on a CPU).
-    files: through the run directory, as servers and adapters take them."""
+    """How new weights reach a vLLM started here. memory: from the learner's memory (CUDA IPC; shared memory on a CPU).
+    files: through the run directory, as servers and adapters get them."""
 
     @model_validator(mode="after")
     def _read_by_its_kind(self) -> EngineConfig:
@@ -184,12 +182,12 @@ class WarmStartConfig(_Section):
     """Imitation before RL."""
 
     policy: Literal["random", "oracle"] = "oracle"
-    """Whom to imitate: random play over actions() teaches the grammar and no skill."""
+    """Policy to imitate. Random play over actions() teaches the grammar and no skill."""
     episodes: int = Field(512, ge=1)
-    """Over all environments. The oracle plays an item once, random play comes round to it again."""
+    """Episodes over all environments. The oracle plays an item once; random play repeats items."""
     max_turns: int = Field(8, ge=1)
     mistakes: float = Field(0.0, ge=0, lt=1)
-    """oracle: share of turns in which it plays something else; they are not imitated, how it goes on is."""
+    """Share of the oracle's turns with an injected mistake. The loss skips the mistake and keeps the recovery."""
     sft: SFTSettings = SFTSettings()
 
     @model_validator(mode="after")
@@ -203,47 +201,49 @@ class WarmStartConfig(_Section):
 
 
 class EvalConfig(_Section):
-    """Held-out evaluation, before and after and every so often."""
+    """Held-out evaluation: before training, after it, and every few steps."""
 
     every: int = Field(0, ge=0)
-    """Steps between evaluations; 0 for only before and after."""
+    """Steps between evaluations; 0 evaluates only before and after."""
     episodes: int = Field(200, ge=1)
-    """Per environment, spread evenly over its subsets."""
+    """Episodes per environment, spread evenly over its subsets."""
     max_turns: int = Field(10, ge=1)
     temperature: float = Field(1.0, ge=0)
 
 
 class CheckpointConfig(_Section):
+    """Checkpoints of a run."""
+
     every: int = Field(10, ge=1)
-    """Steps between checkpoints; the last step always gets one."""
+    """Steps between checkpoints. The last step always gets one."""
     keep: int = Field(2, ge=1)
     optimizer: bool = True
-    """Save the optimizer too. Without it a checkpoint takes a sixth of the space and cannot be resumed from."""
+    """Save the optimizer, too. Without it a checkpoint takes a sixth of the space and cannot be resumed."""
 
 
 class ScaleConfig(_Section):
-    """Processes of a run, through Ray; docs/scale.md. Without this section everything runs in one process."""
+    """Processes of a run on a Ray cluster. Without this section everything runs in one process."""
 
     learners: int = Field(1, ge=1)
-    """Ranks that learn together (FSDP2)."""
+    """Learner ranks (FSDP2)."""
     engines: int = Field(1, ge=1)
     env_hosts: int = Field(1, ge=1)
     """Processes that play episodes, each with a pool of sessions."""
     layout: Literal["colocated", "disaggregated"] = "disaggregated"
-    """colocated: the n-th learner and the n-th engine share a device. disaggregated: each has its own."""
+    """colocated: learner n and engine n share a device. disaggregated: each has its own."""
     address: str | None = None
-    """Of a Ray cluster that this machine belongs to, auto or head:6379; None starts Ray on this machine for the run."""
+    """Address of a Ray cluster that this machine is part of, auto or head:6379. Without it, the run starts Ray."""
     learner_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
-    """This and what follows: cores that each process reserves."""
+    """Cores that each learner reserves. The following keys are for engines and environment hosts."""
     engine_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
     env_host_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
     object_store_mb: int | None = Field(None, ge=80)
-    """With address None: memory for what travels between processes; Ray's own choice by default."""
+    """Size of Ray's object store, if the run starts Ray; by default Ray's own choice."""
     bucket_mb: int = Field(256, ge=1)
-    """Weights travel to engines in pieces of this size."""
+    """Size of the buckets in which weights are sent to engines."""
     worker_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
-    """The longest anybody waits for a worker to start, or to be started again. Ranks wait longer for each other: that
-    one of them died is heard of at once."""
+    """Timeout of starting a worker, the first time or again. Ranks wait longer for each other, because the death of a
+    rank is reported at once."""
 
     @model_validator(mode="after")
     def _pairs(self) -> ScaleConfig:
@@ -261,17 +261,17 @@ class ScaleConfig(_Section):
 
 
 class Config(_Section):
-    """A run."""
+    """A recipe: everything a run depends on."""
 
     name: str = "run"
     run_dir: str | None = None
-    """Where the run is kept; by default runs/<name>, or runs/<name>-2 and so on when that is taken."""
+    """Folder of the run; by default runs/<name>, or runs/<name>-2 and so on if that exists."""
     seed: int = 0
     method: Method = "rl"
-    """How the agent learns: by reinforcement from its own episodes, by imitation, from pairs, or by both in turn."""
+    """How the agent learns: rl from its own episodes, sft by imitation, dpo from pairs, agentevol by exploring and
+    imitating in turn."""
     threads: int = Field(0, ge=0, le=1024)
-    """Torch threads on the CPU, of each process. 0 leaves torch's own choice; with [scale], as many as a learner or an
-    engine has cores."""
+    """Torch threads of each process. 0 is torch's own choice, or with [scale] the cores of a learner or an engine."""
     model: ModelConfig
     environments: tuple[EnvironmentConfig, ...] = Field(min_length=1)
     agent: AgentConfig = AgentConfig()
@@ -280,15 +280,15 @@ class Config(_Section):
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
     data: DataSettings | None = None
-    """sft: what is imitated. dpo: trajectories to build pairs from. agentevol: the expert's data."""
+    """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol)."""
     sft: SFTSettings | None = None
-    """sft, and each retraining of agentevol."""
+    """Settings of sft, and of each retraining of agentevol."""
     dpo: DPOSettings | None = None
     agentevol: AgentEvolSettings | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
-    """Dashboards that get a copy of the metrics; each needs the pip extra of its name."""
+    """Dashboards that get a copy of the metrics. Each needs the extra of its name."""
     scale: ScaleConfig | None = None
 
     @field_validator("name")
@@ -301,7 +301,7 @@ class Config(_Section):
     @model_validator(mode="before")
     @classmethod
     def _sections_of_the_method(cls, raw: Any) -> Any:
-        """Refuse what the method does not read, and fill in the sections it does."""
+        """Refuse sections that the method does not read, and fill in those it does."""
         method = raw.get("method", "rl") if isinstance(raw, dict) else None
         if method not in tuple(SECTIONS):  # a list or a section has no hash
             return raw
@@ -380,18 +380,39 @@ class Config(_Section):
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self
 
+    def longest_context(self) -> int:
+        """Return the tokens of the longest episode that any of the environments allows."""
+        return max([self.agent.max_context, *(env.max_context or 0 for env in self.environments)])
+
+    def group_sizes(self, group_size: int | None = None) -> dict[str, int]:
+        """Return episodes of a group by environment: `group_size` for all, or each one's own."""
+        return {env.name: group_size or env.group_size or self.rl.group_size for env in self.environments}
+
     def sessions_per_engine(self) -> int:
-        """Episodes that each engine makes room for, of those played at once; what finds no room waits."""
+        """Return the episodes that each engine holds at the same time. Further episodes wait."""
         engines = self.scale.engines if self.scale is not None else self.engine.replicas
         return min(self.agent.concurrency, math.ceil(self.agent.concurrency / engines * ENGINE_SLACK))
 
+    def require_allowed_variables(self) -> None:
+        """Refuse a recipe that sends a variable such as GITHUB_TOKEN to an address that it names."""
+        named = {f"environment {env.name}: token_variable": env.token_variable for env in self.environments if env.url}
+        if self.engine.urls:
+            named["engine.api_key_variable"] = self.engine.api_key_variable
+        allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
+        for setting, name in named.items():
+            if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:
+                raise ConfigError(
+                    f"{setting} = {name!r}: the recipe would send this variable of yours to an address that it names. "
+                    f"Call the variable AGENTGYM_…, or, if you trust the recipe, export {ALLOWED_VARIABLES}={name}"
+                )
+
     def resolved(self) -> dict[str, Any]:
-        """Everything the run depends on, as it is saved; sections of other methods are left out."""
+        """Return the config as it is saved, without the sections of other methods."""
         foreign = {name for names in SECTIONS.values() for name in names} - set(SECTIONS[self.method])
         return self.model_dump(mode="json", exclude=foreign)
 
     def folder(self, *, resume: bool) -> Path:
-        """Where to keep this run: a fresh place, or with `resume` the newest that holds a run of this name and seed."""
+        """Return the folder of the run: a new one, or with `resume` the newest with a run of this name and seed."""
         if self.run_dir:
             return Path(self.run_dir)
         fresh, number = Path("runs") / self.name, 1
@@ -405,7 +426,7 @@ class Config(_Section):
 
 
 def completed(saved: dict[str, Any]) -> dict[str, Any]:
-    """A config that an earlier version resolved, with what it had no keys for."""
+    """Return a config that an earlier version saved, with the keys that it lacks."""
     try:
         return Config.model_validate(saved).resolved()
     except ValidationError as error:
@@ -439,32 +460,18 @@ def load_config(path: Path | None, overrides: list[str]) -> Config:
         raise ConfigError(first_error(error, Config)) from error
 
 
-def require_allowed_variables(config: Config) -> None:
-    """Refuse a recipe that sends a variable which is not meant for the address it names, such as GITHUB_TOKEN."""
-    named = {f"environment {env.name}: token_variable": env.token_variable for env in config.environments if env.url}
-    if config.engine.urls:
-        named["engine.api_key_variable"] = config.engine.api_key_variable
-    allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
-    for setting, name in named.items():
-        if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:
-            raise ConfigError(
-                f"{setting} = {name!r}: the recipe would send this variable of yours to an address that it names. "
-                f"Call the variable AGENTGYM_…, or, if you trust the recipe, export {ALLOWED_VARIABLES}={name}"
-            )
-
-
 def _find_template(raw: dict[str, Any], folder: Path) -> None:
-    """Take a template's relative path as one from the recipe's folder if the file is there, else from the current."""
+    """Resolve a template's relative path from the recipe's folder if it is there, else from the current folder."""
     model = raw.get("model")
     template = model.get("chat_template") if isinstance(model, dict) else None
     if isinstance(model, dict) and isinstance(template, str) and os.path.isfile(folder / template):
         path, here = os.path.abspath(folder / template), os.path.abspath(os.curdir)
-        # Relative where it can be, so that a run can be resumed from a checkout that was moved.
+        # Relative if possible, so that a run can be resumed after its checkout was moved.
         model["chat_template"] = os.path.relpath(path, here) if path.startswith(here + os.sep) else path
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:
-    """Set one dotted key in place; a number in the key is an index into a list, as in environments.0.name=textcraft."""
+    """Set one dotted key in place. A number in the key is an index into a list: environments.0.name=textcraft."""
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"override {override!r}: expected key=value, for example rl.steps=50")

@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in one line and in the words of TOML."""
+"""Errors of a recipe in one line, in the words of TOML."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ PLAIN = {
     "less_than": "must be less than {lt:g}",
     "less_than_equal": "must be less than or equal to {le:g}",
 }
-"""pydantic's kinds of errors; its own messages speak of Python's types."""
+"""Messages by pydantic's kind of error. Its own messages name Python types."""
 SHOWN = 60
-"""Characters of a value that an error repeats."""
+"""Most characters of a value that an error repeats."""
 
 
 def first_error(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return the first thing that is wrong, and how many more: an unknown key first, because what else is missing may
-    be under it."""
+    """Return the first error and the number of others. An unknown key comes first: a missing key may be under it."""
     found = error.errors()
     places = [one["loc"] for one in found]
     found = [one for one in found if one["type"] != "too_short" or not _has_others_inside(one["loc"], places)]
@@ -57,7 +56,7 @@ def first_error(error: ValidationError, model: type[BaseModel]) -> str:
 
 
 def reason(error: dict[str, Any]) -> str:
-    """Return what is wrong with one value, without its place."""
+    """Return the error of one value, without its key."""
     kind, value, context = error["type"], error["input"], error.get("ctx", {})
     text = PLAIN[kind].format(**context) if kind in PLAIN else error["msg"].removeprefix("Value error, ")
     name = next((part for part in reversed(error["loc"]) if isinstance(part, str)), "")
@@ -74,24 +73,24 @@ def reason(error: dict[str, Any]) -> str:
 
 
 def _quoted(text: str) -> list[str]:
-    """The words of `'a', 'b' or 'c'`."""
+    """Return the quoted words of a text such as `'a', 'b' or 'c'`."""
     return text.split("'")[1::2]
 
 
 def _shown(value: Any) -> str:
-    """As TOML writes it."""
+    """Return a value as TOML writes it."""
     text = str(value) if isinstance(value, date | time) else repr(value)
     text = text.lower() if isinstance(value, bool) else text
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
 
 
 def _has_others_inside(place: tuple[int | str, ...], places: list[tuple[int | str, ...]]) -> bool:
-    """A list counts only its good entries: the bad ones are reported themselves."""
+    """Return whether the error counts valid entries of a list only. Invalid ones are reported themselves."""
     return any(len(other) > len(place) and other[: len(place)] == place for other in places)
 
 
 def _meant(place: tuple[int | str, ...], model: type[BaseModel]) -> str:
-    """A key of a similar name in the same section; or one of this very name in another, if there are few."""
+    """Return a similar key of the same section, or the same key of another section if there are few."""
     *parents, name = (part for part in place if isinstance(part, str))
     fields = _fields(model)
     for part in parents:
@@ -106,7 +105,7 @@ def _meant(place: tuple[int | str, ...], model: type[BaseModel]) -> str:
 
 
 def _fields(annotation: Any) -> dict[str, Any]:
-    """Keys of a section, and what each may hold."""
+    """Return the keys of a section and their types."""
     for part in (annotation, *get_args(annotation)):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return {name: field.annotation for name, field in part.model_fields.items()}

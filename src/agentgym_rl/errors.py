@@ -1,13 +1,13 @@
-"""Everything that is raised on purpose.
+"""Errors raised on purpose.
 
     AgentGymError
-    ├── ConfigError        the user asked for something that cannot be: one line, exit code 2
+    ├── ConfigError        the user asked for something impossible: one line, exit code 2
     ├── EnvError           an environment failed: the episode ends as `error`, is recorded and retried
     │   ├── EnvTimeout     it did not answer before its deadline
-    │   └── EnvUnavailable its server cannot be reached or has no room
+    │   └── EnvUnavailable its server cannot be reached or is full
     ├── EngineError        an engine failed to sample
-    ├── DiskFull           there is no room for what the run cannot go on without: free some space and resume it
-    └── WorkerLost         a process of the run died that it cannot go on without: resume it
+    ├── DiskFull           the disk has no space for data that the run needs: free some space and resume
+    └── WorkerLost         a process died that the run needs: resume
 
 Messages say what was needed, what came, and what to do.
 """
@@ -21,7 +21,7 @@ class AgentGymError(Exception):
 
 
 class ConfigError(AgentGymError):
-    """The user asked for something that cannot be."""
+    """The user asked for something impossible."""
 
 
 class EnvError(AgentGymError):
@@ -33,7 +33,7 @@ class EnvTimeout(EnvError):
 
 
 class EnvUnavailable(EnvError):
-    """An environment server cannot be reached or has no room."""
+    """An environment server cannot be reached or is full."""
 
 
 class EngineError(AgentGymError):
@@ -41,15 +41,15 @@ class EngineError(AgentGymError):
 
 
 class DiskFull(AgentGymError):
-    """There is no room on the disk for what a run cannot go on without."""
+    """The disk has no space for data that a run needs."""
 
 
 class WorkerLost(AgentGymError):
-    """A process of the run died that it cannot go on without."""
+    """A process died that the run needs."""
 
 
 def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the known name that is most like the given one; nothing if none is."""
+    """Return `; did you mean 'x'?` for the most similar known name, or an empty string."""
     names = {name.lower(): name for name in known}
     close = get_close_matches(given.lower(), names, n=1)
     return f"; did you mean {names[close[0]]!r}?" if close else ""

@@ -1,4 +1,4 @@
-"""The data that crosses modules. Standard library only; every module may import this file, and nothing else it shares.
+"""Data that crosses modules. It imports only the standard library, and every module may import it.
 
 Legend for shapes: T tokens of one trajectory, K turns of one trajectory (a turn is one observation and one reply).
 """
@@ -14,21 +14,21 @@ from typing import Any, Literal, Protocol
 
 Role = Literal["system", "user", "assistant"]
 EPISODE_TIMEOUT = "EpisodeTimeout"
-"""Begins the error of an episode whose deadline passed."""
+"""Prefix of the error of an episode whose deadline passed."""
 
 MAX_REWARD = 1e9
-"""Largest absolute reward of one step: sums, squares and float32 hold it, which is not true of every finite number."""
+"""Largest absolute reward of one step, so that sums, squares and float32 stay finite."""
 
 
 class StopReason(StrEnum):
-    """Why an episode ended. Every ending has a name."""
+    """Reason why an episode ended. Every ending has a name."""
 
     DONE = "done"
-    """The environment said so (success or failure)."""
+    """The environment ended it, by success or failure."""
     MAX_TURNS = "max_turns"
     """The horizon was reached: a truncation."""
     MAX_CONTEXT = "max_context"
-    """No room was left for another reply: a truncation."""
+    """The context has no space for another reply: a truncation."""
     LENGTH = "length"
     """A reply hit max_new_tokens before its end-of-turn token: a truncation."""
     TIMEOUT = "timeout"
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds one episode. A horizon schedule does `replace(limits, max_turns=...)` and nothing else."""
+    """Limits of one episode. A horizon schedule does `replace(limits, max_turns=...)` and nothing else."""
 
     max_turns: int
     """Replies per episode."""
@@ -67,7 +67,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Step:
-    """What an environment answers to reset() and to step()."""
+    """Answer of an environment to reset() and to step()."""
 
     observation: str
     reward: float = 0.0
@@ -88,9 +88,10 @@ class Message:
     role: Role
     content: str
     token_ids: list[int] = field(default_factory=list)
-    """Empty where no tokenizer was involved (human, oracle, API)."""
+    """Empty if no tokenizer was involved (human, oracle, API)."""
     logprobs: list[float] | None = None
-    """One per token of the distribution sampled from; None for what was not sampled. Trainable iff not None."""
+    """One per token, under the distribution it was sampled from; None if the message was not sampled. Trainable iff not
+    None."""
     version: int | None = None
     """Version of the weights that sampled it."""
     cut_chars: int = 0
@@ -108,13 +109,13 @@ class Trajectory:
     rewards: list[float] = field(default_factory=list)
     """K: one per turn."""
     infos: list[dict[str, Any]] = field(default_factory=list)
-    """K: what the environment said of each turn; `state_key` is the state the reply was given in."""
+    """K: the environment's info about each turn; `state_key` is the state in which the reply was given."""
     stop: StopReason | None = None
-    """None only while it is being played."""
+    """None only while the episode is played."""
     error: str | None = None
     """Type and text of the failure when stop is ERROR."""
     horizon: int = 0
-    """The max_turns it was played under."""
+    """Value of max_turns during the episode."""
     seconds: float = 0.0
     """Wall time of the episode."""
 
@@ -128,7 +129,7 @@ class Trajectory:
 
     @property
     def timed_out(self) -> bool:
-        """Whether its deadline passed, however the run counts that."""
+        """Whether the deadline passed, as an error or as a truncation."""
         return self.stop is StopReason.TIMEOUT or (self.error or "").startswith(EPISODE_TIMEOUT)
 
     @property
@@ -150,12 +151,12 @@ class Trajectory:
 
     @property
     def logprobs(self) -> list[float]:
-        """T: NaN where nothing was sampled, so that a leak into a ratio is loud."""
+        """T: NaN where nothing was sampled, so that a leak into a ratio raises."""
         return [p for m in self.messages for p in (m.logprobs or [math.nan] * len(m.token_ids))]
 
     @property
     def turn_index(self) -> list[int]:
-        """T: which turn a sampled token belongs to, -1 elsewhere."""
+        """T: turn of each sampled token, -1 elsewhere."""
         turns: list[int] = []
         turn = -1
         for message in self.messages:
@@ -175,7 +176,7 @@ class Trajectory:
         return sorted({m.version for m in self.messages if m.version is not None})
 
     def to_json(self) -> str:
-        """One line of JSON; `from_json` is its inverse."""
+        """Return one line of JSON; `from_json` is its inverse."""
         return json.dumps(
             {
                 "id": self.id,
@@ -204,6 +205,7 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, line: str) -> Trajectory:
+        """Return the trajectory that `to_json` wrote."""
         row = json.loads(line)
         return cls(
             id=row["id"],
@@ -227,7 +229,7 @@ class Group:
 
     @property
     def usable(self) -> list[Trajectory]:
-        """Those that may be trained on."""
+        """Trajectories that may be trained on."""
         return [t for t in self.trajectories if t.stop is not StopReason.ERROR]
 
 
@@ -235,8 +237,8 @@ class Group:
 class Sample:
     """All a learner sees of one trajectory: T tokens, of which A were sampled.
 
-    What is known of sampled tokens has one entry for each of them and none for the rest, so that nothing can leak from
-    a token that nobody sampled. Everything after `loss_mask` is empty for supervised samples or until it is computed.
+    Values of sampled tokens have one entry for each of them and none for the rest, so that nothing can leak from a
+    token that was not sampled. Everything after `loss_mask` is empty for supervised samples or until it is computed.
     """
 
     token_ids: list[int]
@@ -244,7 +246,7 @@ class Sample:
     loss_mask: list[bool]
     """T: True where the loss is taken; A of them."""
     logprobs: list[float] = field(default_factory=list)
-    """A: the sampler's."""
+    """A: log-probabilities under the sampler."""
     turn_index: list[int] = field(default_factory=list)
     """A: the turn of each sampled token, from 0."""
     versions: list[int] = field(default_factory=list)
@@ -252,41 +254,41 @@ class Sample:
     advantages: list[float] = field(default_factory=list)
     """A."""
     old_logprobs: list[float] = field(default_factory=list)
-    """A: the learner's, before the step's updates."""
+    """A: log-probabilities under the learner, before the step's updates."""
     reference_logprobs: list[float] = field(default_factory=list)
-    """A: the reference model's."""
+    """A: log-probabilities under the reference model."""
     entropies: list[float] = field(default_factory=list)
-    """A: of the learner's distribution at each token, before the step's updates."""
+    """A: entropy of the learner's distribution at each token, before the step's updates."""
     values: list[float] = field(default_factory=list)
-    """A: the critic's, of the state before each token."""
+    """A: the critic's value of the state before each token."""
     returns: list[float] = field(default_factory=list)
-    """A: what the critic should have said."""
+    """A: targets of the critic."""
     last_value: float = 0.0
-    """The critic's, of the state after the last token."""
+    """The critic's value of the state after the last token."""
     trajectory_id: str = ""
     left_out: list[tuple[int, int]] = field(default_factory=list)
-    """(start, length) of replies that are not imitated: no loss is taken on them, not even on everything."""
+    """(start, length) of replies that are not imitated: no loss is taken on them, even if it is on other text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an engine picks tokens."""
+    """Settings of an engine's sampling."""
 
     max_new_tokens: int
     temperature: float = 1.0
     """0 means greedy."""
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
-    """A reply ends with the first of these; it is part of the reply."""
+    """A reply ends with the first of these, which is part of the reply."""
     stop: tuple[str, ...] = ()
     """A reply ends with the token that completes one of these strings; every sampled token is kept."""
     seed: int | None = None
-    """Same prompt, weights and seed give the same reply, whatever else runs beside it."""
+    """The same prompt, weights and seed give the same reply, whatever else runs at the same time."""
 
 
 @dataclass(slots=True)
 class Completion:
-    """What an engine sampled."""
+    """Tokens that an engine sampled."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -294,7 +296,7 @@ class Completion:
     (at temperature 0: of the unscaled distribution)."""
     finish: Literal["stop", "length"]
     version: int
-    """Weights version."""
+    """Version of the weights."""
 
 
 class EnvSession(Protocol):
@@ -309,7 +311,7 @@ class EnvSession(Protocol):
     async def oracle(self) -> str: ...
 
     async def advice(self) -> tuple[str, str]:
-        """(thought, action): the oracle's action and what leads to it, empty where the environment does not say."""
+        """Return (thought, action): the oracle's action and its reason, empty if the environment gives none."""
         ...
 
     async def render(self) -> str | bytes: ...
@@ -317,7 +319,7 @@ class EnvSession(Protocol):
 
 
 class EnvPool(Protocol):
-    """Where sessions come from. `open` waits for a free place; a session's close gives it back."""
+    """Source of sessions. `open` waits for a free slot; closing a session frees it."""
 
     async def open(self, env: str) -> EnvSession: ...
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]: ...

@@ -1,4 +1,4 @@
-"""Every algorithm really learns: KeyDoor's short layouts on the CPU, from a model that has only seen random play."""
+"""Every algorithm learns KeyDoor's short layouts on the CPU, from a model trained on random play only."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ ARMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "REINFORCE++": (30, ("rl.minibatches=4", "rl.optimizer.lr=2e-3")),
     "GiGPO": (50, GROUPED),
 }
-"""Steps of 128 episodes each, and what is changed for a test's sake: more updates and tasks a step need fewer steps.
-That AgentEvol and DPO learn the same from the same start is tested with their recipes."""
+"""Steps of 128 episodes each, and overrides for short tests: more updates and tasks per step need fewer steps.
+AgentEvol and DPO are tested with their recipes, from the same start."""
 LONG = ("RLOO", "GiGPO")
-"""Left to `make test-long`: they learn as GRPO does, by other advantages, which have tests of their own."""
+"""Arms that only `make test-long` runs: they differ from GRPO in their advantages, which have unit tests."""
 LEARNS = "test_it_reaches_nine_tenths_of_the_optimum"
 
 
@@ -42,7 +42,7 @@ def test_every_arm_is_a_valid_recipe(arm: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", ["dpo", "agentevol"])
 def test_the_recipes_start_as_the_arms_do(method: str, tmp_path: Path) -> None:
-    """Which is why they need not be played here a second time."""
+    """The tests of these recipes therefore cover their arms."""
     start = algorithms.recipe_of(algorithms.START, None, True, 0, 0)
     recipe = tomllib.loads((algorithms.RECIPE.parent / f"{method}.toml").read_text())
     for section in ("model", "environments", "warm_start"):
@@ -51,10 +51,10 @@ def test_the_recipes_start_as_the_arms_do(method: str, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """All that are asked for, from one starting model, two processes at a time."""
+    """Run all selected arms from one starting model, in two processes."""
     folder = tmp_path_factory.mktemp("algorithms")
-    wanted = {item.callspec.params["arm"] for item in request.session.items if LEARNS in item.name}  # type: ignore[attr-defined]
-    jobs = [(arm, 0, folder, True, steps, 128, changes) for arm, (steps, changes) in ARMS.items() if arm in wanted]
+    selected = {item.callspec.params["arm"] for item in request.session.items if LEARNS in item.name}  # type: ignore[attr-defined]
+    jobs = [(arm, 0, folder, True, steps, 128, changes) for arm, (steps, changes) in ARMS.items() if arm in selected]
     return {result["arm"]: result for result in algorithms.play_all([0], jobs, processes=2)}
 
 

@@ -1,4 +1,4 @@
-"""The command line in processes of its own: what it prints, and one clear line with exit code 2 for what cannot be."""
+"""The command line in separate processes: its output, and one clear line with exit code 2 for mistakes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def command(
     )
 
 
-def forked(tmp_path: Path, *arguments: str) -> tuple[int | None, str]:
-    """For commands that load torch: the same entry point in a forked process, which saves the import."""
+def run_forked(tmp_path: Path, *arguments: str) -> tuple[int | None, str]:
+    """Run a command that needs torch in a forked process, which saves the import, and return its code and output."""
     process = Process(list(arguments), tmp_path / "output")
     return process.wait(), (tmp_path / "output").read_text()
 
@@ -50,12 +50,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def one_clear_line(said: str, *words: str) -> None:
-    assert said.count("\n") == 1, said
-    assert said.startswith("agentgym-rl: ")
-    assert "Traceback" not in said
+def assert_one_clear_line(text: str, *words: str) -> None:
+    assert text.count("\n") == 1, text
+    assert text.startswith("agentgym-rl: ")
+    assert "Traceback" not in text
     for word in words:
-        assert word in said
+        assert word in text
 
 
 @pytest.mark.parametrize(
@@ -68,16 +68,16 @@ def one_clear_line(said: str, *words: str) -> None:
         (["nonsense"], ["expected key=value"]),
     ],
 )
-def test_a_bad_config(recipe: str, overrides: list[str], words: list[str], tmp_path: Path) -> None:
-    done = command("train", recipe, *overrides, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    one_clear_line(done.stderr, *words)
+def test_a_bad_config_is_refused(recipe: str, overrides: list[str], words: list[str], tmp_path: Path) -> None:
+    completed = command("train", recipe, *overrides, cwd=tmp_path)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert_one_clear_line(completed.stderr, *words)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.fixture
 def without_torch(tmp_path: Path) -> dict[str, str]:
-    """Environment variables under which importing torch fails, and the hub of models is out of reach."""
+    """Return environment variables with which importing torch fails and the model hub cannot be reached."""
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "torch.py").write_text("raise AssertionError('torch was imported')")
     path = os.pathsep.join(filter(None, (str(tmp_path / "broken"), os.environ.get("PYTHONPATH"))))
@@ -105,66 +105,68 @@ def test_mistakes_in_a_recipe_are_found_before_torch_is_imported(
 ) -> None:
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "thesis.tex").write_text("")
-    done = command("train", recipe, *arguments, cwd=tmp_path, env=without_torch)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    one_clear_line(done.stderr, *words)
+    completed = command("train", recipe, *arguments, cwd=tmp_path, env=without_torch)
+    assert (completed.returncode, completed.stdout) == (2, ""), completed.stderr
+    assert_one_clear_line(completed.stderr, *words)
     assert not (tmp_path / "runs").exists()
 
 
-def test_an_evaluation_needs_torch_for_models_alone(without_torch: dict[str, str], tmp_path: Path) -> None:
+def test_an_evaluation_imports_torch_only_for_models(without_torch: dict[str, str], tmp_path: Path) -> None:
     for arguments, words in (
         (("--agent", "some/model", "--env", "babyia"), ["did you mean 'babyai'?"]),
-        (("--agent", "some/model", "--env", "keydoor"), ["'some/model' is no run", "cannot be reached"]),
+        (("--agent", "some/model", "--env", "keydoor"), ["'some/model' is neither a run", "cannot be reached"]),
     ):
-        done = command("eval", *arguments, cwd=tmp_path, env=without_torch)
-        assert done.returncode == 2, done.stderr
-        one_clear_line(done.stderr, *words)
+        completed = command("eval", *arguments, cwd=tmp_path, env=without_torch)
+        assert completed.returncode == 2, completed.stderr
+        assert_one_clear_line(completed.stderr, *words)
     assert not (tmp_path / "evals").exists()
-    done = command("eval", "--agent", "random", "--env", "keydoor", "--limit", "2", cwd=tmp_path, env=without_torch)
-    assert done.returncode == 0, done.stderr
+    completed = command(
+        "eval", "--agent", "random", "--env", "keydoor", "--limit", "2", cwd=tmp_path, env=without_torch
+    )
+    assert completed.returncode == 0, completed.stderr
 
 
-def test_a_run_whose_model_cannot_be_loaded_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_run_whose_model_cannot_be_loaded_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / ".gitkeep").touch()
     (tmp_path / "recipe.toml").write_text(f"model.path = '{tmp_path / 'model'}'\n[[environments]]\nname = 'keydoor'")
     for folder in (tmp_path / "new" / "run", tmp_path / "kept"):
-        code, said = forked(tmp_path, "train", str(tmp_path / "recipe.toml"), f"run_dir={folder}")
-        assert code == 2, said
-        assert "cannot be loaded" in said
+        code, output = run_forked(tmp_path, "train", str(tmp_path / "recipe.toml"), f"run_dir={folder}")
+        assert code == 2, output
+        assert "cannot be loaded" in output
     assert not (tmp_path / "new").exists()
     assert os.listdir(tmp_path / "kept") == [".gitkeep"]
 
 
-def test_a_reader_that_leaves_does_not_stop_the_work(tmp_path: Path) -> None:
+def test_a_closed_pipe_does_not_stop_an_evaluation(tmp_path: Path) -> None:
     arguments = ("eval", "--agent", "random", "--env", "keydoor", "--limit", "20", "--out", str(tmp_path / "out"))
     with subprocess.Popen([COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        process.stdout.close()  # as `head` does once it has seen enough
+        process.stdout.close()  # as `head` does after its last line
         assert process.stderr is not None
-        one_clear_line(process.stderr.read(), "nobody reads the output any more")
+        assert_one_clear_line(process.stderr.read(), "the output is no longer read")
     assert process.returncode == 0
     assert json.loads((tmp_path / "out" / "eval.json").read_text())["state"] == "finished"
 
 
-def test_the_package_is_the_command() -> None:
-    done = subprocess.run(
+def test_the_package_runs_as_a_module() -> None:
+    completed = subprocess.run(
         [sys.executable, "-m", "agentgym_rl", "play", "chess"], capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "chess")
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "chess")
 
 
-def test_a_recipe_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
-    done = command("train", str(tmp_path / "nowhere.toml"))
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "no such file")
+def test_a_missing_or_invalid_recipe_is_refused(tmp_path: Path) -> None:
+    completed = command("train", str(tmp_path / "nowhere.toml"))
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "no such file")
     (tmp_path / "broken.toml").write_text("name = ")
-    done = command("train", str(tmp_path / "broken.toml"))
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "not valid TOML")
+    completed = command("train", str(tmp_path / "broken.toml"))
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "not valid TOML")
 
 
 @pytest.mark.parametrize(
@@ -176,117 +178,117 @@ def test_a_recipe_that_is_not_there_or_not_toml(tmp_path: Path) -> None:
         (["model={path='/nowhere/model'}"], ["/nowhere/model", "config.json is missing"]),
     ],
 )
-def test_what_is_found_once_the_run_is_wired(
+def test_mistakes_found_while_a_run_is_built_leave_no_folder(
     recipe: str, overrides: list[str], words: list[str], tmp_path: Path
 ) -> None:
-    code, said = forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'run'}", *overrides)
+    code, output = run_forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'run'}", *overrides)
     assert code == 2
-    one_clear_line(said, *words)
+    assert_one_clear_line(output, *words)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_directory_that_is_taken(run: Path, recipe: str, tmp_path: Path) -> None:
-    code, said = forked(tmp_path, "train", recipe, f"run_dir={run}")
+def test_a_run_directory_in_use_is_refused(run: Path, recipe: str, tmp_path: Path) -> None:
+    code, output = run_forked(tmp_path, "train", recipe, f"run_dir={run}")
     assert code == 2
-    one_clear_line(said, "already holds a run", "--resume")
+    assert_one_clear_line(output, "already holds a run", "--resume")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("")
-    code, said = forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'full'}")
+    code, output = run_forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'full'}")
     assert code == 2
-    one_clear_line(said, "not empty", "thesis.tex")
+    assert_one_clear_line(output, "not empty", "thesis.tex")
 
 
-def test_a_server_that_cannot_be_reached_is_one_line_and_code_1(recipe: str, tmp_path: Path) -> None:
+def test_an_unreachable_server_is_one_line_and_exit_code_1(recipe: str, tmp_path: Path) -> None:
     url = "environments.0.url=http://127.0.0.1:9"
-    code, said = forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'run'}", url)
+    code, output = run_forked(tmp_path, "train", recipe, f"run_dir={tmp_path / 'run'}", url)
     assert code == 1
-    one_clear_line(said, "127.0.0.1:9")
+    assert_one_clear_line(output, "127.0.0.1:9")
 
 
-def test_an_unknown_environment_and_an_item_out_of_range() -> None:
-    done = command("play", "chess", "--oracle")
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "unknown environment 'chess'", "textcraft")
-    done = command("play", "textcraft", "--oracle", "--item", "99999")
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "no item 99999", "train 0-")
-    done = command("serve", "chess", "--port", "0")
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "unknown environment 'chess'")
+def test_an_unknown_environment_and_an_item_out_of_range_are_refused() -> None:
+    completed = command("play", "chess", "--oracle")
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "unknown environment 'chess'", "textcraft")
+    completed = command("play", "textcraft", "--oracle", "--item", "99999")
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "no item 99999", "train 0-")
+    completed = command("serve", "chess", "--port", "0")
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "unknown environment 'chess'")
 
 
-def test_a_port_that_is_in_use() -> None:
+def test_a_port_in_use_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = command("serve", "textcraft", "--port", str(port))
-    assert done.returncode == 2
-    one_clear_line(done.stderr, f"port {port}", "in use")
+        completed = command("serve", "textcraft", "--port", str(port))
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, f"port {port}", "in use")
 
 
-def test_a_server_is_told_how_long_a_step_may_take() -> None:
-    done = command("serve", "textcraft", "--port", "0", "--step-timeout", "0")
-    assert done.returncode == 2
-    assert "step-timeout" in done.stderr
+def test_serve_takes_a_step_timeout() -> None:
+    completed = command("serve", "textcraft", "--port", "0", "--step-timeout", "0")
+    assert completed.returncode == 2
+    assert "step-timeout" in completed.stderr
     with served("keydoor", "--step-timeout", "300") as (url,):
         assert httpx.get(f"{url}/health", timeout=60).json()["step_timeout_s"] == 300
 
 
 @contextlib.contextmanager
 def served(*arguments: str) -> Iterator[list[str]]:
-    """`serve` on a free port; the addresses that it prints, once it says that it is ready."""
+    """Start `serve` on a free port and yield the addresses it prints once it is ready."""
     command_line = [COMMAND, "serve", *arguments, "--port", "0"]
     with subprocess.Popen(command_line, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         lines = list(itertools.takewhile(lambda line: line != "ready\n", server.stdout))
         try:
-            assert server.poll() is None, "it ended before it was ready"
+            assert server.poll() is None, "the server ended before it was ready"
             yield [line.split()[-1] for line in lines]
         finally:
             server.terminate()
 
 
-def test_a_server_says_where_it_is_and_when_it_is_ready() -> None:
+def test_serve_prints_its_addresses_and_when_it_is_ready() -> None:
     with served("keydoor", "textcraft") as urls:
         assert [url.rpartition("/")[2] for url in urls] == ["keydoor", "textcraft"]
         for url in urls:
             assert httpx.get(f"{url}/info", timeout=60).json()["name"] in url
 
 
-def test_an_open_address_needs_a_token() -> None:
-    done = command("serve", "textcraft", "--host", "0.0.0.0", "--port", "0")
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "token")
+def test_a_public_address_needs_a_token() -> None:
+    completed = command("serve", "textcraft", "--host", "0.0.0.0", "--port", "0")
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "token")
 
 
-def test_the_version() -> None:
+def test_version_is_printed() -> None:
     assert command("--version").stdout == f"agentgym-rl {__version__}\n"
 
 
 def test_recipes_are_listed_printed_and_copied(tmp_path: Path) -> None:
     lines = command("recipes", cwd=tmp_path).stdout.splitlines()
-    assert lines[0].split(maxsplit=1) == ["quickstart", "An agent learns, from nothing, on two CPU cores"]
+    assert lines[0].split(maxsplit=1) == ["quickstart", "An agent learns from scratch on two CPU cores"]
     assert 'name = "textcraft-grpo"' in command("recipes", "textcraft/grpo", cwd=tmp_path).stdout
-    done = command("recipes", "textcraft/grpo", "--copy", "mine", cwd=tmp_path)
-    assert done.stdout == f"wrote {Path('mine') / 'grpo.toml'}\n"
+    completed = command("recipes", "textcraft/grpo", "--copy", "mine", cwd=tmp_path)
+    assert completed.stdout == f"wrote {Path('mine') / 'grpo.toml'}\n"
     for arguments, words in (
         (["textcraft/grpo", "--copy", "mine"], ["exists already"]),
         (["textcraft/gpro"], ["did you mean textcraft/grpo?"]),
         (["--copy", "mine"], ["needs the name of a recipe"]),
     ):
-        done = command("recipes", *arguments, cwd=tmp_path)
-        assert done.returncode == 2
-        one_clear_line(done.stderr, *words)
+        completed = command("recipes", *arguments, cwd=tmp_path)
+        assert completed.returncode == 2
+        assert_one_clear_line(completed.stderr, *words)
 
 
 def test_a_recipe_is_trained_and_diagnosed_by_name(tmp_path: Path) -> None:
-    code, said = forked(tmp_path, "doctor", "keydoor/tiny-sft")
-    assert code == 0, said
-    code, said = forked(tmp_path, "train", "keydoor/tiny-sft", "threads=1", f"run_dir={tmp_path / 'run'}")
-    assert code == 0, said
+    code, output = run_forked(tmp_path, "doctor", "keydoor/tiny-sft")
+    assert code == 0, output
+    code, output = run_forked(tmp_path, "train", "keydoor/tiny-sft", "threads=1", f"run_dir={tmp_path / 'run'}")
+    assert code == 0, output
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
-def test_envs_lists_what_there_is() -> None:
+def test_envs_lists_the_environments() -> None:
     rows = {row["name"]: row for row in json.loads(command("envs", "--json").stdout)}
     assert rows["textcraft"]["subsets"] == ["depth1", "depth2", "depth3", "depth4"]
     assert rows["textcraft"]["splits"]["train"] == 374
@@ -294,15 +296,15 @@ def test_envs_lists_what_there_is() -> None:
     assert {"GoTo", "Pickup", "ActionObjDoor", "FindObjS7", "OneRoomS20", "SynthLoc"} <= set(rows["babyai"]["subsets"])
 
 
-def test_the_oracle_plays() -> None:
-    done = command("play", "textcraft", "--oracle", "--item", "3")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "Goal: craft" in done.stdout
-    assert "success  done" in done.stdout
+def test_play_with_the_oracle() -> None:
+    completed = command("play", "textcraft", "--oracle", "--item", "3")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert "Goal: craft" in completed.stdout
+    assert "success  done" in completed.stdout
 
 
-def test_a_person_plays() -> None:
-    done = subprocess.run(
+def test_play_with_typed_actions() -> None:
+    completed = subprocess.run(
         [COMMAND, "play", "textcraft", "--item", "3", "--max-turns", "2"],
         input="?\n!\ninventory\ninventory\n",
         capture_output=True,
@@ -310,28 +312,28 @@ def test_a_person_plays() -> None:
         timeout=280,
         check=True,
     )
-    assert done.stdout.count("Inventory") == 1  # the answer to the last one is not shown: the episode is over
-    assert "max_turns, 2 turns" in done.stdout
+    assert completed.stdout.count("Inventory") == 1  # the episode ends before the second answer is shown
+    assert "max_turns, 2 turns" in completed.stdout
 
 
-def test_play_on_a_server_of_ours() -> None:
+def test_play_on_our_server() -> None:
     with served("textcraft", "babyai") as (url, _):
-        done = command("play", "textcraft", "--oracle", "--item", "3", "--url", url)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert "Goal: craft" in done.stdout
-        assert "success  done" in done.stdout
-        done = command("play", "textcraft", "--item", "99999", "--url", url)
-    assert done.returncode == 1
-    one_clear_line(done.stderr, "textcraft, item 99999 cannot be played", "99999")
-    done = command("play", "textcraft", "--url", url, "--token-variable", "NO_SUCH_VARIABLE")
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "NO_SUCH_VARIABLE")
+        completed = command("play", "textcraft", "--oracle", "--item", "3", "--url", url)
+        assert (completed.returncode, completed.stderr) == (0, "")
+        assert "Goal: craft" in completed.stdout
+        assert "success  done" in completed.stdout
+        completed = command("play", "textcraft", "--item", "99999", "--url", url)
+    assert completed.returncode == 1
+    assert_one_clear_line(completed.stderr, "textcraft, item 99999 cannot be played", "99999")
+    completed = command("play", "textcraft", "--url", url, "--token-variable", "NO_SUCH_VARIABLE")
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "NO_SUCH_VARIABLE")
 
 
-def test_play_goes_on_where_a_server_has_no_oracle() -> None:
-    """By AgentGym's own protocol, which has none."""
+def test_play_continues_if_the_server_has_no_oracle() -> None:
+    """Play over AgentGym's own protocol, which has no oracle."""
     with served("textcraft") as (url,):
-        done = subprocess.run(
+        completed = subprocess.run(
             [COMMAND, "play", "textcraft", "--item", "3", "--max-turns", "1", "--url", f"agentgym+{url}"],
             input="!\ninventory\n",
             capture_output=True,
@@ -339,26 +341,26 @@ def test_play_goes_on_where_a_server_has_no_oracle() -> None:
             timeout=280,
             check=True,
         )
-    assert "AgentGym servers have no oracle" in done.stdout
-    assert "max_turns, 1 turns" in done.stdout
+    assert "AgentGym servers have no oracle" in completed.stdout
+    assert "max_turns, 1 turns" in completed.stdout
 
 
 def test_show_prints_episodes(run: Path, tmp_path: Path) -> None:
-    done = command("show", str(run), "--step", "1", "-n", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("babyai/") == 2
-    assert "2 of the episodes in" in done.stdout
-    done = command("show", str(run), "--step", "77")
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "no training episodes of step 77")
-    done = command("show", str(tmp_path))
-    assert done.returncode == 2
-    one_clear_line(done.stderr, "no training episodes")
+    completed = command("show", str(run), "--step", "1", "-n", "2")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    assert completed.stdout.count("babyai/") == 2
+    assert "2 of the episodes in" in completed.stdout
+    completed = command("show", str(run), "--step", "77")
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "no training episodes of step 77")
+    completed = command("show", str(tmp_path))
+    assert completed.returncode == 2
+    assert_one_clear_line(completed.stderr, "no training episodes")
 
 
-def test_export_gives_a_folder_that_transformers_loads(run: Path, tmp_path: Path) -> None:
-    code, said = forked(tmp_path, "export", str(run), str(tmp_path / "model"))
-    assert (code, said) == (0, f"wrote {tmp_path / 'model'}\n")
+def test_export_writes_a_folder_that_transformers_loads(run: Path, tmp_path: Path) -> None:
+    code, output = run_forked(tmp_path, "export", str(run), str(tmp_path / "model"))
+    assert (code, output) == (0, f"wrote {tmp_path / 'model'}\n")
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").config.hidden_size == 32
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
     assert tokenizer.decode(tokenizer.encode("turn left")) == "turn left"
@@ -367,14 +369,14 @@ def test_export_gives_a_folder_that_transformers_loads(run: Path, tmp_path: Path
         ([str(run), str(tmp_path / "other"), "--step", "9"], ["no checkpoint of step 9", "step_000002"]),
         ([str(tmp_path), str(tmp_path / "other")], ["no checkpoint", "there is none"]),
     ):
-        code, said = forked(tmp_path, "export", *arguments)
+        code, output = run_forked(tmp_path, "export", *arguments)
         assert code == 2
-        one_clear_line(said, *words)
+        assert_one_clear_line(output, *words)
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"]])
-def test_help_is_fast(arguments: list[str]) -> None:
-    """By what it does not load: torch alone takes two seconds."""
+def test_help_loads_no_heavy_package(arguments: list[str]) -> None:
+    """Check the loaded modules: torch alone takes two seconds."""
     program = (
         "import sys; from agentgym_rl.cli import app\n"
         f"try: app({arguments!r})\n"
@@ -382,12 +384,12 @@ def test_help_is_fast(arguments: list[str]) -> None:
         "heavy = {'torch', 'transformers', 'matplotlib', 'fastapi', 'numpy', 'minigrid'}\n"
         "print('LOADED', sorted(heavy & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "recipe" in done.stdout.lower()
-    assert done.stdout.rstrip().endswith("LOADED []")
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "recipe" in completed.stdout.lower()
+    assert completed.stdout.rstrip().endswith("LOADED []")
 
 
-def test_no_command_shows_the_help() -> None:
-    done = command()
+def test_the_command_alone_shows_the_help() -> None:
+    completed = command()
     for name in ("train", "recipes", "envs", "serve", "play", "show", "export"):
-        assert name in done.stdout + done.stderr
+        assert name in completed.stdout + completed.stderr

@@ -1,4 +1,4 @@
-"""Real runs of tiny models, each driven into a collapse on purpose: the doctor names it. And one that is healthy."""
+"""Real runs of tiny models, each driven into a collapse that the doctor must name, and a healthy run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
 from typer.testing import CliRunner
 
-from agentgym_rl import wiring
 from agentgym_rl.cli import app
-from agentgym_rl.console import Console
+from agentgym_rl.commands.train import train
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import read_metrics
-from agentgym_rl.train import train
+from agentgym_rl.run import backend
+from agentgym_rl.run.collectors import engine_policies
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.log import read_metrics
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.types import Step
 
@@ -26,7 +27,7 @@ WORDS = ("red", "green", "blue", "grey")
 
 
 class Paying:
-    """Asks for a word and never calls anything a success. What it pays is the test's choice: `pays(said, asked)`."""
+    """Asks for a word and never reports success. A test sets its reward: `pays(replies, asked)`."""
 
     name: ClassVar[str] = "paying"
     instruction: ClassVar[str] = "Say the word."
@@ -34,14 +35,14 @@ class Paying:
     subsets: ClassVar[tuple[str, ...]] = ()
     cheap: ClassVar[bool] = True
     choices: ClassVar[Callable[[str], list[str]]] = lambda asked: list(WORDS)
-    """What random play, which the warm start imitates, chooses from."""
+    """Replies of random play, which the warm start imitates."""
     pays: ClassVar[Callable[[list[str], str], float]]
-    valid: ClassVar[Callable[[str], bool]] = lambda said: True
-    num_made: ClassVar[int] = 0
+    valid: ClassVar[Callable[[str], bool]] = lambda reply: True
+    num_created: ClassVar[int] = 0
 
     def __init__(self) -> None:
-        self.said: list[str] = []
-        type(self).num_made += 1
+        self.replies: list[str] = []
+        type(self).num_created += 1
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
@@ -52,9 +53,9 @@ class Paying:
         return f"Say {self.asked} ."
 
     def step(self, text: str) -> Step:
-        self.said.append(text)
+        self.replies.append(text)
         cls = type(self)
-        return Step(f"Say {self.asked} again .", cls.pays(self.said, self.asked), False, {"valid": cls.valid(text)})
+        return Step(f"Say {self.asked} again .", cls.pays(self.replies, self.asked), False, {"valid": cls.valid(text)})
 
     def actions(self) -> list[str]:
         return type(self).choices(self.asked)
@@ -70,7 +71,7 @@ async def drive(
     turns: int = 2,
     **changes: Any,
 ) -> Doctor:
-    """A run of a few seconds, and the doctor's opinion of it, which is also what the run wrote down."""
+    """Train for a few seconds. Return the doctor of the run, whose findings equal those the run recorded."""
     settings = {
         "environments": [{"name": env.name}],
         "horizon": {"kind": "fixed", "turns": [turns]},
@@ -92,7 +93,7 @@ async def drive(
     return doctor
 
 
-def named(doctor: Doctor) -> set[str]:
+def rules_of(doctor: Doctor) -> set[str]:
     return {finding.rule for finding in doctor.findings}
 
 
@@ -109,12 +110,12 @@ async def test_a_run_that_learns_is_healthy(tmp_path: Path) -> None:
     assert (result.exit_code, "healthy: none of" in result.output) == (0, True), result.output
 
 
-async def test_nothing_is_paid(tmp_path: Path) -> None:
-    assert "zero_advantage" in named(await drive(tmp_path, paying(pays=lambda said, asked: 0.0)))
+async def test_rewards_of_zero_are_named_zero_advantage(tmp_path: Path) -> None:
+    assert "zero_advantage" in rules_of(await drive(tmp_path, paying(pays=lambda replies, asked: 0.0)))
 
 
 class Distant(Counting):
-    """Pays at the target only, which takes two turns at least."""
+    """Pays only at the target, which takes at least two turns."""
 
     name: ClassVar[str] = "distant"
 
@@ -124,15 +125,17 @@ class Distant(Counting):
         return step
 
 
-async def test_the_horizon_is_too_short(tmp_path: Path) -> None:
-    assert "horizon_truncation" in named(await drive(tmp_path, Distant, steps=22, turns=1))
+async def test_a_horizon_that_is_too_short_is_named(tmp_path: Path) -> None:
+    assert "horizon_truncation" in rules_of(await drive(tmp_path, Distant, steps=22, turns=1))
 
 
-async def test_one_fixed_reply_is_paid(tmp_path: Path) -> None:
-    env = paying(pays=lambda said, asked: float(said[-1] == "red"), choices=lambda asked: [asked, asked, asked, "red"])
+async def test_a_reward_for_one_fixed_reply_is_named_template_collapse(tmp_path: Path) -> None:
+    env = paying(
+        pays=lambda replies, asked: float(replies[-1] == "red"), choices=lambda asked: [asked, asked, asked, "red"]
+    )
     with (tmp_path / "output").open("w") as output:
         doctor = await drive(tmp_path / "run", env, Console(output), steps=25, turns=1)
-    assert "template_collapse" in named(doctor)
+    assert "template_collapse" in rules_of(doctor)
     (finding,) = [f for f in doctor.findings if f.rule == "template_collapse"]
     assert f"! doctor: {finding.message}" in (tmp_path / "output").read_text()
     result = CliRunner().invoke(app, ["doctor", str(tmp_path / "run"), "--json"])
@@ -141,81 +144,81 @@ async def test_one_fixed_reply_is_paid(tmp_path: Path) -> None:
 
 
 def digits(*counts: int) -> Callable[[str], list[str]]:
-    """Replies of so many digits, each of which is a token."""
+    """Return a choice of replies with these numbers of digits. Each digit is a token."""
     return lambda asked: [" ".join(["7"] * count) for count in counts]
 
 
-async def test_length_is_paid(tmp_path: Path) -> None:
-    env = paying(pays=lambda said, asked: len(said[-1].split()) / 10, choices=digits(1, 1, 1, 2, 3, 9))
+async def test_a_reward_for_length_is_named_length_runaway(tmp_path: Path) -> None:
+    env = paying(pays=lambda replies, asked: len(replies[-1].split()) / 10, choices=digits(1, 1, 1, 2, 3, 9))
     doctor = await drive(tmp_path, env, turns=1, steps=16, agent__max_new_tokens=40, rl__optimizer={"lr": 1e-3})
-    assert "length_runaway" in named(doctor)
+    assert "length_runaway" in rules_of(doctor)
 
 
-async def test_brevity_is_paid(tmp_path: Path) -> None:
-    env = paying(pays=lambda said, asked: 1 / len(said[-1].split() or ["none"]), choices=digits(2, 20, 22, 24))
+async def test_a_reward_for_brevity_is_named_length_collapse(tmp_path: Path) -> None:
+    env = paying(pays=lambda replies, asked: 1 / len(replies[-1].split() or ["none"]), choices=digits(2, 20, 22, 24))
     doctor = await drive(tmp_path, env, turns=1, steps=15, agent__max_new_tokens=30)
-    assert "length_collapse" in named(doctor)
+    assert "length_collapse" in rules_of(doctor)
 
 
-async def test_repeating_is_paid(tmp_path: Path) -> None:
-    env = paying(pays=lambda said, asked: float(len(said) > 1 and said[-1] == said[-2]))
+async def test_a_reward_for_repetition_is_named_repeated_actions(tmp_path: Path) -> None:
+    env = paying(pays=lambda replies, asked: float(len(replies) > 1 and replies[-1] == replies[-2]))
     doctor = await drive(tmp_path, env, turns=3, rl__optimizer={"lr": 1e-2})
-    assert "repeated_actions" in named(doctor)
+    assert "repeated_actions" in rules_of(doctor)
 
 
-async def test_the_invalid_is_paid(tmp_path: Path) -> None:
-    env = paying(pays=lambda said, asked: float(said[-1] == "grey"), valid=lambda said: said != "grey")
-    assert "invalid_actions" in named(await drive(tmp_path, env, rl__optimizer={"lr": 1e-2}))
+async def test_a_reward_for_invalid_actions_is_named(tmp_path: Path) -> None:
+    env = paying(pays=lambda replies, asked: float(replies[-1] == "grey"), valid=lambda reply: reply != "grey")
+    assert "invalid_actions" in rules_of(await drive(tmp_path, env, rl__optimizer={"lr": 1e-2}))
 
 
-async def test_the_rate_is_absurd(tmp_path: Path) -> None:
-    assert "entropy_collapse" in named(await drive(tmp_path, rl__optimizer={"lr": 0.1}))
+async def test_a_huge_learning_rate_is_named_entropy_collapse(tmp_path: Path) -> None:
+    assert "entropy_collapse" in rules_of(await drive(tmp_path, rl__optimizer={"lr": 0.1}))
 
 
-async def test_randomness_is_paid_and_nothing_holds_the_policy_back(tmp_path: Path) -> None:
-    env = paying(pays=lambda said, asked: 0.0)
+async def test_a_huge_entropy_bonus_is_named_entropy_explosion_and_kl_runaway(tmp_path: Path) -> None:
+    env = paying(pays=lambda replies, asked: 0.0)
     doctor = await drive(tmp_path, env, steps=20, rl__entropy_coef=1.0, rl__kl_coef=1e-9, rl__zero_variance="keep")
-    assert {"entropy_explosion", "kl_runaway"} <= named(doctor)
+    assert {"entropy_explosion", "kl_runaway"} <= rules_of(doctor)
 
 
-async def test_many_large_updates_on_the_same_samples(tmp_path: Path) -> None:
+async def test_many_large_updates_on_the_same_samples_are_named_clipping(tmp_path: Path) -> None:
     luck = random.Random(0)
-    env = paying(pays=lambda said, asked: luck.random())
+    env = paying(pays=lambda replies, asked: luck.random())
     doctor = await drive(
         tmp_path, env, steps=6, rl__epochs=6, rl__clip_high=0.02, rl__clip_low=0.02, rl__optimizer={"lr": 3e-2}
     )
-    assert "clipping" in named(doctor)
+    assert "clipping" in rules_of(doctor)
 
 
-async def test_rewards_jump_by_orders_of_magnitude(tmp_path: Path) -> None:
-    env = paying(pays=lambda said, asked: (1e4 if env.num_made > 300 else 1.0) * (said[-1] == asked))
+async def test_a_jump_in_rewards_is_named_gradient_spikes(tmp_path: Path) -> None:
+    env = paying(pays=lambda replies, asked: (1e4 if env.num_created > 300 else 1.0) * (replies[-1] == asked))
     doctor = await drive(tmp_path, env, turns=1, rl__normalize_std=False, rl__optimizer={"lr": 1e-5})
-    assert "gradient_spikes" in named(doctor)
+    assert "gradient_spikes" in rules_of(doctor)
 
 
-class Turncoat(Counting):
-    """Reaches its target as usual until 300 episodes were played, and never after."""
+class FailsLater(Counting):
+    """Can be solved in the first 300 episodes and never after."""
 
-    name: ClassVar[str] = "turncoat"
-    num_made: ClassVar[int] = 0
+    name: ClassVar[str] = "fails_later"
+    num_created: ClassVar[int] = 0
 
     def __init__(self) -> None:
         super().__init__()
-        type(self).num_made += 1
+        type(self).num_created += 1
 
     def step(self, text: str) -> Step:
         step = super().step(text)
-        if self.num_made > 300 and step.done:
+        if self.num_created > 300 and step.done:
             return Step("It is gone.", 0.0, True, {"valid": True, "success": False})
         return step
 
 
-async def test_success_is_lost(tmp_path: Path) -> None:
-    assert "success_collapse" in named(await drive(tmp_path, Turncoat, turns=6, steps=16))
+async def test_lost_success_is_named_success_collapse(tmp_path: Path) -> None:
+    assert "success_collapse" in rules_of(await drive(tmp_path, FailsLater, turns=6, steps=16))
 
 
 class Failing(Counting):
-    """Breaks down in every third episode."""
+    """Raises an error in every third episode."""
 
     name: ClassVar[str] = "failing"
 
@@ -225,20 +228,23 @@ class Failing(Counting):
         return super().reset(item)
 
 
-async def test_episodes_fail(tmp_path: Path) -> None:
-    assert "episode_errors" in named(await drive(tmp_path, Failing, agent__retries=0))
+async def test_failing_episodes_are_named_episode_errors(tmp_path: Path) -> None:
+    assert "episode_errors" in rules_of(await drive(tmp_path, Failing, agent__retries=0))
 
 
-async def test_replies_and_episodes_have_no_room(tmp_path: Path) -> None:
-    env = paying(pays=lambda said, asked: 0.0, choices=digits(6))
-    assert "length_truncation" in named(await drive(tmp_path / "reply", env, steps=6))
+async def test_truncated_replies_and_contexts_are_named(tmp_path: Path) -> None:
+    env = paying(pays=lambda replies, asked: 0.0, choices=digits(6))
+    assert "length_truncation" in rules_of(await drive(tmp_path / "reply", env, steps=6))
     doctor = await drive(tmp_path / "context", env, steps=6, turns=9, agent__max_new_tokens=8, agent__max_context=40)
-    assert "context_truncation" in named(doctor)
+    assert "context_truncation" in rules_of(doctor)
 
 
-async def test_the_sampler_lies_about_its_temperature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = wiring.engine_policies
+async def test_another_sampling_temperature_is_named_sampler_mismatch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
-        wiring, "engine_policies", lambda engine, renderer, agent, _: honest(engine, renderer, agent, 3.0)
+        backend,
+        "engine_policies",
+        lambda engine, renderer, agent, _, **options: engine_policies(engine, renderer, agent, 3.0),
     )
-    assert "sampler_mismatch" in named(await drive(tmp_path, steps=4))
+    assert "sampler_mismatch" in rules_of(await drive(tmp_path, steps=4))

@@ -1,4 +1,4 @@
-"""Offline methods as whole runs: they learn, and killed and resumed they are as if left alone."""
+"""Whole runs of offline methods: they learn, and a killed and resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from runs_for_tests import (
     trainer_state,
 )
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
-from agentgym_rl.endings import Stopped
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.rounds import read_round
-from agentgym_rl.train import train
+from agentgym_rl.run.backend import LocalBackend
+from agentgym_rl.run.rounds import read_round
+from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
-from agentgym_rl.workers import OneProcess
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
 SMALL = {
@@ -38,16 +38,16 @@ SMALL = {
     "dpo": ["dpo.rounds=2", "dpo.batch_size=24", "dpo.pairs_per_item=8"],
     "agentevol": ["agentevol.rounds=2", "sft.batch_size=16", "warm_start.episodes=128", "warm_start.sft.epochs=6"],
 }
-"""Runs of seconds, with several updates in each round."""
+"""Overrides for runs of a few seconds with several updates in each round."""
 
 
-def arguments(method: str, run: Path) -> list[str]:
-    always = [f"run_dir={run}", "threads=1", "checkpoint.every=2", "eval.every=3"]
-    return ["train", str(RECIPES / f"tiny-{method}.toml"), *SMALL[method], *always]
+def arguments_of(method: str, run: Path) -> list[str]:
+    common = [f"run_dir={run}", "threads=1", "checkpoint.every=2", "eval.every=3"]
+    return ["train", str(RECIPES / f"tiny-{method}.toml"), *SMALL[method], *common]
 
 
 def start(method: str, run: Path, *more: str) -> Process:
-    return Process([*arguments(method, run), *more], run.parent / f"{run.name}.out")
+    return Process([*arguments_of(method, run), *more], run.parent / f"{run.name}.out")
 
 
 def finish(method: str, run: Path, *more: str) -> None:
@@ -55,7 +55,7 @@ def finish(method: str, run: Path, *more: str) -> None:
     assert process.wait(280) == 0, process.output.read_text()
 
 
-def lines(run: Path) -> int:
+def count_steps(run: Path) -> int:
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -66,32 +66,32 @@ def assert_equal(run: Path, expected: Path) -> None:
     rounds = sorted(path.name for path in (expected / "rounds").iterdir())
     assert sorted(path.name for path in (run / "rounds").iterdir()) == rounds
     for number in range(1, len(rounds) + 1):
-        mine, theirs = read_round(run, number), read_round(expected, number)
-        assert (mine.samples, mine.pairs) == (theirs.samples, theirs.pairs)
+        actual_round, expected_round = read_round(run, number), read_round(expected, number)
+        assert (actual_round.samples, actual_round.pairs) == (expected_round.samples, expected_round.pairs)
     weights = final_weights(run)
     assert all(torch.equal(weights[name], value) for name, value in final_weights(expected).items())
     state, expected_state = trainer_state(run), trainer_state(expected)
     for name in ("step", "rounds_done", "history", "evaluations"):
         assert state[name] == expected_state[name]
-    found, wanted = (json.loads((folder / "summary.json").read_text()) for folder in (run, expected))
-    assert found | {"seconds": 0} == wanted | {"seconds": 0}
+    summary, expected_summary = (json.loads((folder / "summary.json").read_text()) for folder in (run, expected))
+    assert summary | {"seconds": 0} == expected_summary | {"seconds": 0}
 
 
 @pytest.fixture(scope="module")
-def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {}
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    runs: dict[str, Path] = {}
 
     def run_of(method: str) -> Path:
-        if method not in made:
-            made[method] = tmp_path_factory.mktemp(method) / "run"
-            finish(method, made[method])
-        return made[method]
+        if method not in runs:
+            runs[method] = tmp_path_factory.mktemp(method) / "run"
+            finish(method, runs[method])
+        return runs[method]
 
     return run_of
 
 
 MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
-    "sft between checkpoints": ("sft", lambda run: lines(run) >= 3),
+    "sft between checkpoints": ("sft", lambda run: count_steps(run) >= 3),
     "dpo while a round is played": ("dpo", lambda run: (run / "trajectories" / "step_000001.jsonl").exists()),
     "dpo once a round has its pairs": ("dpo", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
     "agentevol in a later round": ("agentevol", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
@@ -99,58 +99,60 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_and_resumed_is_as_if_left_alone(moment: str, left_alone: Callable[[str], Path], tmp_path: Path) -> None:
-    method, come = MOMENTS[moment]
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
+    moment: str, uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    method, is_moment = MOMENTS[moment]
     run = tmp_path / "run"
-    start(method, run).kill_when(lambda: come(run), 280)
+    start(method, run).kill_when(lambda: is_moment(run), 280)
     finish(method, run, "--resume")
-    assert_equal(run, left_alone(method))
+    assert_equal(run, uninterrupted(method))
 
 
 @pytest.mark.parametrize("before_the_end", [3, 0])
-def test_stopped_and_resumed_is_as_if_left_alone(
-    before_the_end: int, left_alone: Callable[[str], Path], tmp_path: Path
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(
+    before_the_end: int, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """Between two updates; and after the last, while held-out items are played."""
-    run, last = tmp_path / "run", lines(left_alone("sft"))
-    start("sft", run).stop_when(lambda: lines(run) >= last - before_the_end)
+    """Stop between two updates, and after the last one during the evaluation."""
+    run, last = tmp_path / "run", count_steps(uninterrupted("sft"))
+    start("sft", run).stop_when(lambda: count_steps(run) >= last - before_the_end)
     status = json.loads((run / "status.json").read_text())
     assert status["state"] == "stopped"
     assert list_checkpoints(run / "checkpoints")[-1].name == f"step_{status['step']:06d}"
     finish("sft", run, "--resume")
-    assert_equal(run, left_alone("sft"))
+    assert_equal(run, uninterrupted("sft"))
 
 
-async def test_stopped_while_it_is_restored_the_checkpoint_stays_good(
-    left_alone: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_stop_during_restore_keeps_the_checkpoint_intact(
+    uninterrupted: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    shutil.copytree(left_alone("sft"), run)
-    shutil.rmtree(list_checkpoints(run / "checkpoints")[-1])  # the one before is of the middle of a round
+    shutil.copytree(uninterrupted("sft"), run)
+    shutil.rmtree(list_checkpoints(run / "checkpoints")[-1])  # the previous one is in the middle of a round
     before = trainer_state(run)
     assert before["learner"]["updates"] == before["step"] > 0
-    restore = OneProcess.restore
+    restore = LocalBackend.restore
 
-    async def slowly(self: OneProcess, folder: Path, saved: dict[str, Any]) -> None:
+    async def slowly(self: LocalBackend, folder: Path, saved: dict[str, Any]) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(5):
-            await asyncio.sleep(0)  # as a cluster's ranks take their time
+            await asyncio.sleep(0)  # as if a cluster's ranks were slow
         await restore(self, folder, saved)
 
-    monkeypatch.setattr(OneProcess, "restore", slowly)
-    _, recipe, *overrides = arguments("sft", run)
+    monkeypatch.setattr(LocalBackend, "restore", slowly)
+    _, recipe, *overrides = arguments_of("sft", run)
     with pytest.raises(Stopped):
         await train(load_config(Path(recipe), overrides), run, resume=True, console=quiet())
     assert trainer_state(run)["learner"]["updates"] == before["step"]
     monkeypatch.undo()
     finish("sft", run, "--resume")
-    assert_equal(run, left_alone("sft"))
+    assert_equal(run, uninterrupted("sft"))
 
 
-def test_the_runs_are_worth_comparing_with(left_alone: Callable[[str], Path]) -> None:
-    """Otherwise equal could mean empty."""
+def test_the_compared_runs_are_not_trivial(uninterrupted: Callable[[str], Path]) -> None:
+    """Check the reference runs, because two empty runs would be equal too."""
     for method in SMALL:
-        run = left_alone(method)
+        run = uninterrupted(method)
         rows = comparable_metrics(run)
         assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
         assert len(rows) > 3
@@ -164,36 +166,40 @@ def test_the_runs_are_worth_comparing_with(left_alone: Callable[[str], Path]) ->
         assert len(list_checkpoints(run / "checkpoints")) == 2
 
 
-def test_every_round_of_agentevol_starts_from_the_base_model(left_alone: Callable[[str], Path], tmp_path: Path) -> None:
-    """With a rate of 0 nothing is learned, so every checkpoint must be the base, which the warm start moved."""
-    run = left_alone("agentevol")
+def test_every_round_of_agentevol_starts_from_the_base_model(
+    uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Use a learning rate of 0, so that every checkpoint must equal the base, which the warm start trained."""
+    run = uninterrupted("agentevol")
     last = read_round(run, 3)
     assert last.samples["expert"] == read_round(run, 1).samples["expert"]
     assert len(last.samples["explored"]) == last.metrics["round/kept"] > 0
-    still = tmp_path / "still"
-    finish("agentevol", still, "sft.optimizer.lr=0.0", "agentevol.rounds=1")
+    unchanged = tmp_path / "still"
+    finish("agentevol", unchanged, "sft.optimizer.lr=0.0", "agentevol.rounds=1")
     from safetensors.torch import load_file
 
-    base = load_file(still / "base" / "model.safetensors")
-    assert all(torch.equal(base[name], value) for name, value in final_weights(still).items())
+    base = load_file(unchanged / "base" / "model.safetensors")
+    assert all(torch.equal(base[name], value) for name, value in final_weights(unchanged).items())
     moved = final_weights(run)
     assert any(not torch.equal(base[name], value) for name, value in moved.items())
 
 
-async def test_reference_log_probabilities_are_those_of_the_model_the_round_started_with(
-    left_alone: Callable[[str], Path],
+async def test_reference_log_probabilities_come_from_the_model_at_the_start_of_the_round(
+    uninterrupted: Callable[[str], Path],
 ) -> None:
-    """Before anything is learned the margin is 0: at the first step of each round."""
-    rows = comparable_metrics(left_alone("dpo"))
+    """Check the first step of each round: the margin is 0 before the first update."""
+    rows = comparable_metrics(uninterrupted("dpo"))
     first = [row for row in rows if "round/pairs" in row]
     assert len(first) == 2
     assert all(abs(row["dpo/margin"]) < 1e-3 for row in first)
     assert all(abs(row["dpo/margin"]) > 1e-3 for row in rows if "round/pairs" not in row)
 
 
-async def test_trajectories_of_one_run_teach_another(left_alone: Callable[[str], Path], tmp_path: Path) -> None:
-    """SFT and DPO from a run directory, in ids as sampled where the tokenizer is the same."""
-    source = left_alone("dpo")
+async def test_a_run_learns_from_the_trajectories_of_another_run(
+    uninterrupted: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Train SFT and DPO from a run directory. With the same tokenizer they use the sampled ids."""
+    source = uninterrupted("dpo")
     model = str(list_checkpoints(source / "checkpoints")[-1] / "model")
     common = [f"model={{path='{model}'}}", "threads=1"]
     recipe = tmp_path / "files.toml"
@@ -206,14 +212,14 @@ async def test_trajectories_of_one_run_teach_another(left_alone: Callable[[str],
     await train(sft, tmp_path / "sft", console=quiet())
     sampled = {tuple(p.chosen.token_ids) for n in (1, 2) for p in read_round(source, n).pairs}
     learned = {tuple(s.token_ids) for s in read_round(tmp_path / "sft", 1).samples["expert"]}
-    assert sampled <= learned  # every chosen half is a success, and its ids are as they were sampled
+    assert sampled <= learned  # every chosen reply is a success with its sampled ids
     dpo = load_config(recipe, ["method=dpo", *common, files, "dpo.batch_size=64"])
     await train(dpo, tmp_path / "dpo", console=quiet())
     assert read_round(tmp_path / "dpo", 1).pairs
-    assert "episodes/usable" not in comparable_metrics(tmp_path / "dpo")[0]  # nothing was played
+    assert "episodes/usable" not in comparable_metrics(tmp_path / "dpo")[0]  # no episode was played
 
 
-async def test_an_environment_that_a_round_drew_nothing_of_is_passed_over(tmp_path: Path) -> None:
+async def test_an_environment_without_tasks_in_a_round_is_skipped(tmp_path: Path) -> None:
     recipe = counting_config().model_dump(exclude_unset=True, exclude={"horizon", "rl"}) | {
         "method": "agentevol",
         "environments": [{"name": "counting"}, {"name": "rare", "weight": 1e-9}],
@@ -223,12 +229,12 @@ async def test_an_environment_that_a_round_drew_nothing_of_is_passed_over(tmp_pa
     pool = LocalPool({"counting": Counting, "rare": Counting})
     summary = await train(Config.model_validate(recipe), tmp_path / "run", console=quiet(), pool=pool)
     await pool.close()
-    assert [one["episodes"] for one in summary["rounds"]] == [4.0]
+    assert [row["episodes"] for row in summary["rounds"]] == [4.0]
 
 
-@pytest.mark.timeout(900)  # under a minute on a core of its own; a busy machine may take long
+@pytest.mark.timeout(900)  # under a minute on a free core; a busy machine takes longer
 @pytest.mark.parametrize("method", ["dpo", "agentevol"])
-async def test_it_learns_the_game_from_random_play(method: str, tmp_path: Path) -> None:
+async def test_the_method_learns_the_game_from_random_play(method: str, tmp_path: Path) -> None:
     config = load_config(RECIPES / f"{method}.toml", ["threads=1"])
     assert config.warm_start is not None
     assert config.warm_start.policy == "random"

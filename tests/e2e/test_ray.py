@@ -12,6 +12,7 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,9 +31,9 @@ from cluster_for_tests import (
 )
 from runs_for_tests import comparable_metrics, final_weights, quiet, trainer_state
 
-from agentgym_rl.cluster import Cluster
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.backend_ray import RayBackend
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.training.checkpoint import list_checkpoints
 
@@ -95,7 +96,7 @@ def test_it_plays_and_learns_what_one_process_does(alone: Path, stopped: Path) -
             assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
 
 
-def test_the_log_says_what_happened_and_nothing_is_left(stopped: Path) -> None:
+def test_the_log_records_the_events_and_no_process_is_left(stopped: Path) -> None:
     assert events_of(stopped)[0] == "engine_lost"
     after = events_of(stopped)[events_of(stopped).index("stopped") + 1 :]
     assert after in ([], ["engine_started"]), "the new engine may come up meanwhile"
@@ -106,7 +107,7 @@ def test_the_log_says_what_happened_and_nothing_is_left(stopped: Path) -> None:
     assert leaked() == 0
 
 
-def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> None:
+def test_a_checkpoint_of_several_ranks_is_resumed_by_one_process(stopped: Path) -> None:
     last = list_checkpoints(stopped / "checkpoints")[-1]
     step = int(last.name.rpartition("_")[2])
     assert step == steps_of(stopped)[-1]
@@ -123,19 +124,19 @@ def test_what_several_ranks_wrote_is_resumed_by_one_process(stopped: Path) -> No
 
 
 @pytest.mark.long
-def test_the_death_of_the_board_ends_a_run_as_that_of_a_rank_does(cluster: Any, tmp_path: Path) -> None:
+def test_the_death_of_the_shared_state_ends_a_run_like_that_of_a_rank(cluster: Any, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = Command(folder, *SCALE, f"scale.address={cluster.address}", LONG)
     try:
         run.until_step(1)
-        (board,) = workers("board")
-        os.kill(board, signal.SIGKILL)
+        (shared_state,) = workers("shared_state")
+        os.kill(shared_state, signal.SIGKILL)
         assert run.wait() == 1, run.output.read_text()
     finally:
         run.end()
     said = run.output.read_text()
     assert "Traceback" not in said, said
-    assert "agentgym-rl: the board died" in said
+    assert "agentgym-rl: the actor that tells engines of new weights died" in said
     assert "run the same command with --resume" in " ".join(said.split())
     assert events_of(folder) == ["worker_lost"]
     assert leaked() == 0
@@ -145,7 +146,7 @@ def test_the_death_of_the_board_ends_a_run_as_that_of_a_rank_does(cluster: Any, 
     assert steps_of(folder) == list(range(1, steps_of(folder)[-1] + 1))
 
 
-async def test_folders_that_another_node_has_of_its_own_are_refused(
+async def test_folders_that_differ_on_another_node_are_refused(
     cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from agentgym_rl.scale.ray_app import on_other_nodes
@@ -154,10 +155,11 @@ async def test_folders_that_another_node_has_of_its_own_are_refused(
     own = Path("/proc/self/cwd")  # a folder that every process has, and each another one
     recipe = {"model": {"path": "no/model", "device": "cpu"}, "environments": [{"name": "keydoor"}]}
     config = Config.model_validate(recipe | {"scale": {"address": cluster.address, "learners": 1, "engines": 1}})
+    context = SimpleNamespace(config=config, console=quiet(), log=SimpleNamespace(root=own))
     ray.init(address=cluster.address, log_to_driver=False)
     try:
         with pytest.raises(ConfigError, match=r"must see the run directory /proc/self/cwd, .* does not: set run_dir"):
-            await Cluster.start(config, Path("no/model"), quiet(), own)
+            await RayBackend.start(context, Path("no/model"))  # type: ignore[arg-type]
         ask = partial(on_other_nodes, 300.0)
         await require_shared(tmp_path, ask)
         assert os.listdir(tmp_path) == []
@@ -170,7 +172,7 @@ async def test_folders_that_another_node_has_of_its_own_are_refused(
 
 
 @pytest.mark.long
-def test_agentevol_on_a_cluster_is_that_of_one_process_and_is_resumed_by_one(cluster: Any, tmp_path: Path) -> None:
+def test_agentevol_on_a_cluster_matches_one_process_and_is_resumed_by_one(cluster: Any, tmp_path: Path) -> None:
     """A warm start, exploration, imitation from the base again; told to stop in a later round."""
     whole = ForkedCommand(tmp_path / "alone" / "run", *GENTLE, text=AGENTEVOL)
     run = Command(

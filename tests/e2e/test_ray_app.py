@@ -1,5 +1,5 @@
-"""Actors, places and turns on a shared device: Ray's part alone, with workers that only take notes; then whole runs
-that begin in another folder than Ray did."""
+"""Ray actors, placement and shared devices, with workers that only record calls; then whole runs that start in another
+folder than Ray."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from runs_for_tests import counting_config, quiet
 from servers_for_tests import server_in_thread
 from training_for_tests import counting_conversations
 
-from agentgym_rl.agent.engines.lending import Door, LentWeights, expect
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine
-from agentgym_rl.cluster import Cluster
+from agentgym_rl.commands.train import train
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
-from agentgym_rl.runlog import read_metrics, read_trajectories
+from agentgym_rl.run.backend_ray import RayBackend
+from agentgym_rl.run.log import read_metrics, read_trajectories
+from agentgym_rl.run.start import word_tokenizer
 from agentgym_rl.scale.plan import Plan
-from agentgym_rl.scale.publisher import LEND
-from agentgym_rl.scale.routing import Homes
-from agentgym_rl.starting import words_of
-from agentgym_rl.train import train
+from agentgym_rl.scale.publisher import LEND_VARIABLE
+from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
+from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 from agentgym_rl.types import Sampling
 
 ray = pytest.importorskip("ray")
@@ -42,7 +42,7 @@ ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Rank:
-    """Learns nothing, has one weight."""
+    """A rank with one weight that never changes."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
@@ -54,8 +54,8 @@ class Rank:
         return "a probe"
 
 
-class Seat:
-    """Notes what it is told, and is hollow from the second version on until it is made again."""
+class RecordingAdapter:
+    """Records its calls. It loses its processes at the second version, until it is restarted."""
 
     def __init__(self) -> None:
         self.engine: Any = ScriptedEngine([[7, 8]] * 9)
@@ -68,23 +68,23 @@ class Seat:
 
     died = False
 
-    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
+    async def load(self, source: Any, version: int, probe: Any = None) -> None:
         if version == 2 and not ray.get_runtime_context().was_current_actor_reconstructed:
             self.died = True
             raise EngineError("its own processes are gone")
-        ((name, tensor),) = arrived[0].tensors()
+        ((name, tensor),) = source[0].tensors()
         self.notes.append(f"{name} {tensor.tolist()} of version {version} with {probe}")
         self.engine.version = version
 
-    async def rest(self) -> None:
-        self.notes.append("rest")
+    async def sleep(self) -> None:
+        self.notes.append("sleep")
 
     async def wake(self) -> None:
         self.notes.append("wake")
 
 
-class LendingRank(Rank):
-    """Has several weights, another value in each version; the last rank dies where a file says so."""
+class SendingRank(Rank):
+    """Has several weights with another value in each version. The last rank dies if a file exists."""
 
     def __init__(self, deadly: Path, rank: int, size: int) -> None:
         super().__init__(rank, size)
@@ -100,43 +100,43 @@ class LendingRank(Rank):
             yield str(number), torch.full((1000,), self._value + number)  # 4,000 bytes
 
 
-class Borrowing(Seat):
-    """Is killed in the middle of the first version that it is lent while there is no file."""
+class DeviceAdapter(RecordingAdapter):
+    """Dies in the middle of the first transfer on the device, while a file does not exist."""
 
     def __init__(self, once: Path) -> None:
         super().__init__()
         self._once = once
 
-    async def expect(self) -> Door:
-        self.notes.append("expect")
-        return expect()
+    async def open_endpoint(self) -> Endpoint:
+        self.notes.append("open_endpoint")
+        return open_endpoint()
 
-    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
-        lent = isinstance(arrived, LentWeights)
-        pairs = arrived.tensors() if lent else (pair for some in arrived for pair in some.tensors())
-        found = []
+    async def load(self, source: Any, version: int, probe: Any = None) -> None:
+        sent = isinstance(source, DeviceWeights)
+        pairs = source.tensors() if sent else (pair for bucket in source for pair in bucket.tensors())
+        values = []
         for name, tensor in pairs:
-            found.append(f"{name}={tensor[0]:g}")
+            values.append(f"{name}={tensor[0]:g}")
             assert (tensor == tensor[0]).all()
             del tensor
-            if lent and name == "1":
+            if sent and name == "1":
                 die_unless(self._once)
-        self.notes.append(f"{' '.join(found)} {'lent' if lent else 'read'} as version {version} with {probe}")
+        self.notes.append(f"{' '.join(values)} {'sent' if sent else 'read'} as version {version} with {probe}")
         self.engine.version = version
 
 
-class Hopeless(Seat):
-    """Dies of its second version, however often it is made again."""
+class DyingAdapter(RecordingAdapter):
+    """Dies at its second version, however often it is restarted."""
 
-    async def load(self, arrived: Any, version: int, probe: Any = None) -> None:
+    async def load(self, source: Any, version: int, probe: Any = None) -> None:
         if version == 1:
             self.died = True
             raise EngineError("its worker ran out of memory")
-        await super().load(arrived, version, probe)
+        await super().load(source, version, probe)
 
 
-class Fragile(Seat):
-    """Dies of the prompt [0], once if a file says so."""
+class FragileAdapter(RecordingAdapter):
+    """Dies at the prompt [0], once per file."""
 
     def __init__(self, once: Path) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Fragile(Seat):
 
 
 def die_unless(once: Path) -> None:
-    """One of several processes, if they come at the same time."""
+    """Exit unless the file exists, and create it: one of several concurrent processes dies."""
     try:
         once.touch(exist_ok=False)
     except FileExistsError:
@@ -173,13 +173,13 @@ def make_player(engine: Any) -> Player:
 
 
 class Reporting(Player):
-    """Tells the board of something before it plays."""
+    """Reports an event to the shared state before it plays."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
 
     async def play(self, job: Path) -> int:
-        await self._engine._board.report.remote("a host", "plays", "a group")
+        await self._engine._state.report.remote("a host", "plays", "a group")
         return await super().play(job)
 
 
@@ -201,7 +201,9 @@ def on_this_machine() -> Iterator[None]:
         ray.shutdown()
 
 
-async def started(of: Plan, make_engine: Any = Seat, make_player: Any = make_player, make_rank: Any = Rank) -> Any:
+async def started(
+    of: Plan, make_engine: Any = RecordingAdapter, make_player: Any = make_player, make_rank: Any = Rank
+) -> Any:
     from agentgym_rl.scale.ray_app import RayApp
 
     app = RayApp(of)
@@ -216,7 +218,7 @@ async def started(of: Plan, make_engine: Any = Seat, make_player: Any = make_pla
 
 
 async def bundle(actor: Any) -> tuple[str, int]:
-    """(placement group, its bundle) that an actor sits in."""
+    """Return (placement group, bundle index) of an actor."""
     ids = await actor.__ray_call__.remote(lambda _: ray._private.worker.global_worker.core_worker.resource_ids())
     (name,) = [key for key in ids if key.startswith("CPU_group_") and key.count("_") == 3]
     return name.rpartition("_")[2], int(name.split("_")[2])
@@ -228,11 +230,11 @@ def seconds_for_other_ranks(_: Any) -> float:
 
 
 async def notes(app: Any) -> list[list[str]]:
-    calls = [engine.__ray_call__.remote(lambda actor: actor._seat.notes) for engine in app.engines]
+    calls = [engine.__ray_call__.remote(lambda actor: actor._adapter.notes) for engine in app.engines]
     return list(await asyncio.gather(*calls))
 
 
-async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_also_from_the_dead() -> None:
+async def test_an_engine_sleeps_while_its_learner_works_and_restarts_after_its_death() -> None:
     app = await started(plan())
     try:
         places = [await bundle(actor) for actor in (*app.learners, *app.engines)]
@@ -241,17 +243,17 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
         waits_s = await app.learners[0].__ray_call__.remote(seconds_for_other_ranks)
         assert waits_s > app.plan.worker_timeout_s, "a rank that died is heard of, one that works is waited for"
         await app.weights.publish(0)
-        await asyncio.to_thread(app.rest_engines)
+        await asyncio.to_thread(app.sleep_engines)
         said = await app.engines[0].generate.remote([1], Sampling(4), "a")
         assert (said.token_ids, said.version) == ([7, 8], 0)
-        await asyncio.to_thread(app.rest_engines)
+        await asyncio.to_thread(app.sleep_engines)
         await app.weights.publish(1)
         await app.engines[0].generate.remote([1], Sampling(4), "a")
         first, second = (f"weight [1.0, 2.0] of version {version} with a probe" for version in (0, 1))
-        assert await notes(app) == [[first, "rest", "wake", "rest", second], [first, "rest", "rest", second]]
+        assert await notes(app) == [[first, "sleep", "wake", "sleep", second], [first, "sleep", "sleep", second]]
         # Engines that outlive the processes they sample with are started again, and take what they missed.
         await app.weights.publish(2)
-        await asyncio.gather(*app.weights.behind.values())
+        await asyncio.gather(*app.weights.outdated.values())
         assert (await app.engines[0].generate.remote([1], Sampling(4), "a")).version == 2
         assert await notes(app) == [["weight [1.0, 2.0] of version 2 with a probe"]] * 2
         kinds = sorted(event["kind"] for event in await app.events())
@@ -260,33 +262,41 @@ async def test_an_engine_leaves_a_shared_device_to_its_learner_and_comes_back_al
         await app.close()
 
 
-async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_made_up_for(
+async def test_ranks_send_to_engines_on_their_device_and_a_dead_engine_is_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LEND, "always")
+    monkeypatch.setenv(LEND_VARIABLE, "always")
     app = await started(
-        plan(), partial(Borrowing, tmp_path / "once"), make_rank=partial(LendingRank, tmp_path / "deadly")
+        plan(), partial(DeviceAdapter, tmp_path / "once"), make_rank=partial(SendingRank, tmp_path / "deadly")
     )
     try:
         (tmp_path / "once").touch()
         assert await app.weights.publish(0) == "on the device that each shares with a learner"
-        await app.weights._whole
-        assert (await app.board.published.remote()).host is not None, "for an engine that is started again"
-        await asyncio.to_thread(app.rest_engines)
+        await app.weights._full_copy
+        assert (await app.state.published.remote()).host is not None, "for an engine that is started again"
+        await asyncio.to_thread(app.sleep_engines)
         await asyncio.to_thread(app.on_all, "learn")
         (tmp_path / "once").unlink()
         await app.weights.publish(1)  # one of the engines, whichever came first, dies in the middle of it
-        (lost,) = app.weights.behind
-        await app.engine_back(lost)
+        (lost,) = app.weights.outdated
+        await app.wait_for_engine(lost)
         said = await app.engines[lost].generate.remote([1], Sampling(4), "a", 1)
         assert said.version == 1
-        await app.weights.behind[lost]
+        await app.weights.outdated[lost]
         await asyncio.to_thread(app.on_all, "learn")
         await app.weights.publish(2)
-        lent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} lent as version {v} with a probe" for v in range(3)]
+        sent = [f"0={v} 1={v + 1} 2={v + 2} 3={v + 3} sent as version {v} with a probe" for v in range(3)]
         every = await notes(app)
-        assert every[lost] == [lent[1].replace("lent", "read"), "expect", lent[2]]
-        assert every[1 - lost] == ["expect", lent[0], "rest", "expect", lent[1], "expect", lent[2]]
+        assert every[lost] == [sent[1].replace("sent", "read"), "open_endpoint", sent[2]]
+        assert every[1 - lost] == [
+            "open_endpoint",
+            sent[0],
+            "sleep",
+            "open_endpoint",
+            sent[1],
+            "open_endpoint",
+            sent[2],
+        ]
         assert [event["kind"] for event in await app.events()] == ["engine_lost", "engine_started"]
         (tmp_path / "deadly").touch()
         with pytest.raises(WorkerLost, match="learner rank 1 of 2 died: run the same command with --resume"):
@@ -296,14 +306,14 @@ async def test_ranks_lend_to_engines_on_their_device_and_whoever_dies_of_it_is_m
 
 
 @pytest.mark.long
-async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -> None:
-    app = await started(plan(learners=1, engines=1), Hopeless)
+async def test_an_engine_that_dies_at_every_load_ends_the_run_with_the_cause() -> None:
+    app = await started(plan(learners=1, engines=1), DyingAdapter)
     try:
-        assert await app.weights.publish(0) == "through 1.28e-07 GB of the node's memory, which all of them map"
+        assert await app.weights.publish(0) == "through 1.28e-07 GB of host memory that all engines map"
         await app.weights.publish(1)  # it is down, and may come back
-        while not app.weights.behind[0].done():
-            await asyncio.wait([app.weights.behind[0]])
-        why = "engine 0: given up: 3 times in a row it did not live through taking weights, at last: its worker ran out"
+        while not app.weights.outdated[0].done():
+            await asyncio.wait([app.weights.outdated[0]])
+        why = "engine 0: gave up: it died 3 times in a row while loading weights, last error: its worker ran out"
         for call in (app.play(None, 1), app.weights.publish(2)):
             with pytest.raises(EngineError, match=why):
                 await call
@@ -311,14 +321,14 @@ async def test_an_engine_that_dies_of_every_load_ends_the_run_with_the_cause() -
         await app.close()
 
 
-async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> None:
-    """Also where its death is an engine's or a host's answer, who are alive."""
+async def test_a_call_to_a_dead_shared_state_ends_the_run(tmp_path: Path) -> None:
+    """Also if an engine or a host that is alive reports its death."""
     app = await started(plan(learners=1, engines=1), make_player=Reporting)
     try:
         await app.weights.publish(0)
         (tmp_path / "group").touch()
         assert await app.play(tmp_path / "group", 1)
-        os.kill(await app.board.pid.remote(), signal.SIGKILL)
+        os.kill(await app.state.pid.remote(), signal.SIGKILL)
         newer = await app.learners[0].put_weights.remote(1, 1 << 20, True)
         for call in (
             app.weights.publish(1),
@@ -326,36 +336,41 @@ async def test_whoever_needs_a_board_that_died_ends_the_run(tmp_path: Path) -> N
             app.play(tmp_path / "group", 1),
             app.events(),
         ):
-            with pytest.raises(WorkerLost, match=r"^the board died, .*: run the same command with --resume$"):
+            with pytest.raises(
+                WorkerLost,
+                match=r"^the actor that tells engines of new weights died: run the same command with --resume$",
+            ):
                 await asyncio.wait_for(call, 120)
         assert not app._down
-        assert not app.weights.behind
+        assert not app.weights.outdated
     finally:
         await app.close()
 
 
 @pytest.mark.long
-async def test_a_death_long_after_a_call_began_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an environment host or an engine, while another is alive; only what everybody dies of is given up."""
+async def test_a_death_long_after_a_call_started_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kill an environment host or an engine while another is alive. Only a call that kills every worker fails."""
     from agentgym_rl.scale import ray_app
 
     of = plan(learners=1, env_hosts=2, layout="disaggregated")
-    app = await started(of, partial(Fragile, tmp_path / "prompt"))
+    app = await started(of, partial(FragileAdapter, tmp_path / "prompt"))
     try:
         await app.weights.publish(0)
         app.plan = replace(of, worker_timeout_s=0.0)  # since the call began that is over, whenever a worker dies
         assert await app.play(tmp_path / "group", 1), "by whoever is alive"
-        engines = ray_app.RemoteEngine(app.engines, app.board, timeout_s=0.0)
+        engines = ray_app.RemoteEngine(app.engines, app.state, timeout_s=0.0)
         # Version 1 is published while no engine can be reached, and asked for by who can reach them.
-        await app.board.publish.remote(await app.learners[0].put_weights.remote(1, 1 << 20, True))
+        await app.state.publish.remote(await app.learners[0].put_weights.remote(1, 1 << 20, True))
         assert (await engines.generate([1], Sampling(4), "a")).version == 0
         assert (await engines.at_least(1).generate([1], Sampling(4), "a")).version == 1
         assert (await engines.generate([0], Sampling(4), "a")).token_ids == [7, 8]
-        monkeypatch.setattr(ray_app, "MOST_DEATHS", 1)
+        monkeypatch.setattr(ray_app, "MAX_DEATHS", 1)
         (tmp_path / "prompt").unlink()
-        with pytest.raises(WorkerLost, match="1 environment hosts in a row died of one group"):
+        with pytest.raises(WorkerLost, match="1 environment hosts in a row died while they played one group"):
             await app.play(tmp_path / "another", 1)
-        with pytest.raises(EngineError, match="1 engines in a row died of one prompt"):
+        with pytest.raises(EngineError, match="1 engines in a row died while they had one prompt"):
             await engines.generate([0], Sampling(4), "a")
         kinds = {event["kind"] for event in await app.events()}
         assert kinds >= {"env_host_lost", "engine_lost"}
@@ -368,13 +383,13 @@ async def test_what_cannot_be_placed_is_refused_with_a_reason() -> None:
         await started(plan(learners=20, engines=1, layout="disaggregated"))
     with pytest.raises(ConfigError, match="need 2 GPUs, a learner and an engine on each; there are 0"):
         await started(plan(device="cuda"))
-    with pytest.raises(WorkerLost, match=r"no room for 20 x .*learner.* after 0.1 s: 20 learners.* need 22 CPUs"):
+    with pytest.raises(WorkerLost, match=r"cannot reserve 20 x .*learner.* within 0.1 s: 20 learners.* need 22 CPUs"):
         await started(plan(learners=20, engines=1, layout="disaggregated", address="there", worker_timeout_s=0.1))
 
 
-async def test_an_engine_that_cannot_be_made_says_why_in_one_line() -> None:
+async def test_an_engine_that_cannot_start_gives_the_reason_in_one_line() -> None:
     with pytest.raises(
-        WorkerLost, match=r"engine 0 could not be made: .*needs vLLM 0.22 to 0.32, which is not installed"
+        WorkerLost, match=r"engine 0 could not be created: .*needs vLLM 0.22 to 0.32, which is not installed"
     ) as refused:
         await started(plan(learners=1, engines=1), partial(VllmEngine, "anywhere"))
     assert "\n" not in str(refused.value)
@@ -384,32 +399,32 @@ SMALL_MODEL = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num
 
 
 def write_what_a_recipe_names(folder: Path) -> None:
-    tokenizer = words_of(counting_conversations(50))
+    tokenizer = word_tokenizer(counting_conversations(50))
     build_model(ScratchSettings(**SMALL_MODEL), tokenizer, 0).save_pretrained(folder / "mine")
     tokenizer.save_pretrained(folder / "mine")
     (folder / "chat.jinja").write_text(tokenizer.chat_template)
     (folder / "train.json").write_text(json.dumps(list(range(40))))
 
 
-async def test_a_run_elsewhere_than_its_workers_in_bfloat16_on_shared_devices(
+async def test_a_bfloat16_run_on_shared_devices_with_workers_in_other_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two ranks that lend to two native engines; a recipe of relative paths and a token that only the driver has."""
+    """Two ranks send to two native engines. The recipe has relative paths and a token that only the driver has."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COUNTING_TOKEN", "secret")  # after Ray was started, as on a cluster
-    monkeypatch.setenv(LEND, "always")
+    monkeypatch.setenv(LEND_VARIABLE, "always")
     write_what_a_recipe_names(tmp_path)
     seen: list[tuple[Any, ...]] = []
-    close = Cluster.close
+    close = RayBackend.close
 
-    async def look_and_close(self: Cluster) -> None:
+    async def look_and_close(self: RayBackend) -> None:
         rank, engine = self._app.learners[1], self._app.engines[1]
-        assert len(self._app.weights._devices) == 2, "ranks looked for engines on their device"
+        assert len(self._app.weights._rank_devices) == 2, "ranks looked for engines on their device"
         seen.append(await rank.__ray_call__.remote(lambda r: (r._work._config.model.device, torch.get_num_threads())))
-        seen.append(await engine.__ray_call__.remote(lambda e: (e._seat._model.dtype, torch.get_num_threads())))
+        seen.append(await engine.__ray_call__.remote(lambda e: (e._adapter._model.dtype, torch.get_num_threads())))
         await close(self)
 
-    monkeypatch.setattr(Cluster, "close", look_and_close)
+    monkeypatch.setattr(RayBackend, "close", look_and_close)
     with server_in_thread({"counting": Counting}, token="secret") as server:
         env = {"name": "counting", "url": f"{server.url}/counting", "token_variable": "COUNTING_TOKEN"}
         cpus = {"learner_cpus": 2.0, "engine_cpus": 0.5, "env_host_cpus": 0.5}
@@ -434,7 +449,7 @@ async def test_a_run_elsewhere_than_its_workers_in_bfloat16_on_shared_devices(
 
 @pytest.mark.long
 async def test_overlap_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> None:
-    """The next step is played, by engines that have weights of their own, while ranks learn."""
+    """Engines with their own weights play the next step while ranks learn."""
     with server_in_thread({"counting": Counting}) as server:
         environments = [{"name": "counting", "url": f"{server.url}/counting"}]
         changes = {"environments": environments, "rl__steps": 4, "rl__overlap": 1, "rl__zero_variance": "keep"}
@@ -449,7 +464,7 @@ async def test_overlap_on_a_cluster_is_that_of_one_process(tmp_path: Path) -> No
 
 
 def test_hosts_with_few_episodes_each_leave_no_engine_idle() -> None:
-    hosts = [Homes(4, first) for first in (0, 2)]
-    assert sorted(host.of(session, ()) for host in hosts for session in ("a", "b")) == [0, 1, 2, 3]
-    assert hosts[0].of("a", {0}) == 0  # whoever is there stays
-    assert hosts[0].of("c", {2}) == 3
+    hosts = [SessionRouter(4, first) for first in (0, 2)]
+    assert sorted(host.engine_of(session, ()) for host in hosts for session in ("a", "b")) == [0, 1, 2, 3]
+    assert hosts[0].engine_of("a", {0}) == 0  # an assigned session remains
+    assert hosts[0].engine_of("c", {2}) == 3

@@ -1,4 +1,4 @@
-"""Every recipe can be read; those meant for small machines really run two steps."""
+"""Every recipe is valid, and the recipes for small machines run two steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runs_for_tests import Process
 
 from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
-from agentgym_rl.runlog import read_metrics
+from agentgym_rl.run.log import read_metrics
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 ALL = sorted(RECIPES.rglob("*.toml"))
@@ -24,20 +24,20 @@ SHORTENED = [
     *("rl.steps=2", "rl.groups_per_step=4", "rl.group_size=3", "eval.episodes=6", "eval.every=0"),
     *("warm_start.episodes=60", "warm_start.sft.epochs=1"),
 ]
-"""The quickstart is the only one of them that takes minutes as it is."""
+"""Overrides for the quickstart, the only small recipe that takes minutes."""
 
 
-def name(path: Path) -> str:
+def relative_name(path: Path) -> str:
     return str(path.relative_to(RECIPES))
 
 
-def test_there_are_recipes() -> None:
+def test_the_recipes_exist() -> None:
     assert QUICKSTART in ALL
     assert len(SMALL) > 1
     assert PROGRAMS, "recipes/unrolled_grpo.py is part of the project"
 
 
-@pytest.mark.parametrize("recipe", ALL, ids=name)
+@pytest.mark.parametrize("recipe", ALL, ids=relative_name)
 def test_a_recipe_is_valid(recipe: Path) -> None:
     config = load_config(recipe, [])
     for env in config.environments:
@@ -46,7 +46,7 @@ def test_a_recipe_is_valid(recipe: Path) -> None:
         assert set(env.subsets) <= set(env_class.subsets)
 
 
-@pytest.mark.parametrize("recipe", SMALL, ids=name)
+@pytest.mark.parametrize("recipe", SMALL, ids=relative_name)
 def test_a_small_recipe_runs_two_steps(recipe: Path, tmp_path: Path) -> None:
     overrides = [f"run_dir={tmp_path / 'run'}", "threads=1", *(SHORTENED if recipe == QUICKSTART else [])]
     process = Process(["train", str(recipe), *overrides], tmp_path / "output")
@@ -56,9 +56,9 @@ def test_a_small_recipe_runs_two_steps(recipe: Path, tmp_path: Path) -> None:
     assert summary["after"]["episodes"] > 0
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=name)
+@pytest.mark.parametrize("program", PROGRAMS, ids=relative_name)
 def test_a_program_runs_two_steps(program: Path) -> None:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, str(program), "--steps=2", "--warm-updates=2", "--groups=2", "--group-size=2"],
         capture_output=True,
         text=True,
@@ -66,5 +66,5 @@ def test_a_program_runs_two_steps(program: Path) -> None:
         check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[1] for line in done.stdout.splitlines()] == ["1", "2"]
+    assert completed.returncode == 0, completed.stderr
+    assert [line.split()[1] for line in completed.stdout.splitlines()] == ["1", "2"]

@@ -1,4 +1,4 @@
-"""Kill -9 during training, the same command with --resume, and nothing differs from a run that was left alone."""
+"""A run killed with SIGKILL and resumed with --resume equals an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from runs_for_tests import (
     TINY,
+    Process,
     comparable_metrics,
     comparable_trajectories,
     final_weights,
@@ -22,18 +25,18 @@ from runs_for_tests import (
     trainer_state,
 )
 
-from agentgym_rl.runlog import read_metrics
+from agentgym_rl.run.log import read_metrics
 from agentgym_rl.training.checkpoint import list_checkpoints
 
 
 @pytest.fixture(scope="module")
-def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("left_alone") / "run"
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
     finish(folder)
     return folder
 
 
-def lines(folder: Path) -> int:
+def count_steps(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -41,17 +44,17 @@ def lines(folder: Path) -> int:
 MOMENTS: dict[str, Callable[[Path], bool]] = {
     "in the warm start": lambda run: (run / "trajectories" / "warmstart_000000.jsonl").exists(),
     "right after a checkpoint": lambda run: (run / "checkpoints" / "step_000002").exists(),
-    "between checkpoints": lambda run: lines(run) >= 3,
+    "between checkpoints": lambda run: count_steps(run) >= 3,
     "while a checkpoint is written": lambda run: (run / "checkpoints" / ".step_000004.tmp").exists(),
     "in the last evaluation": lambda run: (run / "trajectories" / "eval_000006.jsonl").exists(),
 }
 
 
 def assert_equal(run: Path, expected: Path) -> None:
-    found, wanted = comparable_metrics(run), comparable_metrics(expected)
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine == theirs
+    metrics, expected_metrics = comparable_metrics(run), comparable_metrics(expected)
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
+    for row, expected_row in zip(metrics, expected_metrics, strict=True):
+        assert row == expected_row
     episodes, expected_episodes = comparable_trajectories(run), comparable_trajectories(expected)
     assert list(episodes) == list(expected_episodes)
     for name, rows in expected_episodes.items():
@@ -69,60 +72,60 @@ def assert_equal(run: Path, expected: Path) -> None:
         assert all(torch.equal(value[name], expected_moments[key][name]) for name in value)
 
 
-def test_the_reference_run_is_worth_comparing_with(left_alone: Path) -> None:
-    """Otherwise equal could mean empty: episodes differ, weights move, the horizon grows, several updates a step."""
-    rows = comparable_metrics(left_alone)
+def test_the_reference_run_is_not_trivial(uninterrupted: Path) -> None:
+    """Check that episodes differ, weights change and the horizon grows, because two empty runs would be equal too."""
+    rows = comparable_metrics(uninterrupted)
     assert [row["horizon/babyai"] for row in rows] == [1, 1, 2, 2, 3, 3]
     assert len({row["loss"] for row in rows}) == 6
     assert any(row["groups/zero_variance"] < 1 for row in rows)
     assert all(row["grad/norm"] > 0 for row in rows)
     assert all(row["mismatch/abs"] < 1e-4 for row in rows)
-    tasks = [(row["env"], row["item"]) for row in comparable_trajectories(left_alone)["step_000001.jsonl"]]
+    tasks = [(row["env"], row["item"]) for row in comparable_trajectories(uninterrupted)["step_000001.jsonl"]]
     assert len(set(tasks)) == 4
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_killed_and_resumed_is_as_if_left_alone(moment: str, left_alone: Path, tmp_path: Path) -> None:
+def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(moment: str, uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     train_process(run).kill_when(lambda: MOMENTS[moment](run))
     finish(run, "--resume")
-    assert_equal(run, left_alone)
+    assert_equal(run, uninterrupted)
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_killed_twice_and_resumed_at_other_steps(left_alone: Path, tmp_path: Path) -> None:
-    """Where checkpoints are may change: it changes nothing that is learned."""
+def test_a_run_killed_twice_equals_an_uninterrupted_one(uninterrupted: Path, tmp_path: Path) -> None:
+    """Change `checkpoint.every`, which has no effect on what is learned."""
     run = tmp_path / "run"
-    train_process(run, "checkpoint.every=1").kill_when(lambda: lines(run) >= 1)
-    train_process(run, "checkpoint.every=1", "--resume").kill_when(lambda: lines(run) >= 4)
+    train_process(run, "checkpoint.every=1").kill_when(lambda: count_steps(run) >= 1)
+    train_process(run, "checkpoint.every=1", "--resume").kill_when(lambda: count_steps(run) >= 4)
     finish(run, "--resume")
-    assert_equal(run, left_alone)
+    assert_equal(run, uninterrupted)
 
 
-def test_a_finished_run_resumed_does_nothing_and_can_be_extended(left_alone: Path, tmp_path: Path) -> None:
+def test_resuming_a_finished_run_does_nothing_and_can_extend_it(uninterrupted: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     finish(run, "rl.steps=4", "rl.optimizer.decay=constant")
-    assert lines(run) == 4
+    assert count_steps(run) == 4
     before = final_weights(run)
     finish(run, "rl.steps=4", "rl.optimizer.decay=constant", "--resume")
-    assert lines(run) == 4
+    assert count_steps(run) == 4
     assert all(torch.equal(before[name], value) for name, value in final_weights(run).items())
     finish(run, "rl.steps=6", "rl.optimizer.decay=constant", "--resume")
-    straight = tmp_path / "straight"
-    finish(straight, "rl.optimizer.decay=constant")
-    assert_equal(run, straight)
+    in_one_go = tmp_path / "straight"
+    finish(in_one_go, "rl.optimizer.decay=constant")
+    assert_equal(run, in_one_go)
 
 
-def test_the_command_itself_killed_in_the_middle(left_alone: Path, tmp_path: Path) -> None:
-    """The same once more with nothing between the test and the command a person types."""
+def test_the_installed_command_can_be_killed_and_resumed(uninterrupted: Path, tmp_path: Path) -> None:
+    """Repeat the test with the command that a user types."""
     run, recipe = tmp_path / "run", tmp_path / "tiny.toml"
     recipe.write_text(TINY)
     command = [str(Path(sys.executable).with_name("agentgym-rl")), "train", str(recipe), f"run_dir={run}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    give_up_at = time.monotonic() + 120
-    while lines(run) < 3:
+    deadline = time.monotonic() + 120
+    while count_steps(run) < 3:
         assert process.poll() is None
-        assert time.monotonic() < give_up_at
+        assert time.monotonic() < deadline
         time.sleep(0.002)
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
@@ -133,22 +136,46 @@ def test_the_command_itself_killed_in_the_middle(left_alone: Path, tmp_path: Pat
     assert refused.wait() == 2
     assert "add --resume" in refused.output.read_text()
     finish(run, "--resume")
-    assert_equal(run, left_alone)
+    assert_equal(run, uninterrupted)
 
 
-def test_another_recipe_is_not_resumed(left_alone: Path) -> None:
-    process = train_process(left_alone, "--resume", "rl.group_size=8")
+def test_a_run_is_not_resumed_with_other_settings(uninterrupted: Path) -> None:
+    process = train_process(uninterrupted, "--resume", "rl.group_size=8")
     assert process.wait() == 2
-    said = process.output.read_text()
-    assert "rl.group_size (saved 4, given 8)" in said
-    assert "Traceback" not in said
+    output = process.output.read_text()
+    assert "rl.group_size (saved 4, given 8)" in output
+    assert "Traceback" not in output
 
 
 def test_checkpoints_without_optimizer_hold_the_model_and_refuse_resume(tmp_path: Path) -> None:
-    run, words = tmp_path / "run", ("checkpoint.optimizer=false", "rl.optimizer.decay=constant")
-    finish(run, "rl.steps=2", *words)
+    run, overrides = tmp_path / "run", ("checkpoint.optimizer=false", "rl.optimizer.decay=constant")
+    finish(run, "rl.steps=2", *overrides)
     assert trainer_state(run)["learner"] is None
     assert final_weights(run)
-    process = train_process(run, "rl.steps=4", *words, "--resume")
+    process = train_process(run, "rl.steps=4", *overrides, "--resume")
     assert process.wait() == 2
     assert "cannot be resumed from" in process.output.read_text()
+
+
+def test_a_run_saved_by_an_earlier_version_is_resumed(tmp_path: Path) -> None:
+    """The archive holds two steps of recipes/keydoor/tiny.toml, trained before files.json and RunContext existed."""
+    with tarfile.open(Path(__file__).parents[1] / "data" / "run_of_0.1.0.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    run = tmp_path / "run"
+    before = read_metrics(run / "metrics.jsonl")
+    saved = tomllib.loads((run / "config.toml").read_text())
+    shape = [
+        f"model.scratch.{name}={value}" for name, value in saved["model"]["scratch"].items() if name != "max_context"
+    ]
+    sizes = [
+        "rl.groups_per_step=2",
+        "rl.group_size=2",
+        "eval.episodes=4",
+        "warm_start.episodes=24",
+        "checkpoint.keep=1",
+    ]
+    overrides = [f"run_dir={run}", "threads=1", "rl.steps=4", *sizes, *shape]
+    process = Process(["train", "keydoor/tiny", *overrides, "--resume"], tmp_path / "output")
+    assert process.wait() == 0, (tmp_path / "output").read_text()
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert read_metrics(run / "metrics.jsonl")[:2] == before

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and a full disk: what was learned is kept, and said."""
+"""SIGTERM, Ctrl-C and a full disk: the run keeps its progress and reports the stop."""
 
 from __future__ import annotations
 
@@ -22,62 +22,59 @@ from envs_for_tests import Counting
 from runs_for_tests import counting_config, final_weights, quiet
 
 from agentgym_rl.agent.engines.vllm.guard import owned
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
-from agentgym_rl.console import Console
-from agentgym_rl.endings import Stopped
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.train import Run, train
+from agentgym_rl.run.backend import LocalBackend
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.run import Run
+from agentgym_rl.run.stopping import Stopped
 from agentgym_rl.training.checkpoint import list_checkpoints
-from agentgym_rl.workers import OneProcess
 
 
 def test_sigterm_writes_a_checkpoint_and_the_resumed_run_is_the_same(tmp_path: Path) -> None:
-    whole = ForkedCommand(tmp_path / "whole" / "run")
-    cut = Command(tmp_path / "cut" / "run", "checkpoint.every=100")  # as a person starts it
-    cut.until_step(1)  # and not after three more
-    assert cut.stop() == 0, cut.output.read_text()
-    status = json.loads((cut.folder / "status.json").read_text())
+    uninterrupted = ForkedCommand(tmp_path / "whole" / "run")
+    stopped = Command(tmp_path / "cut" / "run", "checkpoint.every=100")  # in a fresh process, as a user starts it
+    stopped.until_step(1)  # long before the last step
+    assert stopped.stop() == 0, stopped.output.read_text()
+    status = json.loads((stopped.folder / "status.json").read_text())
     assert status["state"] == "stopped"
-    assert events_of(cut.folder) == ["stopped"]
-    (last,) = list_checkpoints(cut.folder / "checkpoints")[-1:]
-    assert last.name == f"step_{steps_of(cut.folder)[-1]:06d}"
-    assert steps_of(cut.folder)[-1] < 4
-    again = ForkedCommand(cut.folder, "checkpoint.every=100", "--resume")
-    assert again.wait() == 0, again.output.read_text()
-    assert whole.wait() == 0, whole.output.read_text()
-    assert steps_of(cut.folder) == [1, 2, 3, 4]
-    assert tokens(cut.folder) == tokens(whole.folder)
+    assert events_of(stopped.folder) == ["stopped"]
+    (last,) = list_checkpoints(stopped.folder / "checkpoints")[-1:]
+    assert last.name == f"step_{steps_of(stopped.folder)[-1]:06d}"
+    assert steps_of(stopped.folder)[-1] < 4
+    resumed = ForkedCommand(stopped.folder, "checkpoint.every=100", "--resume")
+    assert resumed.wait() == 0, resumed.output.read_text()
+    assert uninterrupted.wait() == 0, uninterrupted.output.read_text()
+    assert steps_of(stopped.folder) == [1, 2, 3, 4]
+    assert tokens(stopped.folder) == tokens(uninterrupted.folder)
 
 
-async def test_sigterm_while_a_checkpoint_is_written_stops_it_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_sigterm_during_a_checkpoint_stops_the_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save = Run.save
 
-    def asked_meanwhile(run: Run) -> None:
-        if run.state.step == 1 and not run.stop.asked:
+    def save_during_sigterm(run: Run) -> None:
+        if run.step == 1 and not run.stop.asked:
             os.kill(os.getpid(), signal.SIGTERM)
         save(run)
 
-    monkeypatch.setattr(Run, "save", asked_meanwhile)
+    monkeypatch.setattr(Run, "save", save_during_sigterm)
     with pytest.raises(Stopped, match="after step 1"):
         await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
     assert events_of(tmp_path / "run") == ["stopped"]
 
 
-async def test_a_step_that_has_a_checkpoint_is_not_saved_again_when_the_run_stops(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save, saved = OneProcess.save, []
+async def test_a_stop_does_not_save_a_step_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, saved = LocalBackend.save, []
 
-    def counted(workers: OneProcess, root: Path, step: int, *rest: Any) -> None:
+    def count_and_save(workers: LocalBackend, root: Path, step: int, *rest: Any) -> None:
         saved.append(step)
         save(workers, root, step, *rest)
         if step == 1:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(OneProcess, "save", counted)
+    monkeypatch.setattr(LocalBackend, "save", count_and_save)
     with pytest.raises(Stopped, match="after step 1: go on with --resume"):
         await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
     assert saved == [0, 1]
@@ -93,18 +90,18 @@ async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so
         return Config.model_validate(raw | changes)
 
     async def run(*, resume: bool = False) -> str:
-        said = io.StringIO()
+        output = io.StringIO()
         pool = LocalPool({"counting": Counting})
-        await train(config(), tmp_path / "run", console=Console(said), pool=pool, resume=resume)
-        return said.getvalue()
+        await train(config(), tmp_path / "run", console=Console(output), pool=pool, resume=resume)
+        return output.getvalue()
 
     await run()
     weights = final_weights(tmp_path / "run")
     first, last = list_checkpoints(tmp_path / "run" / "checkpoints")
     (last / "model" / "config.json").unlink()
-    said = " ".join((await run(resume=True)).split())
+    output = " ".join((await run(resume=True)).split())
     line = f"{last.name} is not complete (model/config.json is missing) and is kept as broken_{last.name}: using"
-    assert f"{line} {first.name}" in said
+    assert f"{line} {first.name}" in output
     assert events_of(tmp_path / "run") == ["checkpoint_incomplete"]
     assert all(torch.equal(weights[name], value) for name, value in final_weights(tmp_path / "run").items())
     for folder in (first, last):
@@ -113,10 +110,10 @@ async def test_resuming_falls_back_to_the_newest_complete_checkpoint_and_says_so
         await run(resume=True)
 
 
-def test_sigterm_before_rl_is_a_stop_too_and_resuming_makes_up_for_it(tmp_path: Path) -> None:
-    """In the warm start, of which nothing is kept, and in the first evaluation, before which it is."""
-    folder, few = tmp_path / "run", ("rl.steps=1", "warm_start.sft.epochs=60")
-    run = ForkedCommand(folder, *few, "eval.episodes=5000")
+def test_a_run_stopped_before_rl_can_be_resumed(tmp_path: Path) -> None:
+    """Stop in the warm start, which is not saved, and in the first evaluation, when the warm start is saved."""
+    folder, short = tmp_path / "run", ("rl.steps=1", "warm_start.sft.epochs=60")
+    run = ForkedCommand(folder, *short, "eval.episodes=5000")
     run.until(lambda: (folder / "trajectories" / "warmstart_000000.jsonl").exists())
     assert run.stop() == 0, run.output.read_text()
     assert (
@@ -124,51 +121,51 @@ def test_sigterm_before_rl_is_a_stop_too_and_resuming_makes_up_for_it(tmp_path: 
     )
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
     assert not list_checkpoints(folder / "checkpoints")
-    run = ForkedCommand(folder, *few, "eval.episodes=5000", "--resume")
+    run = ForkedCommand(folder, *short, "eval.episodes=5000", "--resume")
     run.until(lambda: "before RL" in run.output.read_text())
     assert run.stop() == 0, run.output.read_text()
     assert json.loads((folder / "status.json").read_text())["state"] == "stopped"
     assert events_of(folder) == ["stopped", "stopped"]
     assert [path.name for path in list_checkpoints(folder / "checkpoints")] == ["step_000000"]
-    run = ForkedCommand(folder, *few, "eval.episodes=6", "--resume")
+    run = ForkedCommand(folder, *short, "eval.episodes=6", "--resume")
     assert run.wait() == 0, run.output.read_text()
     assert "Traceback" not in run.output.read_text()
-    assert run.output.read_text().count("Warm start") == 2, "the second one is kept"
+    assert run.output.read_text().count("Warm start") == 2, "the checkpoint has the second warm start"
     summary = json.loads((folder / "summary.json").read_text())
-    assert [(one["step"], one["episodes"]) for one in summary["evaluations"]] == [(0, 6), (1, 6)]
+    assert [(row["step"], row["episodes"]) for row in summary["evaluations"]] == [(0, 6), (1, 6)]
 
 
-def test_the_first_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(tmp_path: Path) -> None:
+def test_the_first_ctrl_c_writes_a_checkpoint_and_names_resume(tmp_path: Path) -> None:
     run = ForkedCommand(tmp_path / "run", "checkpoint.every=100", "rl.steps=3000")
     run.until_step(1)
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 0, run.output.read_text()
-    said = run.output.read_text()
-    assert "press Ctrl-C again to end at once" in said
+    output = run.output.read_text()
+    assert "press Ctrl-C again to end at once" in output
     last = steps_of(run.folder)[-1]
-    assert f"stopped by Ctrl-C after step {last}: go on with --resume" in said
-    assert "Traceback" not in said
+    assert f"stopped by Ctrl-C after step {last}: go on with --resume" in output
+    assert "Traceback" not in output
     assert json.loads((run.folder / "status.json").read_text())["state"] == "stopped"
     assert events_of(run.folder) == ["stopped"]
     assert list_checkpoints(run.folder / "checkpoints")[-1].name == f"step_{last:06d}"
 
 
 def test_the_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
-    run = ForkedCommand(tmp_path / "run", "rl.epochs=1000000")  # its first step would take hours to learn from
+    run = ForkedCommand(tmp_path / "run", "rl.epochs=1000000")  # learning from the first step would take hours
     run.until((run.folder / "trajectories" / "step_000001.jsonl").exists)
     run.process.send_signal(signal.SIGINT)
     run.until(lambda: "press Ctrl-C again" in run.output.read_text())
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == -signal.SIGINT
-    said = run.output.read_text()
-    assert "ended at once: --resume goes on from the last checkpoint" in said
-    assert "Traceback" not in said
+    output = run.output.read_text()
+    assert "ended at once: --resume goes on from the last checkpoint" in output
+    assert "Traceback" not in output
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["state"], status["error"]) == ("stopped", "ended at once by Ctrl-C")
     assert [path.name for path in list_checkpoints(run.folder / "checkpoints")] == ["step_000000"]
 
 
-def test_processes_of_vllm_do_not_hear_of_ctrl_c() -> None:
+def test_processes_of_vllm_ignore_ctrl_c() -> None:
     with owned():
         child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     child.send_signal(signal.SIGINT)
@@ -177,12 +174,12 @@ def test_processes_of_vllm_do_not_hear_of_ctrl_c() -> None:
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, set())
 
 
-def alive(pids: Iterable[int]) -> list[int]:
+def still_running(pids: Iterable[int]) -> list[int]:
     return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.parametrize("moment", ["ranks imitate", pytest.param("engines are made", marks=pytest.mark.long)])
-def test_sigterm_while_a_cluster_starts_leaves_nothing_running(
+def test_sigterm_while_a_cluster_starts_leaves_no_process(
     moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("ray")
@@ -191,7 +188,7 @@ def test_sigterm_while_a_cluster_starts_leaves_nothing_running(
     scale = ("scale.learners=1", "scale.engines=1", "scale.env_hosts=1", "scale.object_store_mb=100")
     if moment == "ranks imitate":
         run = ForkedCommand(tmp_path / "run", *scale, "warm_start.sft.epochs=100000")
-        run.until(lambda: "from nothing" in run.output.read_text())
+        run.until(lambda: "from scratch" in run.output.read_text())
         assert not workers("engine")
     else:
         run = ForkedCommand(tmp_path / "run", *scale)
@@ -201,19 +198,19 @@ def test_sigterm_while_a_cluster_starts_leaves_nothing_running(
     assert "Traceback" not in run.output.read_text()
     assert json.loads((run.folder / "status.json").read_text())["state"] == "stopped"
     assert events_of(run.folder) == ["stopped"]
-    give_up_at = time.monotonic() + 60
-    while alive(started) and time.monotonic() < give_up_at:
+    deadline = time.monotonic() + 60
+    while still_running(started) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not alive(started)
+    assert not still_running(started)
 
 
 def largest_file(folder: Path) -> int:
     while True:
-        with contextlib.suppress(FileNotFoundError):  # the run goes on: old checkpoints are deleted meanwhile
+        with contextlib.suppress(FileNotFoundError):  # the run deletes old checkpoints meanwhile
             return max(path.stat().st_size for path in folder.rglob("*.pt"))
 
 
-def test_no_room_for_a_checkpoint_keeps_the_old_one_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_run_continues_after_a_checkpoint_failed_for_lack_of_space(tmp_path: Path) -> None:
     run = ForkedCommand(tmp_path / "run", "rl.steps=3000")
     try:
         run.until_step(1)
@@ -223,9 +220,9 @@ def test_no_room_for_a_checkpoint_keeps_the_old_one_and_the_run_goes_on(tmp_path
         run.until(lambda: "checkpoint_failed" in events_of(run.folder))
         failed = json.loads((run.folder / "events.jsonl").read_text().splitlines()[0])
         assert "no room" in failed["message"]
-        there = [path.name for path in list_checkpoints(run.folder / "checkpoints")]
-        assert f"step_{failed['step']:06d}" not in there
-        assert there[-1] in failed["message"]
+        checkpoints = [path.name for path in list_checkpoints(run.folder / "checkpoints")]
+        assert f"step_{failed['step']:06d}" not in checkpoints
+        assert checkpoints[-1] in failed["message"]
         assert "no room" in run.output.read_text()
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         run.until(lambda: list_checkpoints(run.folder / "checkpoints")[-1].name > f"step_{failed['step']:06d}")
@@ -238,7 +235,7 @@ def test_no_room_for_a_checkpoint_keeps_the_old_one_and_the_run_goes_on(tmp_path
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of its own for a run directory."""
+    """Mount a small disk for a run directory."""
     folder = tmp_path / "run"
     folder.mkdir()
     mounted = subprocess.run(
@@ -253,22 +250,22 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(folder: Path) -> Path:
-    path = folder / "checkpoints" / "somebody_elses"
+    path = folder / "checkpoints" / "other_data"
     with contextlib.suppress(OSError), path.open("ab", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
     return path
 
 
-def test_a_full_disk_does_not_end_a_run_and_is_made_up_for(small_disk: Path) -> None:
+def test_a_run_survives_a_full_disk_and_writes_its_data_later(small_disk: Path) -> None:
     run = ForkedCommand(small_disk, "rl.steps=3000", "agent.max_context=400")
     try:
         run.until_step(1)
-        theirs = fill(small_disk)
+        other_data = fill(small_disk)
         run.until(lambda: "waits in memory" in run.output.read_text())
         step = json.loads((small_disk / "status.json").read_text())["step"]
         run.until(lambda: json.loads((small_disk / "status.json").read_text() or "{}").get("step", 0) > step + 3)
-        theirs.unlink()
+        other_data.unlink()
         run.until(lambda: "disk_room" in events_of(small_disk))
         fill(small_disk)
         run.until(lambda: run.output.read_text().count("waits in memory") > 1)
@@ -277,16 +274,16 @@ def test_a_full_disk_does_not_end_a_run_and_is_made_up_for(small_disk: Path) -> 
         run.end()
     assert "Traceback" not in run.output.read_text()
     assert json.loads((small_disk / "status.json").read_text())["state"] == "stopped"
-    (small_disk / "checkpoints" / "somebody_elses").unlink()
+    (small_disk / "checkpoints" / "other_data").unlink()
     last = list_checkpoints(small_disk / "checkpoints")[-1]
     steps = int(last.name[-6:]) + 2
-    again = ForkedCommand(small_disk, f"rl.steps={steps}", "agent.max_context=400", "--resume")
-    assert again.wait() == 0, again.output.read_text()
+    resumed = ForkedCommand(small_disk, f"rl.steps={steps}", "agent.max_context=400", "--resume")
+    assert resumed.wait() == 0, resumed.output.read_text()
     assert steps_of(small_disk) == list(range(1, steps + 1))
     assert json.loads((small_disk / "status.json").read_text())["state"] == "finished"
 
 
-def test_no_room_for_the_first_checkpoint_is_one_line(small_disk: Path) -> None:
+def test_no_space_for_the_first_checkpoint_is_one_line(small_disk: Path) -> None:
     run = ForkedCommand(small_disk)
     run.until(lambda: (small_disk / "status.json").exists())
     fill(small_disk)

@@ -1,4 +1,4 @@
-"""Whole runs in this process: what they leave on disk, and the choices a recipe has."""
+"""Whole runs in this process: their files, and the choices of a recipe."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import read_metrics, read_trajectories
-from agentgym_rl.train import train
+from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.types import EnvSession, Step, StopReason
 
 
 class Doubling(Counting):
-    """Another environment beside the first."""
+    """A second environment."""
 
     name = "doubling"
     num_alive = 0
@@ -49,7 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_everything_is_on_disk(finished: Path) -> None:
+def test_a_finished_run_has_all_its_files(finished: Path) -> None:
     assert {p.name for p in finished.iterdir() if not p.name.startswith(".")} == {
         *("config.toml", "metrics.jsonl", "trajectories", "checkpoints", "reference"),
         *("status.json", "summary.json", "curve.png", "tensorboard"),
@@ -66,7 +66,7 @@ def test_everything_is_on_disk(finished: Path) -> None:
     assert (status["state"], status["step"], status["steps"]) == ("finished", 4, 4)
 
 
-def test_the_summary_says_what_was_asked_of_it(finished: Path) -> None:
+def test_the_summary_has_evaluations_and_stages(finished: Path) -> None:
     summary = json.loads((finished / "summary.json").read_text())
     assert (summary["before"]["step"], summary["after"]["step"], summary["steps"]) == (0, 4, 4)
     for when in ("before", "after"):
@@ -93,7 +93,7 @@ def test_every_episode_is_recorded_with_its_tokens(finished: Path) -> None:
     assert any(row.get("kl/reference", 0) > 0 for row in metrics)
 
 
-def test_held_out_items_are_held_out_and_the_same_every_time(finished: Path) -> None:
+def test_evaluations_use_the_same_held_out_items(finished: Path) -> None:
     files = comparable_trajectories(finished)
     evaluated = [[row["item"] for row in files[f"eval_{step:06d}.jsonl"]] for step in (0, 2, 4)]
     assert evaluated[0] == evaluated[1] == evaluated[2]
@@ -102,7 +102,7 @@ def test_held_out_items_are_held_out_and_the_same_every_time(finished: Path) -> 
         assert {row["item"] for row in files[name]} <= set(Counting.splits["train"])
 
 
-def test_tensorboard_reads_the_same_numbers(finished: Path) -> None:
+def test_tensorboard_has_the_same_metrics(finished: Path) -> None:
     events = EventAccumulator(str(finished / "tensorboard"))
     events.Reload()
     rows = read_metrics(finished / "metrics.jsonl")
@@ -118,8 +118,11 @@ def test_the_checkpoint_is_a_hugging_face_folder(finished: Path) -> None:
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "Goal: 3. You are at 0."}], add_generation_prompt=True, return_tensors="pt"
     )
-    said = model.generate(ids["input_ids"], max_new_tokens=4, do_sample=False)
-    assert tokenizer.decode(said[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip() in ("up", "down")
+    generated = model.generate(ids["input_ids"], max_new_tokens=4, do_sample=False)
+    assert tokenizer.decode(generated[0, ids["input_ids"].shape[1] :], skip_special_tokens=True).strip() in (
+        "up",
+        "down",
+    )
 
 
 async def test_the_saved_config_repeats_the_run(finished: Path, tmp_path: Path) -> None:
@@ -130,7 +133,7 @@ async def test_the_saved_config_repeats_the_run(finished: Path, tmp_path: Path) 
     assert all(torch.equal(weights[name], value) for name, value in final_weights(tmp_path / "again").items())
 
 
-async def test_another_seed_is_another_run(finished: Path, tmp_path: Path) -> None:
+async def test_another_seed_gives_another_run(finished: Path, tmp_path: Path) -> None:
     config = counting_config(seed=1, rl__steps=1)
     await run(config, tmp_path / "other")
     assert (
@@ -139,7 +142,7 @@ async def test_another_seed_is_another_run(finished: Path, tmp_path: Path) -> No
     )
 
 
-async def test_two_environments_each_under_its_own_horizon(tmp_path: Path) -> None:
+async def test_each_environment_has_its_own_horizon(tmp_path: Path) -> None:
     environments = [
         {"name": "counting", "subsets": ["even", "odd"]},
         {"name": "doubling", "weight": 2.0, "horizon": {"kind": "fixed", "turns": [3]}},
@@ -155,20 +158,20 @@ async def test_two_environments_each_under_its_own_horizon(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("on_timeout", ["retry", "truncate"])
-async def test_episodes_that_run_out_of_time_are_counted_and_shown(on_timeout: str, tmp_path: Path) -> None:
-    hanging = 0
+async def test_timed_out_episodes_are_counted_and_recorded(on_timeout: str, tmp_path: Path) -> None:
+    num_steps = 0
 
     class Slow(LocalPool):
         async def open(self, env: str) -> EnvSession:
             session = await super().open(env)
             step = session.step
 
-            async def some_hang(text: str) -> Step:
-                nonlocal hanging
-                hanging += 1
-                return await (asyncio.sleep(3600) if hanging % 12 == 0 else step(text))  # type: ignore[return-value]
+            async def hang_sometimes(text: str) -> Step:
+                nonlocal num_steps
+                num_steps += 1
+                return await (asyncio.sleep(3600) if num_steps % 12 == 0 else step(text))  # type: ignore[return-value]
 
-            session.step = some_hang  # type: ignore[method-assign]
+            session.step = hang_sometimes  # type: ignore[method-assign]
             return session
 
     config = counting_config(agent__episode_timeout_s=2.0, agent__on_timeout=on_timeout, agent__retries=4, rl__steps=1)
@@ -187,23 +190,23 @@ async def test_episodes_that_run_out_of_time_are_counted_and_shown(on_timeout: s
         assert "set agent.on_timeout = 'truncate'" in events[1]["message"]
 
 
-async def test_without_kl_there_is_no_reference(tmp_path: Path) -> None:
+async def test_a_run_without_kl_saves_no_reference(tmp_path: Path) -> None:
     await run(counting_config(rl__steps=1), tmp_path / "run")
     assert not (tmp_path / "run" / "reference").exists()
 
 
-async def test_a_model_from_a_folder_without_a_warm_start(finished: Path, tmp_path: Path) -> None:
+async def test_a_model_from_a_folder_needs_no_warm_start(finished: Path, tmp_path: Path) -> None:
     path = finished / "checkpoints" / "step_000004" / "model"
     config = counting_config(model={"path": str(path)}, warm_start=None, rl__steps=1, rl__optimizer={"lr": 0.0})
     summary = await run(config, tmp_path / "run")
-    # Nothing was learned, and evaluation is deterministic.
+    # The learning rate is 0 and evaluation is deterministic.
     assert summary["before"] == summary["after"] | {"step": 0, "sampled_tokens": 0}
     trained = json.loads((finished / "summary.json").read_text())["after"]
-    assert summary["before"]["success"] == trained["success"]  # it is the model that was trained
+    assert summary["before"]["success"] == trained["success"]  # the trained model was loaded
     assert not (tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl").exists()
 
 
-async def test_oracle_demonstrations_teach_the_game(tmp_path: Path) -> None:
+async def test_the_game_is_learned_from_oracle_demonstrations(tmp_path: Path) -> None:
     config = counting_config(
         warm_start__policy="oracle", warm_start__max_turns=6, eval__max_turns=6, eval__temperature=0.0, rl__steps=0
     )
@@ -215,7 +218,7 @@ async def test_oracle_demonstrations_teach_the_game(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["react", "reflect"])
-async def test_other_styles_of_play(style: str, tmp_path: Path) -> None:
+async def test_other_agent_styles(style: str, tmp_path: Path) -> None:
     agent = {"style": style, "turns_per_attempt": 2, "max_new_tokens": 16, "max_context": 600}
     await run(counting_config(agent=agent, rl__steps=1), tmp_path / "run")
     [first, *_] = read_trajectories(tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl")
@@ -234,7 +237,7 @@ async def test_other_styles_of_play(style: str, tmp_path: Path) -> None:
         ({"model__device": "cuda:0"}, "needs a CUDA device"),
     ],
 )
-async def test_what_cannot_be_leaves_no_folder_behind(changes: dict, message: str, tmp_path: Path) -> None:
+async def test_an_invalid_run_leaves_no_folder(changes: dict, message: str, tmp_path: Path) -> None:
     if "model__device" in changes and torch.cuda.is_available():
         changes = {"model__device": "cuda:99"}
     with pytest.raises(ConfigError, match=message):
@@ -243,11 +246,11 @@ async def test_what_cannot_be_leaves_no_folder_behind(changes: dict, message: st
 
 
 @pytest.mark.parametrize(("policy", "played"), [("random", 250), ("oracle", 100)])
-async def test_random_play_comes_round_to_its_items_again(policy: str, played: int, tmp_path: Path) -> None:
+async def test_random_play_repeats_items_and_the_oracle_does_not(policy: str, played: int, tmp_path: Path) -> None:
     changes = {"rl__steps": 0, "warm_start__policy": policy, "warm_start__episodes": 250}
     await run(counting_config(warm_start__sft={"optimizer": {"lr": 1e-2}}, **changes), tmp_path / "run")
     episodes = list(read_trajectories(tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl"))
     assert len({t.id for t in episodes}) == len(episodes) == played
     assert {t.task.item for t in episodes} == set(range(100))
-    told = [[m.content for m in t.messages] for t in episodes if t.task.item == episodes[0].task.item]
-    assert policy == "oracle" or any(a != told[0] for a in told[1:])
+    conversations = [[m.content for m in t.messages] for t in episodes if t.task.item == episodes[0].task.item]
+    assert policy == "oracle" or any(a != conversations[0] for a in conversations[1:])

@@ -1,4 +1,4 @@
-"""Files made to run script in the reader's browser: nothing of them runs, from the server or from an export."""
+"""Files that try to run scripts in the reader's browser. None runs, neither from the server nor from an export."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from playwright.sync_api import Browser, Page, expect
 from viewer_for_tests import run as run_in_thread
 from viewer_for_tests import viewer_in_thread
 
+from agentgym_rl.commands.view import ViewerEnvironments
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import EnvSession, Message, StopReason, Task, Trajectory
-from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library
@@ -48,7 +48,7 @@ EXECUTED = "window.pwned ?? null"
 
 
 class Hostile(Counting):
-    """Draws script instead of pictures: SVG for even items, HTML for odd ones."""
+    """An environment that draws scripts: SVG for even items, HTML for odd ones."""
 
     name: ClassVar[str] = "hostile"
 
@@ -61,8 +61,8 @@ class Hostile(Counting):
         return HTML if self._hostile_item % 2 else SVG
 
 
-class HostileWorlds(LocalWorlds):
-    """The one environment, under whatever name a file gives it."""
+class HostileEnvironments(ViewerEnvironments):
+    """The hostile environment under any name."""
 
     async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
         return await LocalPool({"hostile": Hostile}).open("hostile")
@@ -79,8 +79,8 @@ def hostile_episode(item: int) -> Trajectory:
     ids, logprobs = [0, 1, 2], [-1.0, -2.0, -3.0]
     messages = [Message("system", HOSTILE), Message("user", HOSTILE), Message("assistant", HOSTILE, ids, logprobs, 1)]
     info = {"valid": False, "success": False, "attempt": PAYLOADS[0], "env_reward": PAYLOADS[2]}
-    stop, why = StopReason.ERROR, HOSTILE
-    return Trajectory(f"{NAME}-{item}-0-0", Task(NAME, item), messages, [0.0], [info], stop, why, horizon=3)
+    stop, error = StopReason.ERROR, HOSTILE
+    return Trajectory(f"{NAME}-{item}-0-0", Task(NAME, item), messages, [0.0], [info], stop, error, horizon=3)
 
 
 @pytest.fixture(scope="module")
@@ -121,35 +121,35 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as made:
-        yield made
+    with chromium() as instance:
+        yield instance
 
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context()
     context.set_default_timeout(WAIT_MS)
-    made = context.new_page()
-    asked: list[str] = []
-    made.on("dialog", lambda dialog: asked.append(dialog.message))
-    made.on("request", lambda request: asked.append(request.url) if not _ours(request.url) else None)
-    yield made
-    assert asked == []
+    tab = context.new_page()
+    unexpected: list[str] = []
+    tab.on("dialog", lambda dialog: unexpected.append(dialog.message))
+    tab.on("request", lambda request: unexpected.append(request.url) if not _is_local(request.url) else None)
+    yield tab
+    assert unexpected == []
     context.close()
 
 
-def _ours(url: str) -> bool:
+def _is_local(url: str) -> bool:
     return url.startswith(("http://127.0.0.1", "blob:", "data:", "file:"))
 
 
 def library_of(root: Path, cache: Path) -> Library:
-    library = Library([root], HostileWorlds(), Index(cache / "index.sqlite3"))
-    library.indexer.round()
+    library = Library([root], HostileEnvironments(), Index(cache / "index.sqlite3"))
+    library.indexer.update()
     return library
 
 
 def addresses(library: Library) -> list[str]:
-    run = quote(next(place.id for place in library.places().values() if place.kind == "run"), safe="")
+    run = quote(next(folder.id for folder in library.run_folders().values() if folder.kind == "run"), safe="")
     evil = quote("evil eval", safe="")
     pages = ["runs", "evals", f"run/{run}", f"episodes/{run}", f"groups/{run}", f"eval/{evil}"]
     for key in ("step_000001.0", "step_000001.1"):  # an SVG and an HTML picture
@@ -161,15 +161,15 @@ def addresses(library: Library) -> list[str]:
 def visit_all(page: Page, base: str, pages: list[str]) -> None:
     for address in pages:
         go(page, f"{base}#/{address}")
-        page.evaluate("document.querySelectorAll('details').forEach((some) => (some.open = true))")
-        page.wait_for_timeout(60)  # for what would run late
+        page.evaluate("document.querySelectorAll('details').forEach((element) => (element.open = true))")
+        page.wait_for_timeout(60)  # for scripts that would run late
         assert page.evaluate(EXECUTED) is None, address
         assert page.locator("main script, main [onerror], main [onload]").count() == 0, address
         foreign = "[...document.querySelectorAll('a[href]')].filter(a => !a.getAttribute('href').startsWith('#'))"
         assert page.evaluate(f"{foreign}.length") == 0, address
 
 
-TURNED = """async name => {
+LETTER_POSITIONS = """async name => {
   const { h } = await import("/static/dom.js");
   const { taskName } = await import("/static/format.js");
   const line = h("p", { dir: "ltr" }, name, " after ", h("b", {}, taskName({ env: name, item: 12345 })), " end");
@@ -184,16 +184,16 @@ TURNED = """async name => {
   const last = task.length;
   const after = line.childNodes[1];
   const letters = [[after, 1], [after, 5], [task, last - 5], [task, last - 1], [line.lastChild, 1]];
-  return letters.map(([node, place]) => left(node, place, place + 1));
+  return letters.map(([node, index]) => left(node, index, index + 1));
 }"""
 
 
-def test_nothing_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
+def test_no_script_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
     library = library_of(root, tmp_path)
     with viewer_in_thread(library) as url:
         pages = addresses(library)
         visit_all(page, url, pages)
-        # It is there, as text: the pages did show what was to be dangerous.
+        # The payloads are shown as text.
         go(page, f"{url}#/{next(a for a in pages if 'transcript' in a)}")
         expect(page.locator(".block.observation pre").first).to_contain_text(PAYLOADS[0])
         go(page, f"{url}#/{next(a for a in pages if a.startswith('episode/') and a.endswith('.0'))}")
@@ -206,24 +206,24 @@ def test_nothing_of_a_hostile_run_is_executed(page: Page, root: Path, tmp_path: 
         expect(page.frame_locator(".picture iframe").locator("p")).to_have_text("page")
         page.wait_for_timeout(300)
         assert page.evaluate(EXECUTED) is None
-        # A mark that turns the direction of text ends with the text it is in, whatever it tries to close before.
+        # A bidirectional override ends with the text that contains it, even if that text closes isolates first.
         for name in ("\u202eevil", "\u2069\u202eevil", "\u2067evil", "\u2069\u2069\u2067\u202eevil\u2069"):
-            places = page.evaluate(TURNED, name)
-            assert places == sorted(places), name
+            positions = page.evaluate(LETTER_POSITIONS, name)
+            assert positions == sorted(positions), name
         go(page, f"{url}#/play")
         expect(page.locator(".story .now")).to_contain_text(PAYLOADS[0])
         page.locator(".action-button").first.click()
         expect(page.locator(".past")).to_have_count(1)
         assert page.evaluate(EXECUTED) is None
-        # Even the raw picture, opened by itself, runs nothing.
-        run = next(place.id for place in library.places().values() if place.kind == "run")
+        # The raw picture runs no script either.
+        run = next(folder.id for folder in library.run_folders().values() if folder.kind == "run")
         for key in ("step_000001.0", "step_000001.1"):
             page.goto(f"{url}api/frame?run={quote(run, safe='')}&key={key}&turn=0")
             page.wait_for_timeout(150)
             assert page.evaluate(EXECUTED) is None
 
 
-def test_nothing_of_a_hostile_export_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
+def test_no_script_of_a_hostile_export_is_executed(page: Page, root: Path, tmp_path: Path) -> None:
     library = library_of(root, tmp_path)
     text, _ = run_in_thread(exported_page(library, episodes=100, pictures=True))
     (tmp_path / "out.html").write_bytes(text)
@@ -241,8 +241,8 @@ def test_nothing_of_a_hostile_export_is_executed(page: Page, root: Path, tmp_pat
     library.close()
 
 
-def test_the_payloads_do_run_where_nothing_stops_them(browser: Browser) -> None:
-    """Otherwise the tests above could not fail."""
+def test_the_payloads_run_without_protection(browser: Browser) -> None:
+    """Check that the tests above can fail."""
     page = browser.new_page()
     page.set_content(f"<body>{PAYLOADS[0]}{PAYLOADS[2]}{HTML}</body>")
     page.wait_for_function(EXECUTED, timeout=WAIT_MS)

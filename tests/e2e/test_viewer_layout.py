@@ -1,4 +1,4 @@
-"""What a page looks like in a real Chromium: nothing is clipped, axes say what they show, no tab is a dead end."""
+"""Layout in a real Chromium: nothing is clipped, axes have titles, and every tab has content."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from viewer_for_tests import library_of, played, run, viewer_in_thread, write_ev
 
 from agentgym_rl.agent.policy import OraclePolicy
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.commands.view import ViewerEnvironments, served_environments
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Limits, Step, Task
-from agentgym_rl.view import LocalWorlds, served_environments
 from agentgym_rl.viewer.index import Index
 from agentgym_rl.viewer.library import Library
 
 
 class Drawn(Counting):
-    """An environment that is in no catalogue. Every second item records its pictures in the steps' info."""
+    """An environment outside the catalogue. Every second item records its pictures in the info of its steps."""
 
     name: ClassVar[str] = "drawn"
     num_alive: ClassVar[int] = 0
@@ -45,8 +45,8 @@ class Drawn(Counting):
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as made:
-        yield made
+    with chromium() as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +60,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "other" / "config.toml").write_text(tomli_w.dumps(config))
     write_evaluation(folder / "oracle")
     with RunLog.create(folder / "eight", {"name": "eight", "environments": [{"name": "maze"}]}) as log:
-        for place, trajectory in enumerate(played("maze", [5] * 8, "random", 4, "train-1")):
-            trajectory.id = f"train-1-0-{place}-0"  # one group
+        for number, trajectory in enumerate(played("maze", [5] * 8, "random", 4, "train-1")):
+            trajectory.id = f"train-1-0-{number}-0"  # one group
             log.write_trajectory(1, trajectory)
     return folder
 
@@ -76,22 +76,22 @@ def url(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1400, "height": 860})
     context.set_default_timeout(WAIT_MS)
-    made = context.new_page()
+    tab = context.new_page()
     problems: list[str] = []
-    made.on("pageerror", lambda error: problems.append(f"{error}"))
-    yield made
+    tab.on("pageerror", lambda error: problems.append(f"{error}"))
+    yield tab
     context.close()
     assert not problems
 
 
 def hidden_part(locator: Locator) -> list[float]:
-    """Pixels of the content that do not fit into an element, across and down."""
-    found: list[float] = locator.evaluate("e => [e.scrollWidth - e.clientWidth, e.scrollHeight - e.clientHeight]")
-    return found
+    """Return the pixels of content that do not fit into an element, horizontally and vertically."""
+    overflow: list[float] = locator.evaluate("e => [e.scrollWidth - e.clientWidth, e.scrollHeight - e.clientHeight]")
+    return overflow
 
 
 @pytest.mark.parametrize("held_back", ["**/static/page.js", "**/api/overview?*"], ids=["script", "data"])
-def test_a_page_says_that_it_loads_before_there_is_anything(page: Page, url: str, held_back: str) -> None:
+def test_a_loading_page_says_so(page: Page, url: str, held_back: str) -> None:
     held: list[Route] = []
     page.route(held_back, lambda route: held.append(route))
     page.goto(f"{url}#/runs", wait_until="commit")
@@ -118,8 +118,8 @@ def test_the_playground_clips_no_observation_and_centres_its_button(page: Page, 
         if page.locator(".verdict").count():
             break
     centres = """e => { const range = document.createRange(); range.selectNodeContents(e);
-      return [e, range].map((some) => some.getBoundingClientRect()).map((box) => box.left + box.width / 2); }"""
-    button, text = page.get_by_role("button", name="Play it again").evaluate(centres)
+      return [e, range].map((part) => part.getBoundingClientRect()).map((box) => box.left + box.width / 2); }"""
+    button, text = page.get_by_role("button", name="Play again").evaluate(centres)
     assert abs(button - text) < 1
 
 
@@ -138,7 +138,7 @@ def test_a_group_of_eight_fits(page: Page, url: str, width: int) -> None:
     assert last["x"] + last["width"] <= width
 
 
-def test_axes_have_titles_that_overlap_no_number(page: Page, url: str) -> None:
+def test_axis_titles_overlap_no_numbers(page: Page, url: str) -> None:
     go(page, f"{url}#/run/small")
     chart = page.locator(".chart-card", has_text="Success").first
     expect(chart.locator(".axis-title")).to_have_text(["training step", "share of episodes"])
@@ -148,15 +148,15 @@ def test_axes_have_titles_that_overlap_no_number(page: Page, url: str) -> None:
       const box = e.getBoundingClientRect();
       return [e.classList.contains("axis-title"), box.left, box.top, box.right, box.bottom]; })"""
     for card in page.locator(".charts:not(.more) .chart-card").all():
-        found = card.evaluate(boxes)
-        titles = [box for title, *box in found if title]
-        numbers = [box for title, *box in found if not title]
+        texts = card.evaluate(boxes)
+        titles = [box for is_title, *box in texts if is_title]
+        numbers = [box for is_title, *box in texts if not is_title]
         assert len(titles) == 2
         assert numbers
-        for one in titles:
+        for title in titles:
             for other in numbers:
-                apart = one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
-                assert apart, (card.inner_text(), one, other)
+                apart = title[2] <= other[0] or other[2] <= title[0] or title[3] <= other[1] or other[3] <= title[1]
+                assert apart, (card.inner_text(), title, other)
     go(page, f"{url}#/eval/oracle")
     expect(page.locator(".scaling .axis-title")).to_have_text(["turns allowed", "success"])
 
@@ -176,7 +176,7 @@ def test_the_config_page_has_settings_and_checkpoints(page: Page, url: str, root
     shutil.rmtree(root / "small" / "checkpoints" / "step_000009")
 
 
-def test_the_compare_tab_offers_runs_their_settings_and_tasks(page: Page, url: str) -> None:
+def test_the_compare_tab_shows_runs_settings_and_tasks(page: Page, url: str) -> None:
     go(page, f"{url}#/config/small")
     page.get_by_role("link", name="Compare with another run").click()
     page.get_by_label("Right run").select_option("other")
@@ -193,7 +193,7 @@ def test_the_compare_tab_offers_runs_their_settings_and_tasks(page: Page, url: s
     expect(page.locator(".shared tbody a")).to_have_text("maze / 5")
 
 
-def test_an_evaluation_of_one_subset_is_shown_as_a_part(page: Page, url: str, root: Path) -> None:
+def test_an_evaluation_of_one_subset_is_marked_as_a_part(page: Page, url: str, root: Path) -> None:
     text = (root / "oracle" / "eval.json").read_text()
     (root / "part").mkdir()
     marked = text.replace('"scenarios": {"Maze": {', '"scenarios": {"Maze": {"coverage": "part", ')
@@ -226,18 +226,18 @@ def write_drawn_run(root: Path) -> None:
             log.write_trajectory(1, trajectory)
 
 
-def test_pictures_of_an_environment_that_is_in_no_catalogue(page: Page, tmp_path: Path) -> None:
+def test_pictures_of_an_environment_outside_the_catalogue(page: Page, tmp_path: Path) -> None:
     write_drawn_run(tmp_path / "runs" / "drawn")
     picture, reason = page.locator(".picture img"), page.locator(".no-picture")
     with viewer_in_thread(library_of(tmp_path / "runs", tmp_path)) as url:
         go(page, f"{url}#/episode/drawn/step_000001.0")
         expect(reason).to_contain_text("start the viewer with --url drawn=")
-        go(page, f"{url}#/episode/drawn/step_000001.1?turn=1")  # its environment recorded them
+        go(page, f"{url}#/episode/drawn/step_000001.1?turn=1")  # recorded by the environment
         expect(picture).to_be_visible()
     with server_in_thread({"drawn": Drawn}) as server:
-        worlds = LocalWorlds(urls=served_environments([f"drawn={server.url}/drawn"]))
-        library = Library([tmp_path / "runs"], worlds, Index(tmp_path / "second.sqlite3"))
-        library.indexer.round()
+        environments = ViewerEnvironments(urls=served_environments([f"drawn={server.url}/drawn"]))
+        library = Library([tmp_path / "runs"], environments, Index(tmp_path / "second.sqlite3"))
+        library.indexer.update()
         with viewer_in_thread(library) as url:
             for turn in (0, 1):
                 go(page, f"{url}#/episode/drawn/step_000001.0?turn={turn}")

@@ -1,4 +1,4 @@
-"""The viewer in a real Chromium: every page opened, replays stepped, filters used, a game won, a live run watched."""
+"""The viewer in a real Chromium: pages, replays, filters, the playground and a live run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from viewer_for_tests import (
     write_run,
 )
 
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.queries import Filter
@@ -37,8 +37,8 @@ HELD_OUT = 4 * (STEPS + 1)
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    with chromium() as made:
-        yield made
+    with chromium() as instance:
+        yield instance
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +65,17 @@ def url(library: Library) -> Iterator[str]:
 def page(browser: Browser) -> Iterator[Page]:
     context = browser.new_context(viewport={"width": 1280, "height": 860})
     context.set_default_timeout(WAIT_MS)
-    made = context.new_page()
+    tab = context.new_page()
     problems: list[str] = []
-    made.on("pageerror", lambda error: problems.append(f"{error}"))
-    made.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
-    yield made
+    tab.on("pageerror", lambda error: problems.append(f"{error}"))
+    tab.on("console", lambda line: problems.append(line.text) if "Content Security Policy" in line.text else None)
+    yield tab
     context.close()
     assert not problems
 
 
 def put(path: Path, content: object) -> None:
-    """At once, as a run writes it: who reads meanwhile reads what was there before."""
+    """Replace a JSON file atomically, as a run does."""
     path.parent.mkdir(exist_ok=True)
     path.with_suffix(".new").write_text(json.dumps(content))
     os.replace(path.with_suffix(".new"), path)
@@ -99,7 +99,7 @@ PAGES = {
 }
 
 
-def test_a_page_that_is_still_loading_does_not_take_back_the_address(page: Page, url: str) -> None:
+def test_a_page_that_loads_late_does_not_change_the_address(page: Page, url: str) -> None:
     go(page, f"{url}#/runs")
     expect(page.locator("main h1")).to_have_text("Runs")
     leave = (
@@ -120,7 +120,7 @@ def test_every_page_opens_and_fits(page: Page, url: str, width: int) -> None:
         go(page, f"{url}#/{address}")
         expect(page.locator("main h1")).to_have_text(heading)
         expect(page.locator(".message.error")).to_have_count(0)
-        until(page, lambda: page.evaluate(widths), lambda seen: seen[0] <= seen[1], f"the width of {address}")
+        until(page, lambda: page.evaluate(widths), lambda size: size[0] <= size[1], f"the width of {address}")
     go(page, f"{url}#/episodes/small")
     order = still_box(page.get_by_label("order"))
     assert order["x"] >= 0
@@ -140,10 +140,10 @@ def test_curves_show_values_stages_and_several_runs(page: Page, url: str) -> Non
     assert all(before[1] <= after[0] for before, after in pairwise(spans))
     page.set_viewport_size({"width": 330, "height": 800})
     drawing = success.locator("svg").element_handle()
-    expect(labels.last).to_have_text("7")  # no room for "7 turns" on a phone
+    expect(labels.last).to_have_text("7")  # "7 turns" does not fit on a phone
     page.set_viewport_size({"width": 1280, "height": 860})
     expect(labels.last).to_have_text("7 turns")
-    assert drawing.evaluate("e => e.isConnected")  # drawn anew, and yet the one that was pointed at
+    assert drawing.evaluate("e => e.isConnected")  # redrawn in the same element
     expect(success.locator(".mark")).to_have_count(STEPS + 1)
     box = still_box(success.locator("svg"))
     success.locator("svg").hover(position={"x": box["width"] - 16, "y": 60})
@@ -152,7 +152,7 @@ def test_curves_show_values_stages_and_several_runs(page: Page, url: str) -> Non
     expect(tip).to_contain_text("100% of 4")
     ticks = "async values => (await import('/static/chart.js')).ticks(...values, 4)"
     assert page.evaluate(ticks, [0, 1]) == pytest.approx([0, 0.5, 1])
-    assert page.evaluate(ticks, [1e20, 1e20]) == [1e20]  # and ends
+    assert page.evaluate(ticks, [1e20, 1e20]) == [1e20]  # and terminates
     go(page, f"{url}#/runs")
     for name in ("small", "twin"):
         expect(page.get_by_label(f"Show curves of {name}")).to_be_checked()
@@ -164,7 +164,7 @@ def test_curves_show_values_stages_and_several_runs(page: Page, url: str) -> Non
     expect(page.locator(".chart-card").first.locator(".line")).to_have_count(1)
 
 
-def test_episodes_are_filtered_and_the_link_remembers(page: Page, url: str, library: Library) -> None:
+def test_filters_of_episodes_are_kept_in_the_address(page: Page, url: str, library: Library) -> None:
     go(page, f"{url}#/episodes/small")
     expect(page.locator(".total")).to_have_text(f"{TRAINED + HELD_OUT} episodes")
     page.locator("[data-filter=kind]").select_option("eval")
@@ -190,7 +190,7 @@ def test_episodes_are_filtered_and_the_link_remembers(page: Page, url: str, libr
     expect(page.locator(".total")).to_have_text(f"{TRAINED + HELD_OUT} episodes")
 
 
-def test_a_replay_is_stepped_played_and_linked_to(page: Page, url: str, library: Library) -> None:
+def test_a_replay_is_stepped_played_and_linked(page: Page, url: str, library: Library) -> None:
     row = library.episodes("oracle", Filter(), "step", 0, 1)["rows"][0]
     turns = row["turns"]
     go(page, f"{url}#/episode/oracle/{row['key']}")
@@ -218,7 +218,7 @@ def test_a_replay_is_stepped_played_and_linked_to(page: Page, url: str, library:
     expect(page.locator("dialog")).to_contain_text("play or pause")
 
 
-def test_a_replay_that_differs_says_so_instead_of_a_picture(page: Page, url: str, root: Path, library: Library) -> None:
+def test_a_replay_that_differs_shows_the_reason(page: Page, url: str, root: Path, library: Library) -> None:
     path = root / "oracle" / "trajectories" / "changed.jsonl"
     line = (root / "oracle" / "trajectories" / "maze.jsonl").read_text().splitlines()[1]
     path.write_text(line.replace('"item": 1', '"item": 7') + "\n")
@@ -231,10 +231,10 @@ def test_a_replay_that_differs_says_so_instead_of_a_picture(page: Page, url: str
 
 def test_tokens_are_coloured_and_masked_ones_hatched(page: Page, url: str, library: Library) -> None:
     episode = library.episode("small", "step_000002.0")
-    everything = sum(len(m["token_ids"]) for m in episode["messages"])
+    num_tokens = sum(len(m["token_ids"]) for m in episode["messages"])
     go(page, f"{url}#/episode/small/step_000002.0?view=tokens")
-    expect(page.locator(".token")).to_have_count(everything)
-    expect(page.locator(".token.masked")).to_have_count(everything - episode["sampled"])
+    expect(page.locator(".token")).to_have_count(num_tokens)
+    expect(page.locator(".token.masked")).to_have_count(num_tokens - episode["sampled"])
     hatch = page.locator(".token.masked").first.evaluate("e => getComputedStyle(e).backgroundImage")
     assert "repeating-linear-gradient" in hatch
     likely = min(m["logprobs"][1] for m in episode["messages"] if m["logprobs"])
@@ -250,7 +250,7 @@ def test_tokens_are_coloured_and_masked_ones_hatched(page: Page, url: str, libra
     expect(page.locator(".legend")).to_contain_text("not recorded")
 
 
-def test_a_group_stands_side_by_side_with_its_advantages(page: Page, url: str) -> None:
+def test_a_group_is_shown_side_by_side_with_its_advantages(page: Page, url: str) -> None:
     go(page, f"{url}#/groups/small?kind=train&step=2&mixed=true")
     expect(page.locator("a.row")).to_have_count(1)
     page.locator("a.row").click()
@@ -271,7 +271,7 @@ def test_two_checkpoints_are_compared_turn_by_turn(page: Page, url: str) -> None
     expect(page.locator(".pair:not(.heads) .picture img").first).to_be_visible()
     expect(heads.locator(".letter")).to_have_text(["A", "B"])
     options = page.get_by_label("Right episode").locator("option").all_text_contents()
-    assert len(options) == len(set(options)) == STEPS + 2 + STEPS + 1 - 1  # not the one on the left
+    assert len(options) == len(set(options)) == STEPS + 2 + STEPS + 1 - 1  # without the one on the left
     chosen_left = page.get_by_label("Left episode").input_value()
     assert chosen_left not in page.get_by_label("Right episode").locator("option").evaluate_all(
         "o => o.map(e => e.value)"
@@ -299,20 +299,20 @@ def test_a_game_is_won_by_hand_and_by_the_oracle(page: Page, url: str) -> None:
     expect(page.locator(".verdict.good")).to_contain_text("Success")
 
 
-def test_the_playground_takes_the_last_choice_and_clears_a_table_it_cannot_fill(page: Page, url: str) -> None:
+def test_the_playground_opens_the_last_choice_and_clears_on_error(page: Page, url: str) -> None:
     go(page, f"{url}#/play?env=maze&item=3")
     expect(page.locator(".action-button").first).to_be_visible()
     environment = page.get_by_label("Environment")
-    for name in ("wordle", "maze", "keydoor"):  # each while the one before is still being opened
+    for name in ("wordle", "maze", "keydoor"):  # each while the previous one is still being opened
         environment.select_option(name)
     expect(page.locator(".now")).to_contain_text(re.compile("key|door", re.IGNORECASE))
     expect(page).to_have_url(re.compile("env=keydoor"))
     expect(page.locator(".page.busy")).to_have_count(0)
     item = page.get_by_label("Item")
-    for wrong, told in (("99999999", "99999999"), ("1.5", "a whole number"), ("-5", "-5")):
+    for wrong, text in (("99999999", "99999999"), ("1.5", "a whole number"), ("-5", "-5")):
         item.fill(wrong)
         item.press("Enter")
-        expect(page.locator(".message.error")).to_contain_text(told)
+        expect(page.locator(".message.error")).to_contain_text(text)
         expect(page.locator(".now, .action-button, .picture img")).to_have_count(0)
     item.fill("2")
     item.press("Enter")
@@ -334,7 +334,7 @@ def test_evaluations_have_tables_and_the_scaling_plot(page: Page, url: str) -> N
 
 
 def evaluation_json(own_name: bool, success: float, state: str = "finished") -> dict[str, object]:
-    """An eval.json as a suite writes it, one task without data, or with `own_name` one of a whole environment."""
+    """Return an eval.json of a suite with a task without data, or with `own_name` one of a whole environment."""
     rate = {"value": success, "low": 0.1, "high": 0.9}
     cell: dict[str, object] = {"items": 4, "episodes": 3, "errors": 1, "unplayed": 0, "success": rate}
     cell |= {"success_errors_as_failures": 0.375, "turns": 5.0, "truncated": 0.25, "unreported": 0, "cost_usd": 6e-6}
@@ -358,13 +358,13 @@ def evaluation_json(own_name: bool, success: float, state: str = "finished") -> 
     return {"state": state, "config": {"agent": {"name": "an agent"}, "tasks": plans}, "results": results}
 
 
-def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: str, root: Path) -> None:
+def test_a_live_evaluation_shows_every_number_and_mark(page: Page, url: str, root: Path) -> None:
     go(page, f"{url}#/eval/suite")
-    expect(page.locator(".message.error")).to_contain_text("has not begun yet")
-    shown = page.locator("main h1")
+    expect(page.locator(".message.error")).to_contain_text("has not started yet")
+    heading = page.locator("main h1")
     for name, own_name in (("suite", False), ("whole", True)):
         put(root / name / "eval.json", evaluation_json(own_name, 0.5, "running"))
-    expect(shown).to_have_text("suite")  # without a reload
+    expect(heading).to_have_text("suite")  # without a reload
     go(page, f"{url}#/evals")
     expect(page.locator("thead th")).to_have_text(["Agent", "Maze", "Stand-in †", "Mean", "Episodes"])
     row = page.locator("tbody tr", has_text="whole")
@@ -372,7 +372,7 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
     expect(row.locator(".rate").nth(2)).to_contain_text("10–90")
     # A scenario played in part has no overall, and there is no mean over it.
     expect(page.locator("tbody tr", has_text="suite").locator(".rate")).to_have_text(["– *", "50.010–90", "–"])
-    expect(page.locator(".notes")).to_contain_text("† our own data")
+    expect(page.locator(".notes")).to_contain_text("† own data")
     expect(page.locator(".notes")).to_contain_text("* played in part")
     expect(page.locator(".legend-lines")).not_to_contain_text("Absent")
     put(root / "whole" / "eval.json", evaluation_json(True, 0.75))
@@ -385,7 +385,7 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
     table = page.locator("section", has_text="its maps are needed").locator("table")
     expect(table.locator("tbody tr").first).to_be_visible()
     first = "t => [t.querySelectorAll('thead th'), t.querySelectorAll('tbody tr:first-child > *')].map(cells)"
-    cells = "const cells = (some) => [...some].map((cell) => cell.textContent)"
+    cells = "const cells = (row) => [...row].map((cell) => cell.textContent)"
     texts = dict(zip(*table.evaluate(f"table => {{ {cells}; return ({first})(table) }}"), strict=True))
     assert texts["Reward"] == "0.5 0.21 to 0.78"
     assert (texts["Truncated"], texts["Prompt tokens"], texts["With errors as failures"]) == ("25%", "1,234", "38%")
@@ -405,9 +405,9 @@ def test_an_evaluation_is_followed_with_every_number_and_mark(page: Page, url: s
     expect(facts).to_contain_text(re.compile(r"Cost\s*unknown"))
     expect(page.locator(".causes li")).to_have_text(["1 × <b>the server</b> said 500", "1 × other causes"])
     put(root / "suite" / "eval.json", {"results": "x"})
-    expect(page.locator(".message.warning")).to_contain_text("results should be a list, got 'x'")
+    expect(page.locator(".message.warning")).to_contain_text("results must be a list, got 'x'")
     go(page, f"{url}#/runs")
-    expect(page.locator(".run-row", has_text="suite")).to_contain_text("results should be a list")
+    expect(page.locator(".run-row", has_text="suite")).to_contain_text("results must be a list")
     expect(page.locator(".run-row")).to_have_count(5)
     go(page, f"{url}#/evals")
     expect(page.locator("tbody tr")).to_have_count(3)
@@ -428,9 +428,9 @@ def test_a_live_run_is_followed(page: Page, url: str, root: Path, library: Libra
             for trajectory in played("maze", [step] * 3, "random", 4, f"train-{step}"):
                 log.write_trajectory(step, trajectory)
             log.log(step, {"success/mean": 0.5})
-            if step == 1:  # while the page that has read the list already is still being opened
+            if step == 1:  # while the page, which has loaded the list, is still being opened
                 wait_for_index(library, 3, "live")
-                for _ in range(2):  # one may have been asked for before
+                for _ in range(2):  # one may have been requested before
                     page.wait_for_event("response", lambda answer: "/api/changes" in answer.url)
                 for route in held:
                     route.continue_()
@@ -440,7 +440,7 @@ def test_a_live_run_is_followed(page: Page, url: str, root: Path, library: Libra
     expect(row.locator(".state")).to_have_text("finished")
 
 
-def test_the_theme_is_chosen_kept_and_otherwise_the_systems(browser: Browser, url: str) -> None:
+def test_the_chosen_theme_is_kept_and_the_default_is_the_systems(browser: Browser, url: str) -> None:
     context = browser.new_context(color_scheme="dark")
     context.set_default_timeout(WAIT_MS)
     page = context.new_page()
@@ -449,18 +449,18 @@ def test_the_theme_is_chosen_kept_and_otherwise_the_systems(browser: Browser, ur
     expect(page.locator("h1")).to_be_visible()
     dark = page.evaluate(background)
     page.keyboard.press("d")  # from automatic to light
-    light = until(page, lambda: page.evaluate(background), lambda seen: seen != dark, "another background")
+    light = until(page, lambda: page.evaluate(background), lambda colour: colour != dark, "another background")
     page.reload()
     expect(page.locator("h1")).to_be_visible()
-    until(page, lambda: page.evaluate(background), lambda seen: seen == light, "the chosen background")
+    until(page, lambda: page.evaluate(background), lambda colour: colour == light, "the chosen background")
     context.close()
 
 
-def test_an_export_answers_as_the_server_does(page: Page, url: str, root: Path, tmp_path: Path) -> None:
+def test_an_export_gives_the_same_answers_as_the_server(page: Page, url: str, root: Path, tmp_path: Path) -> None:
     async def export() -> bytes:
         library = library_of(root, tmp_path)
         text, _ = await exported_page(library, episodes=10_000, pictures=True)
-        await library.worlds.close()
+        await library.environments.close()
         return text
 
     questions = [
@@ -479,7 +479,7 @@ def test_an_export_answers_as_the_server_does(page: Page, url: str, root: Path, 
     ask = "async questions => Promise.all(questions.map(async q => (await fetch('api/' + q)).json()))"
     from_server = page.evaluate(ask, questions)
     text = run(export()).decode()
-    # The same page with its offline answers within reach of the test.
+    # The same page with its offline API exposed to the test.
     peek = text.replace("begin();\n", "begin(); globalThis.peek = get;\n")
     script = peek.partition('<script type="module">')[2].partition("</script>")[0]
     peek = re.sub(r"script-src '[^']*'", "script-src 'unsafe-inline'", peek)
@@ -491,8 +491,10 @@ def test_an_export_answers_as_the_server_does(page: Page, url: str, root: Path, 
       const [path, query] = q.split("?");
       return peek(path, Object.fromEntries(new URLSearchParams(query)));
     }))"""
-    for question, mine, theirs in zip(questions, page.evaluate(answer, questions), from_server, strict=True):
-        assert json.dumps(_plain(mine), sort_keys=True) == json.dumps(_plain(theirs), sort_keys=True), question
+    for question, offline, online in zip(questions, page.evaluate(answer, questions), from_server, strict=True):
+        assert json.dumps(_comparable(offline), sort_keys=True) == json.dumps(_comparable(online), sort_keys=True), (
+            question
+        )
     (tmp_path / "out.html").write_text(text)
     go(page, f"{(tmp_path / 'out.html').as_uri()}#/episode/oracle/maze.2?turn=1")
     expect(page.locator(".picture img")).to_be_visible()
@@ -503,10 +505,10 @@ def test_an_export_answers_as_the_server_does(page: Page, url: str, root: Path, 
     expect(page.locator(".chart-card").first.locator(".line")).to_have_count(1)
 
 
-def _plain(answer: object) -> object:
-    """Without what the export leaves out on purpose: numbers of the index."""
+def _comparable(answer: object) -> object:
+    """Return an answer without the index numbers, which the export leaves out on purpose."""
     if isinstance(answer, dict):
-        return {name: _plain(value) for name, value in answer.items() if name != "file"}
+        return {name: _comparable(value) for name, value in answer.items() if name != "file"}
     if isinstance(answer, list):
-        return [_plain(value) for value in answer]
+        return [_comparable(value) for value in answer]
     return answer

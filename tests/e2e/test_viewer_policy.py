@@ -1,4 +1,4 @@
-"""A trained model in the playground, and the command that starts it all."""
+"""A trained model in the playground, and the export command."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
 from training_for_tests import counting_player, slow_logprobs
 
+from agentgym_rl.commands.train import train
+from agentgym_rl.commands.view import ViewerEnvironments, export, load_policy
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.train import train
 from agentgym_rl.training.checkpoint import export as export_model
 from agentgym_rl.types import EnvSession, Message
-from agentgym_rl.view import LocalWorlds, export, load_policy
 from agentgym_rl.viewer.playground import Playground
 
 
-class CountingWorlds(LocalWorlds):
+class CountingEnvironments(ViewerEnvironments):
     async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
         return await LocalPool({"counting": Counting}).open("counting")
 
@@ -34,14 +34,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def test_a_run_plays_on_from_what_was_played_by_hand(run: Path) -> None:
-    worlds = CountingWorlds(load_policy(str(run)))
-    assert worlds.limits.max_new_tokens == 4  # as it was trained
-    playground = Playground(worlds)
+async def test_a_run_continues_turns_played_by_hand(run: Path) -> None:
+    environments = CountingEnvironments(load_policy(str(run)))
+    assert environments.limits.max_new_tokens == 4  # as in training
+    playground = Playground(environments)
     game = await playground.open("counting", 3)
     await playground.act(game["session"], "up")
-    game = await playground.let_play(game["session"], "model")
-    game = await playground.let_play(game["session"], "model")
+    game = await playground.play_turn(game["session"], "model")
+    game = await playground.play_turn(game["session"], "model")
     assert [turn["by"] for turn in game["turns"]] == ["you", "model", "model"]
     messages: list[Message] = playground._games[game["session"]].messages
     replies = [message for message in messages if message.role == "assistant"]
@@ -50,7 +50,7 @@ async def test_a_run_plays_on_from_what_was_played_by_hand(run: Path) -> None:
     await playground.close_all()
 
 
-async def test_a_run_plays_as_it_is_evaluated(run: Path, tmp_path: Path) -> None:
+async def test_a_run_plays_with_its_evaluation_settings(run: Path, tmp_path: Path) -> None:
     shutil.copytree(run, tmp_path / "other")
     config = tomllib.loads((run / "config.toml").read_text())
     config["model"]["chat_template"] = str(tmp_path / "chat.jinja")
@@ -60,16 +60,16 @@ async def test_a_run_plays_as_it_is_evaluated(run: Path, tmp_path: Path) -> None
     turns = f"{{% for m in messages %}}{twice}{{{{ m.role }}}} {{{{ m.content }}}}<|im_end|>{{% endfor %}}"
     template = f"{turns}{{% if add_generation_prompt %}}{twice}assistant {{% endif %}}"
     (tmp_path / "chat.jinja").write_text(template)
-    worlds = CountingWorlds(load_policy(f"{tmp_path / 'other'}@2"))
+    environments = CountingEnvironments(load_policy(f"{tmp_path / 'other'}@2"))
     replies = []
     for seed in range(8):
-        session = await worlds.open("counting")
-        policy = worlds.policies["model"](session, seed)
+        session = await environments.open("counting")
+        policy = environments.policies["model"](session, seed)
         observation = (await session.reset(3)).observation
-        replies.append(await policy.reply([], observation, worlds.limits))
+        replies.append(await policy.reply([], observation, environments.limits))
         await policy.close()
-    read = replies[0].observation[0].token_ids
-    assert read[0] == read[1] != read[2]  # by the run's template
+    prompt_ids = replies[0].observation[0].token_ids
+    assert prompt_ids[0] == prompt_ids[1] != prompt_ids[2]  # from the run's template
     assert len({tuple(reply.action.token_ids) for reply in replies}) == 1  # at a temperature of 0
     with pytest.raises(ConfigError, match="--policy needs a model"):
         load_policy("oracle")
@@ -81,26 +81,24 @@ async def test_a_run_that_trained_adapters_plays_with_them(tmp_path: Path) -> No
     changes = {"path": str(tmp_path / "base"), "lora": {"rank": 2}}
     config = counting_config(model=changes, rl__steps=1, warm_start__sft__optimizer={"lr": 5e-2})
     await train(config, tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
-    worlds = CountingWorlds(load_policy(str(tmp_path / "run")))
-    session = await worlds.open("counting")
-    policy = worlds.policies["model"](session, 0)
-    reply = await policy.reply([], (await session.reset(3)).observation, worlds.limits)
+    environments = CountingEnvironments(load_policy(str(tmp_path / "run")))
+    session = await environments.open("counting")
+    policy = environments.policies["model"](session, 0)
+    reply = await policy.reply([], (await session.reset(3)).observation, environments.limits)
     await policy.close()
-    read = [i for message in reply.observation for i in message.token_ids]
-    base = [p.item() for p in slow_logprobs(model, read + reply.action.token_ids)[len(read) - 1 :]]
+    prompt_ids = [i for message in reply.observation for i in message.token_ids]
+    base = [p.item() for p in slow_logprobs(model, prompt_ids + reply.action.token_ids)[len(prompt_ids) - 1 :]]
     assert reply.action.logprobs != pytest.approx(base, abs=1e-2)
 
 
-def test_the_export_command_writes_a_file_of_a_real_run(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_export_command_writes_one_html_file(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    said: list[str] = []
-    export([run], tmp_path / "out.html", episodes=20, pictures=True, announce=said.append)
+    messages: list[str] = []
+    export([run], tmp_path / "out.html", episodes=20, pictures=True, announce=messages.append)
     assert (tmp_path / "out.html").read_bytes().startswith(b"<!doctype html>")
-    assert "of 1 runs" in said[0]
+    assert "of 1 runs" in messages[0]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="nothing to export"):
-        export([tmp_path / "empty"], tmp_path / "x.html", episodes=1, pictures=False, announce=said.append)
+    with pytest.raises(ConfigError, match="no run found"):
+        export([tmp_path / "empty"], tmp_path / "x.html", episodes=1, pictures=False, announce=messages.append)
     with pytest.raises(ConfigError, match="cannot be written"):
-        export([run], tmp_path / "no" / "x.html", episodes=1, pictures=False, announce=said.append)
+        export([run], tmp_path / "no" / "x.html", episodes=1, pictures=False, announce=messages.append)

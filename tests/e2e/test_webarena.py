@@ -1,4 +1,4 @@
-"""WebArena in the real browser: every kind of task by the oracle, isolation, crashes, hostile actions, other sites."""
+"""WebArena in a real browser: tasks solved by the oracle, isolation, crashes, hostile actions, other sites."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
-EVERYTHING = "WEBARENA_TEST_EVERYTHING"
-"""Set to play all tasks instead of one of every third kind (the unit tests judge answers to every kind)."""
+PLAY_ALL = "WEBARENA_TEST_EVERYTHING"
+"""Set it to play all tasks instead of one of every third template. The unit tests grade every template."""
 
 
 def chosen_items() -> list[int]:
-    if os.environ.get(EVERYTHING):
+    if os.environ.get(PLAY_ALL):
         return list(range(len(problems())))
     first = {problem.config["intent_template_id"]: item for item, problem in reversed(list(enumerate(problems())))}
     return [first[template] for template in sorted(first)[1::3]]
@@ -49,12 +49,12 @@ def solve(env: WebArena, item: int) -> tuple[Step, int]:
         if step.done:
             return step, turn
         assert step.info["valid"], (item, step.observation)
-    raise AssertionError(f"item {item} was not done in 15 turns")
+    raise AssertionError(f"item {item} was not solved in 15 turns")
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that has much else to do, too; the tests of a deadline set one of their own."""
+def long_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise all timeouts for busy machines. Tests of a deadline set their own."""
     monkeypatch.setattr(env_module, "PAGE_TIMEOUT_S", 60.0)
     monkeypatch.setattr(env_module, "CALL_TIMEOUT_S", 120.0)
     for module in (env_module, browser_module):
@@ -63,9 +63,9 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def env() -> Iterator[WebArena]:
-    made = WebArena()
-    yield made
-    made.close()
+    webarena = WebArena()
+    yield webarena
+    webarena.close()
 
 
 def valid(env: WebArena, action: str) -> str:
@@ -82,7 +82,7 @@ def refused(env: WebArena, action: str) -> str:
 
 
 def id_of(observation: str, element: str) -> str:
-    """The id of the line that contains `element`."""
+    """Return the id of the line that contains `element`."""
     (line,) = [line for line in observation.splitlines() if element in line]
     return line.strip().split("]")[0] + "]"
 
@@ -94,25 +94,25 @@ def num_contexts() -> int:
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(3600 if os.environ.get(EVERYTHING) else 600)
-def test_the_oracle_solves_the_tasks_four_at_once() -> None:
+@pytest.mark.timeout(3600 if os.environ.get(PLAY_ALL) else 600)
+def test_oracle_solves_the_tasks_in_four_sessions() -> None:
     items = chosen_items()
 
-    def play(lane: int) -> list[int]:
+    def play(worker: int) -> list[int]:
         env = WebArena()
         try:
-            return [item for item in items[lane::4] if not solve(env, item)[0].info["success"]]
+            return [item for item in items[worker::4] if not solve(env, item)[0].info["success"]]
         finally:
             env.close()
 
     with ThreadPoolExecutor(4) as pool:
-        failed = [item for lane in pool.map(play, range(4)) for item in lane]
+        failed = [item for worker in pool.map(play, range(4)) for item in worker]
     assert failed == []
     wait_until(lambda: num_contexts() == 0)
     assert len(site_server().episodes) == 0
 
 
-def test_doing_nothing_is_no_success(env: WebArena) -> None:
+def test_doing_nothing_fails(env: WebArena) -> None:
     for intent in ("into my basket", "Which cafe is nearest"):
         env.reset(item_of(intent))
         step = env.step("stop []")
@@ -121,7 +121,7 @@ def test_doing_nothing_is_no_success(env: WebArena) -> None:
             env.step("go_back")
 
 
-def test_nearly_right_is_no_success(env: WebArena) -> None:
+def test_nearly_right_outcome_fails(env: WebArena) -> None:
     env.reset(item_of("Show me the way from The Copper Kettle to Playhouse Theatre by bicycle"))
     address = "http://map.test/directions?from=The+Copper+Kettle&to=Playhouse+Theatre&mode"
     assert "by car" in valid(env, f"goto [{address}=car]")
@@ -132,7 +132,7 @@ def test_nearly_right_is_no_success(env: WebArena) -> None:
     assert not env.step("stop []").info["success"]
 
 
-def test_the_oracle_finds_back_after_a_detour(env: WebArena) -> None:
+def test_oracle_recovers_after_a_detour(env: WebArena) -> None:
     env.reset(item_of("to my wish list"))
     valid(env, env.oracle())
     valid(env, "goto [http://shop.test/orders]")
@@ -161,7 +161,7 @@ async def test_a_rollout_over_http() -> None:
     wait_until(lambda: num_contexts() == 0)
 
 
-# --- what is seen ----------------------------------------------------------------------------------------------------
+# --- observations ----------------------------------------------------------------------------------------------------
 
 GOLDEN = """\
 Tab 0 (current): Directions - Atlas of Port Ellery
@@ -184,19 +184,19 @@ URL: http://map.test/directions
 	[15] button 'Go'"""
 
 
-def test_a_page_is_told_as_webarena_tells_it(env: WebArena) -> None:
+def test_observation_has_webarenas_format(env: WebArena) -> None:
     first = env.reset(item_of("How far is it from"))
     objective = "How far is it from Maritime Museum to Blue Heron Cafe on foot, in metres?"
     assert first.startswith(f"Objective: {objective}\n\nTab 0 (current): Map - Atlas of Port Ellery")
     assert valid(env, "click [3]") == GOLDEN
 
 
-def test_the_same_item_looks_the_same_and_states_differ(env: WebArena) -> None:
+def test_same_item_has_same_observation_and_state_key(env: WebArena) -> None:
     item = item_of("into my basket")
     first, key = env.reset(item), env.state_key()
-    other = WebArena()
-    assert (other.reset(item), other.state_key()) == (first, key)
-    other.close()
+    second_env = WebArena()
+    assert (second_env.reset(item), second_env.state_key()) == (first, key)
+    second_env.close()
     valid(env, "goto [http://shop.test/product/1]")
     before = env.state_key()
     observation = valid(env, f"click {id_of(valid(env, 'scroll [down]'), 'Write a review')}")
@@ -209,20 +209,20 @@ def test_the_same_item_looks_the_same_and_states_differ(env: WebArena) -> None:
     assert env.state_key() == key  # the basket is empty again
 
 
-def test_episodes_do_not_see_each_other(env: WebArena) -> None:
+def test_episodes_are_isolated(env: WebArena) -> None:
     item = item_of("into my basket")
-    other = WebArena()
+    second_env = WebArena()
     env.reset(item)
-    other.reset(item)
+    second_env.reset(item)
     page = valid(env, "goto [http://shop.test/product/1]")
     valid(env, f"click {id_of(page, 'Add to basket')}")
     assert "Brightwater Chef Knife 20 cm" in valid(env, "goto [http://shop.test/basket]")
-    assert "Your basket is empty." in valid(other, "goto [http://shop.test/basket]")
-    other.close()
+    assert "Your basket is empty." in valid(second_env, "goto [http://shop.test/basket]")
+    second_env.close()
     assert "Brightwater Chef Knife 20 cm" in valid(env, "goto [http://shop.test/basket]")
 
 
-def test_scrolling_keeps_ids_and_hides_what_is_out_of_view(env: WebArena) -> None:
+def test_scrolling_keeps_ids_and_hides_elements_out_of_view(env: WebArena) -> None:
     env.reset(item_of("Open the oldest post"))
     top = valid(env, "goto [http://forum.test/]")
     assert top.endswith("(the page goes on below: scroll [down])")
@@ -230,8 +230,8 @@ def test_scrolling_keeps_ids_and_hides_what_is_out_of_view(env: WebArena) -> Non
     assert "(the page goes on above: scroll [up])" in bottom
     assert "heading 'All posts'" in top
     assert "heading 'All posts'" not in bottom
-    both = set(top.splitlines()[3:]) & set(bottom.splitlines()[3:])
-    assert any("link" in line for line in both)  # the overlap carries the same ids
+    overlap = set(top.splitlines()[3:]) & set(bottom.splitlines()[3:])
+    assert any("link" in line for line in overlap)  # with the same ids
     assert "There is no element [11] in view" in refused(env, "click [11]")
     assert "does not go on below" in refused(env, "scroll [down]")
 
@@ -258,7 +258,7 @@ def test_tabs_and_history(env: WebArena) -> None:
     assert "close one first" in refused(env, "new_tab")
 
 
-def test_typing_choosing_pressing_hovering(env: WebArena) -> None:
+def test_type_select_press_and_hover(env: WebArena) -> None:
     env.reset(item_of("Show me the way from"))
     page = valid(env, "goto [http://map.test/directions]")
     start, end = id_of(page, "textbox 'From'"), id_of(page, "textbox 'To'")
@@ -273,7 +273,7 @@ def test_typing_choosing_pressing_hovering(env: WebArena) -> None:
     assert "nothing can be typed" in refused(env, f"type {id_of(page, 'Saved places')} [x]")
 
 
-def test_a_port_that_goes_unsaid_may_be_said(env: WebArena) -> None:
+def test_default_port_may_be_given(env: WebArena) -> None:
     env.reset(item_of("to my wish list"))
     assert "URL: http://shop.test/account" in valid(env, "goto [http://shop.test:80/account]")
     assert "URL: http://forum.test/" in valid(env, "goto [FORUM.test:80]")
@@ -285,25 +285,25 @@ def test_a_port_that_goes_unsaid_may_be_said(env: WebArena) -> None:
     ["http://example.com/", "https://shop.test/", "javascript:alert(1)", "file:///etc/passwd", "data:text/html,x",
      "chrome://settings", "http://shop.test@evil.example/", "http://127.0.0.1/", "view-source:http://shop.test/"],
 )  # fmt: skip
-def test_other_places_are_not_opened(env: WebArena, url: str) -> None:
+def test_other_addresses_are_not_opened(env: WebArena, url: str) -> None:
     env.reset(item_of("to my wish list"))
-    told = refused(env, f"goto [{url}]")
-    assert "outside the sites" in told
-    assert "URL:" not in told
+    message = refused(env, f"goto [{url}]")
+    assert "outside the sites" in message
+    assert "URL:" not in message
 
 
-def test_what_people_write_stays_text(env: WebArena) -> None:
+def test_submitted_markup_is_shown_as_text(env: WebArena) -> None:
     env.reset(item_of("Post in gardening"))
     page = valid(env, "goto [http://forum.test/submit]")
     attack = "<script>document.title='owned'</script>'); DROP TABLE post;--"
     page = valid(env, f"type {id_of(page, 'Title')} [{attack}] [1]")
-    assert "Tab 0 (current): <script>" in page  # as a title's text
+    assert "Tab 0 (current): <script>" in page  # as text of the title
     assert "owned" not in page.splitlines()[0].replace(attack, "")
     assert "All posts" in valid(env, "goto [http://forum.test/]")
     assert "Page not found" in valid(env, "goto [http://shop.test/product/999999999999999999999999]")
 
 
-def test_actions_are_ready_to_use(env: WebArena) -> None:
+def test_suggested_actions_are_valid(env: WebArena) -> None:
     env.reset(item_of("Set my status to"))
     assert "type [8] [On holiday until Monday] [1]" in env.actions()
     for action in env.actions()[:3]:
@@ -314,19 +314,19 @@ def test_actions_are_ready_to_use(env: WebArena) -> None:
 
 
 def chromium_pid() -> int:
-    """Of the browser this process started for the embedded sites: its flags name the port of our own server."""
-    mark = f"127.0.0.1:{site_server().port}".encode()
+    """Return the process id of the browser for the embedded sites. Its flags contain the server's port."""
+    server_address = f"127.0.0.1:{site_server().port}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if mark in command and b"--type=" not in command and b"chrom" in command:
+        if server_address in command and b"--type=" not in command and b"chrom" in command:
             return int(folder.name)
     raise AssertionError("the browser is not running")
 
 
-def test_a_crashed_browser_is_an_error_and_then_replaced(env: WebArena) -> None:
+def test_crashed_browser_raises_an_error_and_is_replaced(env: WebArena) -> None:
     env.reset(0)
     os.kill(chromium_pid(), signal.SIGKILL)
     wait_until(lambda: num_contexts() == 0)
@@ -338,7 +338,7 @@ def test_a_crashed_browser_is_an_error_and_then_replaced(env: WebArena) -> None:
     wait_until(lambda: num_contexts() == 0)
 
 
-def test_a_closed_episode_leaves_nothing(env: WebArena) -> None:
+def test_closed_episode_leaves_no_context_and_no_data(env: WebArena) -> None:
     for _ in range(3):
         env.reset(0)
     wait_until(lambda: num_contexts() == 1)
@@ -361,17 +361,17 @@ PAGES = {
 
 
 visited: list[str] = []
-leaving = threading.Event()
+release_slow_page = threading.Event()
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         visited.append(self.path)
         if self.path == "/slow":
-            leaving.wait(120)
+            release_slow_page.wait(120)
         time.sleep(0.5 if self.path == "/unhurried" else 0.0)
         content = PAGES.get(self.path, "<title>None</title>").encode()
-        with contextlib.suppress(ConnectionError):  # who asked for the slow page has left
+        with contextlib.suppress(ConnectionError):  # the client of the slow page has disconnected
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.send_header("Content-Length", str(len(content)))
@@ -379,13 +379,13 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, *arguments: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A site of our own as SHOPPING, and a list in the published format with tasks on it."""
-    leaving.clear()
+    """Serve a test site as SHOPPING, with a task list in the published format."""
+    release_slow_page.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
@@ -431,12 +431,12 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv("WEBARENA_TASKS", str(tmp_path / "tasks.json"))
     monkeypatch.setenv("SHOPPING", url)
     yield url
-    leaving.set()
+    release_slow_page.set()
     server.shutdown()
     server.server_close()
 
 
-def test_program_html_on_a_site_given_by_its_variable(env: WebArena, site: str) -> None:
+def test_program_html_on_a_published_site(env: WebArena, site: str) -> None:
     for number, success in enumerate((True, True, False, True, True)):
         first = env.reset(1000 + number)
         assert "Tab 0 (current): Front | Tab 1: Two" in first
@@ -444,12 +444,10 @@ def test_program_html_on_a_site_given_by_its_variable(env: WebArena, site: str) 
         assert step.info["success"] is success, number
 
 
-def test_every_page_to_check_has_a_deadline_of_its_own(
-    env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_checked_page_has_its_own_deadline(env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     env.reset(1006)
     with monkeypatch.context() as patch:
-        patch.setattr(env_module, "CALL_TIMEOUT_S", 7.0)  # 16 pages of half a second take longer together
+        patch.setattr(env_module, "CALL_TIMEOUT_S", 7.0)  # less than 16 pages of half a second take together
         started = time.monotonic()
         assert env.step("stop [done]").info["success"]
         assert time.monotonic() - started > 7.0
@@ -457,10 +455,10 @@ def test_every_page_to_check_has_a_deadline_of_its_own(
     visited.clear()
     assert not env.step("stop [done]").info["success"]
     assert "/two" in visited
-    assert "/later" not in visited  # what comes after the first miss is not looked at
+    assert "/later" not in visited  # pages after the first failure are not checked
 
 
-def test_a_task_that_needs_a_judge_does_not_start_without(
+def test_task_with_a_judge_does_not_start_without_one(
     env: WebArena, site: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("WEBARENA_JUDGE_URL", raising=False)
@@ -480,11 +478,11 @@ def test_windows_dialogs_other_sites_and_slow_pages(env: WebArena, site: str) ->
     page = valid(env, f"click {id_of(page, 'Away')}")
     assert "outside the sites of this task; you were taken back" in page
     assert f"URL: {site}/" in page
-    env._require_open()._load_timeout_s = 3.0  # for the page that does not come, not for those before
+    env._require_open()._load_timeout_s = 3.0  # for the slow page, not for those before it
     started = time.monotonic()
     page = valid(env, f"click {id_of(page, 'Slow')}")
     assert "still loading after 3 s and was stopped" in page
     assert "could not be opened" in refused(env, f"goto [{site}/slow]")
-    assert time.monotonic() - started < 60  # the page itself would have come after 120 s
+    assert time.monotonic() - started < 60  # the page itself takes 120 s
     env.close()
     wait_until(lambda: num_contexts() == 0)

@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from cluster_for_tests import CLI, SCALE, leaked, two_nodes
 
-from agentgym_rl.intervals import wilson_interval
+from agentgym_rl.common.intervals import wilson_interval
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
 

@@ -49,17 +49,17 @@ from cluster_for_tests import (
     workers,
 )
 
-from agentgym_rl.environment.server_sessions import GRACE_S
+from agentgym_rl.environment.server_sessions import HOLD_GRACE_S
 
 WORKERS = 6
-"""Of the run: two of each role."""
+"""Settings of the run: two workers of each role."""
 MANY = 1000
 """Steps that no run here lives to see."""
 HANG_S = 5
 """Longer than a step of an environment may take."""
 IDLE_S = 24 * 3600
 """After which the server closes sessions: later than this ends, so that none of those that leak goes unseen."""
-LEAVES_S = GRACE_S + 10
+LEAVES_S = HOLD_GRACE_S + 10
 """In which the server notices that a host is gone."""
 CALM_S = 5
 """Without a session opened or closed, where one process stands still and others wait for it."""
@@ -75,7 +75,7 @@ class Row:
     how: str
     seconds: float
     events: list[str]
-    """What the run logged from the fault until it had recovered."""
+    """Return the events from the fault until the run had recovered."""
     last_step: int
     """Finished when it had recovered."""
     processes: int
@@ -84,7 +84,7 @@ class Row:
 
 
 class Sessions:
-    """Of the server: who may still have some."""
+    """Return the sessions that the server still holds."""
 
     def __init__(self, url: str) -> None:
         self._url = url

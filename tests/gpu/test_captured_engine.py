@@ -212,7 +212,7 @@ async def test_half_precision_is_close_to_a_plain_forward(kind: str, dtype: torc
     assert delta.mean() < 0.01, delta.mean()
 
 
-async def test_float16_has_room_where_the_model_has() -> None:
+async def test_float16_does_not_overflow_where_the_model_does_not() -> None:
     model = near_the_largest_float16(make_model("llama"))
     ids = prompt(6)
     with torch.no_grad():
@@ -403,7 +403,7 @@ async def test_a_cache_that_grows_keeps_what_it_holds(monkeypatch: pytest.Monkey
     assert engine.stats()["prompt_tokens_reused"] > 24 * (40 + 340)
 
 
-async def test_a_cache_that_cannot_grow_leaves_the_engine_right(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cache_that_cannot_grow_leaves_the_engine_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
     model = make_model("llama-gqa-tied")
     engine = make_engine(model, max_sessions=2)
@@ -418,7 +418,7 @@ async def test_a_cache_that_cannot_grow_leaves_the_engine_right(monkeypatch: pyt
         assert gaps(model, ids, completion).max() < 1e-4
 
 
-async def test_an_engine_that_rested_begins_with_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_slept_starts_with_a_small_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agentgym_rl.agent.engines.native.cuda.runner.WHOLE_CACHE_SHARE", 0.0)
     model = make_model("llama-gqa-tied")
     engine = make_engine(model, max_sessions=2)
@@ -431,7 +431,7 @@ async def test_an_engine_that_rested_begins_with_a_small_cache(monkeypatch: pyte
     for length in (900, 8):
         completion = await engine.generate(prompt(length), Sampling(3, seed=1), str(length))
         assert gaps(model, prompt(length), completion).max() < 1e-4
-        await engine.rest()
+        await engine.sleep()
     assert positions == [0, 0], "capturing runs a step, which must not look beyond the new cache"
 
 

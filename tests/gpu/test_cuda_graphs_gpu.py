@@ -13,10 +13,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.cuda_graphs import capture
+from agentgym_rl.common.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
+from agentgym_rl.training.device.packed import capture_passes
 from agentgym_rl.training.learner import Imitator
-from agentgym_rl.training.packed import capture_passes
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Completion, Sample, Sampling
 
@@ -61,7 +61,7 @@ def fail_while_capturing(*_: Any, **__: Any) -> None:
         torch.cuda.synchronize()
 
 
-def test_engines_that_nobody_closed_are_collected_while_others_capture(eager_collector: None) -> None:
+def test_unclosed_engines_are_collected_while_others_capture(eager_collector: None) -> None:
     model = make_model()
     wanted = reply(NativeEngine(model, max_sessions=4)).token_ids
     for _ in range(6):
@@ -150,5 +150,5 @@ def test_a_learner_whose_capture_fails_says_so_and_learns_the_same(monkeypatch: 
         warnings.simplefilter("always")
         found = [failing.imitate(samples)["loss"] for _ in range(4)]
     assert found == pytest.approx(wanted, rel=1e-2)
-    assert [str(w.message) for w in caught if "are not captured" in str(w.message)]
+    assert [str(w.message) for w in caught if "could not be captured" in str(w.message)]
     assert passes.replays == 0

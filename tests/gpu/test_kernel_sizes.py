@@ -9,7 +9,7 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from agentgym_rl.agent.engines.native.cuda import products  # noqa: E402
+from agentgym_rl.agent.engines.native.cuda import matmul_kernels  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -25,7 +25,7 @@ POINTERS = {
 
 
 def shared_bytes(kernel: Any, capability: int, num_stages: int, **constants: Any) -> int:
-    """What a compiled kernel asks for."""
+    """Return the resources of a compiled kernel."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -45,15 +45,15 @@ def shared_bytes(kernel: Any, capability: int, num_stages: int, **constants: Any
 def test_products_fit_the_chip(chip: str, size: int, head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Qwen3-0.6B is 1024 wide and has heads of 128: with all four stages it would ask for 144 KiB."""
     capability, most = CHIPS[chip]
-    monkeypatch.setattr(products, "shared_memory", lambda device: most)
+    monkeypatch.setattr(matmul_kernels, "shared_memory", lambda device: most)
     x = torch.empty(1, size, dtype=torch.bfloat16)
-    rows, block_k = products._block_rows(x.dtype), products._block_k(size, x.dtype)
-    parts = -(-size // products.PARTS_BLOCK)
+    rows, block_k = matmul_kernels._block_rows(x.dtype), matmul_kernels._block_k(size, x.dtype)
+    parts = -(-size // matmul_kernels.PARTS_BLOCK)
     common = {"SIZE": size, "PARTS": parts, "BLOCK_ROWS": rows, "BLOCK_K": block_k, "CHAIN": False}
     asked = shared_bytes(
-        products.qkv_kernel,
+        matmul_kernels.qkv_kernel,
         capability,
-        products._stages(x, rows, head_dim, block_k, 4 if head_dim < 256 else 2),
+        matmul_kernels._stages(x, rows, head_dim, block_k, 4 if head_dim < 256 else 2),
         **common,
         HEADS=4,
         KV_HEADS=2,
@@ -63,23 +63,23 @@ def test_products_fit_the_chip(chip: str, size: int, head_dim: int, monkeypatch:
     )
     assert 0 < asked <= most
     asked = shared_bytes(
-        products.gate_up_kernel,
+        matmul_kernels.gate_up_kernel,
         capability,
-        products._stages(x, rows, 128, block_k),
+        matmul_kernels._stages(x, rows, 128, block_k),
         **common,
         INNER=3 * size,
         BLOCK_COLUMNS=64,
     )
     assert 0 < asked <= most
     asked = shared_bytes(
-        products.add_product_kernel,
+        matmul_kernels.add_product_kernel,
         capability,
-        products._stages(x, rows, products.PARTS_BLOCK, block_k),
+        matmul_kernels._stages(x, rows, matmul_kernels.PARTS_BLOCK, block_k),
         INNER=size,
         SIZE=size,
         HAS_BIAS=True,
         BLOCK_ROWS=rows,
-        BLOCK_COLUMNS=products.PARTS_BLOCK,
+        BLOCK_COLUMNS=matmul_kernels.PARTS_BLOCK,
         BLOCK_K=block_k,
         CHAIN=False,
     )
@@ -87,8 +87,8 @@ def test_products_fit_the_chip(chip: str, size: int, head_dim: int, monkeypatch:
 
 
 def test_a_large_chip_keeps_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "shared_memory", lambda device: CHIPS["H100"][1])
+    monkeypatch.setattr(matmul_kernels, "shared_memory", lambda device: CHIPS["H100"][1])
     x = torch.empty(1, 1024, dtype=torch.bfloat16)
-    assert products._stages(x, 64, 128, 128) == 4
-    monkeypatch.setattr(products, "shared_memory", lambda device: CHIPS["RTX 4090"][1])
-    assert products._stages(x, 64, 128, 128) == 2
+    assert matmul_kernels._stages(x, 64, 128, 128) == 4
+    monkeypatch.setattr(matmul_kernels, "shared_memory", lambda device: CHIPS["RTX 4090"][1])
+    assert matmul_kernels._stages(x, 64, 128, 128) == 2

@@ -23,12 +23,12 @@ from transformers import (
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.training import attention, head, master_weights
+from agentgym_rl.training.device import attention, head, master_weights
+from agentgym_rl.training.device.packed import capture_passes, packed_states, padded_states
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, hidden_states, load_model
-from agentgym_rl.training.packed import capture_passes, packed_states, padded_states
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings
 from agentgym_rl.types import Sample, Sampling
 
@@ -87,7 +87,7 @@ def packed(samples: list[Sample]) -> MicroBatch:
 
 @pytest.mark.parametrize("size", [80, 576, 1536, 4096])
 def test_norm(size: int) -> None:
-    from agentgym_rl.training import layer_kernels as kernels
+    from agentgym_rl.training.device import layer_kernels as kernels
 
     norm = LlamaRMSNorm(size, 1e-5).cuda()
     x, gradient, residual = torch.randn(3, 700, size, device="cuda")
@@ -104,7 +104,7 @@ def test_norm(size: int) -> None:
 
 
 def test_rotation_and_gate() -> None:
-    from agentgym_rl.training import layer_kernels as kernels
+    from agentgym_rl.training.device import layer_kernels as kernels
 
     wide = torch.randn(300, 12, 64, device="cuda")
     cos, sin = torch.rand(2, 300, 32, device="cuda").repeat(1, 1, 2)
@@ -123,7 +123,7 @@ def test_rotation_and_gate() -> None:
 
 
 def test_more_tokens_than_the_second_axis_of_a_grid_has() -> None:
-    from agentgym_rl.training import head_kernels
+    from agentgym_rl.training.device import head_kernels
 
     tokens = 70_000
     assert gate_error(tokens, 24, "cuda") < 1e-6
@@ -135,7 +135,7 @@ def test_more_tokens_than_the_second_axis_of_a_grid_has() -> None:
 
 @pytest.mark.parametrize("size", [100, 49152, 50001])
 def test_head_statistics_and_gradient(size: int) -> None:
-    from agentgym_rl.training import head_kernels as kernels
+    from agentgym_rl.training.device import head_kernels as kernels
 
     logits = torch.randn(65, size, device="cuda") * 6
     targets = torch.randint(size, (65,), device="cuda")
@@ -186,7 +186,7 @@ def test_packed_is_padded_in_float32(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_fused_layers_are_as_near_the_truth_as_transformers(kind: str) -> None:
+def test_fused_layers_are_as_accurate_as_transformers(kind: str) -> None:
     """Against float32 on the same bf16 weights: rounding differs, its size does not."""
     model, micro = make_model(kind, torch.bfloat16), packed(make_samples(1, [5, 130, 64, 64, 2, 90]))
     truth = gradients(copy.deepcopy(model).float(), micro, padded_states)
@@ -282,7 +282,7 @@ def test_the_head_never_holds_all_logits() -> None:
 # --- learning --------------------------------------------------------------------------------------------------------
 
 
-def test_the_master_moves_where_bf16_alone_would_stand_still() -> None:
+def test_the_float32_master_moves_where_bf16_would_not() -> None:
     model = make_model("llama-tied", torch.bfloat16)
     exact = copy.deepcopy(model).float()
     samples = make_samples(4, [60, 90, 120, 40])
@@ -303,7 +303,7 @@ def test_the_master_moves_where_bf16_alone_would_stand_still() -> None:
 
 
 def test_one_launch_updates_as_plain_torch_does() -> None:
-    from agentgym_rl.training.optimizer_kernels import update_all
+    from agentgym_rl.training.device.optimizer_kernels import update_all
 
     for dtype in (torch.bfloat16, torch.float32):
         rows = []

@@ -1,4 +1,4 @@
-"""Advantage estimators against slow versions written from the formulas: sums over all that follows, no recursion."""
+"""Advantage estimators against slow versions of the formulas: explicit sums instead of recursion."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Slow:
         return t == self.count - 1 or self.turn[t + 1] != self.turn[t]
 
     def reward(self, t: int) -> float:
-        """What token t is paid."""
+        """Return the reward of token t."""
         e = self.episode
         if self.credit == "outcome":
             return (sum(e.rewards) if t == self.count - 1 else 0.0) - self.penalty[t]
         return (e.rewards[self.turn[t]] if self.is_last_of_turn(t) else 0.0) - self.penalty[t]
 
     def discount(self, t: int) -> float:
-        """From token t to the one after it."""
+        """Return the discount from token t to the next."""
         if self.credit == "outcome":
             return 1.0
         return self.turn_discount if self.is_last_of_turn(t) else self.token_discount
@@ -57,7 +57,7 @@ class Slow:
         return self.episode.rewards[k] - sum(p for p, turn in zip(self.penalty, self.turn, strict=True) if turn == k)
 
     def turn_return(self, k: int) -> float:
-        """Discounted reward to go of a turn."""
+        """Return the discounted reward to go of a turn."""
         last = len(self.episode.rewards)
         return sum(self.turn_discount ** (m - k) * self.turn_reward(m) for m in range(k, last))
 
@@ -65,40 +65,40 @@ class Slow:
         return sum(self.episode.rewards) - sum(self.penalty)
 
     def return_of_token(self, t: int) -> float:
-        found = 0.0
+        result = 0.0
         for later in range(t, self.count):
             weight = float(numpy.prod([self.discount(s) for s in range(t, later)]))
-            found += weight * self.reward(later)
-        return found
+            result += weight * self.reward(later)
+        return result
 
     def gae(self, t: int, lam: float) -> float:
-        found = 0.0
+        result = 0.0
         for later in range(t, self.count):
             weight = float(numpy.prod([lam * self.discount(s) for s in range(t, later)]))
             error = self.reward(later) + self.discount(later) * self.value[later + 1] - self.value[later]
-            found += weight * error
-        return found
+            result += weight * error
+        return result
 
     def value_of_turn(self, k: int) -> float:
         return self.episode.last_value if k == len(self.episode.rewards) else self.value[self.turn.index(k)]
 
     def turn_gae(self, k: int, lam: float) -> float:
-        found = 0.0
+        result = 0.0
         for m in range(k, len(self.episode.rewards)):
             error = self.turn_reward(m) + self.turn_discount * self.value_of_turn(m + 1) - self.value_of_turn(m)
-            found += (self.turn_discount * lam) ** (m - k) * error
-        return found
+            result += (self.turn_discount * lam) ** (m - k) * error
+        return result
 
     def two_level(self, t: int, lam: float, turn_lambda: float) -> float:
-        """GAE within the turn, at whose end waits what the turns' GAE says it was worth."""
+        """Return GAE within the turn, with the lambda-return of the GAE over turns as its final reward."""
         k = self.turn[t]
-        behind = self.value_of_turn(k + 1) + turn_lambda * self.turn_gae(k + 1, turn_lambda)
-        worth = self.episode.rewards[k] + self.turn_discount * behind
-        found, weight = 0.0, 1.0
+        following = self.value_of_turn(k + 1) + turn_lambda * self.turn_gae(k + 1, turn_lambda)
+        target = self.episode.rewards[k] + self.turn_discount * following
+        result, weight = 0.0, 1.0
         for s in range(t, self.count):
             if self.is_last_of_turn(s):
-                return found + weight * (worth - self.penalty[s] - self.value[s])
-            found += weight * (self.token_discount * self.value[s + 1] - self.penalty[s] - self.value[s])
+                return result + weight * (target - self.penalty[s] - self.value[s])
+            result += weight * (self.token_discount * self.value[s + 1] - self.penalty[s] - self.value[s])
             weight *= self.token_discount * lam
         raise AssertionError("a turn has a last token")
 
@@ -111,18 +111,18 @@ def standard(values: list[float], divide: bool = True) -> list[float]:
 
 
 def against_others(values: list[float], owners: list[int]) -> list[float]:
-    """Each less the mean of what others have; 0 alone, or where nobody differs."""
+    """Subtract from each value the mean of the other owners' values. Return 0 if alone, or if all are equal."""
     if max(values) - min(values) < 1e-6:
         return [0.0] * len(values)
-    found = []
+    result = []
     for value, owner in zip(values, owners, strict=True):
         others = [v for v, o in zip(values, owners, strict=True) if o != owner]
-        found.append(value - float(numpy.mean(others)) if others else 0.0)
-    return found
+        result.append(value - float(numpy.mean(others)) if others else 0.0)
+    return result
 
 
 def by_hand(episodes: list[Episode], rl: RLSettings) -> list[list[float]]:
-    """One advantage per token of each episode."""
+    """Return one advantage per token of each episode."""
     slow = [Slow(e, rl.credit, rl.turn_discount, rl.token_discount) for e in episodes]
     if rl.algorithm == "ppo":
         raw = [
@@ -141,7 +141,7 @@ def by_hand(episodes: list[Episode], rl: RLSettings) -> list[list[float]]:
             return against_others(values, owners)
         return standard(values, divide=rl.normalize_std and rl.algorithm == "grpo")
 
-    found: list[list[float]] = [[] for _ in episodes]
+    result: list[list[float]] = [[] for _ in episodes]
     for number in {e.group for e in episodes}:
         members = [i for i, e in enumerate(episodes) if e.group == number]
         turns = [(i, k) for i in members for k in range(len(episodes[i].rewards))]
@@ -155,41 +155,41 @@ def by_hand(episodes: list[Episode], rl: RLSettings) -> list[list[float]]:
                 state = episodes[i].states[k]
                 same = [(j, m) for j, m in turns if episodes[j].states[m] == state]
                 if state is not None and len(same) > 1:
-                    here = compared([slow[j].turn_return(m) for j, m in same], list(range(len(same))))
-                    values[n] += rl.anchor_weight * here[same.index((i, k))]
+                    anchored = compared([slow[j].turn_return(m) for j, m in same], list(range(len(same))))
+                    values[n] += rl.anchor_weight * anchored[same.index((i, k))]
         if len(members) == 1:
-            values = [0.0] * len(turns)  # nobody to compare with
+            values = [0.0] * len(turns)  # nothing to compare with
         for (i, k), value in zip(turns, values, strict=True):
-            found[i] += [value] * episodes[i].lengths[k]
-    return whitened(found) if rl.algorithm == "reinforce++-baseline" else found
+            result[i] += [value] * episodes[i].lengths[k]
+    return whitened(result) if rl.algorithm == "reinforce++-baseline" else result
 
 
 def whitened(values: list[list[float]]) -> list[list[float]]:
-    flat = standard([x for some in values for x in some])
-    return [[flat.pop(0) for _ in some] for some in values]
+    flat = standard([x for row in values for x in row])
+    return [[flat.pop(0) for _ in row] for row in values]
 
 
 @st.composite
 def episodes(draw: st.DrawFn) -> list[Episode]:
-    """1 to 3 groups of 1 to 4 episodes of 1 to 4 turns, with everything an estimator may be told, in any order."""
-    made = []
+    """Draw 1 to 3 groups of 1 to 4 episodes of 1 to 4 turns, with every input of an estimator, in any order."""
+    batch = []
     for number in range(draw(st.integers(1, 3))):
         for _ in range(draw(st.integers(1, 4))):
             lengths = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
-            some = st.lists(NUMBER, min_size=sum(lengths), max_size=sum(lengths))
+            per_token = st.lists(NUMBER, min_size=sum(lengths), max_size=sum(lengths))
             reward = st.one_of(NUMBER, st.sampled_from([0.0, 1.0]))
-            made.append(
+            batch.append(
                 Episode(
                     number,
                     draw(st.lists(reward, min_size=len(lengths), max_size=len(lengths))),
                     lengths,
                     draw(st.lists(st.sampled_from(["x", "y", None]), min_size=len(lengths), max_size=len(lengths))),
-                    draw(st.one_of(st.just([]), some)),
-                    draw(some),
+                    draw(st.one_of(st.just([]), per_token)),
+                    draw(per_token),
                     draw(st.one_of(st.just(0.0), NUMBER)),
                 )
             )
-    return draw(st.permutations(made))
+    return draw(st.permutations(batch))
 
 
 DISCOUNT = st.sampled_from([1.0, 0.9, 0.5, 0.0])
@@ -197,9 +197,9 @@ DISCOUNT = st.sampled_from([1.0, 0.9, 0.5, 0.0])
 
 @pytest.mark.parametrize(("algorithm", "credit"), VALID)
 @few(20)
-@given(data=st.data(), made=episodes(), normalize_std=st.booleans())
+@given(data=st.data(), batch=episodes(), normalize_std=st.booleans())
 def test_estimators_agree_with_their_formulas(
-    algorithm: Any, credit: Any, data: st.DataObject, made: list[Episode], normalize_std: bool
+    algorithm: Any, credit: Any, data: st.DataObject, batch: list[Episode], normalize_std: bool
 ) -> None:
     rl = RLSettings(
         algorithm=algorithm,
@@ -211,14 +211,14 @@ def test_estimators_agree_with_their_formulas(
         turn_lambda=data.draw(DISCOUNT),
         anchor_weight=data.draw(st.sampled_from([1.0, 0.3])),
     )
-    found = ESTIMATORS[algorithm](made, rl)
-    for one, expected in zip(found.advantages, by_hand(made, rl), strict=True):
-        numpy.testing.assert_allclose(one, expected, rtol=1e-7, atol=1e-7)
+    result = ESTIMATORS[algorithm](batch, rl)
+    for actual, expected in zip(result.advantages, by_hand(batch, rl), strict=True):
+        numpy.testing.assert_allclose(actual, expected, rtol=1e-7, atol=1e-7)
     if algorithm != "ppo":
-        assert found.returns == []
+        assert result.returns == []
         return
-    raw = by_hand(made, replace(rl, normalize_std=False))
-    for returns, advantages, episode in zip(found.returns, raw, made, strict=True):
+    raw = by_hand(batch, replace(rl, normalize_std=False))
+    for returns, advantages, episode in zip(result.returns, raw, batch, strict=True):
         numpy.testing.assert_allclose(returns, numpy.add(advantages, episode.values), rtol=1e-7, atol=1e-7)
 
 
@@ -234,11 +234,11 @@ def test_a_reward_on_the_last_turn_reaches_every_action_token(algorithm: Any, cr
 
 @pytest.mark.parametrize("credit", ["outcome", "turns", "anchor"])
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "reinforce++-baseline"])
-def test_a_group_of_equal_rewards_says_exactly_nothing(algorithm: Any, credit: Any) -> None:
+def test_a_group_of_equal_rewards_has_advantages_of_exactly_zero(algorithm: Any, credit: Any) -> None:
     rl = RLSettings(algorithm=algorithm, credit=credit if (algorithm, credit) not in INVALID else "outcome")
     for rewards in ([0.1 + 0.2, 0.3, 0.3], [1.0], [0.0, 0.0]):
-        made = [Episode(0, [r], [2], ["x"]) for r in rewards]
-        assert ESTIMATORS[algorithm](made, rl).advantages == [[0.0, 0.0]] * len(rewards)
+        batch = [Episode(0, [r], [2], ["x"]) for r in rewards]
+        assert ESTIMATORS[algorithm](batch, rl).advantages == [[0.0, 0.0]] * len(rewards)
     assert all(a != 0.0 for a, _ in ESTIMATORS[algorithm]([Episode(0, [r], [2]) for r in (0.0, 1e-3)], rl).advantages)
 
 
@@ -247,18 +247,18 @@ def test_a_reward_given_to_all_changes_nothing(algorithm: Any) -> None:
     rl = RLSettings(algorithm=algorithm)
     results = []
     for shift in (0.0, 7.0):
-        made = [Episode(i // 2, [r + shift], [1 + i]) for i, r in enumerate((0.0, 1.0, 0.3, 0.9))]
-        results.append(ESTIMATORS[algorithm](made, rl).advantages)
+        batch = [Episode(i // 2, [r + shift], [1 + i]) for i, r in enumerate((0.0, 1.0, 0.3, 0.9))]
+        results.append(ESTIMATORS[algorithm](batch, rl).advantages)
     for before, after in zip(*results, strict=True):
         numpy.testing.assert_allclose(after, before, rtol=1e-5, atol=1e-9)
 
 
 @few(20)
-@given(made=episodes())
-def test_gae_with_every_lambda_and_discount_one_is_return_less_value_at_both_levels(made: list[Episode]) -> None:
+@given(batch=episodes())
+def test_gae_with_lambdas_and_discounts_of_one_is_return_minus_value(batch: list[Episode]) -> None:
     for credit in ("outcome", "turns", "two_level"):
         rl = RLSettings(algorithm="ppo", credit=credit, turn_lambda=1.0, normalize_std=False)  # type: ignore[arg-type]
-        for episode, returns in zip(made, ESTIMATORS["ppo"](made, rl).returns, strict=True):
+        for episode, returns in zip(batch, ESTIMATORS["ppo"](batch, rl).returns, strict=True):
             slow = Slow(episode, "turns", 1.0, 1.0)
             expected = [slow.return_of_token(t) + episode.last_value for t in range(slow.count)]
             if credit == "outcome":  # everything is paid at the end
@@ -268,17 +268,17 @@ def test_gae_with_every_lambda_and_discount_one_is_return_less_value_at_both_lev
 
 
 @pytest.mark.parametrize("credit", ["turns", "two_level"])
-def test_a_turn_in_which_nothing_was_sampled_pays_those_before_it(credit: Any) -> None:
+def test_the_reward_of_a_turn_without_tokens_goes_to_the_turns_before(credit: Any) -> None:
     rl = RLSettings(algorithm="ppo", credit=credit, turn_discount=0.5, normalize_std=False, turn_lambda=1.0)
     episode = Episode(0, [3.0, 1.0, 2.0, 4.0], [0, 2, 0, 1], values=[0.0] * 3)
     (returns,) = ESTIMATORS["ppo"]([episode], rl).returns
-    assert returns == [1 + 0.5 * 2 + 0.25 * 4] * 2 + [4.0]  # the first turn's 3 was earned by nobody
+    assert returns == [1 + 0.5 * 2 + 0.25 * 4] * 2 + [4.0]  # the first turn's 3 goes to no token
 
 
-def test_a_critic_that_knows_the_truth_leaves_no_advantage_and_a_truncation_is_no_end() -> None:
-    known = Episode(0, [0.0, 1.0], [2, 2], values=[1.0] * 4)
+def test_an_exact_critic_leaves_no_advantage_even_after_a_truncation() -> None:
+    exact = Episode(0, [0.0, 1.0], [2, 2], values=[1.0] * 4)
     rl = RLSettings(algorithm="ppo", normalize_std=False, gae_lambda=0.9)
-    assert ESTIMATORS["ppo"]([known], rl).advantages == [[0.0] * 4]
+    assert ESTIMATORS["ppo"]([exact], rl).advantages == [[0.0] * 4]
     cut = Episode(0, [0.0], [2], values=[1.0] * 2, last_value=1.0)
     assert ESTIMATORS["ppo"]([cut], rl).advantages == [[0.0] * 2]
     ended = replace(cut, last_value=0.0)
@@ -294,7 +294,7 @@ def test_the_sum_of_all_turns_rewards_counts_for_outcome() -> None:
 
 
 def test_gigpo_tells_two_turns_of_a_lost_episode_apart() -> None:
-    """In state x one reply led to a win and one to nothing; in y nobody can tell."""
+    """State x has a reply that led to a win and one that did not; state y has a single reply."""
     won, lost = Episode(0, [0.0, 1.0], [1, 1], ["x", "z"]), Episode(0, [0.0, 0.0], [1, 1], ["x", "y"])
     rl = RLSettings(credit="anchor", normalize_std=False, turn_discount=0.5)
     good, bad = ESTIMATORS["grpo"]([won, lost], rl).advantages

@@ -1,5 +1,5 @@
-"""AgentGym's own servers, both dialects, against small servers that speak them as they are: fields, paths, errors in
-200 answers, missing /close. No session is lost, none is played by two."""
+"""AgentGym's own servers, both dialects, as small servers: fields, paths, errors in 200 answers, missing /close.
+No session is lost, and none is shared by two episodes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 
-from agentgym_rl import wiring
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.policy import OraclePolicy, ScriptedPolicy
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import INSTRUCTION, AgentGymClient, Server, read_items
@@ -30,13 +30,13 @@ from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.environment.server import bind
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
-from agentgym_rl.train import train
+from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.types import Limits, StopReason, Task
 
 
 @dataclass
 class Game:
-    """Say the colour of the item; the first reply ends it."""
+    """The player names the colour of the item. The first reply ends the game."""
 
     item: int = -1
     done: bool = True
@@ -51,16 +51,16 @@ class Game:
 
 @dataclass
 class AgentGymServer:
-    """What the dialects share: numbered games that live until they are closed, and a record of what was asked."""
+    """Base of both dialects: numbered games that live until they are closed, and a record of the requests."""
 
     closes: bool = True
     lists_actions: bool = False
     reset_keys: frozenset[str] = frozenset()
-    """Fields that /reset must bring, as a pydantic model would demand."""
-    reset_pays: float = 0
+    """Fields that /reset requires, like a pydantic model."""
+    reset_reward: float = 0
     games: dict[int, Game] = field(default_factory=dict)
     created: int = 0
-    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    requests: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     hang: threading.Event = field(default_factory=threading.Event)
 
     def routes(self) -> list[Route]:
@@ -75,7 +75,7 @@ class AgentGymServer:
     async def body(self, request: Request) -> dict[str, Any]:
         raw = await request.body()
         body = json.loads(raw) if raw else {}
-        self.asked.append((request.url.path, body))
+        self.requests.append((request.url.path, body))
         return body
 
     def new(self) -> int:
@@ -103,7 +103,7 @@ class AgentGymServer:
 
 
 class IdServer(AgentGymServer):
-    """`id` and `data_idx`; whatever goes wrong is a 200 with an error."""
+    """Uses `id` and `data_idx`, and reports every error as a 200."""
 
     async def create(self, request: Request) -> Response:
         await self.body(request)
@@ -121,7 +121,7 @@ class IdServer(AgentGymServer):
                 raise IndexError("list index out of range")
         except Exception as error:
             return JSONResponse({"error": str(error)})
-        return JSONResponse({"id": body["id"], "observation": game.look(), "reward": self.reset_pays, "done": False})
+        return JSONResponse({"id": body["id"], "observation": game.look(), "reward": self.reset_reward, "done": False})
 
     async def step(self, request: Request) -> Response:
         body = await self.body(request)
@@ -145,18 +145,18 @@ class IdServer(AgentGymServer):
 
 @dataclass
 class EnvIdxServer(AgentGymServer):
-    """`env_idx`; the item, the answers and the endings are named as one of its servers names them."""
+    """Uses `env_idx`. The fields set the names of the item, the answers and the endings of one server."""
 
     item_key: str = "id"
     create_answer: str = "number"
     reset_answer: str = "string"
     observation_key: str = "observation"
     done_key: str = "done"
-    demands_item_on_create: bool = False
+    needs_item_on_create: bool = False
 
     async def create(self, request: Request) -> Response:
         body = await self.body(request)
-        if self.demands_item_on_create and "id" not in body:
+        if self.needs_item_on_create and "id" not in body:
             return JSONResponse({"detail": "id: field required"}, 422)
         number = self.new()
         return JSONResponse(number if self.create_answer == "number" else {"env_idx": number})
@@ -179,12 +179,12 @@ class EnvIdxServer(AgentGymServer):
     async def close(self, request: Request) -> Response:
         body = await self.body(request)
         del self.games[body["env_idx"]]
-        return PlainTextResponse("closed")  # not JSON, as one of them answers
+        return PlainTextResponse("closed")  # not JSON, like the answer of one such server
 
 
 WEBSHOP = {"item_key": "session_id", "reset_answer": "pair", "observation_key": "state"}
 SQLGYM = {"item_key": "item_id", "reset_answer": "pair", "observation_key": "state", "closes": False}
-WEATHER = {"item_key": "id", "closes": False, "demands_item_on_create": True}
+WEATHER = {"item_key": "id", "closes": False, "needs_item_on_create": True}
 WEBARENA = {
     "item_key": "idx",
     "reset_keys": frozenset({"seed"}),
@@ -196,7 +196,7 @@ WEBARENA = {
 
 @contextlib.contextmanager
 def running(server: AgentGymServer, prefix: str = "") -> Iterator[str]:
-    """The server under `prefix` on a free port of loopback; yields host and port."""
+    """Run the server under `prefix` on a free loopback port; yield host and port."""
     routes: list[Any] = [Mount(prefix, routes=server.routes())] if prefix else [*server.routes()]
     listener = bind("127.0.0.1", 0)
     web = uvicorn.Server(uvicorn.Config(Starlette(routes=routes), log_level="critical", lifespan="off"))
@@ -251,7 +251,7 @@ DIALECTS = [
 
 
 @pytest.mark.parametrize(("name", "server", "prefix", "reset"), DIALECTS, ids=[f"{d[0]}{d[2]}" for d in DIALECTS])
-async def test_each_known_server_is_spoken_to_as_it_expects(name, server, prefix, reset):
+async def test_each_known_server_gets_the_fields_that_it_expects(name, server, prefix, reset):
     with running(server, prefix) as host:
         async with pool_of(name, f"agentgym+http://{host}/{name}") as pool:
             first, last = await play_one(pool, name, 4, "green")
@@ -262,14 +262,14 @@ async def test_each_known_server_is_spoken_to_as_it_expects(name, server, prefix
     assert last.info == {"success": True}
     assert again.observation == "The lamp is blue. Say its colour."
     assert (lost.reward, lost.done, lost.info) == (0.0, True, {"success": False})
-    bodies = [body for path, body in server.asked if path.endswith("/reset")]
+    bodies = [body for path, body in server.requests if path.endswith("/reset")]
     assert bodies[0] == reset
-    assert all(path.startswith(prefix) for path, _ in server.asked)
-    # Without /close the session is played again instead of leaving one behind per episode.
+    assert all(path.startswith(prefix) for path, _ in server.requests)
+    # Without /close the session is reused, so that not every episode leaves one behind.
     assert (len(server.games), server.created) == ((0, 2) if server.closes else (1, 1))
 
 
-async def test_an_unknown_name_is_spoken_to_in_the_dialect_that_create_answers_in():
+async def test_an_unknown_name_uses_the_dialect_of_the_create_answer():
     for server in (IdServer(), EnvIdxServer(), EnvIdxServer(create_answer="object", reset_answer="pair")):
         with running(server) as host:
             async with pool_of("lamps", f"agentgym+http://{host}") as pool:
@@ -279,7 +279,7 @@ async def test_an_unknown_name_is_spoken_to_in_the_dialect_that_create_answers_i
         assert server.games == {}
 
 
-async def test_the_address_overrides_what_a_name_stands_for():
+async def test_the_address_overrides_the_dialect_of_a_name():
     server = EnvIdxServer(item_key="task")
     with running(server) as host:
         url = f"agentgym+http://{host}/textcraft?reset_key=task&dialect=env_idx&success_at=0"
@@ -288,11 +288,11 @@ async def test_the_address_overrides_what_a_name_stands_for():
     assert (last.reward, last.info["success"]) == (0.0, True)
 
 
-async def test_the_wrong_dialect_is_named_and_leaves_nothing_behind():
+async def test_the_wrong_dialect_is_a_clear_error_and_leaks_no_session():
     server = EnvIdxServer()
     with running(server) as host:
         async with pool_of("textcraft", f"agentgym+http://{host}/textcraft") as pool:
-            with pytest.raises(EnvError, match=r"number under id, got 0: .* say \?dialect=id or \?dialect=env_idx"):
+            with pytest.raises(EnvError, match=r"number under id, got 0: .* add \?dialect=id or \?dialect=env_idx"):
                 await pool.open("textcraft")
             assert pool.num_open == 0
 
@@ -308,7 +308,7 @@ async def test_the_wrong_dialect_is_named_and_leaves_nothing_behind():
         ("agentgym+http:///webshop", "an environment's address looks like"),
     ],
 )
-def test_a_bad_address_is_refused_before_anything_starts(url, text):
+def test_an_invalid_address_is_refused_at_once(url, text):
     with pytest.raises(ConfigError, match=text):
         RemotePool({"webshop": url})
 
@@ -341,7 +341,7 @@ async def test_errors_in_200_answers_end_the_episode_and_not_the_run():
 
 
 async def test_a_500_is_an_environment_error_and_its_session_is_closed():
-    """After an exception uvicorn closes the connection without saying so: what is asked on it next is lost."""
+    """After an exception uvicorn closes the connection unannounced: the next request on it would be lost."""
     server = EnvIdxServer()
     with running(server) as host:
         async with pool_of("searchqa", f"agentgym+http://{host}/searchqa") as pool:
@@ -355,7 +355,7 @@ async def test_a_500_is_an_environment_error_and_its_session_is_closed():
     assert server.games == {}
 
 
-async def test_a_failed_session_is_not_played_again_where_it_cannot_be_closed():
+async def test_a_failed_session_is_not_reused_on_a_server_without_close():
     server = IdServer(closes=False)
     with running(server) as host:
         async with pool_of("textcraft", f"agentgym+http://{host}/textcraft") as pool:
@@ -366,10 +366,10 @@ async def test_a_failed_session_is_not_played_again_where_it_cannot_be_closed():
             await session.close()
             await play_one(pool, "textcraft", 0, "red")
             await play_one(pool, "textcraft", 1, "red")
-    assert [body["id"] for path, body in server.asked if path == "/step"] == [0, 1, 1]
+    assert [body["id"] for path, body in server.requests if path == "/step"] == [0, 1, 1]
 
 
-async def test_many_episodes_at_once_without_close_use_as_many_sessions_as_play_at_once():
+async def test_without_close_the_number_of_sessions_is_bounded_by_the_concurrency():
     server = IdServer(closes=False)
     with running(server) as host:
         async with pool_of("textcraft", f"agentgym+http://{host}/textcraft", max_sessions=8) as pool:
@@ -378,7 +378,7 @@ async def test_many_episodes_at_once_without_close_use_as_many_sessions_as_play_
     assert server.created <= 8
 
 
-async def test_a_session_number_given_out_twice_is_refused():
+async def test_a_session_id_returned_twice_is_refused():
     class Twice(IdServer):
         def new(self) -> int:
             self.games[7] = Game()
@@ -400,10 +400,10 @@ async def test_deadlines_hold_and_a_step_is_sent_once():
             with pytest.raises(EnvTimeout, match=r"deadline of 2 s"):
                 await session.step("hang")
             await session.close()
-    assert [path for path, _ in server.asked].count("/step") == 1
+    assert [path for path, _ in server.requests].count("/step") == 1
 
 
-async def test_nobody_there_is_unavailable():
+async def test_a_missing_server_is_unavailable():
     listener = bind("127.0.0.1", 0)
     port = listener.getsockname()[1]
     listener.close()
@@ -412,7 +412,7 @@ async def test_nobody_there_is_unavailable():
             await pool.open("textcraft")
 
 
-async def test_what_such_servers_do_not_know_is_said():
+async def test_what_agentgym_servers_lack_is_a_clear_error():
     with running(IdServer()) as host:
         async with pool_of("textcraft", f"agentgym+http://{host}/textcraft") as pool:
             session = await pool.open("textcraft")
@@ -428,7 +428,7 @@ async def test_what_such_servers_do_not_know_is_said():
 @pytest.mark.parametrize(
     "server", [IdServer(lists_actions=True), EnvIdxServer(lists_actions=True)], ids=["id", "env_idx"]
 )
-async def test_actions_are_listed_where_the_server_lists_them(server):
+async def test_actions_are_listed_if_the_server_lists_them(server):
     with running(server) as host:
         async with pool_of("lamps", f"agentgym+http://{host}") as pool:
             session = await pool.open("lamps")
@@ -437,7 +437,7 @@ async def test_actions_are_listed_where_the_server_lists_them(server):
 
 
 @pytest.mark.parametrize(
-    ("name", "reset_pays", "answers", "success"),
+    ("name", "reset_reward", "answers", "success"),
     [
         ("sciworld", 0, [(40, False), (60, True)], True),
         ("sciworld", 0, [(40, False), (0, True)], False),
@@ -447,9 +447,9 @@ async def test_actions_are_listed_where_the_server_lists_them(server):
         ("textcraft", 0, [(0.07, False)] * 13 + [(0.09 - 1e-9, True)], True),
     ],
 )
-async def test_success_is_what_it_means_on_that_server(name, reset_pays, answers, success):
-    """ScienceWorld pays up to 100 and may begin with its reset, BabyAI less than 1, WebShop partial credit."""
-    server = IdServer(reset_pays=reset_pays)
+async def test_success_depends_on_the_reward_scale_of_the_server(name, reset_reward, answers, success):
+    """ScienceWorld gives up to 100, some of it at reset; BabyAI less than 1; WebShop partial credit."""
+    server = IdServer(reset_reward=reset_reward)
     script = iter(answers)
 
     def play(number: int, action: str) -> tuple[str, float, bool]:
@@ -462,11 +462,11 @@ async def test_success_is_what_it_means_on_that_server(name, reset_pays, answers
             session = await pool.open(name)
             await session.reset(0)
             steps = [await session.step("red") for _ in answers]
-    assert [step.reward for step in steps] == [answers[0][0] + reset_pays, *(reward for reward, _ in answers[1:])]
+    assert [step.reward for step in steps] == [answers[0][0] + reset_reward, *(reward for reward, _ in answers[1:])]
     assert steps[-1].info["success"] is success
 
 
-async def test_the_task_that_comes_beside_the_first_observation_is_told():
+async def test_a_separate_task_description_is_put_before_the_first_observation():
     class WithTask(IdServer):
         async def reset(self, request: Request) -> Response:
             answer = await super().reset(request)
@@ -478,7 +478,7 @@ async def test_the_task_that_comes_beside_the_first_observation_is_told():
     assert first.observation == "Find the red lamp.\nThe lamp is red. Say its colour."
 
 
-async def test_our_own_servers_can_be_spoken_to_like_this_too():
+async def test_our_own_servers_work_with_the_agentgym_client_too():
     textcraft = catalog.load("textcraft")
     with server_in_thread({"textcraft": textcraft}) as ours:
         for url in (ours.url, f"{ours.url}/textcraft"):
@@ -546,15 +546,15 @@ async def test_the_config_names_items_by_split():
     agent = AgentConfig()
     url = "agentgym+http://127.0.0.1:9/textcraft"
 
-    def pool(**settings: Any) -> wiring.EnvironmentsPool:
-        return wiring.EnvironmentsPool((EnvironmentConfig(name="textcraft", **settings),), agent)
+    def pool(**settings: Any) -> EnvironmentsPool:
+        return EnvironmentsPool((EnvironmentConfig(name="textcraft", **settings),), agent)
 
     remote = pool(url=url, items={"train": "0-4", "test": "5,7"})
     assert await remote.items("textcraft", "train") == [0, 1, 2, 3, 4]
     assert await remote.items("textcraft", "test") == [5, 7]
     with pytest.raises(ConfigError, match="no split 'dev', it has train, test"):
         await remote.items("textcraft", "dev")
-    assert await pool(items={"train": "7-8"}).items("textcraft", "train") == [7, 8]  # also where the items are known
+    assert await pool(items={"train": "7-8"}).items("textcraft", "train") == [7, 8]  # also if it lists its items
     with pytest.raises(ConfigError, match="does not list its items"):
         await pool(url=url).items("textcraft", "train")
     with pytest.raises(ConfigError, match="item 3 is in both train and test"):
@@ -565,7 +565,7 @@ async def test_the_config_names_items_by_split():
 
 @pytest.mark.parametrize("server", [IdServer(lists_actions=True), EnvIdxServer(lists_actions=True, closes=False)])
 async def test_a_small_model_trains_and_is_evaluated_against_such_a_server(server, tmp_path: Path):
-    """Two steps of GRPO; the warm start is random play over the server's list of actions."""
+    """The run has two steps of GRPO after a warm start of random play over the server's list of actions."""
     with running(server) as host:
         config = Config.model_validate(
             {
@@ -588,7 +588,7 @@ async def test_a_small_model_trains_and_is_evaluated_against_such_a_server(serve
         summary = await train(config, tmp_path / "run")
     assert summary["steps"] == 2
     assert summary["before"]["episodes"] == summary["after"]["episodes"] == 12
-    items = [body.get("data_idx", body.get("id")) for path, body in server.asked if path == "/reset"]
+    items = [body.get("data_idx", body.get("id")) for path, body in server.requests if path == "/reset"]
     assert len(items) == 24 + 2 * 16 + 2 * 12
     assert set(items[-12:]) == set(range(30, 42))
     assert max(items[:24]) < 30

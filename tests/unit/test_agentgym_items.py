@@ -1,4 +1,4 @@
-"""Published item lists: AgentGym's ids become the same items here, or are refused."""
+"""Published item lists: AgentGym's ids are translated to the same items here, or refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agentgym_rl import wiring
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import read_items
@@ -17,6 +16,7 @@ from agentgym_rl.environment.envs.searchqa import published
 from agentgym_rl.environment.envs.searchqa.env import searchqa_from
 from agentgym_rl.environment.envs.searchqa.indexing import build_index
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.training.conversations import of_trajectory, write_conversations
 from agentgym_rl.types import Message, Task, Trajectory
 
@@ -31,15 +31,15 @@ def published_ids(tmp_path: Path, *names: str) -> str:
 
 
 def test_sciworlds_published_numbers_are_the_subset_rl_task_by_task() -> None:
-    theirs = [
+    published_order = [
         (task, variation)
         for task in sciworld.TASKS
         if task.number not in ("5-1", "5-2", "9-1", "9-2", "9-3", "10-1", "10-2")
         for variation in range(task.num_variations)
     ]
-    assert len(theirs) == 4639
+    assert len(published_order) == 4639
     items = [sciworld.published_item(number) for number in range(4639)]
-    assert [sciworld.locate(item) for item in items] == theirs
+    assert [sciworld.locate(item) for item in items] == published_order
     rl = [item for split in sciworld.SPLITS.values() for item in split if "rl" in sciworld.subsets_of(item)]
     assert sorted(items) == rl
     for number in (-1, 4639):
@@ -70,7 +70,7 @@ def test_published_ids_of_other_games_are_refused(name: str, tmp_path: Path) -> 
     ids = published_ids(tmp_path, f"{name}_12")
     with pytest.raises(ConfigError, match=rf"{name}_12 is an item of AgentGym's {name}.*agentgym\+http://"):
         read_items(ids, name)
-    with pytest.raises(ConfigError, match="not numbered"):
+    with pytest.raises(ConfigError, match="games or numbers differ"):
         read_items(ids, name, "http://127.0.0.1:36001")
 
 
@@ -82,7 +82,7 @@ def test_agentgyms_own_servers_get_published_numbers_as_they_are(name: str, tmp_
 
 @pytest.mark.parametrize("other", ["babyai_3", "webshop_3", "search_qa_3"])
 def test_ids_of_another_environment_are_refused(other: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{other} is an item of .*, these are to be items of sciworld"):
+    with pytest.raises(ConfigError, match=f"needs items of sciworld, but {other} is an item of "):
         read_items(published_ids(tmp_path, other), "sciworld")
 
 
@@ -94,9 +94,9 @@ def test_episodes_converted_here_keep_this_packages_numbers(tmp_path: Path) -> N
 
 
 async def test_a_recipe_plays_the_items_that_a_published_list_names(tmp_path: Path) -> None:
-    def pool(name: str, item: str) -> wiring.EnvironmentsPool:
+    def pool(name: str, item: str) -> EnvironmentsPool:
         env = EnvironmentConfig(name=name, items={"train": published_ids(tmp_path, item)})
-        return wiring.EnvironmentsPool((env,), AgentConfig())
+        return EnvironmentsPool((env,), AgentConfig())
 
     assert await pool("sciworld", "sciworld_4638").items("sciworld", "train") == [sciworld.published_item(4638)]
     with pytest.raises(ConfigError, match="textcraft_3 is an item of AgentGym's textcraft"):
@@ -106,7 +106,7 @@ async def test_a_recipe_plays_the_items_that_a_published_list_names(tmp_path: Pa
 # --- searchqa -------------------------------------------------------------------------------------------------------
 
 
-def test_searchqas_table_is_agentgyms() -> None:
+def test_searchqas_table_equals_agentgyms() -> None:
     assert sum(published.COUNTS.values()) == 221_328
     assert published.locate(0) == ("test", "nq", 0)
     assert published.locate(29190) == ("test", "hotpotqa", 0)
@@ -117,9 +117,7 @@ def test_searchqas_table_is_agentgyms() -> None:
         published.locate(221_328)
 
 
-def test_searchqas_numbers_count_test_questions_first_whatever_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_searchqas_numbers_count_test_questions_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three sets instead of nine; a question that comes twice is one item, and one of both splits is for testing."""
     counts = {("test", "nq"): 3, ("test", "bamboogle"): 1, ("train", "nq"): 4}
     monkeypatch.setattr(published, "COUNTS", counts)
@@ -145,12 +143,12 @@ def test_searchqas_numbers_count_test_questions_first_whatever_the_files(
     with pytest.raises(ConfigError, match="searchqa_5 is a training question that is also a test question"):
         env.published_item(5)
     counts["test", "nq"] = 4
-    with pytest.raises(ConfigError, match="AgentGym's 4 test questions of nq, here are 3: set AGENTGYM_SEARCHQA_DATA"):
+    with pytest.raises(ConfigError, match="AgentGym's 4 test questions of nq, got 3: set AGENTGYM_SEARCHQA_DATA"):
         env.published_item(0)
     assert env.agentgym_item(1) == 1  # other questions have numbers of their own
 
 
-def test_searchqas_built_in_questions_are_none_of_the_published_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="3610 test questions of nq, here are 0"):
+def test_searchqas_built_in_questions_are_not_published_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="3610 test questions of nq, got 0"):
         read_items(published_ids(tmp_path, "search_qa_8"), "searchqa")
     assert catalog.load("searchqa").agentgym_item(8) == 8  # type: ignore[attr-defined]

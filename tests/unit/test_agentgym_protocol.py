@@ -1,7 +1,6 @@
-"""A client that knows only AgentGym's protocol plays our servers: `id`, `data_idx`, plain HTTP, no code of ours.
+"""A client that knows only AgentGym's protocol plays on our servers: `id`, `data_idx`, plain HTTP.
 
-It is written from the protocol's fields, the way AgentGym's own clients work: one session per client, every answer read
-by name, the environment reset with `data_idx`.
+It works like AgentGym's own clients: one session per client, every answer read by name, a reset with `data_idx`.
 """
 
 import httpx
@@ -41,7 +40,7 @@ class MiniAgentGymClient:
 
 
 def play_to_the_end(client, data_idx, max_steps=100):
-    """Follow the gold actions; checks every field that AgentGym's clients read."""
+    """Play the oracle's actions, and check every field that AgentGym's clients read."""
     answer = client.reset(data_idx)
     score = 0.0
     for _ in range(max_steps):
@@ -59,7 +58,7 @@ def play_to_the_end(client, data_idx, max_steps=100):
     raise AssertionError(f"item {data_idx} was not over after {max_steps} steps")
 
 
-def test_the_counting_game():
+def test_the_counting_game_is_won():
     with server_in_thread({"counting": Counting}) as server:
         client = MiniAgentGymClient(server.url)
         assert client.get("") == "ok"
@@ -70,7 +69,7 @@ def test_the_counting_game():
 
 
 @pytest.mark.parametrize("name", ["textcraft", "babyai"])
-def test_a_real_environment(name):
+def test_a_real_environment_is_won(name):
     env_class = catalog.load(name)
     items = [env_class.splits["train"][0], env_class.splits["test"][0]]
     with server_in_thread({name: env_class}) as server:

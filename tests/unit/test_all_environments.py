@@ -1,4 +1,4 @@
-"""What every environment of the catalog owes its players. A new one is picked up from the catalog by its name."""
+"""Requirements for every environment of the catalog. A new one is tested as soon as it is in the catalog."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 NAMES = sorted(catalog.CATALOG)
 MAX_TURNS = 120
 SHORT = {"sciworld": "Lifespan"}
-"""Subset of an environment whose solutions are short where those of its first items are not."""
+"""Subset with short solutions, for environments whose first items have long ones."""
 RANDOM = random.Random("hostile")
 HOSTILE = {
     "empty": "",
@@ -56,31 +56,31 @@ def load(name: str) -> type[TextEnv]:
     return catalog.load(name)
 
 
-def an_item(env_class: type[TextEnv]) -> int:
+def first_test_item(env_class: type[TextEnv]) -> int:
     return catalog.items(env_class, "test", SHORT.get(env_class.name))[0]
 
 
-def some_items(env_class: type[TextEnv]) -> list[int]:
-    """One of test for slow environments; for others also the last of each split."""
-    first = an_item(env_class)
+def sample_items(env_class: type[TextEnv]) -> list[int]:
+    """Return one test item of a slow environment; for others also the last item of each split."""
+    first = first_test_item(env_class)
     return [first] if not env_class.cheap else [first, *(split[-1] for split in env_class.splits.values())]
 
 
 @pytest.fixture
 def env(name: str) -> Iterator[TextEnv]:
-    made = load(name)()
+    environment = load(name)()
     try:
-        yield made
+        yield environment
     finally:
-        made.close()
-        made.close()  # closing twice is no error
+        environment.close()
+        environment.close()  # closing twice is not an error
 
 
 # --- the class -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_says_what_it_is(name: str) -> None:
+def test_name_instruction_and_splits_are_declared(name: str) -> None:
     env_class, entry = load(name), catalog.CATALOG[name]
     assert env_class.name == name
     assert 10 < len(entry.summary) <= 80
@@ -95,9 +95,9 @@ def test_splits_are_disjoint(name: str) -> None:
     splits = load(name).splits
     assert {"train", "test"} <= set(splits)
     assert all(len(split) > 0 for split in splits.values())
-    for one, other in itertools.combinations(splits.values(), 2):
-        assert one.step == other.step == 1
-        assert max(one.start, other.start) >= min(one.stop, other.stop)
+    for split, other in itertools.combinations(splits.values(), 2):
+        assert split.step == other.step == 1
+        assert max(split.start, other.start) >= min(split.stop, other.stop)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,18 +113,18 @@ def test_subsets_and_items_agree(name: str) -> None:
     met = {subset for items in listed.values() for subsets in items.values() for subset in subsets}
     assert len(met) >= min(2, len(env_class.subsets))
     for subset in (*env_class.subsets[:2], env_class.subsets[-1]):
-        found = catalog.items(env_class, "test", subset)
-        assert [item for item in found if item in listed["test"]] == [
+        subset_items = catalog.items(env_class, "test", subset)
+        assert [item for item in subset_items if item in listed["test"]] == [
             item for item, subsets in listed["test"].items() if subset in subsets
         ]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_has_a_page_a_picture_and_recipes(name: str) -> None:
-    page = (ROOT / "docs" / "environments" / f"{name}.md").read_text()
-    assert "](../images/" in page
+def test_it_has_a_docs_page_a_picture_and_recipes(name: str) -> None:
+    page = (ROOT / "docs" / "reference" / "environments" / f"{name}.md").read_text()
+    assert "](../../images/" in page
     assert catalog.CATALOG[name].licence.split()[0] in page  # whose data it is
-    assert f"(environments/{name}.md)" in (ROOT / "docs" / "environments.md").read_text()
+    assert f"reference/environments/{name}.md" in (ROOT / "docs" / "guides" / "environments.md").read_text()
     configs = {
         kind: load_config(ROOT / "recipes" / name / f"{kind}.toml", []) for kind in ("grpo", "scalinginter", "tiny")
     }
@@ -154,7 +154,7 @@ def test_items_outside_every_split_raise(name: str, env: TextEnv) -> None:
 def test_the_same_item_is_the_same_game(name: str, env: TextEnv) -> None:
     assert isinstance(env, HasOracle)
     assert isinstance(env, HasStateKey)
-    for item in some_items(type(env)):
+    for item in sample_items(type(env)):
         plays = []
         for _ in range(2):
             seen: list[object] = [env.reset(item), env.state_key()]
@@ -171,28 +171,28 @@ def test_the_same_item_is_the_same_game(name: str, env: TextEnv) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_hostile_actions_are_answered_in_the_games_own_words(name: str, env: TextEnv) -> None:
+def test_hostile_actions_are_answered_by_the_game(name: str, env: TextEnv) -> None:
     assert isinstance(env, HasStateKey)
-    item = some_items(type(env))[0]
+    item = sample_items(type(env))[0]
     env.reset(item)
     for kind, action in HOSTILE.items():
         step = env.step(action)
         assert isinstance(step, Step), kind
         assert step.observation, kind
         assert len(step.observation) < 20_000, kind
-        step.observation.encode()  # what cannot be written down cannot be recorded
+        step.observation.encode()  # an observation must be encodable to be recorded
         assert step.info.get("valid") is False, (kind, step)
         assert step.reward <= 0, kind
         assert not step.info.get("success"), kind
         if step.done:
             env.reset(item)
-    assert env.state_key()  # the game goes on
+    assert env.state_key()  # the game continues
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if load(name).cheap])
-def test_the_games_own_words_in_disorder_are_answered_too(name: str, env: TextEnv) -> None:
+def test_words_of_the_game_in_random_order_are_answered(name: str, env: TextEnv) -> None:
     assert isinstance(env, HasActions)
-    item, rng = an_item(type(env)), random.Random(name)
+    item, rng = first_test_item(type(env)), random.Random(name)
     env.reset(item)
     odd = ["", "0", "-1", "9" * 30, "٣", "³", "\ud800", "\x00", "\n", "%s", "{}", "[", "]", "(", ",", "<", "</think>"]
     for _ in range(300):
@@ -208,7 +208,7 @@ def test_the_games_own_words_in_disorder_are_answered_too(name: str, env: TextEn
 def test_actions_and_oracle_are_valid(name: str, env: TextEnv) -> None:
     assert isinstance(env, HasActions)
     assert isinstance(env, HasOracle)
-    for item in some_items(type(env)):
+    for item in sample_items(type(env)):
         env.reset(item)
         offered = env.actions()
         assert offered
@@ -220,9 +220,9 @@ def test_actions_and_oracle_are_valid(name: str, env: TextEnv) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_picture_is_one(name: str, env: TextEnv) -> None:
+def test_render_returns_a_valid_picture(name: str, env: TextEnv) -> None:
     assert isinstance(env, HasRender)
-    env.reset(some_items(type(env))[0])
+    env.reset(sample_items(type(env))[0])
     env.step(HOSTILE["svg"])
     picture = env.render()
     if isinstance(picture, bytes):
@@ -239,7 +239,7 @@ def test_the_picture_is_one(name: str, env: TextEnv) -> None:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[RunningServer]:
-    """All of them in one process, as `agentgym-rl serve` does it."""
+    """Serve all environments in one process, like `agentgym-rl serve`."""
     with server_in_thread({name: load(name) for name in NAMES}) as running:
         yield running
         assert running.sessions.num_open == 0
@@ -252,7 +252,7 @@ async def test_the_oracle_wins_over_http(name: str, server: RunningServer) -> No
     try:
         session = await pool.open(name)
         assert session.instruction == env_class.instruction
-        item = an_item(env_class)
+        item = first_test_item(env_class)
         assert item in await pool.items(name, "test")
         step = await session.reset(item)
         paid = 0.0

@@ -14,100 +14,87 @@ SOURCE = Path(__file__).parents[2] / "src" / PACKAGE
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 
-LEAVES = frozenset({"types", "errors", "intervals"})
-"""Everyone may import these; they import only the standard library."""
+LEAVES = frozenset({"types", "errors", "common"})
+"""Every module may import these, and they import none of our modules."""
 ALL = None
-"""The places where modules meet."""
+"""Modules where the others meet."""
 MAY_IMPORT: dict[str, frozenset[str] | None] = {
-    **dict.fromkeys(LEAVES, frozenset()),
-    "__init__": LEAVES,
+    **dict.fromkeys(("types", "errors"), frozenset()),
+    "common": frozenset({"types", "errors"}),
     "config_errors": LEAVES,
     "config": LEAVES | {"training.settings", "config_errors"},
-    "disk": LEAVES,
-    "runlog": LEAVES | {"disk", "trackers"},
-    "screen": LEAVES,
-    "trackers": LEAVES,
-    "recipe_files": LEAVES,
-    "console": LEAVES | {"screen"},
-    "plots": LEAVES,
-    "telling": LEAVES,
-    "http_guard": LEAVES,
-    "cuda_graphs": LEAVES,
-    "environment": LEAVES | {"http_guard"},
-    "agent": LEAVES | {"cuda_graphs"},
-    "training": LEAVES | {"cuda_graphs"},
-    "evaluation": LEAVES | {"agent", "screen"},
-    "scale": LEAVES | {"agent", "training"},
-    "viewer": LEAVES | {"http_guard"},
-    "wiring": ALL,
-    "workers": ALL,
-    "cluster": ALL,
-    "serving": ALL,
-    "fits": ALL,
-    "preflight": ALL,
-    "starting": ALL,
-    "heldout": ALL,
-    "mistakes": LEAVES | {"agent.policy", "environment.wire"},
-    "demonstrations": ALL,
-    "exploration": ALL,
-    "rounds": ALL,
-    "endings": ALL,
-    "offline": ALL,
-    "train": ALL,
-    "play": ALL,
-    "view": ALL,
-    "agents": ALL,
-    "evaluate": ALL,
-    "exporting": ALL,
+    "transport": LEAVES,
+    "environment": LEAVES,
+    "agent": LEAVES | {"transport"},
+    "training": LEAVES,
+    "evaluation": LEAVES | {"agent"},
+    "scale": LEAVES | {"agent", "training", "transport"},
+    "viewer": LEAVES,
+    "run": ALL,
+    "run.console": LEAVES,
+    "run.disk": LEAVES,
+    "run.events": LEAVES,
+    "run.log": LEAVES | {"run.disk", "run.trackers"},
+    "run.plots": LEAVES,
+    "run.trackers": LEAVES,
+    "commands": ALL,
+    "__init__": ALL,
+    "api": ALL,
     "cli": ALL,
     "__main__": ALL,
 }
-"""A module is a file or folder directly under the package; inside a folder files import each other freely."""
-STANDARD_LIBRARY_ONLY = frozenset(
-    {*(f"{leaf}.py" for leaf in LEAVES), "training/settings.py", "scale/memory.py", "scale/plan.py"}
+"""Imports allowed to a file or folder of the package; the longest name that matches counts. Files of one folder import
+each other freely, unless they have a row of their own."""
+STANDARD_LIBRARY_ONLY = (
+    *("types.py", "errors.py", "common/intervals.py"),
+    *("training/settings.py", "scale/memory.py", "scale/plan.py"),
 )
 """Settings among them, so that a config can be checked without loading torch."""
-HOMES_OF = {
-    "torch": (
-        *("training", "agent", "evaluation", "scale", "wiring", "cluster", "serving", "fits", "train", "cli"),
-        *("exporting", "cuda_graphs"),
-    ),
+ONLY_IN = {
+    "torch": ("training", "agent", "evaluation", "scale", "transport", "run", "commands", "common/cuda_graphs.py"),
     "ray": ("scale/ray_app.py",),
 }
 """Third-party packages that may be imported only in these modules or files, at any depth of the code."""
 
 
 def violations(source: Path) -> list[str]:
-    """One line per forbidden import: `agent/rollout.py:3 imports environment: agent may import errors, types`."""
+    """Return a line per forbidden import: `agent/rollout.py:3 imports environment: agent may import errors, types`."""
     found = []
     for path in sorted(source.rglob("*.py")):
         relative = path.relative_to(source)
-        module = relative.parts[0].removesuffix(".py")
-        if module not in MAY_IMPORT:
-            found.append(f"{relative} is in no row of the import table: give `{module}` one")
+        row = row_of(relative)
+        if row is None:
+            found.append(f"{relative} is in no row of the import table: give `{relative.parts[0]}` one")
             continue
         for line, name in imported_names(ast.parse(path.read_text(encoding="utf-8")), relative):
-            reason = forbidden(module, relative, name)
+            reason = forbidden(row, relative, name)
             if reason:
                 found.append(f"{relative}:{line} imports {name}: {reason}")
     return found
 
 
-def forbidden(module: str, relative: Path, name: str) -> str | None:
-    """Why `module` may not import `name`, or None."""
+def row_of(relative: Path) -> str | None:
+    """Return the most specific row of MAY_IMPORT for a file, or None."""
+    parts = relative.with_suffix("").parts
+    names = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+    return next((name for name in names if name in MAY_IMPORT), None)
+
+
+def forbidden(row: str, relative: Path, name: str) -> str | None:
+    """Return why a file of `row` may not import `name`, or None."""
     top, _, rest = name.partition(".")
     if top == PACKAGE:
-        allowed = MAY_IMPORT[module]
+        allowed = MAY_IMPORT[row]
         # The package itself holds the version and nothing else worth importing.
-        if allowed is ALL or rest == "__version__" or rest.partition(".")[0] == module:
+        if allowed is ALL or rest == "__version__" or rest.partition(".")[0] == row:
             return None
         if any(rest == name or rest.startswith(f"{name}.") for name in allowed):
             return None
-        return f"{module} may import {', '.join(sorted(allowed)) or 'none of our modules'}"
-    if relative.as_posix() in STANDARD_LIBRARY_ONLY and top not in sys.stdlib_module_names:
+        return f"{row} may import {', '.join(sorted(allowed)) or 'none of our modules'}"
+    if relative.as_posix().startswith(STANDARD_LIBRARY_ONLY) and top not in sys.stdlib_module_names:
         return f"{relative.as_posix()} may import only the standard library"
-    if top in HOMES_OF and not {module, relative.as_posix()} & set(HOMES_OF[top]):
-        return f"{top} lives in {', '.join(HOMES_OF[top])}"
+    if top in ONLY_IN and not {relative.parts[0], relative.as_posix()} & set(ONLY_IN[top]):
+        return f"{top} is imported only in {', '.join(ONLY_IN[top])}"
     return None
 
 
@@ -120,8 +107,9 @@ def imported_names(tree: ast.AST, relative: Path) -> Iterator[tuple[int, str]]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
             origin = base if node.level else node.module or ""
-            if origin == PACKAGE:  # `from agentgym_rl import agent` names the module on the right.
-                yield from ((node.lineno, f"{PACKAGE}.{alias.name}") for alias in node.names)
+            # `from agentgym_rl import agent` and `from agentgym_rl.run import disk` name modules on the right.
+            if origin in (PACKAGE, *(f"{PACKAGE}.{row.rpartition('.')[0]}" for row in MAY_IMPORT if "." in row)):
+                yield from ((node.lineno, f"{origin}.{alias.name}") for alias in node.names)
             else:
                 yield node.lineno, origin
 
@@ -161,16 +149,16 @@ def test_files_and_functions_are_short() -> None:
         ("agent/engines/native.py", "from ...training import learner", "agentgym_rl.training"),
         ("environment/server.py", "from ..agent.rollout import rollout", "agentgym_rl.agent.rollout"),
         ("training/rl.py", "def f():\n    from agentgym_rl.agent import collect", "agentgym_rl.agent"),
-        ("training/rl.py", "if TYPE_CHECKING:\n    from agentgym_rl.runlog import RunLog", "agentgym_rl.runlog"),
-        ("runlog.py", "from .console import Console", "agentgym_rl.console"),
+        ("training/rl.py", "if TYPE_CHECKING:\n    from agentgym_rl.run.log import RunLog", "agentgym_rl.run.log"),
+        ("run/log.py", "from .console import Console", "agentgym_rl.run.console"),
         ("types.py", "import numpy", "only the standard library"),
         ("types.py", "from agentgym_rl.errors import EnvError", "none of our modules"),
         ("training/settings.py", "import pydantic", "only the standard library"),
         ("config.py", "from agentgym_rl.training.learner import RLLearner", "agentgym_rl.training.learner"),
         ("config.py", "from agentgym_rl import training", "agentgym_rl.training"),
-        ("environment/server.py", "from agentgym_rl import wiring", "agentgym_rl.wiring"),
-        ("viewer/server.py", "import torch.nn", "torch lives in"),
-        ("scale/weights.py", "import ray", "ray lives in scale/ray_app.py"),
+        ("environment/server.py", "from agentgym_rl import run", "agentgym_rl.run"),
+        ("viewer/server.py", "import torch.nn", "torch is imported only in"),
+        ("transport/buckets.py", "import ray", "ray is imported only in scale/ray_app.py"),
         ("utils.py", "", "no row of the import table"),
     ],
 )
@@ -188,7 +176,7 @@ def test_the_checker_finds_a_forbidden_import(tmp_path: Path, path: str, code: s
     [
         ("agent/rollout.py", "from agentgym_rl.types import Task\nfrom .policy import Policy\nimport torch"),
         ("agent/engines/native.py", "from ..renderer import Renderer\nfrom ...types import Task"),
-        ("evaluation/evaluate.py", "from agentgym_rl.agent.rollout import rollout"),
+        ("evaluation/episodes.py", "from agentgym_rl.agent.rollout import rollout"),
         ("scale/ray_app.py", "import ray\nfrom agentgym_rl.training import rl"),
         ("environment/server.py", "from agentgym_rl import __version__\nimport fastapi"),
         ("config.py", "from agentgym_rl.training.settings import RLSettings"),

@@ -1,4 +1,4 @@
-"""BabyAI: deterministic items, an honest menu, an oracle that wins, and text that cannot break it."""
+"""BabyAI: deterministic items, a correct menu of actions, an oracle that wins, and robustness to any text."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def env() -> BabyAI:
 
 
 def play_at_random(env: BabyAI, item: int, num_turns: int) -> list[str]:
-    """Observations and keys of an episode of uniformly random listed actions."""
+    """Play uniformly random listed actions; return the observations and state keys."""
     choose = random.Random(item)
     seen = [env.reset(item), env.state_key()]
     for _ in range(num_turns):
@@ -46,7 +46,7 @@ def test_implements_every_optional_protocol(env: BabyAI) -> None:
         assert isinstance(env, protocol)
 
 
-def test_levels_are_those_minigrid_registers() -> None:
+def test_levels_equal_those_that_minigrid_registers() -> None:
     import gymnasium
 
     minigrid_levels()
@@ -135,8 +135,8 @@ def test_items_are_the_same_in_every_process_and_nothing_else_is_printed() -> No
     assert len(outputs.pop().split()) == 1
 
 
-def test_an_item_is_the_same_again_whatever_was_done_in_it(env: BabyAI) -> None:
-    """A level is generated once and thawed for every episode."""
+def test_an_item_is_the_same_after_it_was_played(env: BabyAI) -> None:
+    """A level is generated once and unpickled for every episode."""
     for item in range(40):
         first = play_at_random(env, item, 6)
         beside = BabyAI()
@@ -169,7 +169,7 @@ def test_the_oracle_wins_every_level(env: BabyAI) -> None:
 
 
 def test_the_oracle_wins_after_random_play(env: BabyAI) -> None:
-    """It advises from any state, also one it did not bring about: carrying things, doors open, half a mission done."""
+    """The oracle gives advice from any state: carrying objects, with doors open, with half a mission done."""
     won = played = 0
     for level in (
         "GoToSeqS5R2",
@@ -185,7 +185,7 @@ def test_the_oracle_wins_after_random_play(env: BabyAI) -> None:
             env.reset(item_of(level, seed))
             step = None
             for _ in range(5):
-                # Opening a box destroys what the mission may need.
+                # Opening a box destroys it, and the mission may need it.
                 step = env.step(choose.choice([action for action in env.actions() if action != "toggle"]))
                 if step.done:
                     break
@@ -200,7 +200,7 @@ def test_the_oracle_wins_after_random_play(env: BabyAI) -> None:
     assert won == played
 
 
-def test_the_oracle_opens_a_box_it_finds_in_hand(env: BabyAI) -> None:
+def test_the_oracle_opens_a_box_that_the_agent_carries(env: BabyAI) -> None:
     env.reset(item_of("KeyInBox", 102))
     assert env.step("pick up red box 1").info["valid"]
     while not (step := env.step(env.oracle())).done:
@@ -208,7 +208,7 @@ def test_the_oracle_opens_a_box_it_finds_in_hand(env: BabyAI) -> None:
     assert step.info["success"]
 
 
-def test_the_oracle_says_when_nothing_can_be_done(env: BabyAI) -> None:
+def test_the_oracle_raises_if_the_mission_cannot_be_won(env: BabyAI) -> None:
     env.reset(item_of("PutNextLocalS6N4", 0))
     mission = env._level.mission
     assert "put the" in mission
@@ -284,7 +284,7 @@ def test_the_step_limit_ends_the_episode_without_success(env: BabyAI) -> None:
     turns = 0
     step = env.step("turn left")
     while not step.done:
-        # Left and right in turn, so that the goal is never faced.
+        # Alternate left and right, so that the agent never faces the goal.
         step = env.step("turn right" if turns % 2 == 0 else "turn left")
         turns += 1
     assert step.observation == "You ran out of steps."
@@ -316,7 +316,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_what_is_not_listed_is_answered_and_changes_nothing(env: BabyAI, text: str) -> None:
+def test_an_unlisted_action_is_invalid_and_changes_nothing(env: BabyAI, text: str) -> None:
     observation = env.reset(item_of("GoToObjS6", 0))
     before = env.state_key()
     step = env.step(text)
@@ -327,7 +327,7 @@ def test_what_is_not_listed_is_answered_and_changes_nothing(env: BabyAI, text: s
     assert env.state_key() == before
 
 
-def test_random_bytes_never_break_it(env: BabyAI) -> None:
+def test_random_bytes_are_answered_as_invalid_actions(env: BabyAI) -> None:
     choose = random.Random(0)
     words = ["go", "to", "pick", "up", "toggle", "and", "through", "red", "door", "ball", "1", "2", "\n", "\x00", "é"]
     env.reset(item_of("BossLevel", 4))
@@ -338,7 +338,7 @@ def test_random_bytes_never_break_it(env: BabyAI) -> None:
             env.reset(item_of("BossLevel", 4))
 
 
-def test_case_spaces_quotes_and_a_full_stop_are_forgiven(env: BabyAI) -> None:
+def test_case_spaces_quotes_and_a_full_stop_are_ignored(env: BabyAI) -> None:
     env.reset(item_of("GoToObjS6", 0))
     assert env.step('  "Turn   LEFT". \n').info["valid"]
 
@@ -357,7 +357,7 @@ TWO_PURPLE_DOORS = 49
         (TWO_PURPLE_DOORS, "toggle and go through closed purple door 2", "toggle and go through purple door 2"),
     ],
 )
-def test_other_names_of_objects_do_what_the_listed_action_does(env: BabyAI, item: int, words: str, listed: str) -> None:
+def test_other_names_of_objects_equal_the_listed_action(env: BabyAI, item: int, words: str, listed: str) -> None:
     env.reset(item)
     expected = env.step(listed), env.state_key()
     env.reset(item)
@@ -405,7 +405,7 @@ def test_checking_the_available_actions_changes_nothing(env: BabyAI) -> None:
     assert (env.state_key(), env.oracle()) == before
 
 
-def test_state_keys_tell_states_apart(env: BabyAI) -> None:
+def test_different_states_have_different_keys(env: BabyAI) -> None:
     item = item_of("ActionObjDoor", 0)
     env.reset(item)
     start = env.state_key()
@@ -424,8 +424,8 @@ def test_state_keys_tell_states_apart(env: BabyAI) -> None:
     assert env.state_key() != start
 
 
-def test_state_keys_see_mission_progress(env: BabyAI) -> None:
-    """Two states with one and the same grid and agent, one with the first half of the mission done."""
+def test_state_keys_depend_on_mission_progress(env: BabyAI) -> None:
+    """The two states have the same grid and agent, but one has the first half of the mission done."""
     for seed in range(30):
         env.reset(item_of("GoToSeqS5R2", seed))
         if type(env._level.instrs).__name__ == "GoToInstr":
@@ -447,7 +447,7 @@ def test_render_is_an_svg_with_the_mission(env: BabyAI) -> None:
         assert env._level.mission in caption
 
 
-def test_a_finished_or_closed_episode_asks_for_reset(env: BabyAI) -> None:
+def test_a_finished_or_closed_episode_needs_a_reset(env: BabyAI) -> None:
     for call in (lambda: env.step("turn left"), env.oracle, env.state_key, env.render):
         with pytest.raises(EnvError, match="call reset"):
             call()

@@ -1,4 +1,4 @@
-"""Model folders that are damaged, each in another way: one line says what is wrong, before anything is played."""
+"""Damaged model folders: one line names the damage before an episode is played."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch
 from tokenizers_for_tests import byte_level_bpe
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentgym_rl.agents import fingerprint
+from agentgym_rl.commands.load_agent import fingerprint
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.fits import shape_of
+from agentgym_rl.run.memory_demand import shape_of
 from agentgym_rl.training.model import load_model
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "whole"
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "intact"
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(vocab_size=420, **sizes)).save_pretrained(folder)
     byte_level_bpe("chatml").save_pretrained(folder)
     return folder
 
 
-def written(name: str, content: str) -> Callable[[Path], object]:
+def write_file(name: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(content)
 
 
@@ -43,7 +43,7 @@ def with_setting(**settings: object) -> Callable[[Path], object]:
     return change
 
 
-def torn(folder: Path) -> None:
+def truncate_weights(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
 
@@ -64,30 +64,30 @@ def folder_instead_of(name: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (written("config.json", ""), "is not a valid JSON file"),
-        (written("config.json", "[]"), "cannot be loaded: TypeError"),
-        (written("config.json", "{}"), "Should have a `model_type`"),
-        (with_setting(intermediate_size=32), r"mlp.\w+.weight has the shape \(16, 16\), \(\d+, \d+\) is needed"),
+        (write_file("config.json", ""), "is not a valid JSON file"),
+        (write_file("config.json", "[]"), "cannot be loaded: TypeError"),
+        (write_file("config.json", "{}"), "Should have a `model_type`"),
+        (with_setting(intermediate_size=32), r"mlp.\w+.weight needs the shape \(\d+, \d+\), got \(16, 16\)"),
         (with_setting(num_hidden_layers=2), "its weights lack 9 tensors that config.json asks for"),
         (with_setting(num_attention_heads=3), r"hidden size \(16\) is not a multiple"),
         (with_setting(hidden_size="x"), "'hidden_size' expected int, got str"),
-        (torn, "the model cannot be loaded: .* file not fully covered"),
-        (written("model.safetensors", ""), "the model cannot be loaded: .* header too small"),
-        (written("tokenizer.json", ""), "the tokenizer cannot be loaded: Expecting value"),
-        (written("tokenizer.json", "{}"), "the tokenizer cannot be loaded: KeyError"),
+        (truncate_weights, "the model cannot be loaded: .* file not fully covered"),
+        (write_file("model.safetensors", ""), "the model cannot be loaded: .* header too small"),
+        (write_file("tokenizer.json", ""), "the tokenizer cannot be loaded: Expecting value"),
+        (write_file("tokenizer.json", "{}"), "the tokenizer cannot be loaded: KeyError"),
         (without_tokenizer, "the tokenizer cannot be loaded: "),
         (folder_instead_of("model.safetensors"), "the model cannot be loaded: .*no file named model.safetensors"),
         (folder_instead_of("tokenizer.json"), "the tokenizer cannot be loaded: "),
         (folder_instead_of("config.json"), "config.json is missing"),
     ],
 )
-def test_a_damaged_model_is_refused_in_a_line(
-    whole: Path, tmp_path: Path, change: Callable[[Path], object], reason: str
+def test_a_damaged_model_is_refused_in_one_line(
+    intact: Path, tmp_path: Path, change: Callable[[Path], object], reason: str
 ) -> None:
     folder = tmp_path / "damaged"
-    shutil.copytree(whole, folder)
+    shutil.copytree(intact, folder)
     change(folder)
-    fingerprint(folder)  # read before the model is loaded, and no check of it
+    fingerprint(folder)  # computed before the model is loaded; it must not fail
     with pytest.raises(ConfigError, match=reason) as refused:
         load_model(str(folder), device="cpu", dtype=torch.float32)
     assert "\n" not in str(refused.value)
@@ -96,32 +96,32 @@ def test_a_damaged_model_is_refused_in_a_line(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (written("config.json", ""), "its config.json cannot be read: Expecting value"),
-        (written("config.json", "[]"), "its config.json should hold an object, got list"),
-        (written("config.json", "{}"), "its config.json does not say 'hidden_size'"),
+        (write_file("config.json", ""), "its config.json cannot be read: Expecting value"),
+        (write_file("config.json", "[]"), "its config.json should hold an object, got list"),
+        (write_file("config.json", "{}"), "its config.json does not say 'hidden_size'"),
         (with_setting(hidden_size="x"), "hidden_size of its config.json should be a size, got 'x'"),
         (with_setting(num_attention_heads=0), "num_attention_heads of its config.json should be a size, got 0"),
     ],
 )
 def test_the_memory_of_a_damaged_model_is_not_computed(
-    whole: Path, tmp_path: Path, change: Callable[[Path], object], reason: str
+    intact: Path, tmp_path: Path, change: Callable[[Path], object], reason: str
 ) -> None:
     folder = tmp_path / "damaged"
-    shutil.copytree(whole, folder)
+    shutil.copytree(intact, folder)
     change(folder)
     with pytest.raises(ConfigError, match=reason):
         shape_of(ModelConfig(path=str(folder)))
 
 
-def test_a_whole_model_is_loaded(whole: Path) -> None:
-    model, _ = load_model(str(whole), device="cpu", dtype=torch.float32)
+def test_an_intact_model_is_loaded(intact: Path) -> None:
+    model, _ = load_model(str(intact), device="cpu", dtype=torch.float32)
     assert model.config.hidden_size == 16
-    assert shape_of(ModelConfig(path=str(whole))).hidden == 16
+    assert shape_of(ModelConfig(path=str(intact))).hidden == 16
 
 
-def test_the_command_line_ends_in_one_line_for_a_damaged_model(whole: Path, tmp_path: Path) -> None:
+def test_the_command_line_ends_in_one_line_for_a_damaged_model(intact: Path, tmp_path: Path) -> None:
     folder = tmp_path / "damaged"
-    shutil.copytree(whole, folder)
+    shutil.copytree(intact, folder)
     with_setting(intermediate_size=32)(folder)
     command = [sys.executable, "-m", "agentgym_rl", "eval", "--env", "keydoor", "--agent", str(folder), "--items", "1"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)

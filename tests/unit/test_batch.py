@@ -1,4 +1,4 @@
-"""From trajectories to micro-batches: what is trained on, with which weight, and that grouping rows changes nothing."""
+"""From trajectories to micro-batches: trained tokens, their weights, and independence of the grouping."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ Aggregate = Literal["token", "trajectory"]
 
 
 def batch_of(
-    made: list[Group], *, drop: bool = False, aggregate: Aggregate = "token", algorithm: Algorithm = "grpo"
+    played: list[Group], *, drop: bool = False, aggregate: Aggregate = "token", algorithm: Algorithm = "grpo"
 ) -> Batch:
     rl = RLSettings(algorithm=algorithm, aggregate=aggregate, zero_variance="drop" if drop else "keep")
-    return estimate(gather(made, rl), rl)
+    return estimate(gather(played, rl), rl)
 
 
 def action_tokens(micro: list[MicroBatch]) -> list[tuple[float, ...]]:
-    """(target, weight, log-probability, advantage) of every action token, in no particular order."""
+    """Return (target, weight, log-probability, advantage) of every action token, sorted."""
     rows: list[tuple[float, ...]] = []
     for m in micro:
         columns = (m.targets_A, m.weights_A, m.logprobs_A, m.advantages_A)
@@ -45,14 +45,14 @@ def action_tokens(micro: list[MicroBatch]) -> list[tuple[float, ...]]:
 
 
 @few(25)
-@given(made=groups(), aggregate=st.sampled_from(["token", "trajectory"]))
-def test_a_batch_holds_exactly_the_sampled_tokens_of_usable_episodes(made: list[Group], aggregate: Aggregate) -> None:
-    batch = batch_of(made, aggregate=aggregate)
-    found = action_tokens(micro_batches(batch.samples, batch.weights, 40))
-    usable = [t for g in made for t in g.usable]
+@given(played=groups(), aggregate=st.sampled_from(["token", "trajectory"]))
+def test_a_batch_holds_exactly_the_sampled_tokens_of_usable_episodes(played: list[Group], aggregate: Aggregate) -> None:
+    batch = batch_of(played, aggregate=aggregate)
+    result = action_tokens(micro_batches(batch.samples, batch.weights, 40))
+    usable = [t for g in played for t in g.usable]
     all_tokens = sum(len(m.token_ids) for t in usable for m in t.messages if m.role == "assistant")
     expected = []
-    for g in made:
+    for g in played:
         rewards = [t.reward for t in g.usable]
         for t in g.usable:
             mean = math.fsum(rewards) / len(rewards)
@@ -64,16 +64,16 @@ def test_a_batch_holds_exactly_the_sampled_tokens_of_usable_episodes(made: list[
             for message in replies:
                 for token, logprob in zip(message.token_ids, message.logprobs or [], strict=True):
                     expected.append((token, weight, logprob, advantage))
-    assert len(found) == len(expected)
-    for row, wanted in zip(found, sorted(expected), strict=True):
-        assert row == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-    assert sum(row[1] for row in found) == pytest.approx(1.0, rel=1e-5)
+    assert len(result) == len(expected)
+    for row, target in zip(result, sorted(expected), strict=True):
+        assert row == pytest.approx(target, rel=1e-5, abs=1e-6)
+    assert sum(row[1] for row in result) == pytest.approx(1.0, rel=1e-5)
 
 
 @few(25)
-@given(made=groups(), seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 300), st.integers(1, 300)))
-def test_order_and_micro_batch_size_change_nothing(made: list[Group], seed: int, sizes: tuple[int, int]) -> None:
-    batch = batch_of(made)
+@given(played=groups(), seed=st.integers(0, 99), sizes=st.tuples(st.integers(1, 300), st.integers(1, 300)))
+def test_order_and_micro_batch_size_change_nothing(played: list[Group], seed: int, sizes: tuple[int, int]) -> None:
+    batch = batch_of(played)
     order = list(range(len(batch.samples)))
     random.Random(seed).shuffle(order)
     first = micro_batches(batch.samples, batch.weights, sizes[0])
@@ -82,9 +82,9 @@ def test_order_and_micro_batch_size_change_nothing(made: list[Group], seed: int,
 
 
 @few(25)
-@given(made=groups(), max_tokens=st.integers(1, 200))
-def test_micro_batches_keep_to_their_size_and_point_at_the_tokens(made: list[Group], max_tokens: int) -> None:
-    batch = batch_of(made)
+@given(played=groups(), max_tokens=st.integers(1, 200))
+def test_micro_batches_keep_to_their_size_and_point_at_the_tokens(played: list[Group], max_tokens: int) -> None:
+    batch = batch_of(played)
     micro = micro_batches(batch.samples, batch.weights, max_tokens)
     assert sum(len(m.lengths) for m in micro) == len(batch.samples)
     for m in micro:
@@ -94,28 +94,28 @@ def test_micro_batches_keep_to_their_size_and_point_at_the_tokens(made: list[Gro
 
 
 @few(25)
-@given(made=groups())
-def test_dropping_groups_without_variance_leaves_the_weights_of_the_others(made: list[Group]) -> None:
-    kept, dropped = batch_of(made), batch_of(made, drop=True)
-    flat = {t.id for g in made if len({t.reward for t in g.usable}) == 1 for t in g.usable}
+@given(played=groups())
+def test_dropping_groups_without_variance_leaves_the_weights_of_the_others(played: list[Group]) -> None:
+    kept, dropped = batch_of(played), batch_of(played, drop=True)
+    flat = {t.id for g in played if len({t.reward for t in g.usable}) == 1 for t in g.usable}
     assert (dropped.groups, dropped.zero_variance_groups) == (kept.groups, kept.zero_variance_groups)
-    assert kept.zero_variance_groups == sum(len({t.reward for t in g.usable}) == 1 for g in made)
+    assert kept.zero_variance_groups == sum(len({t.reward for t in g.usable}) == 1 for g in played)
     assert {s.trajectory_id for s in dropped.samples} == {s.trajectory_id for s in kept.samples} - flat
     weight_of = {s.trajectory_id: w for s, w in zip(kept.samples, kept.weights, strict=True)}
     assert all(w == weight_of[s.trajectory_id] for s, w in zip(dropped.samples, dropped.weights, strict=True))
     assert all(a == 0 for s in kept.samples if s.trajectory_id in flat for a in s.advantages)
 
 
-def test_groups_that_were_made_up_for_do_not_count_in_the_weights() -> None:
-    made = [group(1, [0.0, 1.0]), group(2, [1.0, 1.0]), group(3, [0.0, 0.0])]
+def test_replaced_groups_do_not_count_in_the_weights() -> None:
+    played = [group(1, [0.0, 1.0]), group(2, [1.0, 1.0]), group(3, [0.0, 0.0])]
     rl = RLSettings(kl_coef=0.0, resample_rounds=1)
-    alone, among = estimate(gather(made[:1], rl), rl), estimate(gather(made, rl), rl)
+    alone, among = estimate(gather(played[:1], rl), rl), estimate(gather(played, rl), rl)
     assert [s.trajectory_id for s in among.samples] == [s.trajectory_id for s in alone.samples]
     assert among.weights == alone.weights
 
 
 @pytest.mark.parametrize("credit", ["outcome", "turns", "anchor"])
-def test_an_episode_alone_is_compared_with_nothing(credit: Any) -> None:
+def test_a_single_episode_has_no_advantage(credit: Any) -> None:
     alone = trajectory(4, turns=3, reward=1.0)
     for info in alone.infos:
         info["state_key"] = "same"
@@ -130,7 +130,7 @@ def test_the_reward_of_the_last_turn_reaches_every_action_token_and_no_other() -
         assert sample.advantages == pytest.approx([sign * math.sqrt(0.5)] * sum(sample.loss_mask), abs=1e-5)
 
 
-def test_a_sample_is_what_was_sampled_token_for_token() -> None:
+def test_a_sample_holds_exactly_the_sampled_tokens() -> None:
     played = trajectory(7, turns=2)
     played.messages = [Message("user", "", [1, 2]), Message("assistant", "", [3, 4], [-1.0, -2.0], version=3)]
     played.messages += [Message("user", "", [5]), Message("assistant", "", [6], [-3.0], version=4)]
@@ -145,65 +145,65 @@ def test_a_sample_is_what_was_sampled_token_for_token() -> None:
 
 
 def test_failed_episodes_are_left_out_of_baseline_and_batch() -> None:
-    made = group(1, [1.0, 0.0, 1.0])
-    made.trajectories[1].stop = StopReason.ERROR
-    batch = batch_of([made])
-    assert batch.zero_variance_groups == 1  # without the failed one there is nothing to compare
-    assert [s.trajectory_id for s in batch.samples] == [made.trajectories[0].id, made.trajectories[2].id]
+    played = group(1, [1.0, 0.0, 1.0])
+    played.trajectories[1].stop = StopReason.ERROR
+    batch = batch_of([played])
+    assert batch.zero_variance_groups == 1  # without the failed episode the rewards are equal
+    assert [s.trajectory_id for s in batch.samples] == [played.trajectories[0].id, played.trajectories[2].id]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
-def test_a_group_with_one_episode_left_is_no_variance_and_no_error(algorithm: Algorithm) -> None:
-    made = [group(1, [1.0, 0.0]), group(2, [1.0, 0.0])]
-    made[0].trajectories[1].stop = StopReason.ERROR
-    batch = batch_of(made, drop=True, algorithm=algorithm)
+def test_a_group_with_one_usable_episode_counts_as_zero_variance(algorithm: Algorithm) -> None:
+    played = [group(1, [1.0, 0.0]), group(2, [1.0, 0.0])]
+    played[0].trajectories[1].stop = StopReason.ERROR
+    batch = batch_of(played, drop=True, algorithm=algorithm)
     assert (batch.groups, batch.zero_variance_groups, len(batch.samples)) == (2, 1, 2)
 
 
-def test_a_group_of_failures_is_no_group() -> None:
-    made = group(1, [1.0, 0.0], stop=StopReason.ERROR)
-    batch = batch_of([made])
+def test_a_group_of_failures_is_not_counted() -> None:
+    played = group(1, [1.0, 0.0], stop=StopReason.ERROR)
+    batch = batch_of([played])
     assert (batch.groups, batch.samples, batch.weights) == (0, [], [])
 
 
-def test_an_episode_in_which_nothing_was_sampled_is_left_out() -> None:
-    made = group(1, [1.0, 0.0])
+def test_an_episode_without_a_sampled_token_is_skipped() -> None:
+    played = group(1, [1.0, 0.0])
     unread = [Message("user", "too long to read")]
-    made.trajectories.append(Trajectory("empty", made.task, unread, stop=StopReason.MAX_CONTEXT))
-    assert [s.trajectory_id for s in batch_of([made]).samples] == [t.id for t in made.trajectories[:2]]
+    played.trajectories.append(Trajectory("empty", played.task, unread, stop=StopReason.MAX_CONTEXT))
+    assert [s.trajectory_id for s in batch_of([played]).samples] == [t.id for t in played.trajectories[:2]]
 
 
 def test_masked_overlong_episodes_are_compared_with_but_not_trained_on() -> None:
-    made = group(1, [1.0, 0.0, 1.0, 0.0])
-    made.trajectories[0].stop, made.trajectories[1].stop = StopReason.LENGTH, StopReason.MAX_CONTEXT
-    made.trajectories[2].stop = StopReason.MAX_TURNS  # its horizon cut it, not its length
+    played = group(1, [1.0, 0.0, 1.0, 0.0])
+    played.trajectories[0].stop, played.trajectories[1].stop = StopReason.LENGTH, StopReason.MAX_CONTEXT
+    played.trajectories[2].stop = StopReason.MAX_TURNS  # its horizon cut it, not its length
     rl = RLSettings(overlong="mask", aggregate="trajectory", normalize_std=False)
-    batch = estimate(gather([made], rl), rl)
-    kept = made.trajectories[2:]
+    batch = estimate(gather([played], rl), rl)
+    kept = played.trajectories[2:]
     assert [s.trajectory_id for s in batch.samples] == [t.id for t in kept]
     assert batch.weights == pytest.approx([1 / (2 * sum(t.loss_mask)) for t in kept])
     assert [s.advantages[0] for s in batch.samples] == [0.5, -0.5]  # against the mean of all four
-    assert len(estimate(gather([made], RLSettings()), RLSettings()).samples) == 4
+    assert len(estimate(gather([played], RLSettings()), RLSettings()).samples) == 4
 
 
-def test_the_overlong_penalty_rises_over_the_buffer_and_is_paid_by_the_turn() -> None:
+def test_the_overlong_penalty_rises_over_the_buffer_and_applies_per_turn() -> None:
     rl = RLSettings(overlong="penalty", overlong_buffer=4)
     assert [overlong_penalty(n, 10, rl) for n in (0, 6, 7, 8, 10, 12)] == [0.0, 0.0, 0.25, 0.5, 1.0, 1.0]
     assert overlong_penalty(1, 2, rl) == 0.5  # a buffer cannot be longer than a reply
-    made = group(1, [1.0, 0.0], turns=3)
-    batch = gather([made], rl, {"toy": Limits(max_turns=9, max_new_tokens=4, max_context=99)})
-    for t, episode in zip(made.trajectories, batch.episodes, strict=True):
+    played = group(1, [1.0, 0.0], turns=3)
+    batch = gather([played], rl, {"toy": Limits(max_turns=9, max_new_tokens=4, max_context=99)})
+    for t, episode in zip(played.trajectories, batch.episodes, strict=True):
         replies = [len(m.token_ids) for m in t.messages if m.role == "assistant"]
         assert episode.lengths == replies
         assert episode.rewards == pytest.approx([r - n / 4 for r, n in zip(t.rewards, replies, strict=True)])
-    assert made.trajectories[0].rewards == [0.0, 0.0, 1.0]  # what is recorded stays as it was
+    assert played.trajectories[0].rewards == [0.0, 0.0, 1.0]  # the recorded rewards do not change
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_kl_in_the_reward_is_taken_off_token_by_token(estimator: Any) -> None:
-    made = group(1, [1.0, 0.0])
+def test_kl_in_the_reward_is_subtracted_per_token(estimator: Any) -> None:
+    played = group(1, [1.0, 0.0])
     rl = RLSettings(kl_in="reward", kl_estimator=estimator, normalize_std=False)
-    batch = gather([made], rl)
+    batch = gather([played], rl)
     totals = []
     for number, sample in enumerate(batch.samples):
         count = len(sample.logprobs)
@@ -212,8 +212,8 @@ def test_kl_in_the_reward_is_taken_off_token_by_token(estimator: Any) -> None:
         gaps = [p - q for p, q in zip(sample.old_logprobs, sample.reference_logprobs, strict=True)]
         kl = {"k1": gaps, "k2": [g * g / 2 for g in gaps], "k3": [math.exp(-g) - 1 + g for g in gaps]}[estimator]
         totals.append(1.0 - number - 0.3 * sum(kl))
-    found = estimate(batch, rl, kl_coef=0.3)
-    assert found.samples[0].advantages[0] == pytest.approx((totals[0] - totals[1]) / 2, rel=1e-5)
+    result = estimate(batch, rl, kl_coef=0.3)
+    assert result.samples[0].advantages[0] == pytest.approx((totals[0] - totals[1]) / 2, rel=1e-5)
 
 
 @pytest.mark.parametrize(("algorithm", "kept"), [("grpo", 2), ("rloo", 2), ("reinforce++", 4), ("ppo", 4)])
@@ -225,12 +225,12 @@ def test_only_algorithms_that_compare_groups_drop_those_of_equal_rewards(algorit
     assert len(estimate(batch, rl).samples) == kept
 
 
-def test_an_episode_that_ran_out_of_time_is_trained_on_as_a_truncation() -> None:
+def test_an_episode_that_timed_out_is_trained_on_as_a_truncation() -> None:
     rl = RLSettings(algorithm="ppo")
-    made = group(1, [0.0, 1.0])
-    made.trajectories[0].stop = StopReason.TIMEOUT
-    made.trajectories[0].messages.pop()  # the environment did not answer the last reply
-    batch = gather([made], rl)
+    played = group(1, [0.0, 1.0])
+    played.trajectories[0].stop = StopReason.TIMEOUT
+    played.trajectories[0].messages.pop()  # the environment did not answer the last reply
+    batch = gather([played], rl)
     assert (batch.truncated, batch.unread) == ([True, False], [True, True])
     for sample in batch.samples:
         sample.values, sample.last_value = [0.6] * len(sample.logprobs), 99.0
@@ -238,42 +238,42 @@ def test_an_episode_that_ran_out_of_time_is_trained_on_as_a_truncation() -> None
 
 
 @pytest.mark.parametrize("stop", [StopReason.MAX_CONTEXT, StopReason.MAX_TURNS])
-def test_a_state_without_tokens_is_valued_by_the_last_that_the_critic_learns(stop: StopReason) -> None:
-    """After a whole reply no token is sampled: what the critic says there, 99, it never learned."""
+def test_a_state_without_tokens_takes_the_last_value_the_critic_learns(stop: StopReason) -> None:
+    """After a whole reply no token is sampled, so the critic's value there (99) was never trained."""
     turns = {"credit": "turns", "turn_discount": 0.5}
     for settings, expected in (({}, 0.6), (turns, (0.6 - 0.25) / 0.5), (turns | {"turn_discount": 0.0}, 0.0)):
         rl = RLSettings(algorithm="ppo", **settings)  # type: ignore[arg-type]
-        made = group(1, [0.25], stop=stop)
-        batch = gather([made], rl)
+        played = group(1, [0.25], stop=stop)
+        batch = gather([played], rl)
         (sample,) = batch.samples
         sample.values, sample.last_value = [0.3] * (len(sample.logprobs) - 1) + [0.6], 99.0
         assert estimate(batch, rl).episodes[0].last_value == pytest.approx(expected)
-        made.trajectories[0].messages.pop()  # a reply that was cut: another token would have come there
-        batch = gather([made], rl)
+        played.trajectories[0].messages.pop()  # a reply that was cut: another token would have followed
+        batch = gather([played], rl)
         batch.samples[0].values, batch.samples[0].last_value = sample.values, 0.9
         assert estimate(batch, rl).episodes[0].last_value == 0.9
 
 
-def test_only_a_truncation_is_bootstrapped_and_only_if_asked() -> None:
-    made = group(1, [1.0, 0.0, 0.0])
-    made.trajectories[1].stop = StopReason.MAX_TURNS
-    made.trajectories[1].messages[-1].token_ids = [3]
+def test_only_truncations_are_bootstrapped_and_only_if_enabled() -> None:
+    played = group(1, [1.0, 0.0, 0.0])
+    played.trajectories[1].stop = StopReason.MAX_TURNS
+    played.trajectories[1].messages[-1].token_ids = [3]
     for rl, expected in (
         (RLSettings(algorithm="ppo"), [0.0, 0.7, 0.0]),
         (RLSettings(algorithm="ppo", bootstrap=False), [0.0] * 3),
     ):
-        batch = gather([made], rl)
+        batch = gather([played], rl)
         for sample in batch.samples:
             sample.values, sample.last_value = [0.3] * len(sample.logprobs), 0.7
         assert [e.last_value for e in estimate(batch, rl).episodes] == expected
 
 
-def test_equal_rewards_says_which_groups_a_comparison_cannot_use() -> None:
+def test_equal_rewards_finds_groups_that_cannot_be_compared() -> None:
     assert equal_rewards(group(1, [0.1 + 0.2, 0.3]))
     assert not equal_rewards(group(1, [0.0, 1e-3]))
-    one_left = group(1, [0.0, 1.0])
-    one_left.trajectories[0].stop = StopReason.ERROR
-    assert equal_rewards(one_left)
+    single = group(1, [0.0, 1.0])
+    single.trajectories[0].stop = StopReason.ERROR
+    assert equal_rewards(single)
 
 
 def test_weights_by_token_and_by_trajectory() -> None:
@@ -286,7 +286,7 @@ def test_weights_by_token_and_by_trajectory() -> None:
 
 def test_a_trained_token_without_a_logprob_is_refused() -> None:
     sample = Sample([1, 2, 3], [False, True, True], [-1.0, math.nan], trajectory_id="t1")
-    with pytest.raises(ValueError, match=r"t1: a trained token has no log-probability"):
+    with pytest.raises(ValueError, match=r"t1: a trained token needs the sampler.s log-probability"):
         micro_batches([sample], [1.0], 100)
 
 
@@ -296,7 +296,7 @@ def test_a_trained_first_token_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["advantages", "old_logprobs", "reference_logprobs", "values", "returns"])
-def test_a_list_of_another_length_than_the_trained_tokens_is_refused(name: str) -> None:
+def test_a_list_with_another_length_than_the_trained_tokens_is_refused(name: str) -> None:
     sample = Sample([1, 2, 3], [False, True, True], [-1.0, -1.0], trajectory_id="t3")
     setattr(sample, name, [0.0, 0.0, 0.0])
     with pytest.raises(ValueError, match=f"t3: 2 trained tokens need as many {name}, got 3"):
@@ -304,8 +304,8 @@ def test_a_list_of_another_length_than_the_trained_tokens_is_refused(name: str) 
 
 
 @pytest.mark.parametrize("aggregate", ["token", "trajectory", "constant"])
-def test_a_step_that_leaves_nothing_to_train_on_is_no_error(aggregate: Any) -> None:
-    made = [group(1, [1.0, 1.0]), group(2, [0.0, 0.0])]
+def test_a_step_with_nothing_to_train_on_is_not_an_error(aggregate: Any) -> None:
+    played = [group(1, [1.0, 1.0]), group(2, [0.0, 0.0])]
     rl = RLSettings(kl_coef=0.0, aggregate=aggregate, normalize_std=False, resample_rounds=1)
-    batch = estimate(gather(made, rl), rl)
+    batch = estimate(gather(played, rl), rl)
     assert (batch.samples, batch.weights, batch.zero_variance_groups) == ([], [], 2)

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, the last k kept, random states put back."""
+"""Checkpoints: written atomically, the last k kept, random states restored."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import (
+    disk_full_reason,
     export_checkpoint,
     list_checkpoints,
     load_state,
     missing_from,
-    no_room,
     put_back,
     save_checkpoint,
     save_state,
@@ -39,7 +39,7 @@ def save(root: Path, step: int, model: Any, keep: int = 2, **state: Any) -> Path
     return save_checkpoint(root, step, model, byte_level_bpe("chatml"), state, keep)
 
 
-def test_what_was_saved_comes_back(tmp_path: Path, model: Any) -> None:
+def test_a_checkpoint_restores_model_and_state(tmp_path: Path, model: Any) -> None:
     state = {"optimizer": {"moments": torch.arange(3.0)}, "evaluations": [{"step": 0, "success": 0.5}], "none": None}
     folder = save(tmp_path, 7, model, **state)
     loaded = load_state(folder)
@@ -53,11 +53,11 @@ def test_what_was_saved_comes_back(tmp_path: Path, model: Any) -> None:
     assert AutoTokenizer.from_pretrained(folder / "model").encode(text) == byte_level_bpe("chatml").encode(text)
 
 
-def test_random_states_go_on_as_if_nothing_had_happened(tmp_path: Path, model: Any) -> None:
+def test_random_states_continue_after_a_restore(tmp_path: Path, model: Any) -> None:
     def draw() -> tuple[float, float, float, float]:
         return random.random(), random.gauss(), float(numpy.random.rand()), float(torch.rand(()))
 
-    draw()  # a Gaussian is kept in reserve by now: part of the state
+    draw()  # a cached Gaussian is part of the state now
     folder = save(tmp_path, 1, model)
     expected = draw()
     draw()
@@ -72,13 +72,13 @@ def test_only_the_last_k_are_kept_in_numeric_order(tmp_path: Path, model: Any) -
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_1000000", "step_1000001", "step_999999"]
 
 
-def test_what_a_killed_process_left_is_no_checkpoint_and_goes_away(tmp_path: Path, model: Any) -> None:
+def test_leftovers_of_a_killed_process_are_not_checkpoints_and_are_removed(tmp_path: Path, model: Any) -> None:
     whole = save(tmp_path, 1, model)
     half = tmp_path / ".step_000002.tmp"
     shutil.copytree(whole, half)
     (half / "trainer.pt").write_bytes(b"torn")
     assert list_checkpoints(tmp_path) == [whole]
-    save(tmp_path, 5, model)  # a later one: the resumed run may save at other steps
+    save(tmp_path, 5, model)  # another step: a resumed run may save at other steps
     assert not half.exists()
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step_000001", "step_000005"]
 
@@ -89,11 +89,11 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path, model: Any) -> None:
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """Stands for the end of the process."""
 
 
 def killed_in(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """The n-th change of a name, or the n-th removal, is the last thing the process does; a removal is half done."""
+    """Kill the process at its n-th rename or n-th removal. A removal is half done."""
     calls = 0
     rename = Path.rename
 
@@ -122,7 +122,7 @@ def killed_in(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
 
 
 @pytest.mark.parametrize("moment", range(1, 6))
-def test_a_kill_while_a_step_is_saved_again_leaves_it_whole(
+def test_a_kill_while_a_step_is_saved_again_leaves_one_complete(
     moment: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(mark: str) -> None:
@@ -147,7 +147,7 @@ def test_a_kill_while_a_step_is_saved_again_leaves_it_whole(
     assert load_state(there)["mark"] == "again"
 
 
-def test_what_a_checkpoint_lacks_is_named(tmp_path: Path, model: Any) -> None:
+def test_a_missing_or_truncated_file_is_named(tmp_path: Path, model: Any) -> None:
     folder = save(tmp_path, 1, model)
     assert missing_from(folder) == ""
     torn = folder / "model" / "model.safetensors"
@@ -174,7 +174,7 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_alone(tmp_path: Path, model
     assert load_state(whole)["mark"] == "old"
 
 
-def test_a_folder_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a checkpoint: trainer\.pt is missing"):
         load_state(tmp_path)
 
@@ -205,12 +205,12 @@ def test_export_copies_nothing_from_outside_the_run(tmp_path: Path, model: Any, 
         os.mkfifo(odd)
     else:
         odd.symlink_to(tmp_path / "private" / ("key" if kind == "file" else ""))
-    with pytest.raises(ConfigError, match="extra leads out of the run or is no file"):
+    with pytest.raises(ConfigError, match="extra points outside the run or is not a file"):
         export_checkpoint(root, 1, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_export_says_what_is_there(tmp_path: Path, model: Any) -> None:
+def test_export_lists_the_checkpoints_if_a_step_is_missing(tmp_path: Path, model: Any) -> None:
     root = tmp_path / "checkpoints"
     with pytest.raises(ConfigError, match="has no checkpoint: there is none"):
         export_checkpoint(root, None, tmp_path / "out")
@@ -222,20 +222,20 @@ def test_export_says_what_is_there(tmp_path: Path, model: Any) -> None:
         export_checkpoint(root, 3, tmp_path / "out")
 
 
-def test_a_full_disk_is_told_from_other_failures() -> None:
-    assert no_room(OSError(errno.ENOSPC, "No space left on device"))
-    assert no_room(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
+def test_a_full_disk_is_distinguished_from_other_errors() -> None:
+    assert disk_full_reason(OSError(errno.ENOSPC, "No space left on device"))
+    assert disk_full_reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0"))
     wrapped = ValueError("saving failed")
     wrapped.__cause__ = OSError(errno.EDQUOT, "quota")
-    assert no_room(wrapped)
-    assert not no_room(ValueError("a tensor of the wrong shape"))
-    assert not no_room(PermissionError(errno.EACCES, "not allowed"))
+    assert disk_full_reason(wrapped)
+    assert not disk_full_reason(ValueError("a tensor of the wrong shape"))
+    assert not disk_full_reason(PermissionError(errno.EACCES, "not allowed"))
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first
-    assert not no_room(first)
+    assert not disk_full_reason(first)
 
 
-def test_writing_that_fails_leaves_the_old_checkpoint_and_nothing_else(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_only_the_old_checkpoint(tmp_path: Path) -> None:
     with staged(tmp_path, 1, 2) as folder:
         (folder / "trainer.pt").write_bytes(b"old")
 

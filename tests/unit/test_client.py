@@ -1,4 +1,4 @@
-"""The client: deadlines, what is tried again and what never is, and answers of servers that misbehave."""
+"""The client: deadlines, which calls are retried and which are not, and invalid answers of servers."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from agentgym_rl.types import Step
 
 
 class RawServer:
-    """A server that answers every request with the same bytes, or not at all, and counts them."""
+    """A server that answers every request with the same bytes, or not at all, and counts requests."""
 
     def __init__(self, answer: bytes | None) -> None:
         self.answer = answer
@@ -61,18 +61,18 @@ async def test_a_server_without_thoughts_answers_with_the_action():
             await client.advice(1)
 
 
-async def test_a_server_that_never_answers():
+async def test_every_call_to_a_server_that_never_answers_times_out():
     async with RawServer(None) as server, EnvClient(server.url, timeout_s=0.5) as client:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         for call in (client.create(), client.step(1, "up"), client.info(), client.close(1)):
             with pytest.raises(EnvTimeout, match=r"deadline of 0\.5 s"):
                 await call
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - started_at < 30
         assert server.num_requests == 4
 
 
-async def test_a_server_that_sends_for_ever():
-    """A deadline over the whole call: every single read succeeds here."""
+async def test_the_deadline_covers_an_answer_that_never_ends():
+    """Every single read succeeds here, so only a deadline of the whole call can end it."""
 
     async def drip(reader, writer):
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
@@ -85,31 +85,31 @@ async def test_a_server_that_sends_for_ever():
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with EnvClient(url, timeout_s=0.3) as client:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(EnvTimeout):
             await client.step(1, "up")
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - started_at < 30
     server.close()
 
 
-async def test_a_step_that_broke_off_is_not_sent_again():
+async def test_a_step_whose_connection_broke_is_not_sent_again():
     async with RawServer(b"") as server, EnvClient(server.url) as client:
-        with pytest.raises(EnvUnavailable, match="broke off before it answered"):
+        with pytest.raises(EnvUnavailable, match="did not send a complete HTTP answer"):
             await client.step(1, "up")
         assert server.num_requests == 1
 
 
-async def test_nobody_listens():
+async def test_a_refused_connection_is_retried_and_then_unavailable():
     async with RawServer(b"") as server:
         url = server.url
     async with EnvClient(url) as client:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(EnvUnavailable, match=r"cannot be reached .*: is the server running"):
             await client.step(1, "up")
-        assert 0.1 < time.monotonic() - begun < 18  # it was tried again, with pauses
+        assert 0.1 < time.monotonic() - started_at < 18  # it was retried, with pauses
 
 
-async def test_a_server_that_comes_up_late():
+async def test_a_server_that_starts_late_is_reached_by_a_retry():
     async with RawServer(ok(b'{"id": 3}')) as late:
         port = int(late.url.rsplit(":", 1)[1])
     async with EnvClient(late.url) as client:
@@ -126,36 +126,36 @@ async def test_a_server_that_comes_up_late():
         (ok(b"hello"), "must answer with JSON"),
         (ok(b"[1]"), "must answer with an object, got list"),
         (ok(b'{"observation": "x", "reward": 1}'), "'done' is missing"),
-        (ok(b'{"observation": 3, "reward": 1, "done": false}'), "must observe a string"),
-        (ok(b'{"observation": "x", "reward": null, "done": false}'), "must pay a finite number"),
-        (ok(b'{"observation": "x", "reward": 0, "done": "no"}'), "must say done with a bool"),
+        (ok(b'{"observation": 3, "reward": 1, "done": false}'), "must return a string as observation"),
+        (ok(b'{"observation": "x", "reward": null, "done": false}'), "must return a finite reward"),
+        (ok(b'{"observation": "x", "reward": 0, "done": "no"}'), "must return a bool as done"),
         (ok(b'{"error": "no such env"}'), "answered with an error: no such env"),
         (b"HTTP/1.1 418 Teapot\r\nContent-Length: 5\r\n\r\nshort", "answered 418: short"),
         (b"HTTP/1.1 302 Found\r\nLocation: /\r\nContent-Length: 0\r\n\r\n", "answered 302"),
-        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "broke off before it answered"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "did not send a complete HTTP answer"),
     ],
 )
-async def test_garbage_answers(answer, text):
+async def test_invalid_answers_are_errors_and_are_not_retried(answer, text):
     async with RawServer(answer) as server, EnvClient(server.url) as client:
         with pytest.raises(EnvError, match=text):
             await client.step(1, "up")
         assert server.num_requests == 1
 
 
-async def test_an_agentgym_server_without_info_fields():
+async def test_a_step_without_an_info_field_is_accepted():
     body = b'{"observation": "x", "reward": 1, "score": 1, "done": true}'
     async with RawServer(ok(body)) as server, EnvClient(server.url) as client:
         assert await client.step(1, "up") == Step("x", 1, True, {})
 
 
-async def test_other_calls_check_their_answers():
+async def test_every_other_call_checks_its_answer():
     async with RawServer(ok(b'{"id": "7"}')) as server, EnvClient(server.url) as client:
         for call in (client.create(), client.info(), client.actions(1), client.items("train")):
             with pytest.raises(EnvError, match="must answer with"):
                 await call
 
 
-async def test_chunked_answers_and_connection_close_are_understood():
+async def test_chunked_answers_and_connection_close_are_supported():
     chunked = b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\n{"id\r\n5\r\n": 8}\r\n0\r\n\r\n'
     async with RawServer(chunked) as server, EnvClient(server.url) as client:
         assert [await client.create(), await client.create()] == [8, 8]
@@ -169,7 +169,7 @@ async def test_chunked_answers_and_connection_close_are_understood():
 @pytest.mark.parametrize(
     "head", [b"Content-Length: 20000000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n1312D00\r\n", b"\r\n"]
 )
-async def test_an_answer_over_the_limit_is_an_error_and_is_not_read_on(head):
+async def test_an_answer_over_the_size_limit_is_an_error(head):
     answer = b"HTTP/1.1 200 OK\r\n" + head + b"x" * 20_000_000
     async with RawServer(answer) as server, EnvClient(server.url) as client:
         with pytest.raises(EnvUnavailable, match=r"over (the limit of )?16777216"):
@@ -201,27 +201,27 @@ async def test_connections_are_reused():
         assert (server.num_requests, server.num_connections) == (20, 1)
 
 
-async def test_text_that_json_cannot_carry():
+async def test_text_that_is_not_unicode_is_an_error_and_is_not_sent():
     async with RawServer(b"") as server, EnvClient(server.url) as client:
-        with pytest.raises(EnvError, match="JSON cannot carry"):
+        with pytest.raises(EnvError, match="cannot be written as JSON"):
             await client.step(1, "\ud800")
         assert server.num_requests == 0
 
 
 @pytest.mark.parametrize("url", ["", "127.0.0.1:80", "ftp://host/", "http://", "http://host:port/x"])
-def test_bad_addresses(url):
+def test_invalid_addresses_are_config_errors(url):
     with pytest.raises(ConfigError, match="address looks like"):
         EnvClient(url)
 
 
-async def test_a_full_server_is_asked_again_until_there_is_room():
+async def test_create_retries_while_the_server_is_full():
     with server_in_thread({"counting": Counting}, max_sessions=1) as server:
-        async with EnvClient(server.url) as client, EnvClient(server.url, timeout_s=1.0) as impatient:
+        async with EnvClient(server.url) as client, EnvClient(server.url, timeout_s=1.0) as short_timeout:
             first = await client.create()
-            begun = time.monotonic()
+            started_at = time.monotonic()
             with pytest.raises(Full, match="answered 429: all 1 sessions are in use"):
-                await impatient.create()
-            assert time.monotonic() - begun < 18
+                await short_timeout.create()
+            assert time.monotonic() - started_at < 18
             creating = asyncio.create_task(client.create(wait_timeout_s=20))
             await asyncio.sleep(0.2)
             assert not creating.done()
@@ -230,7 +230,7 @@ async def test_a_full_server_is_asked_again_until_there_is_room():
             assert await creating != first
 
 
-async def test_more_sessions_than_a_server_has_room_for_take_turns():
+async def test_more_sessions_than_the_servers_limit_wait_for_each_other():
     with server_in_thread({"counting": Counting}, max_sessions=4) as server:
         pool = RemotePool({"counting": server.url}, max_sessions=16)
 
@@ -246,7 +246,7 @@ async def test_more_sessions_than_a_server_has_room_for_take_turns():
         await pool.close()
 
 
-async def test_token():
+async def test_a_wrong_token_is_a_config_error():
     with server_in_thread({"counting": Counting}, token="secret") as server:
         async with EnvClient(server.url, token="secret") as client:
             assert (await client.health())["sessions"] == 0
@@ -257,7 +257,7 @@ async def test_token():
         await pool.close()
 
 
-async def test_every_question():
+async def test_every_query_returns_the_servers_answer():
     with server_in_thread({"counting": Counting}) as server:
         async with EnvClient(f"{server.url}/counting/") as client:
             assert (await client.info())["splits"] == {"train": [0, 100], "test": [100, 120]}

@@ -17,15 +17,16 @@ from servers_for_tests import server_in_thread, server_process
 from test_rollout import Corridor, Garbage, Hanging, Raising, RaisingReset
 from tokenizers_for_tests import byte_level_bpe
 
-from agentgym_rl import wiring
 from agentgym_rl.agent.collect import Collector, Places
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
-from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy, stable_seed
+from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError, EnvUnavailable
+from agentgym_rl.run.collectors import collect_each
 from agentgym_rl.types import EnvSession, Limits, Sampling, Step, StopReason, Task, Trajectory
 
 LIMITS = Limits(max_turns=6, max_new_tokens=32, max_context=4000)
@@ -172,7 +173,7 @@ async def test_retries_end() -> None:
     assert pool.running == set()
 
 
-async def test_seeds_differ_by_place_and_attempt_and_never_by_luck() -> None:
+async def test_seeds_are_deterministic_and_differ_by_place_and_attempt() -> None:
     async def seeds(seed: int) -> list[int]:
         given: list[int] = []
 
@@ -200,7 +201,7 @@ async def test_the_same_seed_plays_the_same_episodes() -> None:
 
 
 @pytest.mark.parametrize("on_timeout", ["retry", "truncate"])
-async def test_a_slow_episode_is_played_again_or_kept_as_it_is_and_counted(on_timeout: Any) -> None:
+async def test_a_slow_episode_is_retried_or_truncated_and_counted(on_timeout: Any) -> None:
     pool = Pool(lambda number: Hanging() if number == 0 else Corridor())
     collector = Collector(pool, oracle, 2, 1, retries=1, episode_timeout_s=1.0, on_timeout=on_timeout)
     [group] = await collector(TASKS[:1], LIMITS, 0)
@@ -240,7 +241,7 @@ async def test_concurrency_bounds_all_environments_together_and_is_shared_by_wei
             return session
 
     pool = Named(lambda number: Slow())
-    collect = wiring.collect_each(config, pool, oracle, 4, "")  # type: ignore[arg-type]
+    collect = collect_each(config.agent, config.environments, pool, oracle, config.group_sizes(4), "")  # type: ignore[arg-type]
     groups = await asyncio.gather(*(collect([Task(e, 1)] * 16, LIMITS, 0) for e in weights))
     assert all(t.success for part in groups for group in part for t in group.trajectories)
     assert max(sum(row.values()) for row in seen) == 16
@@ -250,7 +251,7 @@ async def test_concurrency_bounds_all_environments_together_and_is_shared_by_wei
     assert (pool.most, before) == (16, 16), "an environment that plays alone may have all"
 
 
-async def test_a_place_is_free_again_when_whoever_waited_for_it_is_cancelled() -> None:
+async def test_a_cancelled_waiter_frees_its_slot() -> None:
     places = Places(1)
 
     async def hold(until: asyncio.Event) -> None:
@@ -268,7 +269,7 @@ async def test_a_place_is_free_again_when_whoever_waited_for_it_is_cancelled() -
     assert [first.cancelled(), second.cancelled()] == [True, True]
 
 
-async def test_a_close_that_fails_or_hangs_spoils_nothing() -> None:
+async def test_a_close_that_fails_or_hangs_does_not_affect_the_episode() -> None:
     class Stubborn(Corridor):
         async def close(self) -> None:
             await asyncio.sleep(3600)
@@ -292,7 +293,7 @@ async def test_opening_that_hangs_is_an_error_too() -> None:
 
     collector = Collector(Full(lambda number: None), oracle, 1, 2, retries=0, episode_timeout_s=0.05)
     [group] = await collector(TASKS[:1], LIMITS, 0)
-    assert group.trajectories[0].error == "TimeoutError: no session of corridor could be opened: time was up"
+    assert group.trajectories[0].error == "TimeoutError: cannot open a session of corridor: timeout"
 
 
 async def test_cancellation_closes_everything() -> None:
@@ -320,7 +321,7 @@ async def test_cancellation_closes_everything() -> None:
     assert pool.opened == 6
 
 
-async def test_a_mistake_of_the_users_is_raised_as_it_is_and_closes_everything() -> None:
+async def test_a_user_error_is_raised_unchanged_and_closes_everything() -> None:
     def make_policy(env: EnvSession, seed: int) -> OraclePolicy:
         raise ConfigError("no such model")
 
@@ -344,7 +345,7 @@ async def test_a_full_disk_stops_the_run_and_closes_everything() -> None:
     assert pool.running == set()
 
 
-async def test_wrap_is_how_a_style_is_played() -> None:
+async def test_wrap_applies_a_style() -> None:
     pool = Pool(lambda number: Raising())
     style = STYLES["reflect"]
     collector = Collector(pool, oracle, 1, 1, retries=0, wrap=lambda env: style.wrap(env, turns_per_attempt=1))

@@ -1,4 +1,4 @@
-"""Recipes: overrides, one clear line for whatever is wrong, and a saved config that is a recipe again."""
+"""Recipes: overrides, one clear line for each mistake, and a saved config that is a valid recipe."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, get_args
 import pytest
 import tomli_w
 
-from agentgym_rl.config import Config, EnvironmentConfig, completed, load_config, require_allowed_variables
+from agentgym_rl.config import Config, EnvironmentConfig, completed, load_config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.training.settings import INVALID, Algorithm, Credit
 
 RECIPE = """
@@ -38,7 +38,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_recipe_and_its_defaults(recipe: Path) -> None:
+def test_a_recipe_is_completed_with_defaults(recipe: Path) -> None:
     config = load_config(recipe, [])
     assert (config.name, config.rl.steps, config.rl.optimizer.lr) == ("tiny", 3, 1e-3)
     assert (config.rl.group_size, config.agent.temperature, config.horizon.kind) == (8, 1.0, "fixed")
@@ -62,7 +62,7 @@ def test_a_recipe_and_its_defaults(recipe: Path) -> None:
         ('trackers=["tensorboard"]', lambda c: c.trackers, ("tensorboard",)),
     ],
 )
-def test_overrides(recipe: Path, override: str, read: Any, expected: object) -> None:
+def test_an_override_sets_its_key(recipe: Path, override: str, read: Any, expected: object) -> None:
     assert read(load_config(recipe, [override])) == expected
 
 
@@ -115,7 +115,7 @@ def test_the_last_override_of_a_key_counts(recipe: Path) -> None:
         ("name.first=x", "name is a value, not a section"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(recipe: Path, override: str, message: str) -> None:
+def test_a_mistake_is_reported_in_one_line(recipe: Path, override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(recipe, [override])
     assert "\n" not in str(caught.value)
@@ -135,7 +135,7 @@ def test_what_is_wrong_is_said_in_one_line(recipe: Path, override: str, message:
         ("[model]\npath = 'b/c'", "environments: is needed, and not given"),
     ],
 )
-def test_a_mistyped_section_is_named_before_what_it_leaves_missing(text: str, message: str, tmp_path: Path) -> None:
+def test_a_mistyped_section_is_reported_before_missing_keys(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
@@ -146,24 +146,26 @@ def test_a_mistyped_section_is_named_before_what_it_leaves_missing(text: str, me
 JARGON = re.compile(r"\b(tuple|dictionary|instance|dataclass|Input|valid|Field|None|True|False|datetime|string|bool)\b")
 
 
-def leaves(value: Any, prefix: str = "") -> list[str]:
+def key_paths(value: Any, prefix: str = "") -> list[str]:
     if isinstance(value, dict) and value:
-        return [path for key, inner in value.items() for path in (f"{prefix}{key}", *leaves(inner, f"{prefix}{key}."))]
+        return [
+            path for key, inner in value.items() for path in (f"{prefix}{key}", *key_paths(inner, f"{prefix}{key}."))
+        ]
     return []
 
 
 @pytest.mark.parametrize("value", ["{ x = 1 }", "[[1]]", "true", "1.5", "text", "2020-01-01", "nan", "-1"])
-def test_no_value_of_any_key_is_refused_in_the_words_of_python(recipe: Path, value: str) -> None:
-    keys = leaves(load_config(recipe, ["scale.engines=1", "trackers=[]"]).resolved())
+def test_no_error_text_uses_python_jargon(recipe: Path, value: str) -> None:
+    keys = key_paths(load_config(recipe, ["scale.engines=1", "trackers=[]"]).resolved())
     keys += [f"environments.0.{key}" for key in EnvironmentConfig.model_fields]
-    refused = []
+    errors = []
     for key in keys:
         try:
             load_config(recipe, ["scale.engines=1", f"{key}={value}"])
         except ConfigError as error:
-            refused.append(str(error))
-    assert len(refused) > 20
-    assert [text for text in refused if JARGON.search(text)] == []
+            errors.append(str(error))
+    assert len(errors) > 20
+    assert [text for text in errors if JARGON.search(text)] == []
 
 
 @pytest.mark.parametrize("key", ["learner_cpus", "engine_cpus", "env_host_cpus", "worker_timeout_s"])
@@ -171,12 +173,14 @@ def test_no_value_of_any_key_is_refused_in_the_words_of_python(recipe: Path, val
     ("value", "reason"),
     [("inf", "finite number, got inf"), ("nan", "finite number, got nan"), ("-1", "greater than 0, got -1")],
 )
-def test_cores_and_seconds_of_a_cluster_are_numbers(recipe: Path, key: str, value: str, reason: str) -> None:
+def test_cores_and_seconds_of_a_cluster_must_be_finite_and_positive(
+    recipe: Path, key: str, value: str, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=rf"scale\.{key}: .*{reason}"):
         load_config(recipe, [f"scale.{key}={value}"])
 
 
-def test_cores_that_no_machine_has_are_refused(recipe: Path) -> None:
+def test_an_impossible_number_of_cores_is_refused(recipe: Path) -> None:
     with pytest.raises(ConfigError, match=r"scale\.learner_cpus: .*less than or equal to 1024, got 1e\+300"):
         load_config(recipe, ["scale.learner_cpus=1e300"])
 
@@ -188,25 +192,25 @@ def test_cores_that_no_machine_has_are_refused(recipe: Path) -> None:
             ([f"rl.algorithm={a}", f"rl.credit={c}"], f"{c}.* cannot be used with {re.escape(f'{a}: {why}')}")
             for (a, c), why in INVALID.items()
         ),
-        (["rl.algorithm=ppo", "rl.loss=gspo"], "gspo.* cannot be used with ppo: it has one ratio a trajectory"),
+        (["rl.algorithm=ppo", "rl.loss=gspo"], "gspo.* cannot be used with ppo: it has one ratio per trajectory"),
         (["rl.algorithm=rloo", "rl.group_size=1"], "rloo compares the episodes of a group, .* at least 2, got 1"),
-        (["rl.algorithm=ppo", "rl.group_size=1", "rl.resample_rounds=1"], "resample_rounds makes up for groups"),
+        (["rl.algorithm=ppo", "rl.group_size=1", "rl.resample_rounds=1"], "resample_rounds replaces groups"),
         (["rl.kl_rate=1.0"], "kl_rate must be below 1"),
         (["rl.entropy_coef=nan"], "entropy_coef must be a finite number"),
         (["rl.optimizer.min_lr_ratio=inf"], "min_lr_ratio must be a finite number"),
         (["environments.0.weight=inf"], "finite number"),
-        (["rl.kl_coef=0", "rl.kl_target=0.1"], "kl_target steers kl_coef, which is 0"),
+        (["rl.kl_coef=0", "rl.kl_target=0.1"], "kl_target adapts kl_coef, which is 0"),
         (["rl.overlap=2"], "overlap must be 0 .* or 1 .*, got 2"),
     ],
 )
-def test_what_does_not_go_together_is_refused_with_the_reason(recipe: Path, overrides: list[str], reason: str) -> None:
+def test_conflicting_settings_are_refused_with_the_reason(recipe: Path, overrides: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_config(recipe, overrides)
 
 
 @pytest.mark.parametrize("credit", get_args(Credit))
 @pytest.mark.parametrize("algorithm", get_args(Algorithm))
-def test_every_other_pair_of_algorithm_and_credit_is_taken(recipe: Path, algorithm: str, credit: str) -> None:
+def test_every_other_pair_of_algorithm_and_credit_is_valid(recipe: Path, algorithm: str, credit: str) -> None:
     if (algorithm, credit) not in INVALID:
         assert load_config(recipe, [f"rl.algorithm={algorithm}", f"rl.credit={credit}"]).rl.credit == credit
 
@@ -216,14 +220,14 @@ def test_further_mistakes_are_counted(recipe: Path) -> None:
         load_config(recipe, ["rl.stepz=1", "rl.stops=1"])
 
 
-def test_a_model_from_nothing_needs_a_warm_start(tmp_path: Path) -> None:
+def test_a_model_from_scratch_needs_a_warm_start(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text('[model.scratch]\n[[environments]]\nname = "babyai"\n')
     with pytest.raises(ConfigError, match=r"model\.scratch needs warm_start"):
         load_config(path, [])
 
 
-def test_files_that_are_no_recipe(tmp_path: Path) -> None:
+def test_missing_and_invalid_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such file"):
         load_config(tmp_path / "nowhere.toml", [])
     with pytest.raises(ConfigError, match="no such file"):
@@ -241,7 +245,9 @@ def test_the_saved_config_is_the_same_recipe(recipe: Path, tmp_path: Path) -> No
     assert load_config(tmp_path / "run" / "config.toml", []) == config
 
 
-def test_run_folders_are_fresh_unless_resumed(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_gets_a_new_folder_unless_it_is_resumed(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_config(recipe, [])
     assert config.folder(resume=False) == config.folder(resume=True) == Path("runs/tiny")
@@ -259,8 +265,8 @@ def test_a_config_is_checked_without_loading_torch(recipe: Path) -> None:
         "import sys; from pathlib import Path; from agentgym_rl.config import load_config;"
         f"load_config(Path({str(recipe)!r}), []); print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    completed_process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert completed_process.stdout.strip() == "False"
 
 
 def test_configs_cannot_be_changed(recipe: Path) -> None:
@@ -272,15 +278,15 @@ def test_configs_cannot_be_changed(recipe: Path) -> None:
 
 
 def test_a_config_of_an_earlier_version_is_completed_with_defaults(recipe: Path) -> None:
-    whole = load_config(recipe, []).resolved()
-    earlier = {**whole, "warm_start": {k: v for k, v in whole["warm_start"].items() if k != "mistakes"}}
+    complete = load_config(recipe, []).resolved()
+    earlier = {**complete, "warm_start": {k: v for k, v in complete["warm_start"].items() if k != "mistakes"}}
     del earlier["engine"]
-    assert completed(earlier) == whole
+    assert completed(earlier) == complete
     with pytest.raises(ConfigError, match=r"cannot read the config .*\(of_another_version: unknown key\)"):
-        completed({**whole, "of_another_version": 1})
+        completed({**complete, "of_another_version": 1})
 
 
-def server(token_variable: str) -> str:
+def environment_with_token(token_variable: str) -> str:
     return f'environments=[{{name = "x", url = "http://127.0.0.1:9", token_variable = "{token_variable}"}}]'
 
 
@@ -290,40 +296,40 @@ VLLM = ["engine.kind=vllm", 'engine.urls=["http://127.0.0.1:9"]']
 @pytest.mark.parametrize(
     "overrides",
     [
-        [server("GITHUB_TOKEN")],
-        [server("AWS_SECRET_ACCESS_KEY")],
-        [server("MY_AGENTGYM_TOKEN")],
+        [environment_with_token("GITHUB_TOKEN")],
+        [environment_with_token("AWS_SECRET_ACCESS_KEY")],
+        [environment_with_token("MY_AGENTGYM_TOKEN")],
         [*VLLM, "engine.api_key_variable=OPENAI_API_KEY"],
     ],
 )
-def test_a_recipe_does_not_send_any_variable_to_any_address(
+def test_a_recipe_cannot_send_arbitrary_variables_to_a_server(
     recipe: Path, overrides: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = load_config(recipe, overrides)
     with pytest.raises(ConfigError, match=r"the recipe would send this variable of yours to an address that it names"):
-        require_allowed_variables(config)
+        config.require_allowed_variables()
     monkeypatch.setenv(
         "AGENTGYM_ALLOWED_VARIABLES", "GITHUB_TOKEN, AWS_SECRET_ACCESS_KEY,MY_AGENTGYM_TOKEN,OPENAI_API_KEY"
     )
-    require_allowed_variables(config)
+    config.require_allowed_variables()
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         [],
-        [server("AGENTGYM_RL_TOKEN")],
-        [server("AGENTGYM_TEXTCRAFT_TOKEN")],
+        [environment_with_token("AGENTGYM_RL_TOKEN")],
+        [environment_with_token("AGENTGYM_TEXTCRAFT_TOKEN")],
         [*VLLM, "engine.api_key_variable=VLLM_API_KEY"],
     ],
 )
-def test_variables_that_are_made_for_servers_may_be_sent(recipe: Path, overrides: list[str]) -> None:
-    require_allowed_variables(load_config(recipe, overrides))
+def test_variables_meant_for_servers_may_be_sent(recipe: Path, overrides: list[str]) -> None:
+    load_config(recipe, overrides).require_allowed_variables()
 
 
-def test_train_refuses_such_a_recipe_before_it_does_anything(recipe: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "agentgym_rl", "train", str(recipe), server("GITHUB_TOKEN")]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 2
-    assert "GITHUB_TOKEN" in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_train_refuses_such_a_recipe_before_it_starts(recipe: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "agentgym_rl", "train", str(recipe), environment_with_token("GITHUB_TOKEN")]
+    completed_process = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert completed_process.returncode == 2
+    assert "GITHUB_TOKEN" in completed_process.stderr
+    assert "Traceback" not in completed_process.stderr

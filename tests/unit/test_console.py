@@ -1,4 +1,4 @@
-"""The console, as a pipe sees it and as a terminal sees it."""
+"""Console output to a pipe and to a terminal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agentgym_rl.console import HEADER_EVERY, Console, duration, sparkline
-from agentgym_rl.screen import Screen
+from agentgym_rl.common.screen import Screen
+from agentgym_rl.run.console import HEADER_EVERY, Console, duration, sparkline
 
 METRICS = {
     "reward/mean": 0.385,
@@ -41,11 +41,11 @@ def plain() -> tuple[Console, io.StringIO]:
 
 def terminal(width: int = 100) -> tuple[Console, io.StringIO]:
     stream = io.StringIO()
-    # Dumb and colourless, so that the text can be read back; still a terminal to rich.
+    # A terminal without colours or cursor control, so that the test can read the text.
     return Console(rich_console=RichConsole(file=stream, force_terminal=True, width=width, color_system=None)), stream
 
 
-def test_every_number_of_a_step_stands_under_its_title() -> None:
+def test_every_value_of_a_step_is_aligned_with_its_title() -> None:
     console, stream = plain()
     with console.steps(1000):
         console.step(1000, METRICS)
@@ -89,7 +89,7 @@ def test_missing_and_nonfinite_values_are_shown_as_such() -> None:
 
 def test_a_pipe_gets_lines_and_no_control_codes() -> None:
     program = f"""
-from agentgym_rl.console import Console
+from agentgym_rl.run.console import Console
 console = Console()
 console.stage("GRPO", "two steps")
 with console.progress("warm start", 2) as advance:
@@ -137,7 +137,7 @@ def test_the_terminal_shows_a_bar_with_the_time_left() -> None:
     assert " left" in text
 
 
-def test_a_bar_counts_the_steps_that_are_expected_by_now() -> None:
+def test_a_bar_shows_the_current_estimate_of_steps() -> None:
     console, stream = terminal()
     with console.steps(50):
         console.step(2, METRICS, 7)
@@ -159,7 +159,7 @@ def test_a_bar_inside_training_shares_the_display() -> None:
     assert "held-out success 50.0%  95% interval 22–78, 8 episodes, after step 1" in stream.getvalue()
 
 
-def test_the_header_returns_and_a_new_horizon_is_announced() -> None:
+def test_the_header_is_repeated_and_a_new_horizon_is_announced() -> None:
     console, stream = plain()
     with console.steps(60):
         for step in range(1, 61):
@@ -186,7 +186,7 @@ def test_a_step_outside_training_is_an_error() -> None:
         console.step(1, METRICS)
 
 
-def test_before_and_after_by_subset() -> None:
+def test_evaluations_before_and_after_are_shown_by_subset() -> None:
     console, stream = plain()
     console.table_before_after(
         {"success": 0.12, "episodes": 200, "subsets": {"GoTo": {"success": 0.15, "episodes": 120}}},
@@ -202,7 +202,7 @@ def test_before_and_after_by_subset() -> None:
     assert rows["all"] == ["all", "200", "/", "100", "12.0%", "8–17", "10.0%", "6–17", "-2.0"]
 
 
-def test_horizon_stages_table() -> None:
+def test_horizon_stages_are_shown_in_a_table() -> None:
     console, stream = plain()
     stages = [
         {"env": "babyai", "turns": 2.0, "first_step": 1, "last_step": 20, "success": 0.237, "turns_used": 1.5},
@@ -220,7 +220,7 @@ def test_horizon_stages_table() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (59.6, "1:00"), (3725, "1:02:05")])
-def test_durations(seconds: float, text: str) -> None:
+def test_durations_are_formatted(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
@@ -242,14 +242,14 @@ def test_escape_sequences_of_an_environment_do_not_reach_the_terminal() -> None:
     table.add_row(hostile)
     screen.print(table)
     screen.print(Panel(Text(hostile), title=hostile))
-    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())  # what rich itself writes: colours, cursor
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", stream.getvalue())  # remove rich's own colour and cursor codes
     assert "a]0;ownedb" in shown
     assert not re.search(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]", shown)
     assert "\x1b[2J" not in stream.getvalue()
     assert "\x1b[31m" not in stream.getvalue()
 
 
-def test_the_console_of_a_run_prints_no_control_characters_to_a_file_either() -> None:
+def test_output_to_a_file_has_no_control_characters() -> None:
     console, stream = plain()
     console.warn("the game said \x1b[8mhidden\x1b[0m")
     assert stream.getvalue() == "  ! the game said [8mhidden[0m\n"

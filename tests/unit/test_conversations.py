@@ -39,7 +39,7 @@ PUBLISHED = [
         ],
     }
 ]
-"""The shape of AgentGym's published data; the words are made up."""
+"""The format of AgentGym's published data, with invented texts."""
 
 
 def write(path: Path, rows: Any) -> Path:
@@ -48,42 +48,42 @@ def write(path: Path, rows: Any) -> Path:
 
 
 def episodes(count: int = 3, *, system: bool = True) -> list[Trajectory]:
-    made = []
+    trajectories = []
     for number, messages in enumerate(counting_conversations(count)):
         opening = [Message("system", "Count – to the goal.")] if system else []
         turns = sum(m.role == "assistant" for m in messages)
         rewards = [0.0] * (turns - 1) + [float(number % 2)]
         infos: list[dict[str, Any]] = [{} for _ in range(turns - 1)] + [{"success": bool(number % 2)}]
-        made.append(
+        trajectories.append(
             Trajectory(f"t{number}", Task("counting", number), opening + messages, rewards, infos, StopReason.DONE)
         )
-    return made
+    return trajectories
 
 
-def write_trajectories(path: Path, some: list[Trajectory]) -> Path:
+def write_trajectories(path: Path, trajectories: list[Trajectory]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(t.to_json() + "\n" for t in some), encoding="utf-8")
+    path.write_text("".join(t.to_json() + "\n" for t in trajectories), encoding="utf-8")
     return path
 
 
 def test_the_published_format_is_read_with_its_loss_flags(tmp_path: Path) -> None:
-    (found,) = read_conversations(write(tmp_path / "train.json", PUBLISHED))
-    assert found.item_id == "textcraft_0"
-    assert [m.role for m in found.messages] == [
+    (conversation,) = read_conversations(write(tmp_path / "train.json", PUBLISHED))
+    assert conversation.item_id == "textcraft_0"
+    assert [m.role for m in conversation.messages] == [
         *("system", "user", "assistant", "user", "assistant", "user", "assistant"),
     ]
-    assert found.messages[0].content == "You are given a few crafting commands."
-    assert found.trained == [False, False, True, False, False, False, True]
+    assert conversation.messages[0].content == "You are given a few crafting commands."
+    assert conversation.trained == [False, False, True, False, False, False, True]
 
 
 def test_only_replies_with_loss_true_are_trained_on(tmp_path: Path) -> None:
-    (found,) = read_conversations(write(tmp_path / "train.json", PUBLISHED))
+    (conversation,) = read_conversations(write(tmp_path / "train.json", PUBLISHED))
     renderer = Renderer(byte_level_bpe("chatml"), "chatml")
-    sample = renderer.demonstration(found.messages, found.trained)
+    sample = renderer.demonstration(conversation.messages, conversation.trained)
     trained = [token for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
-    replies = [m.content for m in found.messages if m.role == "assistant"]
+    replies = [m.content for m in conversation.messages if m.role == "assistant"]
     assert trained == [*renderer.reply_ids(replies[0]), *renderer.reply_ids(replies[2])]
-    # The slip is in the context all the same.
+    # The untrained mistake is still in the context.
     slip = renderer.reply_ids(replies[1])
     assert any(sample.token_ids[i : i + len(slip)] == slip for i in range(len(sample.token_ids)))
 
@@ -91,12 +91,12 @@ def test_only_replies_with_loss_true_are_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("loss", [None, False, 1, "true"])
 def test_anything_but_true_is_not_trained_on(tmp_path: Path, loss: Any) -> None:
     turns = [{"from": "human", "loss": None, "value": "a"}, {"from": "gpt", "loss": loss, "value": "b"}]
-    (found,) = read_conversations(write(tmp_path / "x.json", [{"item_id": "x_1", "conversations": turns}]))
-    assert found.trained == [False, False]
+    (conversation,) = read_conversations(write(tmp_path / "x.json", [{"item_id": "x_1", "conversations": turns}]))
+    assert conversation.trained == [False, False]
 
 
 @pytest.mark.parametrize("system", [True, False])
-def test_what_was_written_is_read_back_equal(tmp_path: Path, system: bool) -> None:
+def test_written_conversations_are_read_back_equal(tmp_path: Path, system: bool) -> None:
     conversations = [of_trajectory(t) for t in episodes(system=system)]
     conversations[0].trained[-2] = False
     path = tmp_path / "new" / "out.json"
@@ -107,15 +107,15 @@ def test_what_was_written_is_read_back_equal(tmp_path: Path, system: bool) -> No
     assert all(turn["loss"] is None for turn in row["conversations"] if turn["from"] == "human")
 
 
-def test_an_untrained_first_reply_that_is_no_acknowledgement_stays(tmp_path: Path) -> None:
+def test_an_untrained_first_reply_is_kept_if_not_an_acknowledgement(tmp_path: Path) -> None:
     turns = [
         {"from": "human", "loss": None, "value": "A wall."},
         {"from": "gpt", "loss": False, "value": "go north"},
         {"from": "human", "loss": None, "value": "A door."},
         {"from": "gpt", "loss": True, "value": "open"},
     ]
-    (found,) = read_conversations(write(tmp_path / "x.json", [{"item_id": "x_1", "conversations": turns}]))
-    assert [m.role for m in found.messages] == ["user", "assistant", "user", "assistant"]
+    (conversation,) = read_conversations(write(tmp_path / "x.json", [{"item_id": "x_1", "conversations": turns}]))
+    assert [m.role for m in conversation.messages] == ["user", "assistant", "user", "assistant"]
 
 
 @pytest.mark.parametrize(
@@ -128,15 +128,15 @@ def test_an_untrained_first_reply_that_is_no_acknowledgement_stays(tmp_path: Pat
         [3],
     ],
 )
-def test_what_is_no_conversation_is_refused_by_name(tmp_path: Path, rows: Any) -> None:
+def test_a_file_without_conversations_is_refused_by_name(tmp_path: Path, rows: Any) -> None:
     with pytest.raises(ConfigError, match=r"bad\.json is not a list of AgentGym conversations"):
         read_conversations(write(tmp_path / "bad.json", rows))
 
 
-def test_failed_episodes_and_torn_last_lines_are_left_out(tmp_path: Path) -> None:
-    some = episodes()
-    some[1].stop, some[1].error = StopReason.ERROR, "EnvError: broken"
-    path = write_trajectories(tmp_path / "a.jsonl", some)
+def test_failed_episodes_and_incomplete_last_lines_are_skipped(tmp_path: Path) -> None:
+    trajectories = episodes()
+    trajectories[1].stop, trajectories[1].error = StopReason.ERROR, "EnvError: broken"
+    path = write_trajectories(tmp_path / "a.jsonl", trajectories)
     path.write_text(path.read_text() + '{"id": "to')
     assert [t.id for t in read_trajectory_files([path])] == ["t0", "t2"]
 
@@ -152,7 +152,7 @@ def test_a_damaged_line_is_an_error(tmp_path: Path) -> None:
         list(read_trajectory_files([path]))
 
 
-def test_a_run_directory_gives_training_episodes_and_never_held_out_ones(tmp_path: Path) -> None:
+def test_a_run_directory_gives_training_episodes_but_no_held_out_ones(tmp_path: Path) -> None:
     run = tmp_path / "run" / "trajectories"
     for name in ("eval_000000", "step_000002", "step_000001", "warmstart_000000"):
         write_trajectories(run / f"{name}.jsonl", episodes())
@@ -162,7 +162,7 @@ def test_a_run_directory_gives_training_episodes_and_never_held_out_ones(tmp_pat
 
 
 @pytest.mark.parametrize("pattern", ["nothing.json", "no/*.jsonl", "."])
-def test_files_that_are_not_there_are_refused(tmp_path: Path, pattern: str) -> None:
+def test_missing_files_are_refused(tmp_path: Path, pattern: str) -> None:
     with pytest.raises(ConfigError, match=r"data: .* is needed"):
         find_files([str(tmp_path / pattern)])
 
@@ -182,7 +182,7 @@ def test_convert_writes_successes_or_everything(tmp_path: Path) -> None:
     assert read_conversations(tmp_path / "all.json") == [of_trajectory(t) for t in episodes(4)]
     with pytest.raises(ConfigError, match="exists already"):
         convert([str(path)], tmp_path / "all.json", keep_all=True)
-    with pytest.raises(ConfigError, match="no file of trajectories"):
+    with pytest.raises(ConfigError, match="needs files of trajectories"):
         convert([str(tmp_path / "all.json")], tmp_path / "new.json", keep_all=True)
     with pytest.raises(ConfigError, match=r"a \.json file to write"):
         convert([str(path)], tmp_path / "new.jsonl", keep_all=True)

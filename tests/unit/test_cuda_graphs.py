@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from agentgym_rl.cuda_graphs import collector_paused
+from agentgym_rl.common.cuda_graphs import collector_paused
 
 ROOT = Path(__file__).parents[2]
 
@@ -105,4 +105,4 @@ def test_both_places_that_capture_do_it_under_the_guard() -> None:
         for path in sorted((ROOT / "src").rglob("*.py"))
         if "capture_begin(" in path.read_text(encoding="utf-8") or "cuda.graph(" in path.read_text(encoding="utf-8")
     ]
-    assert calls == ["src/agentgym_rl/cuda_graphs.py"]
+    assert calls == ["src/agentgym_rl/common/cuda_graphs.py"]

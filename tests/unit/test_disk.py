@@ -1,6 +1,6 @@
-"""A disk that takes no more: nothing is torn, what waits is written later, and it is said.
+"""A full disk: no file is damaged, the run writes its data later, and it reports the problem.
 
-The limit on the size of files stands in for it, which any user may set; tests/e2e/test_stopping.py fills a real disk.
+A limit on file sizes, which any user may set, simulates the full disk. tests/e2e/test_stopping.py fills a real one.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from agentgym_rl import disk
-from agentgym_rl.endings import last_checkpoint, room_or_error
 from agentgym_rl.errors import DiskFull
-from agentgym_rl.runlog import RunLog, read_metrics, read_trajectories
+from agentgym_rl.run import disk
+from agentgym_rl.run.log import RunLog, read_metrics, read_trajectories
+from agentgym_rl.run.stopping import disk_space_or_error, last_checkpoint
 from agentgym_rl.types import Message, Task, Trajectory
 
 LONG = {f"metric/{i:030}": 0.5 for i in range(40)}
-"""A line of more than the limit below."""
+"""Metrics whose line is longer than LIMIT."""
 LIMIT = 1000
 
 
 @contextlib.contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
+def file_size_limit(size: int) -> Iterator[None]:
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -42,38 +42,38 @@ def state_of(root: Path) -> str:
     return json.loads((root / "status.json").read_text())["state"]
 
 
-def kinds(root: Path) -> list[str]:
+def event_kinds(root: Path) -> list[str]:
     return [row["kind"] for row in read_metrics(root / "events.jsonl")]
 
 
-def test_a_line_is_appended_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_a_line_is_appended_completely_or_not_at_all(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     disk.append(path, b"first\n")
-    with files_of_at_most(8), pytest.raises(OSError, match="No space left"):
-        disk.append(path, b"second\n")  # of which the system takes two bytes
+    with file_size_limit(8), pytest.raises(OSError, match="No space left"):
+        disk.append(path, b"second\n")  # the system accepts two bytes of it
     assert path.read_bytes() == b"first\n"
-    with files_of_at_most(6), pytest.raises(OSError, match="File too large"):
+    with file_size_limit(6), pytest.raises(OSError, match="File too large"):
         disk.append(path, b"second\n")
     disk.append(path, b"second\n")
     assert path.read_bytes() == b"first\nsecond\n"
 
 
-def test_a_small_file_is_written_over_where_no_other_can_be_made(tmp_path: Path) -> None:
+def test_a_small_file_is_overwritten_in_place(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     path.write_bytes(b'{"state": "running"}')
     disk.write_in_place(path, b'{"state": "done"}')
     assert json.loads(path.read_bytes()) == {"state": "done"}
-    with files_of_at_most(25):
+    with file_size_limit(25):
         disk.write_in_place(path, b'{"state": "longer than there is room for"}')
-    assert json.loads(path.read_bytes()) == {"state": "done"}, "a part of it would be no JSON"
+    assert json.loads(path.read_bytes()) == {"state": "done"}, "a partial write would not be valid JSON"
 
 
-def test_what_a_full_disk_refuses_waits_and_is_written_in_order(tmp_path: Path) -> None:
-    said: list[str] = []
-    with RunLog.create(tmp_path, {"seed": 0}, say=said.append) as log:
+def test_refused_lines_wait_and_are_written_in_order(tmp_path: Path) -> None:
+    messages: list[str] = []
+    with RunLog.create(tmp_path, {"seed": 0}, say=messages.append) as log:
         log.log(1, LONG)
         log.write_trajectory(2, episode("before"))
-        with files_of_at_most(LIMIT):
+        with file_size_limit(LIMIT):
             for step in (2, 3):
                 log.write_trajectory(step, episode(f"a{step}"))
                 log.write_trajectory(step, episode(f"b{step}"))
@@ -82,76 +82,78 @@ def test_what_a_full_disk_refuses_waits_and_is_written_in_order(tmp_path: Path) 
             assert [row["step"] for row in read_metrics(log.metrics_path)] == [1]
             assert [row["step"] for row in log.metrics()] == [1, 2, 3]
             assert json.loads(log.status_path.read_text())["step"] == 3
-            assert len(said) == 1, "once, not for every line"
-            assert "free): what the run writes waits in memory" in said[0]
+            assert len(messages) == 1, "one message, not one per line"
+            assert "free): what the run writes waits in memory" in messages[0]
         log.log(4, LONG)
         assert [row["step"] for row in read_metrics(log.metrics_path)] == [1, 2, 3, 4]
         assert [t.id for t in read_trajectories(log.trajectories_path(2))] == ["before", "a2", "b2"]
         assert [t.id for t in read_trajectories(log.trajectories_path(3))] == ["a3", "b3"]
-    assert kinds(tmp_path) == ["disk_full", "small", "disk_room"]
-    assert "there is room on the disk again" in said[1]
+    assert event_kinds(tmp_path) == ["disk_full", "small", "disk_room"]
+    assert "there is room on the disk again" in messages[1]
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_of_episodes_the_last_wait_and_the_rest_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_episodes_wait_and_dropped_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "KEPT_BYTES", 3 * LIMIT)
     with RunLog.create(tmp_path, {"seed": 0}) as log:
-        with files_of_at_most(LIMIT):
+        with file_size_limit(LIMIT):
             for step in range(1, 7):
                 log.write_trajectory(step, episode(str(step)))
                 log.log(step, LONG)
         log.log(7, LONG)
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
-    kept = sorted(int(path.stem[-6:]) for path in (tmp_path / "trajectories").iterdir())
-    assert kept == [5, 6]
+    steps = sorted(int(path.stem[-6:]) for path in (tmp_path / "trajectories").iterdir())
+    assert steps == [5, 6]
     assert read_metrics(tmp_path / "events.jsonl")[-1]["lines_not_written"] == 4
 
 
-def test_the_status_is_right_and_losses_are_named_where_it_stays_full(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_the_status_is_correct_and_lost_lines_are_named_if_the_disk_stays_full(tmp_path: Path) -> None:
+    messages: list[str] = []
 
     def run() -> None:
-        with RunLog.create(tmp_path, {}, say=said.append) as log:
+        with RunLog.create(tmp_path, {}, say=messages.append) as log:
             log.log(1, LONG)
             raise KeyboardInterrupt
 
-    with files_of_at_most(LIMIT), pytest.raises(KeyboardInterrupt):
+    with file_size_limit(LIMIT), pytest.raises(KeyboardInterrupt):
         run()
     assert state_of(tmp_path) == "stopped"
-    assert said[-1].endswith("lost are the last lines of metrics.jsonl")
+    assert messages[-1].endswith("lost are the last lines of metrics.jsonl")
     with RunLog.create(tmp_path, {}, resume=True) as log:
         log.log(1, LONG)
     assert state_of(tmp_path) == "finished"
 
 
-def test_what_a_run_cannot_do_without_is_one_line(tmp_path: Path) -> None:
+def test_a_file_that_the_run_needs_fails_with_one_line(tmp_path: Path) -> None:
     line = r"no room on the disk of .*free some space and run the same command with --resume"
-    with files_of_at_most(2), pytest.raises(DiskFull, match=line), room_or_error(tmp_path / "run"):
+    with file_size_limit(2), pytest.raises(DiskFull, match=line), disk_space_or_error(tmp_path / "run"):
         RunLog.create(tmp_path / "run", {"seed": 0})
-    with pytest.raises(ZeroDivisionError), room_or_error(tmp_path):
+    with pytest.raises(ZeroDivisionError), disk_space_or_error(tmp_path):
         raise ZeroDivisionError
 
 
-async def test_the_last_checkpoint_waits_for_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runs_for_tests import quiet
+async def test_the_last_checkpoint_waits_for_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runs_for_tests import context_of, counting_config
 
-    monkeypatch.setattr("agentgym_rl.endings.LOOK_S", 0.01)
+    monkeypatch.setattr("agentgym_rl.run.stopping.POLL_INTERVAL_S", 0.01)
     tries: list[int] = []
 
     def write() -> None:
         tries.append(1)
         size = LIMIT if len(tries) < 3 else 2 * LIMIT
-        with files_of_at_most(size):
+        with file_size_limit(size):
             (tmp_path / "model").write_bytes(b"x" * 2 * LIMIT)
 
-    with RunLog.create(tmp_path / "run", {"seed": 0}) as log:
-        await last_checkpoint(write, 7, log, quiet(), lambda: False)
+    with context_of(counting_config(), tmp_path / "run") as context:
+        await last_checkpoint(write, 7, context)
         assert len(tries) == 3
         tries.clear()
-        await last_checkpoint(write, 7, log, quiet(), lambda: True)
-        assert len(tries) == 1, "asked to stop it does not wait"
-        monkeypatch.setattr("agentgym_rl.endings.PATIENCE_S", -1.0)
+        context.stop.asked = True
+        await last_checkpoint(write, 7, context)
+        assert len(tries) == 1, "a stopping run does not wait"
+        context.stop.asked = False
+        monkeypatch.setattr("agentgym_rl.run.stopping.DISK_TIMEOUT_S", -1.0)
         tries.clear()
         with pytest.raises(OSError, match="too large"):
-            await last_checkpoint(write, 7, log, quiet(), lambda: False)
-    assert kinds(tmp_path / "run") == ["checkpoint_failed"] * 3
+            await last_checkpoint(write, 7, context)
+    assert event_kinds(tmp_path / "run") == ["checkpoint_failed"] * 3

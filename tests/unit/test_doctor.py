@@ -1,4 +1,4 @@
-"""The doctor's rules on rows made by hand: each fires on its symptom, names when it began, and is silent otherwise."""
+"""The doctor's rules on artificial rows: each fires on its symptom, reports its start, and is silent otherwise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from agentgym_rl.cli import app
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog, read_metrics
+from agentgym_rl.run.log import RunLog, read_metrics
 from agentgym_rl.training import symptoms
 from agentgym_rl.training.doctor import QUIET_STEPS, SIGNALS, Doctor, diagnose
 from agentgym_rl.training.symptoms import RULES
@@ -53,11 +53,11 @@ HEALTHY: Row = {
     "episodes/error": 1.0,
 }
 TURN = 21
-"""The step from which a driven run is ill."""
+"""First step with a symptom."""
 
 
 def rows(count: int = 60, **ill: Any) -> list[Row]:
-    """A healthy run, and from TURN on with what is given; names are written with `__` for the slash."""
+    """Return the rows of a healthy run, with changes from step TURN on. Names have `__` for the slash."""
     changes = {name.replace("__", "/"): value for name, value in ill.items()}
     return [{"step": s, **HEALTHY, **(changes if s >= TURN else {})} for s in range(1, count + 1)]
 
@@ -72,7 +72,7 @@ ILL: dict[str, tuple[list[Row], str]] = {
         [row | {"truncated/horizon_rate": 1.0, "success/mean": 0.0, "reward/mean": 0.0} for row in rows()],
         "end at the horizon",
     ),
-    "length_truncation": (rows(truncated__length_rate=0.8), "cut off at its longest"),
+    "length_truncation": (rows(truncated__length_rate=0.8), "cut at agent.max_new_tokens"),
     "context_truncation": (rows(truncated__context_rate=0.8), "out of context"),
     "length_runaway": (rows(tokens__per_reply=90.0), "grew from 20 to"),
     "length_collapse": (rows(tokens__per_reply=2.0), "shrank from 20 to"),
@@ -97,15 +97,15 @@ def test_a_rule_names_its_symptom_and_when_it_began(rule: str) -> None:
     assert f" since step {finding.since}: " in finding.message
     assert finding.severity == RULES[rule][0]
     began = 1 if rule == "horizon_truncation" else TURN
-    # A window that lies half before the turn may already be beyond the limit.
+    # A window that starts before the change may already be beyond the limit.
     assert began - 4 <= finding.since <= began
     assert began <= finding.step <= began + 20
-    # Gradients are compared with the recent past, so what lasts becomes usual.
+    # Gradients are compared with the recent past, so a lasting change becomes normal.
     assert finding.until is None or rule == "gradient_spikes"
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_rule_is_silent_in_a_healthy_run_and_where_its_metric_is_absent(rule: str) -> None:
+def test_a_rule_is_silent_in_a_healthy_run_and_without_its_metric(rule: str) -> None:
     assert Doctor(rows()).findings == []
     assert Doctor([{"step": step} for step in range(1, 30)]).findings == []
     broken = dict.fromkeys(HEALTHY) | {"nonfinite": list(HEALTHY)}
@@ -114,7 +114,7 @@ def test_a_rule_is_silent_in_a_healthy_run_and_where_its_metric_is_absent(rule: 
     assert Doctor([{"step": step, **nan} for step in range(1, 30)]).findings == []
 
 
-def test_the_message_is_the_line_that_was_promised() -> None:
+def test_the_message_has_the_documented_form() -> None:
     (finding,) = Doctor(rows(entropy__mean=0.0)).findings
     assert finding.message == (
         f"entropy fell from 0.70 to 0 since step {TURN}: the policy stopped exploring; "
@@ -122,7 +122,7 @@ def test_the_message_is_the_line_that_was_promised() -> None:
     )
 
 
-def test_every_setting_that_is_named_exists() -> None:
+def test_every_setting_in_a_remedy_exists() -> None:
     config = counting_config()
     sources = [node.value for node in ast.walk(ast.parse(Path(symptoms.__file__).read_text()))
                if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
@@ -149,7 +149,7 @@ def test_every_setting_that_is_named_exists() -> None:
         ("length_collapse", {"success__mean": 0.6}),
     ],
 )
-def test_what_comes_with_success_is_no_symptom(rule: str, well: dict[str, float]) -> None:
+def test_rules_are_silent_while_the_run_succeeds(rule: str, well: dict[str, float]) -> None:
     ill = [
         row if row["step"] < TURN - 5 else row | {k.replace("__", "/"): v for k, v in well.items()}
         for row in ILL[rule][0]
@@ -158,7 +158,7 @@ def test_what_comes_with_success_is_no_symptom(rule: str, well: dict[str, float]
     assert rule not in {finding.rule for finding in Doctor(ill).findings}
 
 
-def test_a_short_first_stage_that_pays_is_not_a_horizon_too_short() -> None:
+def test_a_short_first_stage_with_rising_reward_is_not_reported() -> None:
     stage = [row | {"truncated/horizon_rate": 0.97, "success/mean": 0.03, "reward/mean": 0.03} for row in rows(30)]
     assert "horizon_truncation" in {f.rule for f in Doctor(stage).findings}
     rising = [row | {"reward/mean": 0.02 * row["step"]} for row in stage]
@@ -182,58 +182,58 @@ def test_one_bad_step_is_noise() -> None:
         assert Doctor(noisy).findings == [], name
 
 
-def test_loops_of_two_and_turns_of_their_own() -> None:
+def test_alternating_replies_and_single_turns_are_reported() -> None:
     assert "alternate" in Doctor(rows(actions__alternating_rate=0.6, success__mean=0.21)).findings[0].message
     assert "entropy in turn 2 rose" in Doctor(rows(entropy__turn_2=2.0)).findings[0].message
     (finding,) = Doctor(rows(surprise__mean=0.01)).findings
     assert finding.rule == "entropy_collapse"
 
 
-def test_late_turns_are_the_last() -> None:
+def test_the_metric_of_late_turns_sorts_last() -> None:
     late = {f"mismatch/turn_{turn}": 0.01 for turn in range(2, 9)} | {"mismatch/turn_9+": 0.2}
     (finding,) = Doctor([row | late for row in rows()]).findings
     assert "in turn 9 and later" in finding.message
 
 
-def wavering(values: Callable[[int], float]) -> list[tuple[int, int | None]]:
-    made = [row | {"groups/zero_variance": values(row["step"])} for row in rows(120)]
-    return [(finding.step, finding.until) for finding in Doctor(made).findings]
+def findings_of(values: Callable[[int], float]) -> list[tuple[int, int | None]]:
+    run_rows = [row | {"groups/zero_variance": values(row["step"])} for row in rows(120)]
+    return [(finding.step, finding.until) for finding in Doctor(run_rows).findings]
 
 
-def test_a_rule_warns_when_it_begins_and_again_only_after_it_had_ceased() -> None:
-    assert wavering(lambda step: 1.0 if step > 20 else 0.5) == [(25, None)]
-    assert wavering(lambda step: 1.0 if step > 20 and step % 12 else 0.5) == [(29, None)]
-    first, second = wavering(lambda step: 1.0 if 20 < step <= 40 or step > 80 else 0.5)
+def test_a_rule_warns_once_until_its_symptom_has_ended() -> None:
+    assert findings_of(lambda step: 1.0 if step > 20 else 0.5) == [(25, None)]
+    assert findings_of(lambda step: 1.0 if step > 20 and step % 12 else 0.5) == [(29, None)]
+    first, second = findings_of(lambda step: 1.0 if 20 < step <= 40 or step > 80 else 0.5)
     assert first == (25, 40)
     assert second == (85, None)
     assert QUIET_STEPS > 5
 
 
-def test_a_doctor_that_reads_a_run_says_what_one_that_watched_it_said() -> None:
-    made = ILL["success_collapse"][0]
-    watching = Doctor()
-    said = [finding.line() for row in made for finding in watching.observe(row)]
-    assert said == [finding.line() for finding in Doctor(made).findings] != []
-    resumed = Doctor(made[:30])
-    more = [finding.line() for row in made[30:] for finding in resumed.observe(row)]
-    assert said == [f.line() for f in Doctor(made[:30]).findings] + more
-    assert set(said[0]) == {"step", "rule", "severity", "message", "since"}
+def test_findings_after_a_run_equal_those_during_it() -> None:
+    run_rows = ILL["success_collapse"][0]
+    live_doctor = Doctor()
+    lines = [finding.line() for row in run_rows for finding in live_doctor.observe(row)]
+    assert lines == [finding.line() for finding in Doctor(run_rows).findings] != []
+    resumed = Doctor(run_rows[:30])
+    more = [finding.line() for row in run_rows[30:] for finding in resumed.observe(row)]
+    assert lines == [f.line() for f in Doctor(run_rows[:30]).findings] + more
+    assert set(lines[0]) == {"step", "rule", "severity", "message", "since"}
 
 
-def test_lines_that_bear_one_step_are_one_row() -> None:
-    made = ILL["clipping"][0]
-    split = [part for row in made for part in ({"step": row["step"]}, row)]
-    assert diagnose(split) == diagnose(made)
+def test_lines_of_the_same_step_are_merged() -> None:
+    run_rows = ILL["clipping"][0]
+    split = [part for row in run_rows for part in ({"step": row["step"]}, row)]
+    assert diagnose(split) == diagnose(run_rows)
 
 
-def test_a_long_run_is_examined_quickly() -> None:
+def test_a_long_run_is_diagnosed_quickly() -> None:
     started = time.process_time()
     Doctor(rows(2000, groups__zero_variance=1.0))
     assert time.process_time() - started < 5.0
 
 
 def kept_bytes(steps: int, others: int) -> int:
-    """What a doctor holds in the end, of rows with so many metrics that no rule reads."""
+    """Return the bytes that a doctor holds after rows with `others` metrics that no rule reads."""
     names = [*HEALTHY, *(f"other/{number}" for number in range(others))]
     tracemalloc.start()
     try:
@@ -247,26 +247,26 @@ def kept_bytes(steps: int, others: int) -> int:
         tracemalloc.stop()
 
 
-def test_what_a_doctor_keeps_grows_neither_with_steps_nor_with_metrics_that_no_rule_reads(
+def test_memory_grows_neither_with_steps_nor_with_unused_metrics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agentgym_rl.training.doctor.RULES", {})  # they keep nothing, and are slow to trace
+    monkeypatch.setattr("agentgym_rl.training.doctor.RULES", {})  # rules keep no state and are slow to trace
     whole = kept_bytes(2 * symptoms.MEMORY, 0)
     assert kept_bytes(6 * symptoms.MEMORY, 0) < 1.05 * whole
     assert kept_bytes(2 * symptoms.MEMORY, 100) < 1.05 * whole
     assert kept_bytes(symptoms.MEMORY, 0) < 0.6 * whole
 
 
-def test_a_doctor_keeps_what_its_rules_name() -> None:
+def test_a_doctor_keeps_the_metrics_that_its_rules_name() -> None:
     rules = [node for node in ast.parse(Path(symptoms.__file__).read_text()).body if isinstance(node, ast.FunctionDef)]
     words = {node.value for rule in rules for node in ast.walk(rule) if isinstance(node, ast.Constant)}
-    assert words & {*HEALTHY, *SIGNALS, *symptoms.READ} == symptoms.READ
-    assert words >= {name.removesuffix("/turn_") for name in symptoms.READ_BY_TURN}
+    assert words & {*HEALTHY, *SIGNALS, *symptoms.METRICS} == symptoms.METRICS
+    assert words >= {name.removesuffix("/turn_") for name in symptoms.METRICS_BY_TURN}
 
 
-def test_the_start_of_a_run_is_remembered_when_its_rows_are_gone() -> None:
-    made = [row | {"entropy/mean": 0.02 if row["step"] > 500 else 0.7} for row in rows(520)]
-    (finding,) = Doctor(made).findings
+def test_the_start_of_a_run_is_kept_after_its_rows_are_dropped() -> None:
+    run_rows = [row | {"entropy/mean": 0.02 if row["step"] > 500 else 0.7} for row in rows(520)]
+    (finding,) = Doctor(run_rows).findings
     assert "entropy fell from 0.70" in finding.message
     assert 496 <= finding.since <= 501
 
@@ -277,7 +277,7 @@ def test_every_rule_is_short_and_every_signal_is_documented() -> None:
             assert function.end_lineno is not None
             assert function.end_lineno - function.lineno < 50, function.name
     docs = Path(__file__).parents[2] / "docs"
-    described, listed = (docs / "runs.md").read_text(), (docs / "doctor.md").read_text()
+    described, listed = (docs / "reference/run-directory.md").read_text(), (docs / "guides/doctor.md").read_text()
     assert [name for name in SIGNALS if f"`{name}`" not in described] == []
     assert [rule for rule in RULES if f"`{rule}`" not in listed] == []
 
@@ -298,16 +298,16 @@ def test_diagnosis() -> None:
     assert diagnose(rows())["verdict"].startswith("healthy")
 
 
-def written(folder: Path, made: list[Row]) -> Path:
+def write_run(folder: Path, run_rows: list[Row]) -> Path:
     with RunLog.create(folder, {"seed": 0}) as log:
-        for row in made:
+        for row in run_rows:
             log.log(row["step"], {name: value for name, value in row.items() if name != "step"})
     return folder
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_prints_findings_as_text_and_json(tmp_path: Path) -> None:
     runner = CliRunner()
-    well, ill = written(tmp_path / "well", rows()), written(tmp_path / "ill", ILL["kl_runaway"][0])
+    well, ill = write_run(tmp_path / "well", rows()), write_run(tmp_path / "ill", ILL["kl_runaway"][0])
     healthy = runner.invoke(app, ["doctor", str(well)])
     assert (healthy.exit_code, "healthy: none of" in healthy.output) == (0, True)
     sick = runner.invoke(app, ["doctor", str(ill)])
@@ -326,7 +326,7 @@ def test_the_command_needs_a_run(tmp_path: Path, name: str) -> None:
     assert "needs a run directory" in str(result.exception)
 
 
-def test_warnings_after_a_checkpoint_are_forgotten_with_their_steps(tmp_path: Path) -> None:
+def test_findings_after_a_checkpoint_are_removed_on_resume(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, {"seed": 0}) as log:
         for step in (3, 7, 9):
             log.log_finding({"step": step, "rule": "clipping"})
@@ -339,13 +339,13 @@ def test_warnings_after_a_checkpoint_are_forgotten_with_their_steps(tmp_path: Pa
 
 
 @pytest.mark.parametrize(("falls", "expected"), [(False, []), (True, ["success_collapse"])])
-def test_a_run_of_small_noisy_batches_has_collapsed_only_if_it_stays_down(falls: bool, expected: list[str]) -> None:
-    """Sixteen tasks a step, of which some are hopeless: success wavers between 5% and 45% and means nothing by it."""
+def test_noisy_success_counts_as_a_collapse_only_if_it_remains_low(falls: bool, expected: list[str]) -> None:
+    """Sixteen tasks per step, some of them too hard: success varies between 5% and 45% by chance."""
     luck = random.Random(0)
-    made = rows(250)
-    for row in made:
+    run_rows = rows(250)
+    for row in run_rows:
         level = 0.02 if falls and row["step"] > 180 else 0.22
         row["success/mean"] = fmean(luck.random() < level for _ in range(16))
-    found = diagnose(made)["findings"]
-    assert [finding["rule"] for finding in found] == expected
-    assert all(180 < finding["step"] <= 210 for finding in found)
+    findings = diagnose(run_rows)["findings"]
+    assert [finding["rule"] for finding in findings] == expected
+    assert all(180 < finding["step"] <= 210 for finding in findings)

@@ -1,4 +1,4 @@
-"""DPO: pairs and losses against slow, obviously right ones; what the loss may see; that splitting changes nothing."""
+"""DPO: pairs and losses against slow versions, which tokens the loss sees, and independence of micro-batches."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ torch.set_num_threads(1)
 
 
 def sample(seed: int) -> Sample:
-    """A ragged episode of 1 to 4 turns."""
+    """Return an episode of 1 to 4 turns of different lengths."""
     episode = trajectory(seed)
     return Sample(episode.token_ids, episode.loss_mask, trajectory_id=episode.id)
 
 
 def preferences(seed: int, count: int) -> list[Preference]:
-    """Pairs whose reference is another model than the one that learns."""
+    """Return pairs whose reference is another model than the learner."""
     return prefer(
         tiny_model(7), [(sample(100 * seed + 2 * i), sample(100 * seed + 2 * i + 1)) for i in range(count)], 64
     )
 
 
 def gradients(model: Any, pairs: list[Preference], changed: DPOSettings = STILL) -> tuple[dict[str, float], list[Any]]:
-    """Metrics and gradients of one update, caught before the optimizer clears them."""
+    """Return metrics and gradients of one update, read before the optimizer clears them."""
     caught: list[Any] = []
     trainer = DPO(model, pairs, changed, 0)
     hook = trainer._optimizer.register_step_pre_hook(
@@ -54,7 +54,7 @@ def gradients(model: Any, pairs: list[Preference], changed: DPOSettings = STILL)
 
 
 def slow_loss(model: Any, pair: Preference, s: DPOSettings) -> tuple[float, float, float]:
-    """(loss, chosen reward, rejected reward) in numpy, one token after the other."""
+    """Return (loss, chosen reward, rejected reward), computed token by token in numpy."""
     rewards = []
     for half, reference in ((pair.chosen, pair.chosen_reference), (pair.rejected, pair.rejected_reference)):
         total, count = 0.0, 0
@@ -91,7 +91,7 @@ def test_an_update_is_the_mean_of_the_slow_loss(
     assert metrics["dpo/accuracy"] == pytest.approx(numpy.mean([e[1] > e[2] for e in expected]))
 
 
-def test_the_model_that_is_its_own_reference_has_the_loss_of_not_knowing() -> None:
+def test_a_model_that_is_its_own_reference_has_the_loss_log_two() -> None:
     model = tiny_model()
     pairs = prefer(model, [(sample(1), sample(2)), (sample(3), sample(4))], 64)
     metrics, _ = gradients(model, pairs)
@@ -106,7 +106,7 @@ def test_gradients_are_those_of_the_formula_by_finite_differences() -> None:
 
 
 def test_every_turn_counts_and_observations_get_no_gradient() -> None:
-    """By autograd through the last hidden states: only those that predict a sampled token may have one."""
+    """By autograd through the last hidden states: only those that predict a sampled token have a gradient."""
     pair = preferences(3, 1)[0]
     model = tiny_model()
     seen: list[torch.Tensor] = []
@@ -138,10 +138,10 @@ def test_results_do_not_depend_on_micro_batches_or_order(max_tokens: int) -> Non
     whole, whole_gradients = gradients(tiny_model(), pairs)
     split = replace(STILL, optimizer=replace(STILL.optimizer, micro_batch_tokens=max_tokens))
     shuffled = random.Random(1).sample(pairs, len(pairs))
-    metrics, found = gradients(tiny_model(), shuffled, split)
+    metrics, split_gradients = gradients(tiny_model(), shuffled, split)
     assert metrics == pytest.approx(whole, rel=1e-4, abs=1e-6)
-    for mine, theirs in zip(found, whole_gradients, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    for actual, expected in zip(split_gradients, whole_gradients, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_micro_batch_holds_whole_pairs_and_as_many_as_fit() -> None:
@@ -158,11 +158,11 @@ def test_a_micro_batch_holds_whole_pairs_and_as_many_as_fit() -> None:
 
 def test_the_reference_is_computed_once_and_is_right() -> None:
     model, samples = tiny_model(7), [sample(i) for i in range(5)]
-    found = sequence_logprobs(model, samples, 30)
-    for value, one in zip(found, samples, strict=True):
-        slow = slow_logprobs(model, one.token_ids)
+    logprobs = sequence_logprobs(model, samples, 30)
+    for value, example in zip(logprobs, samples, strict=True):
+        slow = slow_logprobs(model, example.token_ids)
         assert value == pytest.approx(
-            sum(p.item() for p, on in zip(slow, one.loss_mask[1:], strict=True) if on), abs=1e-4
+            sum(p.item() for p, on in zip(slow, example.loss_mask[1:], strict=True) if on), abs=1e-4
         )
 
 
@@ -181,7 +181,7 @@ def test_it_learns_to_prefer_the_chosen_half() -> None:
     assert rows[-1]["dpo/accuracy"] == 1.0
 
 
-def test_stopped_and_restored_it_goes_on_as_if_left_alone() -> None:
+def test_a_restored_trainer_continues_exactly() -> None:
     pairs = preferences(8, 5)
     chosen = replace(STILL, epochs=3, batch_size=2, optimizer=OptimizerSettings(lr=1e-2))
     alone_model = tiny_model()
@@ -189,11 +189,11 @@ def test_stopped_and_restored_it_goes_on_as_if_left_alone() -> None:
     expected = [alone.step() for _ in range(alone.total)]
     first_model = tiny_model()
     first = DPO(first_model, pairs, chosen, "s")
-    found = [first.step() for _ in range(4)]
+    resumed = [first.step() for _ in range(4)]
     second = DPO(first_model, pairs, chosen, "s")
     second.restore(copy.deepcopy(first.state()))
-    found += [second.step() for _ in range(second.total - second.updates)]
-    assert found == expected
+    resumed += [second.step() for _ in range(second.total - second.updates)]
+    assert resumed == expected
 
 
 def test_no_pairs_are_refused() -> None:
@@ -204,43 +204,43 @@ def test_no_pairs_are_refused() -> None:
 # --- pairs -----------------------------------------------------------------------------------------------------------
 
 
-def slow_pairs(some: list[Group], min_gap: float) -> set[tuple[str, str]]:
-    """All pairs there are, by looking at every two episodes of every two groups."""
-    found = set()
-    for one in some:
-        for other in some:
-            for a in one.trajectories:
+def slow_pairs(played_groups: list[Group], min_gap: float) -> set[tuple[str, str]]:
+    """Return all pairs, from every two episodes of every two groups."""
+    pairs = set()
+    for first in played_groups:
+        for other in played_groups:
+            for a in first.trajectories:
                 for b in other.trajectories:
                     usable = a.stop is not StopReason.ERROR and b.stop is not StopReason.ERROR
                     if usable and a.task == b.task and a.reward - b.reward >= min_gap - 1e-9:
-                        found.add((a.id, b.id))
-    return found
+                        pairs.add((a.id, b.id))
+    return pairs
 
 
-def same_item(some: list[Group]) -> list[Group]:
-    """The groups with every other one made of the first one's item."""
-    for group in some[::2]:
-        group.task = some[0].task
+def same_item(played_groups: list[Group]) -> list[Group]:
+    """Give every other group the item of the first group."""
+    for group in played_groups[::2]:
+        group.task = played_groups[0].task
         for episode in group.trajectories:
             episode.task = group.task
-    for group in some[1::2]:
+    for group in played_groups[1::2]:
         for episode in group.trajectories:
             episode.task = group.task
-    return some
+    return played_groups
 
 
 @settings(max_examples=60, deadline=None)
-@given(some=groups().map(same_item), min_gap=st.sampled_from([0.25, 0.5, 1.0]), seed=st.integers(0, 5))
-def test_pairs_are_all_there_are_or_a_part_of_them(some: list[Group], min_gap: float, seed: int) -> None:
-    everything = slow_pairs(some, min_gap)
-    found = build_pairs(some, replace(STILL, min_gap=min_gap, pairs_per_item=1000), seed)
-    assert {(a.id, b.id) for a, b in found} == everything
-    assert len(found) == len(everything)
-    few = build_pairs(some, replace(STILL, min_gap=min_gap, pairs_per_item=2), seed)
+@given(played_groups=groups().map(same_item), min_gap=st.sampled_from([0.25, 0.5, 1.0]), seed=st.integers(0, 5))
+def test_pairs_are_complete_or_a_limited_subset(played_groups: list[Group], min_gap: float, seed: int) -> None:
+    everything = slow_pairs(played_groups, min_gap)
+    pairs = build_pairs(played_groups, replace(STILL, min_gap=min_gap, pairs_per_item=1000), seed)
+    assert {(a.id, b.id) for a, b in pairs} == everything
+    assert len(pairs) == len(everything)
+    few = build_pairs(played_groups, replace(STILL, min_gap=min_gap, pairs_per_item=2), seed)
     by_item: dict[Task, list[tuple[str, str]]] = {}
     for a, b in few:
         by_item.setdefault(a.task, []).append((a.id, b.id))
-    whole = {task: sum(a.task == task for a, _ in found) for task in {a.task for a, _ in found}}
+    whole = {task: sum(a.task == task for a, _ in pairs) for task in {a.task for a, _ in pairs}}
     assert {task: len(pairs) for task, pairs in by_item.items()} == {task: min(2, n) for task, n in whole.items()}
     assert {pair for pairs in by_item.values() for pair in pairs} <= everything
     assert len({pair for pairs in by_item.values() for pair in pairs}) == len(few)
@@ -248,13 +248,13 @@ def test_pairs_are_all_there_are_or_a_part_of_them(some: list[Group], min_gap: f
 
 def test_pairs_depend_on_the_seed_and_not_on_the_order() -> None:
     def episodes() -> list[Trajectory]:
-        made = [trajectory(i, reward=float(i % 2)) for i in range(12)]
-        for episode in made:
+        episodes = [trajectory(i, reward=float(i % 2)) for i in range(12)]
+        for episode in episodes:
             episode.task = Task("toy", 0)
-        return made
+        return episodes
 
-    def ids(seed: int, some: list[Trajectory]) -> list[tuple[str, str]]:
-        return [(a.id, b.id) for a, b in build_pairs([Group(Task("toy", 0), some)], STILL, seed)]
+    def ids(seed: int, trajectories: list[Trajectory]) -> list[tuple[str, str]]:
+        return [(a.id, b.id) for a, b in build_pairs([Group(Task("toy", 0), trajectories)], STILL, seed)]
 
     assert ids(0, episodes()) == ids(0, episodes()[::-1])
     assert ids(0, episodes()) == [

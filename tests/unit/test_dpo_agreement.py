@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 
 def sample(rng: random.Random, vocabulary: int) -> Sample:
-    """An episode of 2 to 4 turns of random lengths."""
+    """Return an episode of 2 to 4 turns of random lengths."""
     ids: list[int] = []
     mask: list[bool] = []
     for _ in range(rng.randint(2, 4)):
@@ -36,7 +36,7 @@ def sample(rng: random.Random, vocabulary: int) -> Sample:
 
 
 def padded(halves: list[Sample]) -> dict[str, Any]:
-    """What TRL's collator makes of samples: chosen ones first."""
+    """Return samples in the format of TRL's collator: chosen ones first."""
     longest = max(len(s.token_ids) for s in halves)
 
     def pad(rows: list[list[int]]) -> torch.Tensor:
@@ -78,10 +78,10 @@ def test_loss_and_gradients_agree(tmp_path: Path, kind: str, normalize: bool) ->
     caught: list[torch.Tensor] = []
     still = OptimizerSettings(lr=0.0, max_grad_norm=0.0, micro_batch_tokens=120)
     settings = DPOSettings(beta=0.3, normalize_length=normalize, optimizer=still, sample_groups=1)
-    made = prefer(reference, pairs, 200)
-    trainer = DPO(model, made, settings, 0)
+    preferences = prefer(reference, pairs, 200)
+    trainer = DPO(model, preferences, settings, 0)
     trainer._optimizer.register_step_pre_hook(lambda *_: caught.extend(p.grad.clone() for p in model.parameters()))
-    metrics = trainer.prefer(made)
+    metrics = trainer.prefer(preferences)
     assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-4)
     for (name, parameter), mine in zip(theirs.named_parameters(), caught, strict=True):
         torch.testing.assert_close(mine, parameter.grad, rtol=1e-3, atol=1e-6, msg=name)

@@ -1,4 +1,4 @@
-"""Demonstrations with mistakes: which are made, that the oracle goes on after them, and that they are not imitated."""
+"""Demonstrations with injected mistakes: which are made, the oracle's recovery, and that the loss skips them."""
 
 from __future__ import annotations
 
@@ -10,30 +10,31 @@ from typing import Any
 
 import pytest
 import torch
-from runs_for_tests import quiet
+from runs_for_tests import context_of, quiet
 from test_rollout import Corridor
 from training_for_tests import tiny_model
 
-from agentgym_rl import wiring
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.policy import OraclePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.commands.train import train
+from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.config import Config
-from agentgym_rl.demonstrations import load_trajectories, to_sample
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.mistakes import ErringSession, Solutions, erring
-from agentgym_rl.rounds import Round, read_round, write_round
-from agentgym_rl.runlog import RunLog
-from agentgym_rl.starting import play_demonstrations, prepare, words_of
-from agentgym_rl.train import train
+from agentgym_rl.run.collectors import episode_slots, make_collector
+from agentgym_rl.run.demonstrations import load_trajectories, play_demonstrations, to_sample
+from agentgym_rl.run.items import all_items
+from agentgym_rl.run.mistakes import ErringSession, Solutions, erring
+from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.rounds import Round, read_round, write_round
+from agentgym_rl.run.start import prepare, word_tokenizer
 from agentgym_rl.training.conversations import convert, read_conversations
-from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.training.settings import SFTSettings
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Limits, Sample, Task, Trajectory
@@ -54,60 +55,60 @@ def config_of(env: str, mistakes: float, *, episodes: int = 40, style: str = "ac
     )
 
 
-async def played(config: Config, root: Path) -> list[Trajectory]:
-    """What the warm start of `config` imitates; the run's files are in `root`."""
-    warm, pool = config.warm_start, wiring.EnvironmentsPool(config.environments, config.agent)
+async def play_warm_start(config: Config, root: Path) -> list[Trajectory]:
+    """Play the warm start of `config` in the run directory `root` and return the trajectories to imitate."""
+    warm, pool = config.warm_start, EnvironmentsPool(config.environments, config.agent)
     assert warm is not None
-    items = await wiring.all_items(pool, config.environments)
-    with RunLog.create(root, config.resolved()) as log:
-        found = await play_demonstrations(
-            config, pool, items, log, quiet(), "oracle", warm.episodes, warm.max_turns, warm.mistakes, "warmstart"
+    items = await all_items(pool, config.environments)
+    with context_of(config, root, pool, items) as context:
+        trajectories = await play_demonstrations(
+            context, "warmstart", "oracle", episodes=warm.episodes, max_turns=warm.max_turns, mistakes=warm.mistakes
         )
     await pool.close()
-    return found
+    return trajectories
 
 
-def written(root: Path) -> list[dict[str, Any]]:
-    """Lines of the warm start's episodes, less the clock."""
+def recorded_episodes(root: Path) -> list[dict[str, Any]]:
+    """Return the recorded warm-start episodes without their duration."""
     lines = (root / "trajectories" / "warmstart_000000.jsonl").read_text().splitlines()
     return [json.loads(line) | {"seconds": 0} for line in lines]
 
 
 def replies(trajectory: Trajectory) -> list[tuple[str, bool]]:
-    """(what was said, whether it was a mistake) of each turn."""
-    said = [m.content for m in trajectory.messages if m.role == "assistant"]
-    return [(text, info.get("mistake", False)) for text, info in zip(said, trajectory.infos, strict=True)]
+    """Return (reply, whether it is a mistake) for each turn."""
+    texts = [m.content for m in trajectory.messages if m.role == "assistant"]
+    return [(text, info.get("mistake", False)) for text, info in zip(texts, trajectory.infos, strict=True)]
 
 
 @pytest.mark.parametrize("env", ["textcraft", "babyai", "keydoor", "maze"])
 async def test_the_oracle_succeeds_after_mistakes_of_both_kinds(env: str) -> None:
-    """And a share of turns goes wrong, as asked for."""
+    """Check the success of the oracle and the share of turns with a mistake."""
     pool = LocalPool({env: catalog.load(env)})
     items = (await pool.items(env, "train"))[:200]
     solutions: Solutions = {}
-    found: list[Trajectory] = []
+    trajectories: list[Trajectory] = []
     for share in (0.0, 0.2):
         wrap = erring(share, 0, solutions)
         collect = Collector(pool, lambda session, seed: OraclePolicy(session), 1, 16, wrap=wrap)
         groups = await collect([Task(env, item) for item in items], LIMITS, 0)
-        found = [g.trajectories[-1] for g in groups]
+        trajectories = [g.trajectories[-1] for g in groups]
         if not share:
-            assert not any("mistake" in info for t in found for info in t.infos)
+            assert not any("mistake" in info for t in trajectories for info in t.infos)
     await pool.close()
-    turns = [info for t in found for info in t.infos]
+    turns = [info for t in trajectories for info in t.infos]
     wrong = [info for info in turns if info.get("mistake")]
-    refused = [info for info in wrong if info["valid"] is False]
+    invalid = [info for info in wrong if info["valid"] is False]
     assert 0.15 < len(wrong) / len(turns) < 0.25
-    assert 0.15 < len(refused) / len(wrong) < 0.7
-    assert sum(t.success for t in found) >= 0.98 * len(found)
+    assert 0.15 < len(invalid) / len(wrong) < 0.7
+    assert sum(t.success for t in trajectories) >= 0.98 * len(trajectories)
 
 
-async def test_the_oracle_goes_on_from_where_a_mistake_led(tmp_path: Path) -> None:
-    """After every turn, mistaken or not, what is said as right is what a fresh oracle says in that state."""
-    found = await played(config_of("textcraft", 0.4, episodes=20), tmp_path)
+async def test_the_oracle_continues_from_the_state_after_a_mistake(tmp_path: Path) -> None:
+    """Compare every correct reply with that of a fresh oracle in the same state."""
+    trajectories = await play_warm_start(config_of("textcraft", 0.4, episodes=20), tmp_path)
     env = catalog.load("textcraft")()
     compared = 0
-    for trajectory in found:
+    for trajectory in trajectories:
         env.reset(trajectory.task.item)
         for text, mistake in replies(trajectory):
             assert (text == env.oracle()) is not mistake
@@ -116,55 +117,60 @@ async def test_the_oracle_goes_on_from_where_a_mistake_led(tmp_path: Path) -> No
     assert compared > 40
 
 
-async def test_one_seed_makes_the_same_mistakes_and_another_seed_others(tmp_path: Path) -> None:
+async def test_mistakes_depend_on_the_seed_only(tmp_path: Path) -> None:
     for name, seed in (("first", 0), ("again", 0), ("other", 1)):
-        await played(config_of("babyai", 0.3, seed=seed), tmp_path / name)
-    assert written(tmp_path / "first") == written(tmp_path / "again")
-    assert any(info.get("mistake") for row in written(tmp_path / "first") for info in row["infos"])
-    assert written(tmp_path / "first") != written(tmp_path / "other")
+        await play_warm_start(config_of("babyai", 0.3, seed=seed), tmp_path / name)
+    assert recorded_episodes(tmp_path / "first") == recorded_episodes(tmp_path / "again")
+    assert any(info.get("mistake") for row in recorded_episodes(tmp_path / "first") for info in row["infos"])
+    assert recorded_episodes(tmp_path / "first") != recorded_episodes(tmp_path / "other")
 
 
-async def test_without_mistakes_everything_is_as_the_plain_oracle_plays_it(tmp_path: Path) -> None:
+async def test_a_share_of_zero_gives_the_episodes_of_the_plain_oracle(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.0)
-    found = await played(config, tmp_path)
-    pool = wiring.EnvironmentsPool(config.environments, config.agent)
-    collect = wiring.make_collector(config, pool, lambda session, seed: OraclePolicy(session), 1, "warmstart-")
-    groups = await collect([t.task for t in found], LIMITS, derive_seed(0, "warmstart", "textcraft"))
+    trajectories = await play_warm_start(config, tmp_path)
+    pool = EnvironmentsPool(config.environments, config.agent)
+    slots = episode_slots(config.agent, config.environments)
+    collect = make_collector(config.agent, pool, lambda session, seed: OraclePolicy(session), 1, "warmstart-", slots)
+    groups = await collect([t.task for t in trajectories], LIMITS, derive_seed(0, "warmstart", "textcraft"))
     await pool.close()
     plain = [replace(g.trajectories[0], id="", seconds=0, horizon=0) for g in groups]
-    assert [replace(t, id="", seconds=0, horizon=0).to_json() for t in found] == [t.to_json() for t in plain]
+    assert [replace(t, id="", seconds=0, horizon=0).to_json() for t in trajectories] == [t.to_json() for t in plain]
     assert "mistake" not in (tmp_path / "trajectories" / "warmstart_000000.jsonl").read_text()
-    renderer = Renderer(words_of(t.messages for t in found))
-    assert all(renderer.demonstration(t.messages, t.imitated) == renderer.demonstration(t.messages) for t in found)
+    renderer = Renderer(word_tokenizer([t.messages for t in trajectories]))
+    assert all(
+        renderer.demonstration(t.messages, t.imitated) == renderer.demonstration(t.messages) for t in trajectories
+    )
 
 
-async def test_mistakes_are_in_no_loss_and_all_else_of_the_oracle_is(tmp_path: Path) -> None:
+async def test_the_loss_covers_every_reply_except_the_mistakes(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.3, episodes=30)
-    pool = wiring.EnvironmentsPool(config.environments, config.agent)
-    items = await wiring.all_items(pool, config.environments)
-    with RunLog.create(tmp_path, config.resolved()) as log:
-        start = await prepare(config, pool, items, log, quiet())
+    pool = EnvironmentsPool(config.environments, config.agent)
+    items = await all_items(pool, config.environments)
+    with context_of(config, tmp_path, pool, items) as context:
+        start = await prepare(context)
     await pool.close()
-    episodes = [Trajectory.from_json(json.dumps(row)) for row in written(tmp_path)]
+    episodes = [Trajectory.from_json(json.dumps(row)) for row in recorded_episodes(tmp_path)]
     episodes = [t for t in episodes if t.success and any(t.imitated)]
     renderer = Renderer(start.tokenizer)
     assert sum(mistake for t in episodes for _, mistake in replies(t)) > 10
-    for trajectory, sample in zip(episodes, start.lessons, strict=True):
+    for trajectory, sample in zip(episodes, start.samples, strict=True):
         right = [token for text, mistake in replies(trajectory) if not mistake for token in renderer.reply_ids(text)]
         wrong = [token for text, mistake in replies(trajectory) if mistake for token in renderer.reply_ids(text)]
         assert [t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on] == right
         assert [t for start, length in sample.left_out for t in sample.token_ids[start : start + length]] == wrong
-        assert to_sample(trajectory, renderer) == replace(sample, trajectory_id=trajectory.id), "as [data] takes it"
+        assert to_sample(trajectory, renderer) == replace(sample, trajectory_id=trajectory.id), (
+            "the [data] section gives the same sample"
+        )
 
 
-def test_not_even_loss_on_everything_covers_a_mistake() -> None:
+def test_loss_on_everything_skips_mistakes() -> None:
     sample = Sample([1, 2, 3, 4, 5, 6, 7], [False, False, True, False, False, False, True], left_out=[(4, 2)])
     trainer = SFT(tiny_model(), [sample], SFTSettings(loss_on="everything"), 0)
-    assert trainer.step()["tokens/trained"] == 4  # all but the first and the two of the mistake
+    assert trainer.step()["tokens/trained"] == 4  # without the first token and the two of the mistake
     assert SFT(tiny_model(), [sample], SFTSettings(), 0).step()["tokens/trained"] == 2
 
 
-def test_a_round_keeps_what_is_left_out(tmp_path: Path) -> None:
+def test_a_saved_round_keeps_the_tokens_left_out_of_the_loss(tmp_path: Path) -> None:
     samples = [
         Sample([1, 2, 3, 4], [False, False, False, True], trajectory_id="a", left_out=[(1, 2)]),
         Sample([1, 2], [False, True], trajectory_id="b"),
@@ -175,51 +181,51 @@ def test_a_round_keeps_what_is_left_out(tmp_path: Path) -> None:
     assert ["left_out" in line for line in lines] == [False, True, False]
 
 
-async def test_the_mark_is_in_the_file_and_survives_being_read_and_converted(tmp_path: Path) -> None:
+async def test_marks_of_mistakes_survive_saving_reading_and_converting(tmp_path: Path) -> None:
     config = config_of("babyai", 0.4)
-    found = await played(config, tmp_path / "run")
+    trajectories = await play_warm_start(config, tmp_path / "run")
     path = tmp_path / "run" / "trajectories" / "warmstart_000000.jsonl"
     raw = config.model_dump() | {"data": {"files": [str(path)]}, "method": "sft", "rl": None, "horizon": None}
-    items = wiring.Items({}, {})
-    read = load_trajectories(Config.model_validate(raw), items, quiet())
-    assert [t.imitated for t in read if t.success] == [t.imitated for t in found]
-    assert any(mistake for t in read for _, mistake in replies(t))
+    with context_of(Config.model_validate(raw), tmp_path / "other") as context:
+        loaded = load_trajectories(context)
+    assert [t.imitated for t in loaded if t.success] == [t.imitated for t in trajectories]
+    assert any(mistake for t in loaded for _, mistake in replies(t))
     convert([str(path)], tmp_path / "out.json", keep_all=False)
     assert [c.trained for c in read_conversations(tmp_path / "out.json") if any(c.trained)] == [
-        t.imitated for t in found
+        t.imitated for t in trajectories
     ]
 
 
-class NoList(Corridor):
-    """A corridor without a list of actions: the oracle says "go" until the end, as the corridor's does."""
+class CorridorWithoutActions(Corridor):
+    """A corridor without a list of actions, whose oracle always answers "go"."""
 
     async def actions(self) -> list[str]:
         raise NotSupported("corridor has no actions()")
 
 
-async def test_without_a_list_of_actions_the_rest_of_the_solution_is_what_goes_wrong() -> None:
+async def test_an_environment_without_actions_draws_mistakes_from_its_solution() -> None:
     solutions: Solutions = {0: {"go": None, "jump": None}}
-    env = ErringSession(NoList(), 0.8, 3, solutions)
+    env = ErringSession(CorridorWithoutActions(), 0.8, 3, solutions)
     trajectory = await rollout(Task("corridor", 0), env, OraclePolicy(env), LIMITS, id="t")
     assert trajectory.success
     assert {text for text, mistake in replies(trajectory) if mistake} == {"jump"}
     assert {text for text, mistake in replies(trajectory) if not mistake} == {"go"}
 
 
-async def test_where_there_is_nothing_else_to_do_nothing_goes_wrong() -> None:
-    env = ErringSession(NoList(), 0.99, 3, {})
+async def test_an_oracle_without_alternatives_makes_no_mistake() -> None:
+    env = ErringSession(CorridorWithoutActions(), 0.99, 3, {})
     trajectory = await rollout(Task("corridor", 0), env, OraclePolicy(env), LIMITS, id="t")
     assert trajectory.success
     assert replies(trajectory) == [("go", False)] * 3
 
 
 @pytest.mark.parametrize("style", ["react", "plan"])
-async def test_a_mistake_is_a_whole_reply_in_every_style(style: str, tmp_path: Path) -> None:
-    """The oracle's thought, and an action that is not its own, whatever the thought before it."""
-    found = await played(config_of("textcraft", 0.3, style=style, episodes=20), tmp_path)
+async def test_a_mistake_is_a_complete_reply_in_every_style(style: str, tmp_path: Path) -> None:
+    """Check that a mistake has the oracle's thought and another action."""
+    trajectories = await play_warm_start(config_of("textcraft", 0.3, style=style, episodes=20), tmp_path)
     env, parse = catalog.load("textcraft")(), action_format(STYLES[style].action_format).parse
     wrong = 0
-    for trajectory in found:
+    for trajectory in trajectories:
         env.reset(trajectory.task.item)
         for text, mistake in replies(trajectory):
             assert text.startswith("Thought: Have ")
@@ -229,8 +235,8 @@ async def test_a_mistake_is_a_whole_reply_in_every_style(style: str, tmp_path: P
     assert wrong > 10
 
 
-async def test_several_attempts_do_not_repeat_their_mistakes() -> None:
-    env = ErringSession(NoList(), 0.5, 3, {0: {str(i): None for i in range(50)}})
+async def test_attempts_differ_in_their_mistakes() -> None:
+    env = ErringSession(CorridorWithoutActions(), 0.5, 3, {0: {str(i): None for i in range(50)}})
     drawn = []
     for _ in range(2):
         await env.reset(0)
@@ -238,25 +244,25 @@ async def test_several_attempts_do_not_repeat_their_mistakes() -> None:
     assert drawn[0] != drawn[1]
 
 
-def recipes() -> Iterator[tuple[dict[str, Any], str]]:
+def invalid_configs() -> Iterator[tuple[dict[str, Any], str]]:
     yield {"warm_start": {"policy": "random", "mistakes": 0.2}}, "mistakes = 0.2: random play has no solution"
     for share in (-0.1, 1.0, float("nan")):
         yield {"warm_start": {"mistakes": share}}, r"warm_start\.mistakes\n  Input should be"
         yield {"method": "sft", "data": {"play": "oracle", "mistakes": share}}, r"mistakes must lie in \[0, 1\)"
-    yield {"method": "sft", "data": {"play": "random", "mistakes": 0.2}}, "they are the oracle's, set play = 'oracle'"
+    yield {"method": "sft", "data": {"play": "random", "mistakes": 0.2}}, "needs the oracle, got play = 'random'"
     yield (
         {"method": "sft", "data": {"files": ["x.jsonl"], "mistakes": 0.2}},
-        "they are the oracle's, set play = 'oracle'",
+        "needs the oracle, got play = None",
     )
 
 
-@pytest.mark.parametrize(("changes", "reason"), list(recipes()))
-def test_what_cannot_be_is_refused(changes: dict[str, Any], reason: str) -> None:
+@pytest.mark.parametrize(("changes", "reason"), list(invalid_configs()))
+def test_invalid_settings_of_mistakes_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         Config.model_validate({"model": {"path": "x"}, "environments": [{"name": "keydoor"}], **changes})
 
 
-async def test_an_oracle_that_cannot_go_on_is_not_led_astray(tmp_path: Path) -> None:
+async def test_mistakes_are_refused_for_an_oracle_that_cannot_recover(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.2)
     env = config.environments[0].model_copy(update={"name": "sciworld"})
     config = config.model_copy(update={"environments": (env,)})
@@ -265,13 +271,13 @@ async def test_an_oracle_that_cannot_go_on_is_not_led_astray(tmp_path: Path) -> 
     assert not (tmp_path / "run").exists()
 
 
-async def test_demonstrations_of_which_none_succeeds_are_an_error_that_says_so(tmp_path: Path) -> None:
+async def test_demonstrations_without_a_success_are_an_error(tmp_path: Path) -> None:
     config = config_of("textcraft", 0.9)
-    pool = wiring.EnvironmentsPool(config.environments, config.agent)
-    items = await wiring.all_items(pool, config.environments)
+    pool = EnvironmentsPool(config.environments, config.agent)
+    items = await all_items(pool, config.environments)
     with (
-        RunLog.create(tmp_path, config.resolved()) as log,
+        context_of(config, tmp_path, pool, items) as context,
         pytest.raises(EnvError, match=r"^warm start: of 8 .* none in 1 turns: allow more turns, or fewer mistakes$"),
     ):
-        await play_demonstrations(config, pool, items, log, quiet(), "oracle", 8, 1, 0.9, "warmstart")
+        await play_demonstrations(context, "warmstart", "oracle", episodes=8, max_turns=1, mistakes=0.9)
     await pool.close()

@@ -13,21 +13,21 @@ import pytest
 from rich.console import Console
 
 from agentgym_rl.agent.engines.openai import Prices, Tokens
+from agentgym_rl.commands.eval_options import parse_prices, parse_turns
+from agentgym_rl.commands.report import report as write_report
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.evaluation.command import report as write_report
 from agentgym_rl.evaluation.compare import compare, load_side, verdict
 from agentgym_rl.evaluation.folder import Folder, read_evaluation, read_records
 from agentgym_rl.evaluation.metrics import results
-from agentgym_rl.evaluation.options import prices_of, turns_of
 from agentgym_rl.evaluation.plan import Episode, TaskPlan, episodes_of
 from agentgym_rl.evaluation.plot import turns_plot
 from agentgym_rl.evaluation.records import Record, record_of
 from agentgym_rl.evaluation.report import (
-    FEWER_NOTE,
-    PARTLY_NOTE,
+    FEWER_ITEMS_NOTE,
+    PARTIAL_NOTE,
     Entry,
-    dollars,
     entry_of,
+    format_dollars,
     grids,
     markdown,
     notes,
@@ -35,7 +35,7 @@ from agentgym_rl.evaluation.report import (
 )
 from agentgym_rl.evaluation.suites import AGENTGYM_27, evenly_spaced
 from agentgym_rl.evaluation.terminal import print_comparison, print_report
-from agentgym_rl.runlog import read_trajectories
+from agentgym_rl.run.log import read_trajectories
 from agentgym_rl.types import Limits, Message, StopReason, Task, Trajectory
 
 
@@ -53,9 +53,9 @@ def trajectory(
     tokens: bool = False,
     seen: bool = False,
 ) -> Trajectory:
-    """Solved when it is done and its rewards sum up to 1. With tokens: 5 of prompt, then 2 a reply and 3 between.
+    """Make an episode, solved if it is done and its rewards sum to 1. With tokens: 5 of prompt, 2 per reply, 3 between.
 
-    A failure is the last step's, unless that was `seen`: then it is the next reply's.
+    A failure is that of the last step, or of the next reply if the last step was `seen`.
     """
     messages = [Message("user", "look", [1] * 5 if tokens else [])]
     for _ in rewards:
@@ -73,19 +73,19 @@ def record(item: int, rewards: list[float], stop: StopReason = StopReason.DONE, 
 
 
 def attempts(*records: Record) -> dict[Any, list[Record]]:
-    found: dict[Any, list[Record]] = {}
-    for one in records:
-        found.setdefault(one.key, []).append(one)
-    return found
+    by_episode: dict[Any, list[Record]] = {}
+    for record in records:
+        by_episode.setdefault(record.key, []).append(record)
+    return by_episode
 
 
 WON, LOST, CUT, BROKEN = [0.0, 1.0], [0.0], [0.0] * 8, [0.0, 0.0, 0.0]
 
 
-def test_an_episode_under_shorter_horizons() -> None:
+def test_outcome_of_an_episode_at_shorter_horizons() -> None:
     won = record(0, [0.25, 0.0, 0.75])
-    assert [won.under(turns) for turns in (1, 2)] == [won.under(1), won.under(2)]
-    one, three, nine = won.under(1), won.under(3), won.under(9)
+    assert [won.at_horizon(turns) for turns in (1, 2)] == [won.at_horizon(1), won.at_horizon(2)]
+    one, three, nine = won.at_horizon(1), won.at_horizon(3), won.at_horizon(9)
     assert one is not None
     assert (one.success, one.reward, one.turns, one.truncated) == (False, 0.25, 1, True)
     assert three == nine
@@ -93,33 +93,33 @@ def test_an_episode_under_shorter_horizons() -> None:
     assert (three.success, three.reward, three.turns, three.truncated) == (True, 1.0, 3, False)
 
 
-def test_a_failure_says_nothing_about_the_turn_it_came_in_but_about_those_before() -> None:
+def test_a_failed_step_leaves_shorter_horizons_valid() -> None:
     broken = record(0, BROKEN, StopReason.ERROR)
-    assert broken.under(3) is None
-    assert broken.under(8) is None
-    two = broken.under(2)
+    assert broken.at_horizon(3) is None
+    assert broken.at_horizon(8) is None
+    two = broken.at_horizon(2)
     assert two is not None
     assert (two.success, two.turns) == (False, 2)
 
 
-def test_a_reply_that_failed_says_nothing_about_its_turn_but_all_about_those_before() -> None:
-    """Under three turns nobody would have asked for the fourth reply."""
-    mute = record(0, [0.25, 0.0, 0.5], StopReason.ERROR, seen=True)
-    assert mute.under(4) is None
-    three = mute.under(3)
+def test_a_failed_reply_leaves_shorter_horizons_valid() -> None:
+    """At a horizon of three turns the fourth reply is never requested."""
+    failed = record(0, [0.25, 0.0, 0.5], StopReason.ERROR, seen=True)
+    assert failed.at_horizon(4) is None
+    three = failed.at_horizon(3)
     assert three is not None
     assert (three.success, three.reward, three.turns, three.truncated) == (False, 0.75, 3, True)
-    assert record(0, [0.25, 0.0, 0.5], StopReason.ERROR).under(3) is None
+    assert record(0, [0.25, 0.0, 0.5], StopReason.ERROR).at_horizon(3) is None
 
 
-def test_tokens_of_a_local_model_are_counted_as_an_api_would() -> None:
+def test_tokens_of_a_local_model_are_counted_as_an_api_bills_them() -> None:
     counted = record(0, [0.0, 0.0, 1.0], tokens=True).tokens
     assert counted is not None
     assert [(t.prompt, t.completion) for t in counted] == [(5, 2), (10, 2), (15, 2)]
     assert record(0, WON).tokens is None
 
 
-def test_rates_errors_and_intervals() -> None:
+def test_cell_has_rates_errors_and_intervals() -> None:
     plans = [plan("A", "a", range(4))]
     tried = attempts(
         record(0, WON),
@@ -136,7 +136,7 @@ def test_rates_errors_and_intervals() -> None:
     assert cell["success_errors_as_failures"] == pytest.approx(2 / 4)
     assert cell["success"]["low"] == pytest.approx(0.2077, abs=1e-4)  # Wilson of 2 in 3
     assert cell["turns"] == pytest.approx(5 / 3)
-    assert result["overall"] is None  # one scenario has no mean
+    assert result["overall"] is None  # no mean over a single scenario
     del tried["toy", 0, 0]
     (result,) = results(plans, tried, 1, None, None)
     assert result["tasks"]["A/a"]["unplayed"] == 1
@@ -160,8 +160,8 @@ def test_a_scenario_pools_its_items_and_the_mean_is_over_scenarios() -> None:
     assert (result["scenarios"]["C"], result["overall"]) == (None, None)
 
 
-def test_samples_of_items() -> None:
-    """Item 0: 2 of 4, item 1: 0 of 3 and an error. pass@2 of item 0 is 1 - 1/6."""
+def test_pass_at_k_and_mean_over_several_samples() -> None:
+    """Item 0 is solved in 2 of 4 samples, item 1 in 0 of 3 with one error. pass@2 of item 0 is 1 - 1/6."""
     tried = attempts(
         *(record(0, WON if sample < 2 else LOST, sample=sample) for sample in range(4)),
         *(record(1, LOST, sample=sample) for sample in range(3)),
@@ -171,11 +171,11 @@ def test_samples_of_items() -> None:
     cell = result["tasks"]["A/a"]
     assert cell["success"]["value"] == cell["avg@4"]["value"] == 0.25
     assert cell["pass@2"]["value"] == pytest.approx((5 / 6) / 2)
-    assert (cell["pass@4"]["value"], cell["pass@4"]["items"]) == (1.0, 1)  # the other has no four samples
+    assert (cell["pass@4"]["value"], cell["pass@4"]["items"]) == (1.0, 1)  # the other item has fewer than four samples
     assert cell["success_errors_as_failures"] == pytest.approx(0.25)
 
 
-def test_money_counts_what_failed_too() -> None:
+def test_cost_includes_failed_attempts() -> None:
     usage = [Tokens(1000, 100, 400, reported=True)]
     tried = attempts(
         record(0, [0.0], StopReason.ERROR, usage=usage),
@@ -197,7 +197,7 @@ def test_horizons_count_only_the_tokens_of_their_turns() -> None:
     assert [r["tasks"]["A/a"]["prompt_tokens"] for r in (short, long)] == [5, 30]
 
 
-def test_an_item_of_two_columns_is_played_once() -> None:
+def test_an_item_in_two_columns_is_played_once() -> None:
     plans = [plan("A", "a", range(3)), plan("A", "b", range(2, 5))]
     episodes = episodes_of(plans, 2, 16)
     assert len(episodes) == 10
@@ -215,17 +215,17 @@ def episode(item: int, sample: int = 0) -> Episode:
     return Episode(Task("toy", item), sample, Limits(8, 16, 100), "act", ("A/a",))
 
 
-def evaluated(root: Path, plans: list[TaskPlan], played: dict[int, list[float]], **changes: Any) -> Path:
-    """A folder as an evaluation leaves it."""
+def evaluated(root: Path, plans: list[TaskPlan], rewards_by_item: dict[int, list[float]], **changes: Any) -> Path:
+    """Write the folder of a finished evaluation."""
     with Folder(root, config(plans, root.name, **changes), {}) as folder:
-        for item, rewards in played.items():
+        for item, rewards in rewards_by_item.items():
             folder.write(episode(item), trajectory(item, rewards), 0, None, 0)
         turns = changes.get("turns")
         folder.save(results(plans, folder.records, 1, turns, None), "finished")
     return root
 
 
-def test_a_folder_keeps_what_was_played_and_drops_a_torn_line(tmp_path: Path) -> None:
+def test_a_resumed_folder_keeps_episodes_and_drops_a_torn_line(tmp_path: Path) -> None:
     plans = [plan("A", "a", range(3))]
     usage = [Tokens(7, 2, 3, reported=True), Tokens()]
     with Folder(tmp_path / "x", config(plans), {"concurrency": 1}) as folder:
@@ -237,19 +237,19 @@ def test_a_folder_keeps_what_was_played_and_drops_a_torn_line(tmp_path: Path) ->
     whole = path.read_bytes()
     line = json.loads(whole.splitlines()[0])
     assert (line["step"], line["kind"], line["columns"], line["usage"]) == (4, "eval", ["A/a"], [[7, 2, 3], None])
-    assert [t.task.item for t in read_trajectories(path)] == [0, 1]  # as a run's trajectories are read
+    assert [t.task.item for t in read_trajectories(path)] == [0, 1]  # in the format of a run
     path.write_bytes(whole + whole[:57])
     with Folder(tmp_path / "x", config(plans), {"concurrency": 9}) as folder:
         assert folder.resumed
-        assert [r for some in folder.records.values() for r in some] == written
+        assert [r for records in folder.records.values() for r in records] == written
         assert folder.finished(("toy", 0, 0))
-        assert not folder.finished(("toy", 1, 0))  # only a failure is known: it is played again
+        assert not folder.finished(("toy", 1, 0))  # every attempt failed: it is played again
         assert path.read_bytes() == whole
-        with pytest.raises(ConfigError, match="another process is evaluating"):
+        with pytest.raises(ConfigError, match="another process is writing"):
             Folder(tmp_path / "x", config(plans), {})
 
 
-def test_a_folder_refuses_other_settings_and_damage(tmp_path: Path) -> None:
+def test_a_folder_rejects_other_settings_and_damaged_files(tmp_path: Path) -> None:
     plans = [plan("A", "a", range(3))]
     root = evaluated(tmp_path / "us", plans, {0: WON})
     with pytest.raises(ConfigError, match=r"tasks\.a\.items \(saved \[0, 1, 2\], given \[0, 1\]\)"):
@@ -265,7 +265,7 @@ def test_a_folder_refuses_other_settings_and_damage(tmp_path: Path) -> None:
         read_evaluation(root)
 
 
-def test_a_pair_of_evaluations(tmp_path: Path) -> None:
+def test_paired_comparison_of_two_evaluations(tmp_path: Path) -> None:
     plans = [plan("A", "a", range(10))]
     first = evaluated(tmp_path / "first", plans, {i: WON if i < 3 else LOST for i in range(10)})
     second = evaluated(tmp_path / "second", plans, {i: WON if i < 9 else LOST for i in range(10)})
@@ -282,7 +282,7 @@ def test_a_pair_of_evaluations(tmp_path: Path) -> None:
     assert "no significant difference" in verdict(same, "x", "y")
 
 
-def test_only_what_both_played_on_the_same_data_is_compared(tmp_path: Path) -> None:
+def test_only_shared_items_of_the_same_data_are_compared(tmp_path: Path) -> None:
     first = evaluated(tmp_path / "first", [plan("A", "a", range(4))], dict.fromkeys(range(4), WON))
     more = evaluated(tmp_path / "more", [plan("A", "a", range(2, 8))], dict.fromkeys(range(2, 8), LOST))
     compared = compare(load_side(first), load_side(more))
@@ -307,7 +307,7 @@ def test_only_what_both_played_on_the_same_data_is_compared(tmp_path: Path) -> N
         load_side(short, 3)
 
 
-def test_the_table_has_a_row_for_each_agent_and_a_column_for_each_task(tmp_path: Path) -> None:
+def test_the_table_has_a_row_per_agent_and_a_column_per_task(tmp_path: Path) -> None:
     textcraft = [plan("TextCraft", f"Depth {d}", range(d, d + 1)) for d in (1, 2)]
     own = [plan("Web", "Map", range(5, 6), own_data=True)]
     absent = [plan("Deep search", "NQ", range(0), env="qa", missing="its questions are needed")]
@@ -321,7 +321,7 @@ def test_the_table_has_a_row_for_each_agent_and_a_column_for_each_task(tmp_path:
     assert [cell.text for cell in summary.rows[1]] == ["them", "0.0", "–", "–", "–"]
     gpt = next(row for row in summary.rows if row[0].text.startswith("GPT-4o"))
     assert [cell.text for cell in gpt] == ["GPT-4o ‡", "83.0", "–", "26.8", "–"]
-    assert not any(cell.small for cell in gpt)
+    assert not any(cell.detail for cell in gpt)
     assert depths.headings == ["agent", "Depth 1", "Depth 2", "overall"]
     assert [[cell.text for cell in row] for row in depths.rows] == [
         ["us", "100.0", "0.0", "50.0"],
@@ -332,10 +332,10 @@ def test_the_table_has_a_row_for_each_agent_and_a_column_for_each_task(tmp_path:
     text = markdown(entries, source)
     assert "| us | 50.0 (9–91) | 100.0 (21–100) | – | – |" in text
     assert "Deep search (NQ): not played, its questions are needed." in text
-    assert "† our own data" in text
+    assert "† own data" in text
     assert "TextCraft: toys; 8 turns allowed." in text
-    again = evaluated(tmp_path / "train", [plan("TextCraft", "x", range(1), split="train")], {0: WON})
-    assert "TextCraft: toys; the split 'train'; 8 turns allowed." in notes([entry_of(read_evaluation(again))])
+    train_split = evaluated(tmp_path / "train", [plan("TextCraft", "x", range(1), split="train")], {0: WON})
+    assert "TextCraft: toys; the split 'train'; 8 turns allowed." in notes([entry_of(read_evaluation(train_split))])
     assert "‡ published, not measured here" in text
     assert "‡" not in "".join(notes(entries[:2]))
 
@@ -356,7 +356,7 @@ def rows_of(entries: list[Entry], title: str) -> list[list[str]]:
 
 
 def suite_plans(scenario: str, subsets: set[str] | None = None, limit: int = 1000) -> list[TaskPlan]:
-    """Plans of a suite's scenario, or of some subsets of it, with at most `limit` items each."""
+    """Return the plans of a suite's scenario or of some of its subsets, with at most `limit` items each."""
     tasks = [task for task in AGENTGYM_27 if task.scenario.name == scenario]
     return [
         plan(scenario, task.name, range(100 * k, 100 * k + min(limit, task.num_items)), task.scenario.env,
@@ -367,7 +367,7 @@ def suite_plans(scenario: str, subsets: set[str] | None = None, limit: int = 100
 
 
 def evaluated_suite(root: Path, plans: list[TaskPlan]) -> Entry:
-    """An evaluation whose agent solved the even items."""
+    """Write an evaluation whose agent solved the even items."""
     records = attempts(
         *(
             record_of(
@@ -386,10 +386,10 @@ def test_a_scenario_played_in_part_is_marked_and_has_no_overall(tmp_path: Path) 
     plans = [plan("Deep search", "HotpotQA", range(1)), plan("Deep search", "NQ", range(0), missing="no questions")]
     entry = entry_of(read_evaluation(evaluated(tmp_path / "us", plans, {0: WON})))
     assert rows_of([entry], "Deep search") == [["us *", "100.0", "–", "– *"]]
-    assert PARTLY_NOTE in notes([entry])
+    assert PARTIAL_NOTE in notes([entry])
 
 
-def test_one_subset_has_no_overall_beside_published_ones(tmp_path: Path) -> None:
+def test_a_single_subset_has_no_overall_next_to_published_results(tmp_path: Path) -> None:
     goto = evaluated_suite(tmp_path / "goto", suite_plans("BabyAI", {"GoTo"}))
     by_number = evaluated_suite(tmp_path / "items", [plan("BabyAI", "items", range(90), "babyai", split="")])
     whole = evaluated_suite(tmp_path / "suite", suite_plans("BabyAI"))
@@ -400,17 +400,17 @@ def test_one_subset_has_no_overall_beside_published_ones(tmp_path: Path) -> None
     assert overall["goto *"] == overall["items *"] == "– *"
     assert (overall["suite"], overall["few"], overall["split"]) == ("53.3", "60.0 §", "50.0")
     assert overall["ScalingInter-7B ‡"] == "96.7"
-    said = notes([goto, *published], source)
-    assert PARTLY_NOTE in said
-    assert FEWER_NOTE not in said
-    assert FEWER_NOTE in notes([few])
-    # The same in the summary of several scenarios, and no mean over one that was played in part.
+    lines = notes([goto, *published], source)
+    assert PARTIAL_NOTE in lines
+    assert FEWER_ITEMS_NOTE not in lines
+    assert FEWER_ITEMS_NOTE in notes([few])
+    # The summary of several scenarios does the same, and has no mean over one that was played in part.
     both = evaluated_suite(tmp_path / "both", suite_plans("BabyAI", {"GoTo"}) + suite_plans("TextCraft"))
     assert rows_of([both, *published], "Success, %")[0] == ["both", "– *", "52.0", "–"]
     assert both.overall is None
 
 
-def test_a_row_that_lacks_tasks_of_another_has_no_overall(tmp_path: Path) -> None:
+def test_a_row_without_all_tasks_of_the_table_has_no_overall(tmp_path: Path) -> None:
     one, two = plan("maze", "small", range(2), subset="small"), plan("maze", "large", range(2, 4), subset="large")
     first = evaluated(tmp_path / "one", [one], {0: WON, 1: WON})
     second = evaluated(tmp_path / "two", [one, two], {0: WON, 1: WON, 2: LOST, 3: LOST})
@@ -419,27 +419,27 @@ def test_a_row_that_lacks_tasks_of_another_has_no_overall(tmp_path: Path) -> Non
     assert rows_of(entries[:1], "maze") == [["one", "100.0"]]
 
 
-def test_rows_that_cannot_be_read_across_are_named(tmp_path: Path) -> None:
+def test_rows_with_different_items_or_turns_are_noted(tmp_path: Path) -> None:
     first = evaluated(tmp_path / "x", [plan("A", "a", range(1)), plan("B", "b", range(1, 2))], {0: WON, 1: WON})
     second = evaluated(tmp_path / "y", [plan("A", "a", range(2), max_turns=3), plan("B", "b", range(1, 2))], {0: WON})
     lines = notes([entry_of(read_evaluation(folder)) for folder in (first, second)])
     differing = [line for line in lines if "differ" in line]
-    assert differing == ["A: the rows differ in items and turns; agentgym-rl compare pairs what they share."]
+    assert differing == ["A: the rows differ in items and turns; agentgym-rl compare pairs the items they share."]
 
 
-def test_our_own_data_are_marked_wherever_a_scenario_is_named(tmp_path: Path) -> None:
+def test_own_data_are_marked_in_every_table_and_plot(tmp_path: Path) -> None:
     plans = [plan("A", "a", range(1)), plan("Web", "b", range(1, 2), own_data=True)]
     plans.append(plan("Web", "c", range(0), missing="no sites"))
     root = evaluated(tmp_path / "us", plans, {0: WON, 1: WON}, turns=[1, 4])
     entry = entry_of(read_evaluation(root))
-    found = {grid.title: [row[0].text for row in grid.rows] for grid in grids([entry])}
-    assert found["us"] == ["A", "Web † *"]
-    assert found["us: success, %, by turns allowed"] == ["A", "Web † *"]  # a part has no mean
+    labels = {grid.title: [row[0].text for row in grid.rows] for grid in grids([entry])}
+    assert labels["us"] == ["A", "Web † *"]
+    assert labels["us: success, %, by turns allowed"] == ["A", "Web † *"]  # no mean, because one was played in part
     whole = entry_of(read_evaluation(evaluated(tmp_path / "all", plans[:2], {0: WON, 1: WON}, turns=[1, 4])))
     assert [row[0] for row in rows_of([whole], "all: success, %, by turns allowed")] == ["A", "Web †", "mean †"]
-    called: list[str] = []
-    turns_plot(whole.by_turns, tmp_path / "turns.png", "a $name_ of a model", lambda name: called.append(name) or name)
-    assert called == ["A", "Web", "mean of scenarios"]
+    labelled: list[str] = []
+    turns_plot(whole.by_turns, tmp_path / "turns.png", "a $name_", lambda name: labelled.append(name) or name)
+    assert labelled == ["A", "Web", "mean of scenarios"]
     screen = io.StringIO()
     print_comparison(Console(file=screen, width=140), compare(load_side(root), load_side(root)))
     assert "Web †  success" in screen.getvalue()
@@ -448,7 +448,7 @@ def test_our_own_data_are_marked_wherever_a_scenario_is_named(tmp_path: Path) ->
     turns_plot([empty], tmp_path / "turns.png", "nothing played")
 
 
-def test_names_and_errors_are_text_in_a_report_and_nothing_else(tmp_path: Path) -> None:
+def test_names_and_errors_are_escaped_in_a_report(tmp_path: Path) -> None:
     root = evaluated(tmp_path / "us", [plan("A", "a", range(1))], {0: WON})
     row = read_evaluation(root)
     row["config"]["agent"]["name"] = "<b>x</b> [y](z) a_b *c* d|e\n# f\x1b[31m"
@@ -462,11 +462,11 @@ def test_names_and_errors_are_text_in_a_report_and_nothing_else(tmp_path: Path) 
         write_report([root], None, tmp_path / "file" / "report.md")
 
 
-def test_money() -> None:
+def test_dollars_have_two_significant_digits_and_no_exponent() -> None:
     amounts = (0, 6e-6, 0.000123, 0.0725, 0.1, 0.999999, 1, 1234.5)
     shown = ["$0", "$0.000006", "$0.00012", "$0.0725", "$0.10", "$1.00", "$1.00", "$1,234.50"]
-    assert [dollars(amount) for amount in amounts] == shown
-    assert [dollars(amount, down=True) for amount in (0.000687, 1.999, 0.07, 0.0)] == [
+    assert [format_dollars(amount) for amount in amounts] == shown
+    assert [format_dollars(amount, down=True) for amount in (0.000687, 1.999, 0.07, 0.0)] == [
         "$0.00068",
         "$1.99",
         "$0.07",
@@ -474,32 +474,32 @@ def test_money() -> None:
     ]
 
 
-def test_a_free_model_and_one_of_unknown_cost(tmp_path: Path) -> None:
-    """0 dollars is a price that was given; without one there is no number anywhere, and a line says so."""
+def test_a_free_model_costs_0_and_a_model_without_prices_is_unknown(tmp_path: Path) -> None:
+    """A given price of 0 is shown as $0. Without prices there is no number, and a note says so."""
     plans, usage = [plan("A", "a", range(1))], [Tokens(1000, 100, reported=True)]
-    found = {}
+    evaluations = {}
     for name, prices in (("free", Prices()), ("unknown", None)):
-        said = {"prices_usd_per_million_tokens": {"prompt": 0.0} if prices else None}
+        settings = {"prices_usd_per_million_tokens": {"prompt": 0.0} if prices else None}
         agent = {"name": name, "kind": "openai"}
-        with Folder(tmp_path / name, {**config(plans), "agent": agent}, said) as folder:
+        with Folder(tmp_path / name, {**config(plans), "agent": agent}, settings) as folder:
             folder.write(episode(0), trajectory(0, WON), 0, usage, 0)
             folder.save(results(plans, folder.records, 1, None, prices), "finished")
-        found[name] = json.loads((tmp_path / name / "eval.json").read_text())
-    costs = [row["results"][0]["total"]["cost_usd"] for row in found.values()]
+        evaluations[name] = json.loads((tmp_path / name / "eval.json").read_text())
+    costs = [row["results"][0]["total"]["cost_usd"] for row in evaluations.values()]
     assert costs[0] == 0.0
     assert costs[1] is None
-    text = markdown([entry_of(row) for row in found.values()])
+    text = markdown([entry_of(row) for row in evaluations.values()])
     free, unknown = text.split("## free")[1].split("## unknown")
     assert "$0 |" in free
     assert "cost" not in unknown.split("## Notes")[0]
-    assert "unknown: cost is not known" in unknown
+    assert "unknown: cost is unknown" in unknown
     assert "free: cost" not in unknown
-    (nothing,) = results(plans, attempts(record(0, [], StopReason.ERROR, usage=[])), 1, None, Prices(1.0, 1.0))
-    assert nothing["total"]["cost_usd"] == 0.0  # no answer, no bill
+    (failed,) = results(plans, attempts(record(0, [], StopReason.ERROR, usage=[])), 1, None, Prices(1.0, 1.0))
+    assert failed["total"]["cost_usd"] == 0.0  # no answers, so no cost
 
 
 @pytest.mark.parametrize(("width", "parts"), [(140, 1), (80, 2), (50, 4)])
-def test_a_wide_table_in_a_narrow_terminal_is_cut_between_columns(width: int, parts: int, tmp_path: Path) -> None:
+def test_a_wide_table_is_split_between_columns_in_a_narrow_terminal(width: int, parts: int, tmp_path: Path) -> None:
     plans = [plan(task.scenario.name, task.name, range(i, i + 1)) for i, task in enumerate(AGENTGYM_27)]
     plans += [plan("Search, built-in questions", "x", range(90, 91)), plan("Web, built-in sites", "y", range(91, 92))]
     root = evaluated(tmp_path / "us", plans, dict.fromkeys([*range(27), 90, 91], WON))
@@ -509,8 +509,8 @@ def test_a_wide_table_in_a_narrow_terminal_is_cut_between_columns(width: int, pa
     print_report(console, [entry_of(read_evaluation(root)), *published], source)
     text = screen.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    for whole in ("Qwen2.5-3B-Instruct ‡", "ScalingInter-7B ‡", "WebArena", "TextCraft"):
-        assert whole in text
+    for name in ("Qwen2.5-3B-Instruct ‡", "ScalingInter-7B ‡", "WebArena", "TextCraft"):
+        assert name in text
     assert text.count("Gemini-2.5-Pro ‡") == parts
 
 
@@ -526,22 +526,22 @@ def test_a_comparison_in_80_columns_breaks_no_word(tmp_path: Path) -> None:
     headings = ["items", "quickstart@100", "quickstart@200", "difference", "95%", "interval", "p", "test"]
     drawn = " ".join(line for line, below in pairwise(lines) if set(below.strip()) == {"─"}).split()
     assert drawn == headings
-    for whole in ("BabyAI  success, %", "BabyAI  reward", "McNemar, exact", "+100.0 to +100.0"):
-        assert whole in text
+    for words in ("BabyAI  success, %", "BabyAI  reward", "McNemar, exact", "+100.0 to +100.0"):
+        assert words in text
 
 
-def test_published_numbers_are_those_of_the_reference() -> None:
+def test_published_numbers_match_the_reference() -> None:
     source, entries = published_entries(["SciWorld"])
     assert "2509.08755" in source
-    found: dict[str, Entry] = {entry.name: entry for entry in entries}
-    assert {e.name: e.scenarios["SciWorld"]["success"]["value"] for e in found.values()}["ScalingInter-7B"] == 0.57
-    assert found["o3"].scenarios["WebArena"]["success"]["value"] == 0.34
+    by_name: dict[str, Entry] = {entry.name: entry for entry in entries}
+    assert by_name["ScalingInter-7B"].scenarios["SciWorld"]["success"]["value"] == 0.57
+    assert by_name["o3"].scenarios["WebArena"]["success"]["value"] == 0.34
     assert len(entries) == 8
-    with pytest.raises(ConfigError, match=r"published results are of WebArena, .*, this is maze: leave --compare out"):
+    with pytest.raises(ConfigError, match=r"published results cover WebArena, .*, not maze: leave --compare out"):
         published_entries(["maze"])
 
 
-def test_the_27_tasks() -> None:
+def test_the_suite_has_27_tasks_of_published_sizes() -> None:
     assert len(AGENTGYM_27) == len({task.key for task in AGENTGYM_27}) == 27
     counts: dict[str, int] = {}
     for task in AGENTGYM_27:
@@ -549,7 +549,7 @@ def test_the_27_tasks() -> None:
     assert counts == {"WebArena": 50, "Deep search": 400, "TextCraft": 100, "BabyAI": 90, "SciWorld": 200}
 
 
-def test_items_evenly_spaced() -> None:
+def test_items_are_evenly_spaced() -> None:
     assert evenly_spaced(range(10), 4) == [0, 2, 5, 7]
     assert evenly_spaced(range(3), 9) == [0, 1, 2]
     goto = [40 * seed + level for seed in range(100) for level in range(11)]  # BabyAI's items of 11 levels
@@ -558,21 +558,21 @@ def test_items_evenly_spaced() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "2,,4", "0,3", "a", "-2", "2.5"])
-def test_turns_that_are_none(text: str) -> None:
+def test_invalid_turns_are_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--turns needs whole numbers"):
-        turns_of(text)
+        parse_turns(text)
 
 
-def test_options() -> None:
-    assert turns_of("8, 2,4,2") == (2, 4, 8)
-    assert turns_of(None) == ()
-    assert prices_of(1.0, 2.0, None) == Prices(1.0, 2.0)
-    assert prices_of(None, None, None) is None
+def test_turns_and_prices_are_parsed() -> None:
+    assert parse_turns("8, 2,4,2") == (2, 4, 8)
+    assert parse_turns(None) == ()
+    assert parse_prices(1.0, 2.0, None) == Prices(1.0, 2.0)
+    assert parse_prices(None, None, None) is None
     with pytest.raises(ConfigError, match="prices need both"):
-        prices_of(1.0, None, None)
+        parse_prices(1.0, None, None)
 
 
-def test_records_can_be_read_without_touching_the_folder(tmp_path: Path) -> None:
+def test_reading_records_does_not_change_the_folder(tmp_path: Path) -> None:
     root = evaluated(tmp_path / "us", [plan("A", "a", range(1))], {0: WON})
     path = root / "trajectories" / "toy.jsonl"
     path.write_bytes(path.read_bytes() + b'{"torn')

@@ -1,4 +1,4 @@
-"""The example environment of docs/environments.md: it runs, it is served, it is trained on, and the page shows it."""
+"""The example environment of docs/guides/environments.md runs, is served and trained on, and matches the page."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from types import ModuleType
 import pytest
 from servers_for_tests import server_in_thread
 
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import load_config
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
 from agentgym_rl.environment.pool import LocalPool, RemotePool
-from agentgym_rl.train import train
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "number_guessing.py"
@@ -31,7 +31,7 @@ def example() -> ModuleType:
     return module
 
 
-def test_it_runs() -> None:
+def test_the_example_runs() -> None:
     done = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.count("Right.") == 3
     assert done.stdout.startswith("item 0: I have a number from 1 to 100.\n  > 50   Lower.\n")
@@ -55,13 +55,13 @@ def test_every_item_is_solved_within_seven_turns(example: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("action", ["", "fifty", "5.0", "-1", "٣", "9" * 10_000, "50\n501", "<b>50</b>", "\ud800"])
-def test_hostile_actions(example: ModuleType, action: str) -> None:
+def test_hostile_actions_are_handled(example: ModuleType, action: str) -> None:
     env = example.NumberGuessing()
     env.reset(3)
     assert env.step(action).info == {"valid": False}
 
 
-async def test_it_is_played_in_process_and_over_http(example: ModuleType) -> None:
+async def test_the_example_is_played_in_process_and_over_http(example: ModuleType) -> None:
     name, env_class = "number_guessing", example.NumberGuessing
     with server_in_thread({name: env_class}) as server:
         for pool in (LocalPool({name: env_class}), RemotePool({name: server.url})):
@@ -76,7 +76,7 @@ async def test_it_is_played_in_process_and_over_http(example: ModuleType) -> Non
         assert server.sessions.num_open == 0
 
 
-async def test_its_recipe_trains_on_the_server(example: ModuleType, tmp_path: Path) -> None:
+async def test_the_recipe_of_the_example_trains_on_the_server(example: ModuleType, tmp_path: Path) -> None:
     with server_in_thread({"number_guessing": example.NumberGuessing}) as server:
         small = ["rl.steps=2", "rl.groups_per_step=4", "warm_start.episodes=40", "horizon.steps_per_stage=1"]
         config = load_config(
@@ -88,8 +88,8 @@ async def test_its_recipe_trains_on_the_server(example: ModuleType, tmp_path: Pa
     assert [stage["turns"] for stage in summary["stages"]] == [4, 6]
 
 
-def test_the_page_shows_the_example_as_it_is() -> None:
-    page = (ROOT / "docs" / "environments.md").read_text()
+def test_the_page_shows_the_code_of_the_example() -> None:
+    page = (ROOT / "docs" / "guides" / "environments.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (shown,) = [block for block in blocks if "class NumberGuessing" in block]
     assert shown.strip() in EXAMPLE.read_text()

@@ -1,4 +1,4 @@
-"""Action formats: what counts as the action of a reply, and what becomes of a reply without one."""
+"""Action formats: the action of a reply, and replies without an action."""
 
 import pytest
 
@@ -45,11 +45,11 @@ from agentgym_rl.errors import ConfigError
         ("code", "craft 1 stick", NO_ACTION),
     ],
 )
-def test_parse(name, reply, action):
+def test_the_action_of_a_reply_is_parsed(name, reply, action):
     assert FORMATS[name].parse(reply) == action
 
 
-def test_every_format_but_plain_explains_itself_by_an_example_that_it_parses():
+def test_every_format_but_plain_parses_the_example_in_its_explanation():
     assert FORMATS["plain"].explain == ""
     assert FORMATS["react"].parse(FORMATS["react"].explain) == "the action"
     assert FORMATS["code"].parse(FORMATS["code"].explain) == "the action"
@@ -57,6 +57,6 @@ def test_every_format_but_plain_explains_itself_by_an_example_that_it_parses():
     assert FORMATS["function_call"].parse(example) == "look at lamp"
 
 
-def test_unknown_format():
+def test_an_unknown_format_is_a_config_error():
     with pytest.raises(ConfigError, match=r"unknown action format 'xml': known are plain, react, function_call, code"):
         action_format("xml")

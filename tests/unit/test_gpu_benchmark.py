@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py: its table, and what becomes of a measurement that fails. The measurements need a GPU."""
+"""benchmarks/gpu.py: its table and the handling of failed measurements. The measurements themselves need a GPU."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def test_ratios_are_ours_over_each_peer_of_the_same_case(gpu: ModuleType) -> Non
             )
         ),
     ]
-    rows = gpu.table(lines, {"rollout-a": {"outcome": "cut off after 9 s", "seconds": 9.0}}).splitlines()
+    rows = gpu.table(lines, {"rollout-a": {"outcome": "timed out after 9 s", "seconds": 9.0}}).splitlines()
     cells = {
         tuple(c.strip() for c in row.split("|")[2:4]): row.split("|")[5:7] for row in rows if row.startswith("| roll")
     }
     assert [c.strip() for c in cells["a x 256", "vllm"]] == ["6.00", "12% of bound"]
     assert cells["a x 256", "ours"][1].strip() == "75% of bound"
-    assert cells["a x 512", "vllm"][0].strip() == ""  # nothing of ours to compare it with
-    assert rows[-1] == "rollout-a: cut off after 9 s, 9 s"
+    assert cells["a x 512", "vllm"][0].strip() == ""  # no result of ours to compare with
+    assert rows[-1] == "rollout-a: timed out after 9 s, 9 s"
 
 
-def test_a_measurement_that_fails_leaves_what_it_had(
+def test_a_failed_measurement_keeps_its_results(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "gpu_parts").mkdir()
@@ -55,14 +55,14 @@ def test_a_measurement_that_fails_leaves_what_it_had(
     )
     monkeypatch.setattr(gpu, "HERE", tmp_path)
     options = argparse.Namespace(out=tmp_path, limit_s=120, vllm_python=None)
-    found = gpu.run_job(gpu.Job("one", "breaks.py", []), options)
-    assert found["outcome"] == "failed with exit code 3, see one.log"
+    failed = gpu.run_job(gpu.Job("one", "breaks.py", []), options)
+    assert failed["outcome"] == "failed with exit code 3, see one.log"
     assert gpu.read_lines(tmp_path / "lines.jsonl") == [json.loads('{"part": "rollout"}')]
-    late = gpu.run_job(gpu.Job("two", "breaks.py", [], needs=tmp_path / "taught.json"), options)
-    assert late["outcome"] == "left out, for want of taught.json"
+    skipped = gpu.run_job(gpu.Job("two", "breaks.py", [], needs=tmp_path / "taught.json"), options)
+    assert skipped["outcome"] == "left out: taught.json is missing"
 
 
-def test_a_stop_ends_the_processes_of_a_peer_and_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_a_stop_ends_the_processes_of_a_peer_and_keeps_the_results(tmp_path: Path) -> None:
     (tmp_path / "gpu_parts").mkdir()
     (tmp_path / "gpu_parts" / "starts_another.py").write_text(
         "import subprocess, sys, time\n"
@@ -77,18 +77,18 @@ def test_a_stop_ends_the_processes_of_a_peer_and_keeps_what_was_measured(tmp_pat
         "gpu.main()"
     )
     command = [sys.executable, "-c", driver, "--tiny", "--out", str(tmp_path / "out")]
-    told = tmp_path / "other"
+    pid_file = tmp_path / "other"
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as benchmark:
-        wait_until(lambda: told.exists() and told.read_text().endswith("\n"))
+        wait_until(lambda: pid_file.exists() and pid_file.read_text().endswith("\n"))
         benchmark.terminate()
-        _, said = benchmark.communicate(timeout=60)
-    assert "stopped by SIGTERM" in said
-    wait_until(lambda: not alive(int(told.read_text())))
-    kept = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert kept == {"measured": [{"part": "machine"}], "runs": {"one": {"outcome": "stopped", "seconds": 0.0}}}
+        _, errors = benchmark.communicate(timeout=60)
+    assert "stopped by SIGTERM" in errors
+    wait_until(lambda: not alive(int(pid_file.read_text())))
+    results = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert results == {"measured": [{"part": "machine"}], "runs": {"one": {"outcome": "stopped", "seconds": 0.0}}}
 
 
-def test_a_steps_kernels_are_told_apart_by_when_they_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_times_of_a_step_are_split_by_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu_parts"))
     step = load_script("benchmarks/gpu_parts/step.py", monkeypatch)
 
@@ -106,7 +106,7 @@ def test_a_steps_kernels_are_told_apart_by_when_they_ran(monkeypatch: pytest.Mon
 
 
 @pytest.mark.long
-def test_every_part_runs_in_small(tmp_path: Path) -> None:
+def test_every_part_runs_with_tiny_sizes(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--peers", "transformers", "--out", str(tmp_path)]
     subprocess.run(command, cwd=root, check=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})

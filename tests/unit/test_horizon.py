@@ -1,4 +1,4 @@
-"""Horizon schedules: where stages begin and end, and that a resumed schedule never skips or repeats a step."""
+"""Horizon schedules: boundaries of stages, and resumed schedules that neither skip nor repeat a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def outcomes(count: int, seed: int = 0) -> list[tuple[float, float]]:
 
 
 def play(horizon: Horizon, steps: list[tuple[float, float]]) -> list[int]:
-    """Turns that each of the steps is played under."""
+    """Return the number of turns of each step."""
     turns = []
     for success, truncated in steps:
         turns.append(horizon.turns)
@@ -43,7 +43,7 @@ def test_stepwise_boundaries_are_exact() -> None:
     assert play(make_horizon(SCHEDULES["stepwise"]), outcomes(25)) == [2] * 5 + [4] * 5 + [8] * 15
 
 
-def test_stepwise_with_one_step_a_stage() -> None:
+def test_stepwise_with_one_step_per_stage() -> None:
     settings = HorizonSettings(kind="stepwise", turns=(1, 2, 3), steps_per_stage=1)
     assert play(make_horizon(settings), outcomes(5)) == [1, 2, 3, 3, 3]
 
@@ -71,7 +71,7 @@ def test_adaptive_waits_while_success_rises() -> None:
 def test_adaptive_gain_of_exactly_min_gain_is_no_stall() -> None:
     horizon = adaptive(window=1, min_gain=0.25)
     assert play(horizon, [(0.25, 1.0), (0.5, 1.0), (0.5, 1.0)]) == [2, 2, 2]
-    assert horizon.turns == 4  # the last step brought nothing
+    assert horizon.turns == 4  # the last step had no gain
 
 
 def test_adaptive_waits_while_few_episodes_reach_the_horizon() -> None:
@@ -84,10 +84,10 @@ def test_adaptive_stage_ends_at_its_limit_in_any_case() -> None:
     assert play(adaptive(steps_per_stage=4), rising) == [2] * 4 + [4] * 4 + [8] * 5
 
 
-def test_adaptive_history_of_one_stage_says_nothing_about_the_next() -> None:
+def test_adaptive_history_starts_anew_with_each_stage() -> None:
     horizon = adaptive(window=1)
     turns = play(horizon, [(0.9, 1.0), (0.9, 1.0), (0.1, 1.0), (0.5, 1.0), (0.5, 1.0)])
-    assert turns == [2, 2, 4, 4, 4]  # the fall from 0.9 to 0.1 came with the new horizon and is not held against it
+    assert turns == [2, 2, 4, 4, 4]  # the fall from 0.9 to 0.1 at the new horizon does not count
     assert horizon.turns == 8
 
 
@@ -164,6 +164,6 @@ def test_turns_never_shrink_and_stages_go_up_by_one(
         ({"kind": "adaptive", "turns": (1, 2), "window": 0}, "window"),
     ],
 )
-def test_a_schedule_that_cannot_be_is_refused(settings: dict, message: str) -> None:
+def test_an_invalid_schedule_is_refused(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         HorizonSettings(**settings)

@@ -12,7 +12,7 @@ from envs_for_tests import Counting
 from servers_for_tests import server_in_thread
 from viewer_for_tests import library_of, viewer_in_thread
 
-from agentgym_rl.http_guard import MAX_HEAD_BYTES
+from agentgym_rl.common.http_guard import MAX_HEAD_BYTES
 
 START = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 
@@ -36,8 +36,8 @@ def connection(address: tuple[str, int]) -> Iterator[socket.socket]:
 
 @pytest.fixture
 def short_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.http_guard.REQUEST_TIMEOUT_S", 0.3)
-    monkeypatch.setattr("agentgym_rl.http_guard.LATE_READ_S", 0.1)
+    monkeypatch.setattr("agentgym_rl.common.http_guard.REQUEST_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("agentgym_rl.common.http_guard.LATE_READ_S", 0.1)
 
 
 def read_to_the_end(connection: socket.socket) -> bytes:

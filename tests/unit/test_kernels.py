@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="there is none for this system")
 SCRIPT = Path(__file__).parents[1] / "kernels_interpreted.py"
 CHECKS = [
     ("llama", "qwen3", "float16", "layers", "logits"),
-    ("wide", "out_of_memory", "rested", "bucketed", "moved_weights"),
+    ("wide", "out_of_memory", "slept", "bucketed", "moved_weights"),
 ]
 
 

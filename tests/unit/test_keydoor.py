@@ -1,4 +1,4 @@
-"""KeyDoor: its layouts, the rules, the oracle, how far chance gets."""
+"""KeyDoor: layouts, rules, oracle and random play."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def start(item: int = 2) -> KeyDoor:
 
 
 def solve(env: KeyDoor) -> int:
-    """Turns the oracle takes from here."""
+    """Let the oracle play to the end; return its number of turns."""
     for turn in range(1, 10):
         step = env.step(env.oracle())
         assert step.info["valid"]
@@ -28,17 +28,17 @@ def solve(env: KeyDoor) -> int:
     raise AssertionError("the oracle did not find the treasure")
 
 
-def test_every_item_is_another_layout_and_the_splits_cover_them() -> None:
+def test_items_have_different_layouts_and_the_splits_cover_them() -> None:
     assert len(set(LAYOUTS)) == len(LAYOUTS) == 1152
     assert sum(map(len, KeyDoor.splits.values())) == len(LAYOUTS)
 
 
 @pytest.mark.parametrize("item", range(0, len(LAYOUTS), 7))
-def test_the_subset_says_how_many_turns_the_solution_takes(item: int) -> None:
+def test_the_subset_gives_the_number_of_turns_of_the_solution(item: int) -> None:
     assert solve(start(item)) == 3 + SUBSETS.index(KeyDoor.subsets_of(item)[0])
 
 
-def test_the_oracle_wins_from_wherever_chance_leads() -> None:
+def test_the_oracle_wins_after_random_play() -> None:
     rng = random.Random(1)
     for item in range(0, len(LAYOUTS), 5):
         env = start(item)
@@ -49,7 +49,7 @@ def test_the_oracle_wins_from_wherever_chance_leads() -> None:
         solve(env)
 
 
-def test_a_game_in_words() -> None:
+def test_the_texts_of_a_whole_game() -> None:
     env = start(2)
     assert env.actions() == ["take red key", "go to attic"]
     assert env.step('"Go to attic."').observation == (
@@ -77,7 +77,7 @@ def test_the_wrong_door_is_a_trap() -> None:
 
 
 @pytest.mark.parametrize("action", ["open yellow door", "take yellow key", "go to hall", "take treasure", "take", ""])
-def test_what_is_not_possible_changes_nothing(action: str) -> None:
+def test_an_impossible_action_changes_nothing(action: str) -> None:
     env = start(2)
     before = env.state_key()
     step = env.step(action)
@@ -85,7 +85,7 @@ def test_what_is_not_possible_changes_nothing(action: str) -> None:
     assert env.state_key() == before
 
 
-def test_chance_wins_sometimes_and_words_are_few() -> None:
+def test_random_play_wins_sometimes_and_the_vocabulary_is_small() -> None:
     rng, won, words, games = random.Random(0), 0, set(), 3 * len(LAYOUTS)
     for game in range(games):
         env = KeyDoor()

@@ -22,9 +22,9 @@ from training_for_tests import (
     few,
     group,
     groups,
-    lively_groups,
     slow_logprobs,
     tiny_model,
+    varied_groups,
 )
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
@@ -33,7 +33,7 @@ from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.learner import Imitator, Updater, freeze
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
-from agentgym_rl.training.rl_learner import RLLearner, watched
+from agentgym_rl.training.rl_learner import RLLearner, policy_metrics
 from agentgym_rl.training.settings import OptimizerSettings, RLSettings
 from agentgym_rl.types import Group, StopReason
 
@@ -43,23 +43,23 @@ ONE_BATCH = [group(1, [0.0, 1.0, 1.0]), group(2, [1.0, 0.0]), group(3, [1.0, 1.0
 torch.set_num_threads(1)
 
 
-def assert_same_gradients(found: dict[str, torch.Tensor], module: Any) -> None:
+def assert_same_gradients(gradients: dict[str, torch.Tensor], module: Any) -> None:
     for name, parameter in module.named_parameters():
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        torch.testing.assert_close(found.get(name, torch.zeros_like(parameter)), expected, atol=3e-5, rtol=2e-3)
+        torch.testing.assert_close(gradients.get(name, torch.zeros_like(parameter)), expected, atol=3e-5, rtol=2e-3)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_two_updates_agree_with_a_slow_loop(name: str) -> None:
-    """Loss and gradients of the first update and, with old log-probabilities and values kept, of the second."""
-    rl, temperature, made = settings_of(name, epochs=2), 0.7, lively_groups()
+    """Compare loss and gradients of two updates; the second uses the old log-probabilities and values."""
+    rl, temperature, played = settings_of(name, epochs=2), 0.7, varied_groups()
     reference = freeze(tiny_model(2))
     value_model = small_critic() if rl.algorithm == "ppo" else None
-    slow = SlowLearner(made, rl, temperature, reference, copy.deepcopy(value_model))
+    slow = SlowLearner(played, rl, temperature, reference, copy.deepcopy(value_model))
     learner = RLLearner(tiny_model(1), rl, temperature, lambda: nullcontext(reference), value_model)
     caught = catch(learner)
     valued = catch(learner.critic) if learner.critic else []
-    batch = prepared(learner, made, rl)
+    batch = prepared(learner, played, rl)
     metrics = learner.learn(batch, seed=0)
     assert (learner.updates, len(caught)) == (2, 2)
     model, losses = tiny_model(1), []
@@ -86,15 +86,15 @@ def test_two_updates_agree_with_a_slow_loop(name: str) -> None:
 
 
 @few(10)
-@given(made=groups(), name=st.sampled_from(sorted(CASES)), tokens=st.sampled_from([1, 60, 10_000]))
-def test_an_update_on_random_episodes_agrees_with_a_slow_loop(made: list[Group], name: str, tokens: int) -> None:
-    """Of any shape, some of them failed."""
+@given(played=groups(), name=st.sampled_from(sorted(CASES)), tokens=st.sampled_from([1, 60, 10_000]))
+def test_an_update_on_random_episodes_agrees_with_a_slow_loop(played: list[Group], name: str, tokens: int) -> None:
+    """Episodes have any shape, and some failed."""
     rl = settings_of(name, micro_batch_tokens=tokens)
     reference = freeze(tiny_model(2))
     critic = small_critic() if rl.algorithm == "ppo" else None
-    slow = SlowLearner(made, rl, 1.0, reference, copy.deepcopy(critic))
+    slow = SlowLearner(played, rl, 1.0, reference, copy.deepcopy(critic))
     learner = Catching(tiny_model(1), rl, 1.0, lambda: nullcontext(reference), critic)
-    metrics = learner.learn(prepared(learner, made, rl), 0)
+    metrics = learner.learn(prepared(learner, played, rl), 0)
     model = tiny_model(1)
     loss = slow.policy_loss(model)
     loss.backward()
@@ -104,26 +104,29 @@ def test_an_update_on_random_episodes_agrees_with_a_slow_loop(made: list[Group],
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo, cispo", "reinforce++", "baseline", "ppo, turns"])
 def test_nothing_depends_on_order_padding_micro_batches_or_ranks(name: str) -> None:
-    """A rank's share is some of the samples with the weights they have in the whole batch: gradients add up."""
-    made = lively_groups()
+    """A rank's samples keep the weights of the whole batch, so that gradients add up."""
+    played = varied_groups()
     reference = freeze(tiny_model(2))
 
     def learner_of(tokens: int) -> tuple[Catching, Batch]:
         rl = settings_of(name, micro_batch_tokens=tokens)
         critic = small_critic() if rl.algorithm == "ppo" else None
         learner = Catching(tiny_model(1), rl, 1.0, lambda: nullcontext(reference), critic)
-        return learner, prepared(learner, made, rl)
+        return learner, prepared(learner, played, rl)
 
     def learn(learner: Catching, batch: Batch) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
         valued = catch(learner.critic) if learner.critic else []
         metrics = learner.learn(batch, 0)
-        gradients = {**learner.gradients[0], **{f"critic.{n}": g for _, some in valued for n, g in some.items()}}
+        gradients = {
+            **learner.gradients[0],
+            **{f"critic.{n}": g for _, critic_gradients in valued for n, g in critic_gradients.items()},
+        }
         return metrics, gradients
 
     whole_metrics, whole = learn(*learner_of(10_000))
     for tokens in (1, 70):
-        made = made[::-1]
-        for g in made:
+        played = played[::-1]
+        for g in played:
             g.trajectories.reverse()
         metrics, gradients = learn(*learner_of(tokens))
         assert metrics == pytest.approx(whole_metrics, rel=1e-3, abs=1e-5)
@@ -145,11 +148,11 @@ def test_nothing_depends_on_order_padding_micro_batches_or_ranks(name: str) -> N
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "rloo, cispo", "reinforce++", "baseline", "ppo", "ppo, turns"])
 def test_observation_tokens_have_exactly_no_gradient(name: str) -> None:
-    """By autograd: loss and value loss depend on the states before action tokens only, whatever the mask says."""
+    """By autograd: loss and value loss depend only on the states before action tokens."""
     rl = settings_of(name, zero_variance="keep", importance="none")
     critic = small_critic() if rl.algorithm == "ppo" else None
     learner = RLLearner(tiny_model(1), rl, 1.0, None, critic)
-    batch = prepared(learner, lively_groups(), rl)
+    batch = prepared(learner, varied_groups(), rl)
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
     expected = torch.zeros(len(micro.token_ids_T), dtype=torch.bool)
     expected[micro.places_A - 1] = True
@@ -174,15 +177,15 @@ def test_observation_tokens_have_exactly_no_gradient(name: str) -> None:
         assert moved[expected].float().mean() > 0.5  # an advantage or an error may happen to be 0
 
 
-def test_a_critic_reads_before_each_action_and_after_what_was_seen_last() -> None:
-    rl, made = settings_of("ppo"), lively_groups()
+def test_a_critic_reads_before_each_action_and_after_the_last_token() -> None:
+    rl, played = settings_of("ppo"), varied_groups()
     critic = small_critic()
-    slow = SlowLearner(made, rl, 1.0, freeze(tiny_model(2)), critic)
+    slow = SlowLearner(played, rl, 1.0, freeze(tiny_model(2)), critic)
     learner = RLLearner(tiny_model(1), rl, 1.0, None, copy.deepcopy(critic))
-    batch = prepared(learner, made, rl)
+    batch = prepared(learner, played, rl)
     bootstrapped = 0
     for (_, t), expected, sample, episode in zip(slow.played, slow.values, batch.samples, batch.episodes, strict=True):
-        assert sample.token_ids == t.token_ids  # with what came after the last reply
+        assert sample.token_ids == t.token_ids  # with the tokens after the last reply
         assert sample.values == pytest.approx(expected[:-1], abs=1e-5)
         assert sample.last_value == pytest.approx(expected[-1], abs=1e-5)
         unread = t.stop is StopReason.MAX_CONTEXT
@@ -197,12 +200,10 @@ def test_a_critic_reads_before_each_action_and_after_what_was_seen_last() -> Non
 
 
 @pytest.mark.parametrize(("epochs", "minibatches"), [(1, 1), (3, 2)])
-def test_ppo_updates_policy_and_critic_as_often_as_asked_against_fixed_old_values(
-    epochs: int, minibatches: int
-) -> None:
+def test_ppo_makes_every_update_of_policy_and_critic_with_fixed_old_values(epochs: int, minibatches: int) -> None:
     rl = settings_of("ppo", epochs=epochs, minibatches=minibatches)
     learner = RLLearner(tiny_model(1), rl, 1.0, None, small_critic())
-    batch = prepared(learner, lively_groups(), rl)
+    batch = prepared(learner, varied_groups(), rl)
     before = [(list(s.values), list(s.returns), list(s.advantages)) for s in batch.samples]
     caught, critic = catch(learner), learner.critic
     assert critic is not None
@@ -213,20 +214,20 @@ def test_ppo_updates_policy_and_critic_as_often_as_asked_against_fixed_old_value
     weights = [w["head.weight"] for w, _ in valued]
     assert all(not torch.equal(a, b) for a, b in pairwise(weights))
     old = [(s.old_logprobs, s.values) for s in batch.samples]
-    learner.assess(batch.samples)  # what is known already stays as it was before the updates
+    learner.assess(batch.samples)  # values from before the updates are kept
     assert [(s.old_logprobs, s.values) for s in batch.samples] == old
 
 
-def test_a_step_that_learns_nothing_reports_the_policy_as_one_that_does() -> None:
+def test_a_step_without_an_update_reports_the_same_policy_metrics() -> None:
     rl = replace(SETTINGS, aggregate="token", zero_variance="keep")
     learner = RLLearner(tiny_model(1), rl, 1.0)
     batch = prepared(learner, ONE_BATCH, rl)
     learner.assess(batch.samples, own=True)
-    seen, learned = watched(batch.samples), learner.learn(batch, 0)
-    assert learned["mismatch/abs"] > 1e-3  # the samples were not this model's
+    seen, learned = policy_metrics(batch.samples), learner.learn(batch, 0)
+    assert learned["mismatch/abs"] > 1e-3  # another model sampled them
     assert {"entropy/mean", "mismatch/abs", "mismatch/kl", "mismatch/turn_1"} <= set(seen)
     assert seen == pytest.approx({name: learned[name] for name in seen}, rel=1e-5)
-    assert watched([]) == {}
+    assert policy_metrics([]) == {}
 
 
 def test_the_policy_waits_while_the_critic_warms_up() -> None:
@@ -234,23 +235,23 @@ def test_the_policy_waits_while_the_critic_warms_up() -> None:
     learner = RLLearner(tiny_model(1), rl, 1.0)
     counts = []
     for _ in range(3):
-        learner.learn(prepared(learner, lively_groups(), rl), 0)
+        learner.learn(prepared(learner, varied_groups(), rl), 0)
         counts.append((learner.updates, learner.critic.updates if learner.critic else 0))
     assert counts == [(0, 1), (0, 2), (1, 3)]
 
 
-def test_comparing_sampler_and_learner_leaves_what_the_critic_said() -> None:
+def test_assessing_the_policy_keeps_the_values_of_the_critic() -> None:
     rl = settings_of("ppo", critic={"warmup_steps": 1})
     learner = RLLearner(tiny_model(1), rl, 1.0)
-    batch = prepared(learner, lively_groups(), rl)
-    said = [list(sample.values) for sample in batch.samples]
-    learner.learn(batch, 0)  # the critic is another one now
+    batch = prepared(learner, varied_groups(), rl)
+    values = [list(sample.values) for sample in batch.samples]
+    learner.learn(batch, 0)  # changes the critic
     learner.assess(batch.samples, own=True)
-    assert [sample.values for sample in batch.samples] == said
+    assert [sample.values for sample in batch.samples] == values
     assert all(len(sample.old_logprobs) == len(sample.logprobs) for sample in batch.samples)
 
 
-def test_a_new_critic_says_nothing_and_learns_what_states_are_worth() -> None:
+def test_a_new_critic_returns_zero_and_learns_the_values_of_states() -> None:
     rl = settings_of("ppo", micro_batch_tokens=10_000, epochs=3)
     learner = RLLearner(tiny_model(1), rl, 1.0)
     first = prepared(learner, ONE_BATCH, rl)
@@ -262,7 +263,7 @@ def test_a_new_critic_says_nothing_and_learns_what_states_are_worth() -> None:
 def test_a_masked_trajectory_is_left_out_and_counted() -> None:
     rl = settings_of("rloo, cispo", sequence_mask_low=1.0, sequence_mask_high=1.0 + 1e-6, zero_variance="keep")
     learner = Catching(tiny_model(1), rl, 1.0)
-    metrics = learner.learn(prepared(learner, lively_groups(), rl), 0)
+    metrics = learner.learn(prepared(learner, varied_groups(), rl), 0)
     assert (metrics["importance/kept"], metrics["grad/norm"]) == (0.0, 0.0)
 
 
@@ -270,7 +271,7 @@ def test_kl_coefficient_follows_its_target_and_is_saved() -> None:
     rl = replace(SETTINGS, kl_coef=0.5, kl_target=0.01, kl_rate=0.2)
     far = RLLearner(tiny_model(1), rl, 1.0, lambda: nullcontext(freeze(tiny_model(2))))
     assert far.learn(batch_of(ONE_BATCH, rl), 0)["kl/coef"] == 0.5
-    assert far.kl_coef == pytest.approx(0.5 * 1.2)  # much too far: as much as one step allows
+    assert far.kl_coef == pytest.approx(0.5 * 1.2)  # much too far: the largest change of one step
     near = RLLearner(tiny_model(1), rl, 1.0)
     near.learn(batch_of(ONE_BATCH, rl), 0)
     assert near.kl_coef == pytest.approx(0.5 * 0.8)  # no distance at all
@@ -287,7 +288,7 @@ def test_kl_coefficient_follows_its_target_and_is_saved() -> None:
 
 
 def test_kl_in_the_reward_is_not_in_the_loss_as_well() -> None:
-    """At the same advantages the gradient is that without any KL."""
+    """With equal advantages the gradient is the same as without KL."""
     rl = replace(SETTINGS, kl_coef=0.4, kl_in="reward", zero_variance="keep")
     learner = Catching(tiny_model(1), rl, 1.0, lambda: nullcontext(freeze(tiny_model(2))))
     batch = prepared(learner, ONE_BATCH, rl)
@@ -307,8 +308,8 @@ def test_log_probabilities_do_not_depend_on_padding_or_neighbours() -> None:
     batch = batch_of(ONE_BATCH, replace(SETTINGS, zero_variance="keep"))
     for max_tokens in (1, 50, 10_000):
         for micro in micro_batches(batch.samples, batch.weights, max_tokens):
-            found, _ = action_logprobs(model, micro, 1.0)
-            for value, row, column in zip(found, micro.rows_A, micro.columns_A, strict=True):
+            logprobs, _ = action_logprobs(model, micro, 1.0)
+            for value, row, column in zip(logprobs, micro.rows_A, micro.columns_A, strict=True):
                 alone = micro.padded()[0][row].tolist()[: int(column) + 1]
                 assert value.item() == pytest.approx(slow_logprobs(model, alone)[-1].item(), abs=1e-5)
 
@@ -362,7 +363,7 @@ def test_every_epoch_and_minibatch_is_an_update(epochs: int, minibatches: int) -
 
 
 def test_minibatches_average_to_the_whole_batch() -> None:
-    """With a rate of 0 nothing moves between them, so their mean gradient is that of one update on everything."""
+    """With a learning rate of 0 their mean gradient is that of one update on the whole batch."""
     whole = Catching(tiny_model(), SETTINGS, 1.0)
     whole.learn(batch_of(ONE_BATCH, SETTINGS), 0)
     rl = replace(SETTINGS, minibatches=3)
@@ -394,7 +395,7 @@ def test_later_epochs_are_clipped_against_the_policy_before_the_step() -> None:
 
 
 def test_metrics_are_means_over_the_tokens_that_were_run() -> None:
-    """Dropping groups must not make entropy or mismatch look smaller."""
+    """Dropped groups must not lower entropy or mismatch."""
     model = tiny_model().eval()
     mixed = ONE_BATCH[:1]
     many_flat = [*mixed, *(group(10 + i, [1.0, 1.0]) for i in range(6))]
@@ -405,10 +406,10 @@ def test_metrics_are_means_over_the_tokens_that_were_run() -> None:
     assert abs(among["grad/norm"]) < 0.5 * alone["grad/norm"]  # but the loss is normalised over all episodes
 
 
-def test_mismatch_is_zero_for_what_the_learner_itself_would_say() -> None:
-    made = copy.deepcopy(ONE_BATCH)
+def test_mismatch_is_zero_for_log_probabilities_of_the_learner_itself() -> None:
+    played = copy.deepcopy(ONE_BATCH)
     model = tiny_model().eval()
-    for g in made:
+    for g in played:
         for t in g.trajectories:
             exact = slow_logprobs(model, t.token_ids)
             position = 0
@@ -417,7 +418,7 @@ def test_mismatch_is_zero_for_what_the_learner_itself_would_say() -> None:
                     places = range(position, position + len(message.token_ids))
                     message.logprobs = [exact[i - 1].item() for i in places]
                 position += len(message.token_ids)
-    metrics = RLLearner(model, SETTINGS, 1.0).learn(batch_of(made, SETTINGS), 0)
+    metrics = RLLearner(model, SETTINGS, 1.0).learn(batch_of(played, SETTINGS), 0)
     assert metrics["mismatch/abs"] < 1e-5
     assert metrics["mismatch/kl"] < 1e-5
 
@@ -472,17 +473,17 @@ def test_warm_up_rises_linearly_and_then_stays() -> None:
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
-def test_decay_starts_at_the_full_rate_and_ends_at_the_least(decay: str) -> None:
-    found = rates(11, decay=decay, min_lr_ratio=0.2)
-    assert (found[0], found[-1]) == (1.0, pytest.approx(0.2))
-    assert found[5] == pytest.approx(0.6)
-    assert found == sorted(found, reverse=True)
+def test_decay_starts_at_the_full_rate_and_ends_at_the_minimum(decay: str) -> None:
+    schedule = rates(11, decay=decay, min_lr_ratio=0.2)
+    assert (schedule[0], schedule[-1]) == (1.0, pytest.approx(0.2))
+    assert schedule[5] == pytest.approx(0.6)
+    assert schedule == sorted(schedule, reverse=True)
     warm = rates(11, decay=decay, min_lr_ratio=0.2, warmup_steps=3)
     assert warm[:4] == pytest.approx([1 / 3, 2 / 3, 1.0, 1.0])
     assert warm[-1] == pytest.approx(0.2)
 
 
-def test_a_run_longer_than_planned_keeps_the_least_rate() -> None:
+def test_a_run_longer_than_planned_keeps_the_minimum_rate() -> None:
     updater = Updater(tiny_model(), OptimizerSettings(lr=1.0, decay="linear", min_lr_ratio=0.1), 5)
     assert updater.learning_rate(50) == pytest.approx(0.1)
 
@@ -535,7 +536,7 @@ def test_restoring_a_learner_continues_exactly() -> None:
     assert torch.equal(resumed.model.lm_head.weight, whole.model.lm_head.weight)
 
 
-def test_a_model_that_bends_its_logits_is_refused() -> None:
+def test_a_model_that_transforms_its_logits_is_refused() -> None:
     config = Gemma2Config(
         vocab_size=VOCABULARY,
         hidden_size=16,

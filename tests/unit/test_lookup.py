@@ -1,4 +1,4 @@
-"""Where a model is found: in a folder, on the hub, or in the hub's cache when the hub is out of reach."""
+"""Lookup of a model: in a folder, on the hub, or in the hub's cache if the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from agentgym_rl.training import lookup
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and a hub whose port nobody listens on."""
-    lookup._on_the_hub.cache_clear()
+    """Set up an empty cache and a hub that refuses connections."""
+    lookup._hub_name_or_cache.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("NO_PROXY", "*")
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{bound.getsockname()[1]}")
         yield tmp_path / "cache"
-    lookup._on_the_hub.cache_clear()
+    lookup._hub_name_or_cache.cache_clear()
 
 
-def test_a_hub_that_answers_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reachable_hub_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as hub:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{hub.getsockname()[1]}")
         assert lookup.find_model("owner/model") == "owner/model"
 
 
 def test_without_the_hub_a_model_comes_from_the_cache_or_is_refused(cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"'owner/model' is no folder, .* cannot be reached \(.*refused\)"):
+    with pytest.raises(ConfigError, match=r"'owner/model' is not a folder, .* cannot be reached \(.*refused\)"):
         lookup.find_model("owner/model")
     snapshot = cache / "models--owner--model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -43,21 +43,21 @@ def test_without_the_hub_a_model_comes_from_the_cache_or_is_refused(cache: Path)
     assert lookup.find_model("owner/model") == str(snapshot)
 
 
-def test_a_hub_that_never_answers_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_hub_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup, "HUB_S", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)
         port = silent.getsockname()[1]
-        waiting = [socket.socket() for _ in range(4)]  # fill its queue: further connections get no answer
-        for one in waiting:
-            one.setblocking(False)
-            one.connect_ex(("127.0.0.1", port))
+        waiting = [socket.socket() for _ in range(4)]  # fill its queue, so that further connections get no answer
+        for connection in waiting:
+            connection.setblocking(False)
+            connection.connect_ex(("127.0.0.1", port))
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
         with pytest.raises(ConfigError, match=r"cannot be reached \((no answer in 0.2 s|timed out)\)"):
             lookup.find_model("owner/model")
-        for one in waiting:
-            one.close()
+        for connection in waiting:
+            connection.close()
 
 
 def test_a_name_that_cannot_be_on_the_hub_is_refused() -> None:

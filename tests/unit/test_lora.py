@@ -1,4 +1,4 @@
-"""LoRA through peft: what is trained, what is kept, and that reference and critic share the frozen weights."""
+"""LoRA through peft: trained and saved parameters, and frozen weights shared by reference and critic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import probe_model
-from agentgym_rl.agent.engines.vllm.probe import held
+from agentgym_rl.agent.engines.vllm.probe import parameter_checksums
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.training import lora
@@ -59,8 +59,8 @@ def test_a_new_adapter_changes_nothing_and_is_all_that_is_trained() -> None:
     learn(learner)
     for name, before in plain.named_parameters():
         stem, _, leaf = name.rpartition(".")
-        found = dict(model.named_parameters())
-        now = found.get(name, found.get(f"{stem}.base_layer.{leaf}"))
+        parameters = dict(model.named_parameters())
+        now = parameters.get(name, parameters.get(f"{stem}.base_layer.{leaf}"))
         assert now is not None
         assert torch.equal(now, before), name
     assert not torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
@@ -76,8 +76,8 @@ def test_frozen_weights_take_no_optimizer_memory() -> None:
 
 def test_the_reference_is_the_model_without_its_adapter() -> None:
     model, plain = adapted(), tiny_model().eval()
-    lent = lambda: lora.adapter(model, None)  # noqa: E731
-    learner = RLLearner(model, RL, 1.0, lent)
+    without_adapter = lambda: lora.adapter(model, None)  # noqa: E731
+    learner = RLLearner(model, RL, 1.0, without_adapter)
     assert learn(learner, steps=3)["kl/reference"] > 0
     batch = gather(GROUPS, RL)
     learner.assess(batch.samples)
@@ -85,7 +85,7 @@ def test_the_reference_is_the_model_without_its_adapter() -> None:
     exact = [p.item() for p in slow_logprobs(plain, sample.token_ids)]
     places = [i for i, trained in enumerate(sample.loss_mask) if trained]
     assert sample.reference_logprobs == pytest.approx([exact[i - 1] for i in places], abs=1e-5)
-    assert any(p.requires_grad for p in model.parameters())  # and the adapter is back
+    assert any(p.requires_grad for p in model.parameters())  # the adapter is active again
 
 
 def test_after_a_warm_start_the_reference_is_a_frozen_adapter(tmp_path: Path) -> None:
@@ -142,17 +142,17 @@ def test_adapters_of_another_model_are_refused(change: dict[str, int], tmp_path:
         lora.load_adapter(LlamaForCausalLM(config), tmp_path)
 
 
-def test_adapters_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+def test_incomplete_adapters_are_refused(tmp_path: Path) -> None:
     adapted().save_pretrained(tmp_path)
     weights = tmp_path / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:500])
     with pytest.raises(ConfigError, match="cannot be loaded"):
         lora.load_adapter(tiny_model(), tmp_path)
-    with pytest.raises(ConfigError, match="holds adapters without the model"):
+    with pytest.raises(ConfigError, match="holds adapters without their base model"):
         require_folder(str(tmp_path))
 
 
-def test_what_an_adapter_adds_can_be_put_into_the_weights() -> None:
+def test_an_adapter_can_be_merged_into_the_weights() -> None:
     model, plain = adapted(), tiny_model()
     learn(RLLearner(model, RL, 1.0, lambda: lora.adapter(model, None)))
     lora.copy_adapter(model, SETTINGS, lora.CRITIC)
@@ -168,7 +168,7 @@ def test_what_an_adapter_adds_can_be_put_into_the_weights() -> None:
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
-def test_of_weights_that_two_layers_share_nothing_can_be_put_into_one(target: str) -> None:
+def test_an_adapter_on_tied_weights_cannot_be_merged(target: str) -> None:
     config = tiny_model().config
     for tied in (True, False):
         config.tie_word_embeddings = tied
@@ -202,7 +202,7 @@ def test_a_merged_model_is_saved_and_computes_the_same(tied: bool, targets: tupl
         assert not torch.allclose(loaded(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-2)
 
 
-def test_rounding_is_told_by_how_much_of_the_adapters_it_changes() -> None:
+def test_rounding_loss_is_relative_to_the_change_of_the_adapters() -> None:
     model = adapted()
     assert lora.rounding_loss(model, torch.bfloat16) == 0.0, "they add nothing yet"
     for name, parameter in model.named_parameters():
@@ -216,21 +216,21 @@ async def test_the_engine_samples_from_the_adapted_model() -> None:
     model = adapted()
     learn(RLLearner(model, RLSettings(kl_coef=0.0, optimizer=OptimizerSettings(lr=1e-1)), 1.0))
     engine = NativeEngine(model, max_sessions=2, max_context=64)
-    found = await engine.generate([1, 2, 3], Sampling(max_new_tokens=6, seed=1), "s")
+    completion = await engine.generate([1, 2, 3], Sampling(max_new_tokens=6, seed=1), "s")
     await engine.close()
-    exact = slow_logprobs(model.eval(), [1, 2, 3, *found.token_ids])[2:]
-    assert found.logprobs == pytest.approx([p.item() for p in exact], abs=1e-5)
-    plain = slow_logprobs(tiny_model(), [1, 2, 3, *found.token_ids])[2:]
-    assert found.logprobs != pytest.approx([p.item() for p in plain], abs=1e-2)
+    exact = slow_logprobs(model.eval(), [1, 2, 3, *completion.token_ids])[2:]
+    assert completion.logprobs == pytest.approx([p.item() for p in exact], abs=1e-5)
+    plain = slow_logprobs(tiny_model(), [1, 2, 3, *completion.token_ids])[2:]
+    assert completion.logprobs != pytest.approx([p.item() for p in plain], abs=1e-2)
 
 
-def test_a_layer_that_is_not_there_is_named() -> None:
+def test_a_missing_target_module_is_named_in_the_error() -> None:
     with pytest.raises(ConfigError, match=r"target_modules = .*nowhere"):
         lora.add_adapter(tiny_model(), LoraSettings(target_modules=("nowhere",)), 0)
 
 
 def adapted_in_bf16() -> Any:
-    """As it is loaded: the rotary frequencies stay float32."""
+    """Return the model as it is loaded in bf16, with float32 rotary frequencies."""
     model = adapted()
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
@@ -238,7 +238,7 @@ def adapted_in_bf16() -> Any:
 
 
 def small_update(model: Any, size: float = 1e-5) -> None:
-    """What an early update leaves in the matrices that begin at 0."""
+    """Set the matrices that start at 0 to the size of an early update."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -258,10 +258,10 @@ def test_merged_weights_keep_small_updates_of_a_bf16_model() -> None:
     assert min(moved) > 0.9
     after = lora.merged(model, model.state_dict().items())
     rounded = [float((before[name].bfloat16() != tensor.bfloat16()).float().mean()) for name, tensor in after]
-    assert max(rounded) < 0.5, "the update must be one that bf16 would lose"
+    assert max(rounded) < 0.5, "the update must be so small that bf16 loses it"
 
 
-def test_the_weight_probe_sees_small_updates_of_adapters_that_were_merged() -> None:
+def test_the_weight_probe_detects_small_updates_of_merged_adapters() -> None:
     model = adapted_in_bf16()
     merge = partial(lora.merged, model)
     probes = []
@@ -275,9 +275,9 @@ def test_the_weight_probe_sees_small_updates_of_adapters_that_were_merged() -> N
     assert all(old.checksums[name] != new.checksums[name] for name in adapted_names)
     engine = tiny_model().float()
     engine.load_state_dict(dict(merge(model.state_dict().items())), strict=False)
-    new.check_held([held(engine, new.shapes)], 2)
+    new.check_checksums([parameter_checksums(engine, new.shapes)], 2)
     with pytest.raises(EngineError, match="does not hold these weights"):
-        new.check_held([held(engine.bfloat16().float(), new.shapes)], 2)
+        new.check_checksums([parameter_checksums(engine.bfloat16().float(), new.shapes)], 2)
 
 
 @pytest.mark.parametrize(("model", "engine"), [("bfloat16", "auto"), ("float32", "bfloat16"), ("bfloat16", "float32")])

@@ -28,7 +28,7 @@ from agentgym_rl.training.settings import RLSettings
 
 @dataclass
 class Tokens:
-    """Action tokens of a few trajectories, in any order."""
+    """Action tokens of several trajectories, in any order."""
 
     new: list[float]
     old: list[float]
@@ -51,34 +51,34 @@ def tokens(draw: st.DrawFn) -> Tokens:
     rows = draw(st.permutations([r for r in range(draw(st.integers(1, 4))) for _ in range(draw(st.integers(1, 5)))]))
     number = st.floats(-3, 3).map(lambda x: round(x, 3))
 
-    def some(strategy: st.SearchStrategy[float]) -> list[float]:
+    def draw_list(strategy: st.SearchStrategy[float]) -> list[float]:
         return draw(st.lists(strategy, min_size=len(rows), max_size=len(rows)))
 
-    old = some(st.floats(-6, -0.5))
-    drift = some(st.one_of(st.floats(-0.4, 0.4), st.floats(-3, 3)))
-    return Tokens([o + d for o, d in zip(old, drift, strict=True)], old, some(number), list(rows))
+    old = draw_list(st.floats(-6, -0.5))
+    drift = draw_list(st.one_of(st.floats(-0.4, 0.4), st.floats(-3, 3)))
+    return Tokens([o + d for o, d in zip(old, drift, strict=True)], old, draw_list(number), list(rows))
 
 
 LOW, HIGH = st.sampled_from([0.0, 0.2, 0.6, 1.0]), st.sampled_from([0.0, 0.2, 0.28, 4.0])
 
 
 def clipped_by_hand(ratio: float, advantage: float, low: float, high: float) -> tuple[float, float, bool]:
-    """(loss, its derivative with respect to the ratio, whether the clip bound it)."""
+    """Return (loss, its derivative with respect to the ratio, whether it was clipped)."""
     if (advantage > 0 and ratio > 1 + high) or (advantage < 0 and ratio < 1 - low):
         return -min(max(ratio, 1 - low), 1 + high) * advantage, 0.0, True
     return -ratio * advantage, -advantage, False
 
 
 @few(60)
-@given(made=tokens(), low=LOW, high=HIGH)
-def test_clip_agrees_with_a_loop_in_value_and_gradient(made: Tokens, low: float, high: float) -> None:
-    new, old, advantages, rows = made.tensors()
+@given(drawn=tokens(), low=LOW, high=HIGH)
+def test_clip_agrees_with_a_loop_in_value_and_gradient(drawn: Tokens, low: float, high: float) -> None:
+    new, old, advantages, rows = drawn.tensors()
     loss, clipped = clip(new, old, advantages, rows, low, high)
     loss.sum().backward()
     assert new.grad is not None
-    for i in range(len(made.row)):
-        ratio = math.exp(made.new[i] - made.old[i])
-        value, slope, bound = clipped_by_hand(ratio, made.advantage[i], low, high)
+    for i in range(len(drawn.row)):
+        ratio = math.exp(drawn.new[i] - drawn.old[i])
+        value, slope, bound = clipped_by_hand(ratio, drawn.advantage[i], low, high)
         assert loss[i].item() == pytest.approx(value, rel=1e-9, abs=1e-12)
         if min(abs(ratio - 1 - high), abs(ratio - 1 + low)) > 1e-9:  # at the very edge either is right
             assert bool(clipped[i]) is bound
@@ -86,23 +86,21 @@ def test_clip_agrees_with_a_loop_in_value_and_gradient(made: Tokens, low: float,
 
 
 @few(60)
-@given(made=tokens(), low=LOW, high=HIGH)
-def test_gspo_has_one_ratio_a_trajectory_and_the_gradient_of_the_sequence_form(
-    made: Tokens, low: float, high: float
-) -> None:
-    """Sequence form: mean over trajectories of -min(s A, clip(s) A), s = exp(mean log ratio), one A a trajectory."""
-    count = max(made.row) + 1
-    made.advantage = [made.advantage[made.of(r)[0]] for r in made.row]
-    new, old, advantages, rows = made.tensors()
+@given(drawn=tokens(), low=LOW, high=HIGH)
+def test_gspo_has_one_ratio_per_trajectory_and_the_sequence_gradient(drawn: Tokens, low: float, high: float) -> None:
+    """Sequence form: mean over trajectories of -min(s A, clip(s) A), s = exp(mean log ratio), one A per trajectory."""
+    count = max(drawn.row) + 1
+    drawn.advantage = [drawn.advantage[drawn.of(r)[0]] for r in drawn.row]
+    new, old, advantages, rows = drawn.tensors()
     loss, clipped = POLICY_LOSSES["gspo"](new, old, advantages, rows, low, high)
-    weights = torch.tensor([1 / (count * len(made.of(r))) for r in made.row], dtype=torch.float64)
+    weights = torch.tensor([1 / (count * len(drawn.of(r))) for r in drawn.row], dtype=torch.float64)
     (weights * loss).sum().backward()
     assert new.grad is not None
     total = 0.0
     for row in range(count):
-        members = made.of(row)
-        s = math.exp(made.mean_log_ratio(row))
-        value, slope, bound = clipped_by_hand(s, made.advantage[members[0]], low, high)
+        members = drawn.of(row)
+        s = math.exp(drawn.mean_log_ratio(row))
+        value, slope, bound = clipped_by_hand(s, drawn.advantage[members[0]], low, high)
         total += value / count
         if min(abs(s - 1 - high), abs(s - 1 + low)) < 1e-9:
             continue
@@ -113,16 +111,16 @@ def test_gspo_has_one_ratio_a_trajectory_and_the_gradient_of_the_sequence_form(
 
 
 @few(60)
-@given(made=tokens(), low=LOW, high=HIGH)
-def test_cispo_bounds_the_weight_and_loses_no_gradient(made: Tokens, low: float, high: float) -> None:
-    new, old, advantages, rows = made.tensors()
+@given(drawn=tokens(), low=LOW, high=HIGH)
+def test_cispo_bounds_the_weight_and_loses_no_gradient(drawn: Tokens, low: float, high: float) -> None:
+    new, old, advantages, rows = drawn.tensors()
     loss, clipped = POLICY_LOSSES["cispo"](new, old, advantages, rows, low, high)
     loss.sum().backward()
     assert new.grad is not None
-    for i, advantage in enumerate(made.advantage):
-        ratio = math.exp(made.new[i] - made.old[i])
+    for i, advantage in enumerate(drawn.advantage):
+        ratio = math.exp(drawn.new[i] - drawn.old[i])
         weight = min(max(ratio, 1 - low), 1 + high)
-        assert loss[i].item() == pytest.approx(-weight * advantage * made.new[i], rel=1e-9, abs=1e-12)
+        assert loss[i].item() == pytest.approx(-weight * advantage * drawn.new[i], rel=1e-9, abs=1e-12)
         assert float(new.grad[i]) == pytest.approx(-weight * advantage, rel=1e-9, abs=1e-12)
         if abs(ratio - weight) > 1e-9:
             assert bool(clipped[i])
@@ -165,34 +163,34 @@ def test_value_loss_agrees_with_a_loop_in_value_and_gradient(
         far_error, near_error = (v - g) ** 2, (near - g) ** 2
         assert loss[i].item() == pytest.approx(0.5 * max(far_error, near_error), abs=1e-9)
         if abs(far_error - near_error) > 1e-9:
-            # Where the bounded value errs more, moving the value changes nothing: it went far enough the right way.
+            # If the clipped value has the larger error, the gradient is 0: the value has moved far enough.
             assert float(value.grad[i]) == pytest.approx(v - g if far_error > near_error else 0.0, abs=1e-9)
         elif not bound or abs(v - o) < bound * (1 - 1e-6):  # at the bound itself rounding decides
             assert float(value.grad[i]) == pytest.approx(v - g, abs=1e-9)
 
 
 @few(60)
-@given(made=tokens())
-def test_kl_estimators_agree_with_their_formulas_in_value_and_gradient(made: Tokens) -> None:
+@given(drawn=tokens())
+def test_kl_estimators_agree_with_their_formulas_in_value_and_gradient(drawn: Tokens) -> None:
     formulas = {
         "k1": lambda p, q: (p - q, p - q),
         "k2": lambda p, q: ((p - q) ** 2 / 2, p - q),
         "k3": lambda p, q: (math.exp(q - p) - 1 - (q - p), 1 - math.exp(q - p)),
     }
     for name, formula in formulas.items():
-        new, reference, _, _ = made.tensors()
-        found = KL_ESTIMATORS[name](new, reference)
-        found.sum().backward()
+        new, reference, _, _ = drawn.tensors()
+        estimated = KL_ESTIMATORS[name](new, reference)
+        estimated.sum().backward()
         assert new.grad is not None
-        for i, (p, q) in enumerate(zip(made.new, made.old, strict=True)):
+        for i, (p, q) in enumerate(zip(drawn.new, drawn.old, strict=True)):
             value, slope = formula(p, q)
-            assert found[i].item() == pytest.approx(value, abs=1e-9)
+            assert estimated[i].item() == pytest.approx(value, abs=1e-9)
             assert float(new.grad[i]) == pytest.approx(slope, rel=1e-9, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3"])
 def test_kl_estimators_in_expectation(name: str) -> None:
-    """k1 and k3 estimate KL(pi || ref) without bias; summing over a whole vocabulary replaces sampling."""
+    """k1 and k3 estimate KL(pi || ref) without bias; a sum over the vocabulary replaces sampling."""
     torch.manual_seed(1)
     logits = torch.randn(12, dtype=torch.float64, requires_grad=True)
     reference = torch.randn(12, dtype=torch.float64).log_softmax(-1)
@@ -216,26 +214,26 @@ def test_kl_of_equal_policies_is_zero_and_k3_stays_finite_far_away() -> None:
 
 @few(60)
 @given(
-    made=tokens(),
+    drawn=tokens(),
     cap=st.sampled_from([1.0, 1.5, 2.0, 10.0]),
     bounds=st.sampled_from([(0.98, 1.02), (0.5, 1.5), (1.0, 3.0)]),
 )
-def test_corrections_agree_with_a_loop_and_are_constants(made: Tokens, cap: float, bounds: tuple[float, float]) -> None:
-    learner, sampler, _, rows = made.tensors()
+def test_corrections_agree_with_a_loop_without_gradient(drawn: Tokens, cap: float, bounds: tuple[float, float]) -> None:
+    learner, sampler, _, rows = drawn.tensors()
     low, high = bounds
     settings = RLSettings(importance_cap=cap, sequence_mask_low=low, sequence_mask_high=high)
     by_token, by_sequence = (CORRECTIONS[name](learner, sampler, rows, settings) for name in ("token", "sequence_mask"))
     assert not by_token.requires_grad
     assert not by_sequence.requires_grad
-    for i, row in enumerate(made.row):
-        assert float(by_token[i]) == pytest.approx(min(math.exp(made.new[i] - made.old[i]), cap), rel=1e-9)
-        mean = math.exp(made.mean_log_ratio(row))
+    for i, row in enumerate(drawn.row):
+        assert float(by_token[i]) == pytest.approx(min(math.exp(drawn.new[i] - drawn.old[i]), cap), rel=1e-9)
+        mean = math.exp(drawn.mean_log_ratio(row))
         if min(abs(mean - low), abs(mean - high)) > 1e-9:
             assert float(by_sequence[i]) == (float(by_token[i]) if low <= mean <= high else 0.0)
 
 
-def test_a_sequence_that_is_far_off_is_masked_by_default_whichever_way() -> None:
-    """2,000 tokens, 1,380 nats apart: less than a factor of two a token."""
+def test_a_sequence_far_off_in_either_direction_is_masked_by_default() -> None:
+    """2,000 tokens, 1,380 nats apart: less than a factor of two per token."""
     rows = torch.arange(4).repeat_interleave(2000)
     nats = torch.tensor([1380.0, -1380.0, 20.0, 0.0])[rows] / 2000
     sampler = torch.full((8000,), -1.0)

@@ -47,19 +47,19 @@ def test_a_layout_is_a_maze(item: int) -> None:
     size = SIZES[item % 5]
     cells = {(row, column) for row in range(size) for column in range(size)}
     assert maze.size == size
-    assert set(maze.exits) == set(maze.distance) == cells  # the goal is reached from everywhere
+    assert set(maze.exits) == set(maze.distance) == cells  # the goal can be reached from everywhere
     for cell, ways in maze.exits.items():
         for way in ways:
-            there = neighbour(cell, way)
-            assert there in cells
-            assert any(neighbour(there, back) == cell for back in maze.exits[there])
+            following = neighbour(cell, way)
+            assert following in cells
+            assert any(neighbour(following, back) == cell for back in maze.exits[following])
     num_doors = sum(map(len, maze.exits.values())) // 2
     assert num_doors == size * size - 1 + size // 2  # a tree, and a few loops
     assert maze.distance[maze.start] >= size
     assert maze.distance[maze.goal] == 0
 
 
-def test_splits_are_disjoint_also_in_what_they_show() -> None:
+def test_splits_share_no_item_and_no_wall_pattern() -> None:
     assert {name: len(split) for name, split in Maze.splits.items()} == {"train": 100_000, "test": 1000}
     assert not set(Maze.splits["train"]) & set(Maze.splits["test"])
     walls = defaultdict(set)
@@ -100,7 +100,7 @@ print(digest.hexdigest()[:16])
 
 
 def test_items_are_pinned_and_the_same_in_every_process() -> None:
-    """A change here changes the items: old results and demonstrations no longer fit."""
+    """A change here changes the items, which invalidates old results and demonstrations."""
     running = [
         subprocess.Popen(
             [sys.executable, "-c", DIGEST],
@@ -112,7 +112,7 @@ def test_items_are_pinned_and_the_same_in_every_process() -> None:
     ]
     outputs = [process.communicate(timeout=120)[0].strip() for process in running]
     assert outputs[0] == outputs[1]
-    # Pictures left out: they may change.
+    # Without pictures, which may change.
     env = Maze()
     assert env.reset(4) == (
         "The goal is at row 6, column 8. You are at row 8, column 1. "
@@ -137,7 +137,7 @@ def test_a_game_from_start_to_end() -> None:
         env.step("move up")
 
 
-def test_observations_tell_every_wall() -> None:
+def test_observations_name_every_wall() -> None:
     names = {"up": "above you", "down": "below you", "left": "to your left", "right": "to your right"}
     env = Maze()
     seen = set()
@@ -158,13 +158,13 @@ def test_observations_tell_every_wall() -> None:
     raise AssertionError("no room without walls")
 
 
-def test_a_wall_stops_you() -> None:
+def test_a_wall_blocks_a_move() -> None:
     env = start()
     assert refuse(env, "move left").startswith("There is a wall to your left: you stay where you are.\nThe goal is at")
     assert refuse(env, "jump").startswith("Could not understand jump. The actions are: move up, move down, move left")
 
 
-def test_spelling_is_forgiving() -> None:
+def test_case_spaces_and_quotes_are_ignored() -> None:
     for action in ("move up", " MOVE  Up.", '"move up"', "`move up`\n"):
         assert start().step(action).info["valid"], action
 
@@ -215,7 +215,7 @@ def test_playing_before_reset_is_an_error() -> None:
 
 
 def shortest(item: int) -> int:
-    """Breadth first from the start, by playing: independent of the layout's own distances."""
+    """Return the shortest number of moves by breadth-first search, independent of the layout's own distances."""
     maze = layout(item)
     ring, seen, moves = {maze.start}, {maze.start}, 0
     while maze.goal not in ring:
@@ -255,14 +255,14 @@ def test_the_oracle_finds_its_way_from_anywhere() -> None:
         assert env.actions() == []
 
 
-def test_actions_are_the_open_ways() -> None:
+def test_actions_are_the_moves_without_a_wall() -> None:
     env = start()
     assert env.actions() == ["move up"]
     for way in MOVES:
         assert start().step(f"move {way}").info["valid"] == (f"move {way}" in env.actions())
 
 
-def test_state_keys_name_states() -> None:
+def test_state_keys_depend_on_the_position_only() -> None:
     env = start()
     assert env.state_key() == "4|8,1"
     env.step("move up")
@@ -272,7 +272,7 @@ def test_state_keys_name_states() -> None:
     assert start(9).state_key() != env.state_key()
 
 
-def test_it_offers_all_optional_methods() -> None:
+def test_it_has_all_optional_methods() -> None:
     for capability in (HasActions, HasOracle, HasStateKey, HasRender):
         assert isinstance(Maze(), capability)
 

@@ -14,13 +14,13 @@ from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.fits import diagnose_recipe, too_large
+from agentgym_rl.run.memory_demand import diagnose_recipe, too_large
 from agentgym_rl.scale.memory import (
-    CONTEXT,
     GIB,
-    HEAD_CHUNK,
-    PASSING,
+    HEAD_CHUNK_BYTES,
+    PROCESS_BYTES,
     SHAPES,
+    TEMPORARY_PARTS,
     Demand,
     Shape,
     activation_bytes,
@@ -32,7 +32,7 @@ from agentgym_rl.scale.memory import (
     warm_start_memory,
 )
 from agentgym_rl.scale.plan import Plan
-from agentgym_rl.training.head import CHUNK_NUMBERS
+from agentgym_rl.training.device.head import CHUNK_NUMBERS
 
 
 def test_parameters_are_counted_as_the_model_counts_them() -> None:
@@ -53,7 +53,7 @@ def test_published_sizes(name: str, published: float) -> None:
     assert SHAPES[name].count == pytest.approx(published, rel=0.01)
 
 
-def test_sharding_divides_what_is_kept_and_nothing_else() -> None:
+def test_sharding_divides_only_the_persistent_parts() -> None:
     alone = Demand(SHAPES["7B"], 2, learners=1, distributed=True)
     eight = replace(alone, learners=8)
     for part in ("weights", "gradients", "optimizer"):
@@ -94,14 +94,14 @@ def test_a_pair_on_one_device_takes_turns() -> None:
     learner, engine = learner_memory(pair), engine_memory(pair)
     cache = engine.parts["KV cache"] + engine.parts["growing cache"]
     assert found["device, learning"].total == learner.total + engine.total - cache
-    passing = sum(learner.parts[name] for name in PASSING)
+    passing = sum(learner.parts[name] for name in TEMPORARY_PARTS)
     embedding = 152_064 * 3584
     assert found["device, playing"].total == learner.total - passing + engine.total + 8 * embedding
     assert max(m.total for m in found.values()) < learner.total + engine.total
     assert found["device, loading"].parts["reference, whole"] == 8 * learner.parts["reference"]
-    asleep = on_each_device(replace(pair, engine="vllm", memory_share=0.5), 80 * GIB)
-    assert asleep["device, learning"].total == learner.total + CONTEXT, "vLLM gives everything back"
-    assert asleep["device, playing"].total == learner.total - passing + 40 * GIB + CONTEXT + 12 * embedding
+    sleeping = on_each_device(replace(pair, engine="vllm", memory_share=0.5), 80 * GIB)
+    assert sleeping["device, learning"].total == learner.total + PROCESS_BYTES, "vLLM gives everything back"
+    assert sleeping["device, playing"].total == learner.total - passing + 40 * GIB + PROCESS_BYTES + 12 * embedding
     on_cpus, adapters = replace(pair, gpu=False), replace(pair, trained=1000)
     assert "learner weights on their way" not in on_each_device(on_cpus)["device, playing"].parts
     assert on_each_device(adapters)["device, playing"].parts["learner weights on their way"] == 2 * embedding
@@ -123,7 +123,7 @@ def test_vllm_takes_its_share_of_the_whole_device() -> None:
     assert not table({"engine": all_of_it}, 80 * GIB)[1], "CUDA is up before vLLM looks for its share"
 
 
-def test_a_cache_of_a_given_size_holds_one_episode_and_has_room_beside_the_weights() -> None:
+def test_a_cache_of_a_given_size_must_hold_one_episode_beside_the_weights() -> None:
     given = Demand(
         SHAPES["7B"],
         2,
@@ -205,7 +205,7 @@ def test_vllm_cannot_have_a_whole_device(share: float) -> None:
         Config.model_validate(recipe | {"engine": {"kind": "vllm", "memory_share": share}})
 
 
-def test_a_warm_start_is_spread_like_any_learner_and_has_its_own_passes() -> None:
+def test_a_warm_start_is_sharded_like_a_learner_and_has_its_own_passes() -> None:
     eight = Demand(
         SHAPES["7B"], 2, learners=8, distributed=True, colocated=False, checkpoint_activations=True, sessions=64
     )
@@ -224,7 +224,7 @@ def test_a_warm_start_is_spread_like_any_learner_and_has_its_own_passes() -> Non
     assert cpu["host, warm start"].total == 8 * warm_start_memory(replace(eight, gpu=False)).total
 
 
-def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_for_every_vllm_elsewhere() -> None:
+def test_hosts_load_the_model_for_every_rank_and_copy_it_for_every_remote_vllm() -> None:
     apart = Demand(SHAPES["32B"], 2, learners=32, engines=8, distributed=True, colocated=False, reference=True)
     count = SHAPES["32B"].count
     found = on_each_host(apart, 8)
@@ -237,9 +237,9 @@ def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_for_every_vllm_el
     assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner lends"
     pairs = replace(apart, learners=8, colocated=True)
     assert on_each_host(pairs, 4)["host, loading"].total == 4 * (4 + 2 + 2) * count
-    asleep = on_each_host(replace(pairs, engine="vllm"), 8)["host, running"]
-    assert asleep.parts["8 sleeping vLLMs"] == 8 * 2 * count
-    assert asleep.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner lends"
+    sleeping = on_each_host(replace(pairs, engine="vllm"), 8)["host, running"]
+    assert sleeping.parts["8 sleeping vLLMs"] == 8 * 2 * count
+    assert sleeping.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner lends"
     two_nodes = on_each_host(replace(pairs, engine="vllm"), 4)["host, running"]
     assert two_nodes.total == (3 + 4 + 4) * 2 * count
     assert on_each_host(pairs, 8)["host, running"].total == 3 * 2 * count
@@ -250,7 +250,7 @@ def test_hosts_load_the_whole_model_for_every_rank_and_copy_it_for_every_vllm_el
 
 
 def test_the_sizes_are_those_of_the_code() -> None:
-    assert 4 * CHUNK_NUMBERS["cuda"] == HEAD_CHUNK
+    assert 4 * CHUNK_NUMBERS["cuda"] == HEAD_CHUNK_BYTES
 
 
 def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:
@@ -261,7 +261,8 @@ def test_a_pair_on_one_device_cannot_work_at_the_same_time() -> None:
 
 
 def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "scale.md").read_text()
+    docs = Path(__file__).parents[2] / "docs"
+    guide = "\n".join((docs / name).read_text() for name in ("guides/memory.md", "how-it-works/thousand-gpus.md"))
     flat = " ".join(guide.split())
     model = write_shape(tmp_path / "model")
     common = {"name": "7B", "model": {"path": str(model), "dtype": "bfloat16"}, "environments": [{"name": "keydoor"}]}
@@ -297,8 +298,8 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     assert f"at 32B it would take {beside_servers.total / GIB:.0f} GiB there" in flat
     warm = warm_start_memory(replace(seven, warm_start=(16384, True))).total / GIB
     assert f"{warm:.1f} GiB at 7B on 8 with micro-batches of 16k" in flat
-    asleep = on_each_host(replace(seven, colocated=True, engines=8, engine="vllm"), 8)["host, running"].parts
-    assert f"{asleep['8 sleeping vLLMs'] / GIB:.0f} GiB more for a node of 8 at 7B" in flat
+    sleeping = on_each_host(replace(seven, colocated=True, engines=8, engine="vllm"), 8)["host, running"].parts
+    assert f"{sleeping['8 sleeping vLLMs'] / GIB:.0f} GiB more for a node of 8 at 7B" in flat
     host = on_each_host(large, 8)["host of learners, loading"].total / GIB
     assert f"{host:,.0f} GiB for a node of 8 ranks at 32B" in flat
     passing = sum(learner_memory(seven).parts[name] for name in OF_A_PASS) / GIB
@@ -335,7 +336,7 @@ def write_shape(folder: Path) -> Path:
     return folder
 
 
-def test_the_command_says_so_with_its_exit_code(tmp_path: Path) -> None:
+def test_the_command_reports_it_with_its_exit_code(tmp_path: Path) -> None:
     model = write_shape(tmp_path / "model")
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(f'[model]\npath = "{model}"\ndtype = "bfloat16"\n[[environments]]\nname = "keydoor"\n')
@@ -367,25 +368,25 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
         (["engine"], "SPREAD"),
         (["env_host"], "SPREAD"),
     ]
-    assert apart.cpus_in_all() == 2 * 2 + 3 + 2
+    assert apart.total_cpus() == 2 * 2 + 3 + 2
     pairs = Plan(learners=2, engines=2, env_hosts=1, layout="colocated", device="cuda", **common, **more)
     (roles, strategy), _ = pairs.placement()
     assert strategy == "PACK"
     assert roles["learner"][0]["GPU"] + roles["engine"][0]["GPU"] == 1.0
-    assert pairs.lacking({"GPU": 2, "CPU": 99}) is None
-    assert "need 2 GPUs, a learner and an engine on each; there are 1" in (pairs.lacking({"GPU": 1, "CPU": 99}) or "")
-    assert "need 5 GPUs; there are 0" in (apart.lacking({"CPU": 99}) or "")
+    assert pairs.shortage({"GPU": 2, "CPU": 99}) is None
+    assert "need 2 GPUs, a learner and an engine on each; there are 1" in (pairs.shortage({"GPU": 1, "CPU": 99}) or "")
+    assert "need 5 GPUs; there are 0" in (apart.shortage({"CPU": 99}) or "")
     wide = replace(apart, devices_per_engine=4)
     assert wide.placement()[1][0]["engine"] == [{"CPU": 1.0, "GPU": 4.0}] * 3, "of one node each: a bundle is"
-    assert "need 14 GPUs; there are 13" in (wide.lacking({"GPU": 13, "CPU": 99}) or "")
+    assert "need 14 GPUs; there are 13" in (wide.shortage({"GPU": 13, "CPU": 99}) or "")
     undecided = replace(pairs, device="auto", address="auto")
     assert undecided.decided({"GPU": 16.0, "CPU": 99.0}) == replace(pairs, address="auto"), "whatever the driver has"
     assert undecided.decided({"CPU": 99.0}).device == "cpu"
     assert pairs.decided({"CPU": 99.0}) is pairs
 
 
-def test_a_cluster_that_is_not_there_is_said_in_one_line() -> None:
-    from agentgym_rl.cluster import plan_of
+def test_a_missing_cluster_is_reported_in_one_line() -> None:
+    from agentgym_rl.run.backend_ray import plan_of
     from agentgym_rl.scale.ray_app import RayApp
 
     recipe = {"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]}

@@ -1,4 +1,4 @@
-"""What is said of a step's episodes, on cases small enough to count by hand."""
+"""Metrics of a step's episodes, on cases small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -64,40 +64,42 @@ def test_means_over_usable_episodes() -> None:
     }
 
 
-def test_one_environment_has_no_metrics_of_its_own() -> None:
+def test_a_single_environment_has_no_separate_metrics() -> None:
     assert not any(name.startswith("toy/") for name in episode_metrics([group(1, [0.0, 1.0])]))
 
 
-def test_failures_only() -> None:
+def test_a_step_of_failures_reports_counts_only() -> None:
     failed = Group(Task("toy", 1), [trajectory(1, stop=StopReason.ERROR)])
     assert episode_metrics([failed]) == {"episodes/usable": 0.0, "episodes/error": 1.0, "episodes/timeout": 0.0}
     failed.trajectories[0].error = "EpisodeTimeout: the episode was not over after 5 s"
     assert episode_metrics([failed])["episodes/timeout"] == 1.0
 
 
-def test_an_episode_without_a_reply_is_counted_and_divides_nothing_by_zero() -> None:
+def test_an_episode_without_a_reply_is_counted_without_division_by_zero() -> None:
     unread = Trajectory("t", Task("a", 0), [Message("user", "long")], stop=StopReason.MAX_CONTEXT)
     metrics = episode_metrics([Group(unread.task, [unread])])
     assert (metrics["episodes/usable"], metrics["truncated/rate"], metrics["tokens/per_reply"]) == (1, 1, 0)
 
 
-def test_loops_of_two() -> None:
+def test_alternating_replies_are_counted() -> None:
     rates = [
-        episode_metrics([Group(Task("a", 0), [episode("a", list(said), StopReason.DONE)])])["actions/alternating_rate"]
-        for said in ("xyxyxy", "xyxyzz", "xxxxxx", "xyx", "xyzxyz")
+        episode_metrics([Group(Task("a", 0), [episode("a", list(replies), StopReason.DONE)])])[
+            "actions/alternating_rate"
+        ]
+        for replies in ("xyxyxy", "xyxyzz", "xxxxxx", "xyx", "xyzxyz")
     ]
     assert rates == [1.0, 1 / 3, 0.0, 0.0, 0.0]
 
 
-def test_surprise_is_the_sampler_s_own_estimate_of_the_entropy_of_each_turn() -> None:
+def test_surprise_is_the_samplers_entropy_estimate_of_each_turn() -> None:
     def sampled(turns: list[list[float]]) -> Trajectory:
         messages = [Message("system", "s")]
         for logprobs in turns:
             messages += [Message("user", "o"), Message("assistant", "a", [1] * len(logprobs), logprobs)]
         return Trajectory("t", Task("a", 0), messages, [0.0] * len(turns), [{} for _ in turns], StopReason.DONE)
 
-    found = surprise([sampled([[-1.0, -2.0], [-4.0]]), sampled([[-6.0]])])
-    assert found == {"surprise/mean": 13 / 4, "surprise/turn_1": 3.0, "surprise/turn_2": 4.0}
+    metrics = surprise([sampled([[-1.0, -2.0], [-4.0]]), sampled([[-6.0]])])
+    assert metrics == {"surprise/mean": 13 / 4, "surprise/turn_1": 3.0, "surprise/turn_2": 4.0}
     long = surprise([sampled([[-float(turn)] for turn in range(1, 11)])])
     assert set(long) == {"surprise/mean", *(f"surprise/turn_{turn}" for turn in range(1, 9)), "surprise/turn_9+"}
     assert long["surprise/turn_9+"] == 9.5
@@ -111,7 +113,7 @@ def answered(
     turns: int = 3,
     shown: Callable[[int, int], str] = lambda item, turn: f"task {item} turn {turn}",
 ) -> float | None:
-    """The measure over a batch in which task `item` shows `shown` and is answered with `reply(item, turn, rng)`."""
+    """Return the dependence in a batch in which task `item` shows `shown` and gets `reply(item, turn, rng)`."""
     rng = random.Random(0)
     played = []
     for item in range(tasks):
@@ -149,18 +151,18 @@ def test_dependence_of_replies_that_are_certain(reply: Callable[..., str], expec
     ],
     ids=["two actions", "one rare", "phrases", "long"],
 )
-def test_replies_drawn_without_looking_depend_on_nothing(reply: Callable[..., str]) -> None:
+def test_random_replies_have_no_dependence(reply: Callable[..., str]) -> None:
     assert answered(reply) == pytest.approx(0.0, abs=0.04)
 
 
-def test_a_few_odd_replies_among_equal_ones_are_not_taken_for_dependence() -> None:
+def test_few_different_replies_among_equal_ones_are_no_dependence() -> None:
     def odd(item: int, turn: int, rng: random.Random) -> str:
         return "down" if rng.random() < 0.01 else "up"
 
     assert answered(odd) == pytest.approx(0.0, abs=0.1)
 
 
-def test_dependence_falls_with_the_share_of_replies_that_look() -> None:
+def test_dependence_falls_with_the_share_of_replies_that_use_the_input() -> None:
     def looks(share: float) -> Callable[[int, int, random.Random], str]:
         return lambda item, turn, rng: f"take {item}" if rng.random() < share else "take 0"
 
@@ -170,7 +172,7 @@ def test_dependence_falls_with_the_share_of_replies_that_look() -> None:
     assert measured[-1] < 0.1
 
 
-def test_words_in_common_are_not_taken_for_dependence_and_words_of_the_task_are() -> None:
+def test_words_of_the_task_count_as_dependence_and_common_words_do_not() -> None:
     def thinks(about: Callable[[int, random.Random], str]) -> Callable[[int, int, random.Random], str]:
         return lambda item, turn, rng: (
             f"I should think step {rng.randrange(100)} by step {rng.randrange(100)} and then take {about(item, rng)}"
@@ -180,7 +182,7 @@ def test_words_in_common_are_not_taken_for_dependence_and_words_of_the_task_are(
     assert answered(thinks(lambda item, rng: f"the {item} of {item} and {item}")) > 0.25
 
 
-def test_a_screen_that_all_tasks_share_is_not_an_input_to_depend_on() -> None:
+def test_a_screen_shared_by_all_tasks_is_not_compared() -> None:
     constant = answered(lambda item, turn, rng: "crane", shown=lambda item, turn: "Guess!", turns=1)
     assert constant is None
     after = answered(
@@ -203,19 +205,19 @@ def test_dependence_is_cheap() -> None:
     assert time.process_time() - started < 4.0
 
 
-def test_an_environment_of_several_is_named_even_when_it_is_played_alone() -> None:
+def test_one_of_several_environments_is_named_even_if_played_alone() -> None:
     metrics = episode_metrics([group(1, [0.0, 1.0])], ("toy", "other"))
     assert metrics["toy/success/mean"] == metrics["success/mean"]
     assert not any(name.startswith("other/") for name in metrics)
 
 
 def test_sums_do_not_depend_on_hashes() -> None:
-    """A run that is resumed in another process, whose strings hash to other numbers, must log the same."""
+    """A run resumed in another process, with other string hashes, must log the same."""
     program = "from agentgym_rl.training.metrics import _words; print(list(_words('go to the red ball by the door')))"
-    said = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True
         ).stdout
         for seed in ("1", "2", "3")
     }
-    assert len(said) == 1
+    assert len(outputs) == 1

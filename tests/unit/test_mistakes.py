@@ -1,4 +1,4 @@
-"""One test for each mistake that earlier systems made. Other files test the same things at length."""
+"""One test for each mistake of earlier systems. Other files test the same behaviour in detail."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def batch_of(
 async def played(renderer: Renderer, replies: list[Any], sampling: Sampling, reward: float) -> Trajectory:
     engine = ScriptedEngine(replies)
     policy = EnginePolicy(engine, renderer, sampling, instruction="Walk.")
-    found = await rollout(Task("corridor", 1), Corridor(), policy, LIMITS, id=f"t{reward}")
-    found.rewards[-1] = reward
-    return found
+    result = await rollout(Task("corridor", 1), Corridor(), policy, LIMITS, id=f"t{reward}")
+    result.rewards[-1] = reward
+    return result
 
 
 @pytest.mark.parametrize("kind", ["lossy", "other segmentation"])
@@ -84,18 +84,18 @@ async def test_mistake_01_sampled_text_is_never_encoded_again(kind: str) -> None
 
 async def test_mistake_01_an_end_of_turn_that_was_not_sampled_is_not_trained_on() -> None:
     renderer = Renderer(byte_level_bpe("chatml"), "chatml")
-    said = renderer.encode("go north")  # ends by a stop string or by its length: no end-of-turn token
-    members = [await played(renderer, [said] * 3, Sampling(max_new_tokens=1), reward) for reward in (0.0, 1.0)]
+    reply_ids = renderer.encode("go north")  # ended by a stop string or the length limit, without an end-of-turn token
+    members = [await played(renderer, [reply_ids] * 3, Sampling(max_new_tokens=1), reward) for reward in (0.0, 1.0)]
     assert members[0].num_turns == 3
     batch = batch_of([Group(members[0].task, members)])
     (micro,) = micro_batches(batch.samples, batch.weights, 10_000)
     assert renderer.end_of_turn not in micro.targets_A.tolist()
-    assert renderer.end_of_turn in members[0].token_ids  # the next prompt does contain it
+    assert renderer.end_of_turn in members[0].token_ids  # but the next prompt contains it
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_mistake_02_the_final_reward_is_on_tokens_that_are_trained(algorithm: Algorithm) -> None:
-    """Whatever was seen after the last reply: a success is good for every token that was sampled, and for no other."""
+def test_mistake_02_the_final_reward_reaches_the_trained_tokens(algorithm: Algorithm) -> None:
+    """Check that a success gives every sampled token, and no other, a positive advantage."""
     won, lost = trajectory(1, turns=4, reward=1.0), trajectory(2, turns=3, reward=0.0)
     for episode in (won, lost):
         episode.messages[-1].token_ids = [1, 2, 3]
@@ -110,7 +110,7 @@ def test_mistake_02_the_final_reward_is_on_tokens_that_are_trained(algorithm: Al
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_mistake_03_everything_a_loss_sees_has_one_shape(algorithm: Algorithm) -> None:
+def test_mistake_03_all_inputs_of_a_loss_have_one_shape(algorithm: Algorithm) -> None:
     batch = batch_of([group(1, [0.0, 1.0, 1.0])], algorithm=algorithm)
     known = ["logprobs", "advantages", "turn_index", "versions"]
     known += ["values", "returns"] if algorithm == "ppo" else []
@@ -120,12 +120,12 @@ def test_mistake_03_everything_a_loss_sees_has_one_shape(algorithm: Algorithm) -
     flat = [micro.rows_A, micro.columns_A, micro.targets_A, micro.weights_A, micro.logprobs_A, micro.advantages_A]
     flat += [micro.values_A, micro.returns_A] if algorithm == "ppo" else []
     assert {tuple(t.shape) for t in flat} == {(micro.num_actions,)}
-    batch.samples[0].values = [0.0] * len(batch.samples[0].token_ids)  # a critic that looked at the whole sequence
+    batch.samples[0].values = [0.0] * len(batch.samples[0].token_ids)  # values of a critic over the whole sequence
     with pytest.raises(ValueError, match="trained tokens need as many values"):
         micro_batches(batch.samples, batch.weights, 10_000)
 
 
-def test_mistake_04_every_turns_reward_counts_and_a_failure_is_no_zero() -> None:
+def test_mistake_04_every_reward_counts_and_a_failed_episode_is_not_a_zero() -> None:
     early, never, broken = (trajectory(i, turns=3, reward=0.0) for i in (1, 2, 3))
     early.rewards[0] = 1.0
     broken.stop, broken.error = StopReason.ERROR, "EnvError: gone"
@@ -135,13 +135,13 @@ def test_mistake_04_every_turns_reward_counts_and_a_failure_is_no_zero() -> None
     assert episode_metrics(groups)["episodes/error"] == 1
 
 
-async def test_mistake_05_the_slowest_environment_gates_nobody() -> None:
+async def test_mistake_05_a_slow_environment_does_not_block_the_others() -> None:
     others_done = asyncio.Event()
     finished: list[Trajectory] = []
 
     class Waiting(Corridor):
         async def step(self, text: str) -> Any:
-            await others_done.wait()  # in lock-step nobody could finish before this one has stepped
+            await others_done.wait()  # in lock-step no episode could finish before this step
             return await super().step(text)
 
     class Pool:
@@ -160,7 +160,7 @@ async def test_mistake_05_the_slowest_environment_gates_nobody() -> None:
     assert finished[-1].task.env == "waiting"
 
 
-async def test_mistake_06_a_resumed_schedule_skips_nothing_and_no_step_is_missing() -> None:
+async def test_mistake_06_a_resumed_schedule_skips_no_step() -> None:
     async def run(killed_after: int) -> list[int]:
         turns: list[int] = []
         saved: dict[str, Any] = {}
@@ -199,7 +199,7 @@ async def test_mistake_06_a_resumed_schedule_skips_nothing_and_no_step_is_missin
         assert await run(killed_after) == [1, 1, 2, 2, 4, 4, 4]
 
 
-async def test_mistake_07_nothing_is_left_open_and_no_id_comes_twice() -> None:
+async def test_mistake_07_sessions_are_closed_and_ids_are_unique() -> None:
     pool = LocalPool({"raising": Raising}, max_sessions=3)
 
     def policy(session: Any, seed: int) -> Any:
@@ -230,7 +230,7 @@ def test_mistake_08_micro_batches_and_rows_do_not_change_the_weights(algorithm: 
         updates.append([metrics[name] for name in names])
     assert updates[1] == pytest.approx(updates[0], rel=1e-4, abs=1e-7)
     assert updates[2] == pytest.approx(updates[0], rel=1e-4, abs=1e-7)
-    assert len(batch.samples) == len(usable)  # one row each, however many turns
+    assert len(batch.samples) == len(usable)  # one row per trajectory, for any number of turns
     shares = [weight * sum(s.loss_mask) for s, weight in zip(batch.samples, batch.weights, strict=True)]
     tokens = [sum(t.loss_mask) for t in usable]
     expected = {
@@ -241,7 +241,7 @@ def test_mistake_08_micro_batches_and_rows_do_not_change_the_weights(algorithm: 
     assert shares == pytest.approx(expected[aggregate])
 
 
-async def test_mistake_09_nothing_cached_under_old_weights_is_used_again() -> None:
+async def test_mistake_09_no_cache_of_old_weights_is_reused() -> None:
     model, tokenizer = counting_player()
     renderer = Renderer(tokenizer)
     prompt = renderer.prompt([Message("user", "Goal: 4. You are at 0.")])
@@ -253,11 +253,11 @@ async def test_mistake_09_nothing_cached_under_old_weights_is_used_again() -> No
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     await engine.update_weights(None, 1)
     longer = [*prompt, *first.token_ids, *renderer.follow_up("You are at 1.")]
-    kept = await engine.generate(longer, sampling, "session")
+    continued = await engine.generate(longer, sampling, "session")
     fresh = await NativeEngine(model, max_sessions=4, max_context=200).generate(longer, sampling, "other")
-    assert kept.token_ids == fresh.token_ids
-    assert kept.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
-    assert (first.version, kept.version) == (0, 1)
+    assert continued.token_ids == fresh.token_ids
+    assert continued.logprobs == pytest.approx(fresh.logprobs, abs=1e-5)
+    assert (first.version, continued.version) == (0, 1)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -265,25 +265,25 @@ def test_mistake_10_placeholders_cannot_reach_a_ratio(algorithm: Algorithm) -> N
     settings = replace(SETTINGS, algorithm=algorithm, epochs=2, kl_coef=0.1)
     batch = batch_of([group(1, [0.0, 1.0])], algorithm=algorithm)
     for sample in batch.samples:
-        assert len(sample.logprobs) == sum(sample.loss_mask)  # there is no place for one
+        assert len(sample.logprobs) == sum(sample.loss_mask)  # no element is left for a placeholder
     metrics = RLLearner(tiny_model(), settings, 1.0).learn(batch, 0)
     assert all(math.isfinite(value) for value in metrics.values())
     for sample in batch.samples:
         for name in ("logprobs", "old_logprobs", "reference_logprobs", "advantages"):
             assert len(getattr(sample, name)) == sum(sample.loss_mask)
-    batch.samples[0].loss_mask = [False] + [True] * (len(batch.samples[0].loss_mask) - 1)  # a mask that is off
+    batch.samples[0].loss_mask = [False] + [True] * (len(batch.samples[0].loss_mask) - 1)  # an inconsistent mask
     with pytest.raises(ValueError, match="trained tokens need as many logprobs"):
         RLLearner(tiny_model(), settings, 1.0).learn(batch, 0)
 
 
-def test_mistake_11_nothing_evaluates_what_a_model_wrote() -> None:
+def test_mistake_11_no_code_evaluates_model_output() -> None:
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 assert node.func.id not in ("eval", "exec"), f"{path}:{node.lineno} calls {node.func.id}"
 
 
-def test_mistake_11_an_error_has_a_status_of_its_own() -> None:
+def test_mistake_11_every_error_has_its_own_http_status() -> None:
     with server_in_thread({"counting": Counting}) as server, httpx.Client(base_url=server.url) as http:
         assert http.post("/step", json={"id": 99, "action": "up"}).status_code == 404
         assert http.post("/reset", json={"data_idx": "x"}).status_code == 422
@@ -291,8 +291,8 @@ def test_mistake_11_an_error_has_a_status_of_its_own() -> None:
         assert http.post("/step", json={"id": session, "action": "up"}).status_code == 409
 
 
-async def test_mistake_11_every_metric_is_defined() -> None:
-    defined = (ROOT / "docs" / "runs.md").read_text(encoding="utf-8")
+async def test_mistake_11_every_metric_is_documented() -> None:
+    defined = (ROOT / "docs" / "reference" / "run-directory.md").read_text(encoding="utf-8")
     settings = replace(SETTINGS, algorithm="ppo", kl_coef=0.1, steps=1, groups_per_step=1, group_size=2)
     rows: list[dict[str, float | str]] = []
 
@@ -328,10 +328,10 @@ def test_mistake_12_items_do_not_depend_on_the_hash_seed() -> None:
         "    env = catalog.load(name)()\n"
         "    print(name, hashlib.sha256(''.join(env.reset(i) for i in range(40)).encode()).hexdigest())\n"
     )
-    said = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
         ).stdout
         for seed in ("1", "2")
     }
-    assert len(said) == 1
+    assert len(outputs) == 1

@@ -183,7 +183,7 @@ async def test_a_new_turn_computes_only_new_tokens() -> None:
     assert again.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
 
 
-async def test_divergent_shorter_and_repeated_prompts_are_computed_right() -> None:
+async def test_divergent_shorter_and_repeated_prompts_are_computed_correctly() -> None:
     model = make_model("llama-gqa-tied")
     engine = NativeEngine(model)
     base = prompt(30)
@@ -387,7 +387,7 @@ async def test_least_recently_used_sessions_are_evicted_and_recomputed() -> None
     assert engine.stats()["sessions"] == 2
 
 
-async def test_release_frees_a_session_even_under_way() -> None:
+async def test_release_frees_a_busy_session() -> None:
     engine = NativeEngine(make_model("llama"))
     await engine.generate(prompt(5), Sampling(2, seed=0), "a")
     task = asyncio.create_task(engine.generate(prompt(5), Sampling(4, seed=0), "b"))
@@ -398,7 +398,7 @@ async def test_release_frees_a_session_even_under_way() -> None:
     assert engine.stats()["sessions"] == 0
 
 
-async def test_cancellation_frees_the_slot_and_disturbs_nobody() -> None:
+async def test_cancellation_frees_the_slot_and_affects_no_other_request() -> None:
     model = make_model("llama")
     engine = NativeEngine(model, max_sessions=2)
     doomed = asyncio.create_task(engine.generate(prompt(9), Sampling(100, seed=1), "doomed"))
@@ -433,7 +433,7 @@ async def test_refusals_say_what_to_do() -> None:
             await engine.generate(ids, sampling, "a")
     first = asyncio.create_task(engine.generate(prompt(4), Sampling(4, seed=0), "a"))
     await asyncio.sleep(0)
-    with pytest.raises(EngineError, match="session of its own"):
+    with pytest.raises(EngineError, match="its own session"):
         await engine.generate(prompt(4), Sampling(4), "a")
     assert len((await first).token_ids) == 4
     cut = await engine.generate(prompt(28), Sampling(50, seed=0), "b")
@@ -479,7 +479,7 @@ async def test_non_finite_keys_do_not_outlive_their_request() -> None:
         assert completion.token_ids == greedy(model, ids, 4)
 
 
-async def test_identical_prompts_are_computed_once_and_go_their_own_ways() -> None:
+async def test_identical_prompts_are_computed_once_and_then_diverge() -> None:
     model = make_model("qwen2")
     engine = NativeEngine(model)
     ids = prompt(33)
@@ -498,15 +498,15 @@ def test_groups_hold_every_row_once_and_little_padding() -> None:
         start = rng.choice([0, rng.randint(1, 300)])
         rows.append(Row(slot, [0] * (start + rng.choice([1, rng.randint(20, 120)])), start))
     groups = group_rows(rows)
-    assert sorted(place for group in groups for place in group.places) == list(range(200))
-    assert all(rows[place] is row for group in groups for place, row in zip(group.places, group.rows, strict=True))
+    assert sorted(place for group in groups for place in group.indices) == list(range(200))
+    assert all(rows[place] is row for group in groups for place, row in zip(group.indices, group.rows, strict=True))
     assert all(group.num_new == 1 or group.num_new * len(group.rows) <= GROUP_TOKENS for group in groups)
     padded = sum(group.num_new * len(group.rows) for group in groups)
     assert padded < 1.2 * sum(len(row.token_ids) - row.start for row in rows)
     assert len(groups) < 20
 
 
-async def test_a_cache_that_cannot_grow_leaves_the_engine_right(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cache_that_cannot_grow_leaves_the_engine_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("llama")
     engine = NativeEngine(model, max_sessions=2, max_context=2048)
     runner: Any = engine._runner
@@ -532,7 +532,7 @@ async def test_a_growing_cache_holds_one_layer_twice_and_not_all_of_it() -> None
 
 
 async def test_long_episodes_are_not_lost_when_memory_runs_out() -> None:
-    """Of replies that need twice the memory there is, all come to an end, as they do where there is enough."""
+    """Replies that need twice the available memory all finish, with the same result as with enough memory."""
     model = make_model("llama-gqa-tied")
     prompts = [prompt(10 + 45 * (i % 4), i) for i in range(12)]
 
@@ -546,13 +546,13 @@ async def test_long_episodes_are_not_lost_when_memory_runs_out() -> None:
     engine = NativeEngine(model, max_sessions=12)
     cache: Any = engine._runner.cache  # type: ignore[union-attr]
     memory = cache._zeros = LimitedMemory(cache, cache.bytes_of(5, 256))
-    with pytest.warns(UserWarning, match=r"ran out of memory with room for 12 sequences, .* 6 sequences run at once"):
+    with pytest.warns(UserWarning, match=r"ran out of memory with up to 12 sequences, .* 6 sequences run at once"):
         found = await asyncio.gather(*(turns(engine, i) for i in range(12)))
     assert memory.peak > 0
     for mine, right in zip(found, wanted, strict=True):
         assert [c.token_ids for c in mine] == [c.token_ids for c in right]
     assert engine.stats()["evictions"] > 0
-    await engine.rest()
+    await engine.sleep()
     assert engine._sessions.max_sessions == 12
 
 
@@ -564,7 +564,7 @@ async def test_a_sequence_that_does_not_fit_alone_fails_and_the_others_do_not() 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         short = [asyncio.create_task(engine.generate(prompt(30, i), Sampling(4, seed=1), str(i))) for i in range(3)]
-        with pytest.raises(EngineError, match="no memory for one sequence of 240 tokens: no memory"):
+        with pytest.raises(EngineError, match="not enough memory for one sequence of 240 tokens: no memory"):
             await engine.generate(prompt(240), Sampling(4, seed=1), "long")
         for i, completion in enumerate(await asyncio.gather(*short)):
             assert_logprobs(model, prompt(30, i), completion)
@@ -584,7 +584,7 @@ async def test_a_failing_decode_fails_only_its_request() -> None:
     assert len((await good).token_ids) == 3
 
 
-async def test_close_ends_what_is_under_way() -> None:
+async def test_close_ends_pending_requests() -> None:
     engine = NativeEngine(make_model("llama"))
     task = asyncio.create_task(engine.generate(prompt(5), Sampling(200), "a"))
     await until(engine, "steps", 2)
@@ -684,7 +684,7 @@ def test_logprobs_are_exact_over_a_large_vocabulary(top_p: float | None) -> None
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_that_is_not_finite_has_no_logprob(bad: float, temperature: float) -> None:
+def test_a_non_finite_row_has_no_logprob(bad: float, temperature: float) -> None:
     logits = torch.zeros(2, 7)
     logits[1, 3] = bad
     number = torch.arange(2)

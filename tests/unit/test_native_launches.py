@@ -17,11 +17,11 @@ from kernels_for_tests import LimitedMemory
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.native.cuda.joint_weights import join, layer_weights, why_not_captured
 from agentgym_rl.agent.engines.native.cuda.packing import pack
-from agentgym_rl.agent.engines.native.cuda.weights import join, layer_weights, why_not_captured
 from agentgym_rl.agent.engines.native.decoder import DecoderRunner
 from agentgym_rl.agent.engines.native.engine import LAUNCH_STEPS
-from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
+from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Row
 from agentgym_rl.agent.engines.native.sampling import sample
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Sampling
@@ -83,7 +83,7 @@ class StepwiseRunner:
     def refresh(self) -> None:
         pass
 
-    def has_room(self, length: int) -> bool:
+    def fits(self, length: int) -> bool:
         return length <= self._room
 
     def reserve(self, length: int) -> None:
@@ -95,7 +95,7 @@ class StepwiseRunner:
         return self._inner.forward(rows)[1] if rows else 0
 
     def begin(self, rows: list[DecodeRow]) -> None:
-        self._rows = [replace(row, stop_token_ids=row.stop_token_ids[:MOST_STOPS]) for row in rows]
+        self._rows = [replace(row, stop_token_ids=row.stop_token_ids[:MAX_STOPS]) for row in rows]
 
     def launch(self, steps: int) -> DoneLaunch:
         self.launches += 1
@@ -163,7 +163,7 @@ async def test_launches_give_the_same_tokens_as_steps(schedule: int) -> None:
             max_new_tokens=rng.randint(1, 30),
             temperature=rng.choice([0, 0.7, 1.0]),
             top_p=rng.choice([1.0, 0.8]),
-            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 1, MOST_STOPS, MOST_STOPS + 4]))),
+            stop_token_ids=tuple(rng.sample(range(VOCABULARY), rng.choice([0, 1, MAX_STOPS, MAX_STOPS + 4]))),
             stop=rng.choice([(), (), ("<7>", "<3><"), ("<11>",)]),
             seed=rng.randint(0, 2**62),
         )
@@ -187,7 +187,7 @@ async def test_launches_that_run_out_of_memory_lose_no_reply() -> None:
     engine = launching(model, 16)
     cache: Any = engine._runner._inner.cache  # type: ignore[union-attr]
     cache._zeros = LimitedMemory(cache, cache.bytes_of(6, 128))
-    with pytest.warns(UserWarning, match="ran out of memory with room for 16 sequences"):
+    with pytest.warns(UserWarning, match="ran out of memory with up to 16 sequences"):
         found = await asyncio.gather(*(play(engine, f"s{i}", 2, i, sampling) for i in range(16)))
     assert found == wanted
 
@@ -208,7 +208,7 @@ async def test_turns_prefill_only_new_tokens_and_count_them() -> None:
     assert again.logprobs == pytest.approx(fresh.logprobs, abs=1e-4)
 
 
-async def test_prompts_absorbed_between_portions_are_computed_once() -> None:
+async def test_prompts_prefilled_between_portions_are_computed_once() -> None:
     model = make_model()
     engine = launching(model, 200)
 
@@ -224,9 +224,9 @@ async def test_prompts_absorbed_between_portions_are_computed_once() -> None:
     assert stats["prompt_tokens_reused"] == 150 * (23 + 34)
 
 
-async def test_nothing_is_absorbed_with_weights_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_prefilled_with_outdated_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters may have moved: what a runner made of the old ones holds until it is told to look again."""
-    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.PORTION", 2)
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.REPLIES_PER_PORTION", 2)
     model = make_model()
     engine = launching(model, 8)
     runner: Any = engine._runner
@@ -279,7 +279,7 @@ async def test_an_update_during_a_reply_computes_its_keys_again() -> None:
     assert completion.version == 0
 
 
-async def test_cancelled_and_failed_rows_leave_the_others_alone() -> None:
+async def test_cancelled_and_failed_rows_do_not_affect_the_others() -> None:
     model = make_model()
     engine = launching(model, 2)
     doomed = asyncio.create_task(engine.generate(prompt(9), Sampling(200, seed=1), "doomed"))
@@ -325,7 +325,7 @@ async def test_a_launch_is_started_before_the_one_before_it_is_read() -> None:
 
 async def test_a_reply_names_the_weights_that_sampled_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is admitted while others still get their replies, and new weights come before it begins."""
-    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.PORTION", 1)
+    monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.REPLIES_PER_PORTION", 1)
     model = make_model()
     engine = launching(model)
 
@@ -350,7 +350,7 @@ async def test_a_reply_names_the_weights_that_sampled_it(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("length", [12, 40])
-async def test_a_stop_string_that_the_next_token_would_take_back_ends_the_reply(length: int) -> None:
+async def test_a_stop_string_that_the_next_token_would_change_ends_the_reply(length: int) -> None:
     def decode(ids: list[int]) -> str:
         """The last token shows as `?` until another follows, as half a character does."""
         return "".join(chr(97 + token % 26) for token in ids[:-1]) + "?"
@@ -430,7 +430,7 @@ def test_join_keeps_values_and_gradients() -> None:
     assert torch.equal(joint[2:7], values[1] + 1)
 
 
-def test_what_cannot_be_captured_says_why() -> None:
+def test_a_model_that_cannot_be_captured_gives_the_reason() -> None:
     model = make_model()
     model.model.layers[0].mlp.up_proj = torch.nn.Sequential(model.model.layers[0].mlp.up_proj)
     assert "Sequential" in (why_not_captured(model) or "")

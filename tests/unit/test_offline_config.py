@@ -1,4 +1,4 @@
-"""Recipes of offline methods: what belongs to a method, what is refused and why, what is saved."""
+"""Recipes of offline methods: the sections of a method, refused settings, and the saved config."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_method_has_its_sections_and_no_others(tmp_path: Path, method: str) ->
 
 
 @pytest.mark.parametrize("method", RECIPES)
-def test_what_is_saved_is_a_recipe_of_the_same_run(tmp_path: Path, method: str) -> None:
+def test_the_saved_config_is_a_recipe_of_the_same_run(tmp_path: Path, method: str) -> None:
     config = load(tmp_path, method)
     saved = {k: v for k, v in config.resolved().items() if v is not None}
     assert ("rl" in saved) == ("horizon" in saved) == (method == "rl")
@@ -73,26 +73,28 @@ def _without_none(value: object) -> object:
         ("dpo", "dpo.sample_groups=0", "needs dpo.sample_groups or data.files"),
         ("dpo", "dpo.beta=0", "beta and min_gap must be positive"),
         ("dpo", "dpo.label_smoothing=0.5", "label_smoothing"),
-        ("dpo", "dpo={rounds=2}", "a second round needs new episodes"),
+        ("dpo", "dpo={rounds=2}", "needs new episodes in every round"),
         ("sft", "data={}", "needs files, or play"),
         ("sft", "method=grpo", "method: must be 'rl', 'sft', 'dpo' or 'agentevol'"),
         ("agentevol", "agentevol.rounds=0", "rounds must be at least 1"),
         ("agentevol", "agentevol.tries=4", "unknown key"),
     ],
 )
-def test_what_does_not_belong_is_refused_with_a_reason(tmp_path: Path, method: str, override: str, reason: str) -> None:
+def test_settings_of_other_methods_are_refused_with_a_reason(
+    tmp_path: Path, method: str, override: str, reason: str
+) -> None:
     with pytest.raises(ConfigError, match=reason):
         load(tmp_path, method, override)
 
 
-def test_imitation_needs_data(tmp_path: Path) -> None:
+def test_sft_needs_data(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text('method = "sft"\n' + COMMON)
     with pytest.raises(ConfigError, match=r"method = 'sft' needs \[data\]"):
         load_config(path, [])
 
 
-def test_only_imitation_can_start_from_nothing_without_a_warm_start(tmp_path: Path) -> None:
+def test_only_sft_can_start_from_scratch_without_a_warm_start(tmp_path: Path) -> None:
     scratch = ("model={scratch={}}",)
     assert load(tmp_path, "sft", *scratch).warm_start is None
     for method in ("dpo", "agentevol"):

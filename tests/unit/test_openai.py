@@ -134,7 +134,7 @@ async def test_without_a_key_none_is_sent(api: Api, client: ChatClient) -> None:
     assert api.keys == [None]
 
 
-async def test_429_waits_as_long_as_it_is_told(api: Api, client: ChatClient) -> None:
+async def test_429_waits_as_long_as_requested(api: Api, client: ChatClient) -> None:
     api.next = [Response("slow down", 429, {"Retry-After": "0.4"}), Response("again", 429, {"Retry-After": "0"})]
     answer = await client.complete(ASK, SAMPLING)
     assert answer.content == "go"
@@ -148,7 +148,7 @@ async def test_retry_after_may_be_a_date(api: Api, client: ChatClient) -> None:
     assert 0.9 <= api.times[1] - api.times[0] < 4  # dates have whole seconds
 
 
-async def test_a_pause_that_is_too_long_is_not_waited_for(api: Api, client: ChatClient) -> None:
+async def test_a_requested_pause_beyond_the_maximum_fails(api: Api, client: ChatClient) -> None:
     api.next = [Response("tomorrow", 429, {"Retry-After": "86400"})]
     with pytest.raises(EngineError, match="asks to wait 86400 s"):
         await client.complete(ASK, SAMPLING)
@@ -198,7 +198,7 @@ async def test_malformed_answers_are_tried_again(api: Api, answer: Any) -> None:
     await client.close()
 
 
-async def test_a_server_that_is_silent_or_absent(api: Api) -> None:
+async def test_a_server_that_does_not_answer_or_does_not_exist(api: Api) -> None:
     client = ChatClient(api.url, "tiny", api_key_variable=None, timeout_s=0.2, retries=0)
     api.next = [4.0]
     started = time.monotonic()
@@ -215,24 +215,24 @@ async def test_a_server_that_is_silent_or_absent(api: Api) -> None:
     await absent.close()
 
 
-async def test_what_is_refused_from_the_first_request_on_is_hopeless(api: Api, client: ChatClient) -> None:
+async def test_refusals_from_the_first_request_on_are_a_fatal_error(api: Api, client: ChatClient) -> None:
     api.next = [Response("who are you?", 401)] * 3
     for count in range(3):
-        assert not client.hopeless, count
+        assert not client.fatal_error, count
         with pytest.raises(EngineError, match="check --key-variable, no key was sent"):
             await client.complete(ASK, SAMPLING)
-    assert client.hopeless.endswith("refused: HTTP 401 'who are you?': check --key-variable, no key was sent")
+    assert client.fatal_error.endswith("refused: HTTP 401 'who are you?': check --key-variable, no key was sent")
     answered = ChatClient(api.url, "tiny", api_key_variable=None)
     await answered.complete(ASK, SAMPLING)
     api.next = [Response("not this text", 403)] * 4
     for _ in range(4):
         with pytest.raises(EngineError, match="HTTP 403"):
             await answered.complete(ASK, SAMPLING)
-    assert not answered.hopeless  # an episode's own trouble: others were answered
+    assert not answered.fatal_error  # an episode's own trouble: others were answered
     await answered.close()
 
 
-async def test_what_the_server_refuses_is_not_tried_again(api: Api, client: ChatClient) -> None:
+async def test_a_refused_request_is_not_retried(api: Api, client: ChatClient) -> None:
     api.next = [Response("no such model", 404)]
     with pytest.raises(EngineError, match="refused: HTTP 404 'no such model'"):
         await client.complete(ASK, SAMPLING)
@@ -284,7 +284,7 @@ OTHER = (
 
 @pytest.mark.parametrize("text", LONG)
 @pytest.mark.parametrize("status", [400, 422])
-async def test_a_conversation_that_is_too_long_is_no_error_however_it_is_said(
+async def test_a_context_overflow_is_recognized_in_every_servers_wording(
     api: Api, client: ChatClient, text: str, status: int
 ) -> None:
     api.next = [Response(json.dumps({"error": {"message": text}}), status), Response("too large", 413)]
@@ -300,7 +300,7 @@ async def test_other_refusals_are_errors(api: Api, client: ChatClient, text: str
         await client.complete(ASK, SAMPLING)
 
 
-async def test_contents_in_parts_and_bills_beyond_belief(api: Api, client: ChatClient) -> None:
+async def test_content_in_parts_and_implausible_usage(api: Api, client: ChatClient) -> None:
     parts = [{"type": "text", "text": "go "}, {"type": "image_url", "image_url": {}}, {"type": "text", "text": "up"}]
     usage = {"prompt_tokens": 10**400, "completion_tokens": 3}
     row = {"choices": [{"message": {"content": parts}, "finish_reason": "stop"}], "usage": usage}
@@ -319,7 +319,7 @@ async def test_odd_contents(api: Api, client: ChatClient) -> None:
     assert (answer.content, answer.cut, answer.context_tokens) == ("a?b", False, 0)
 
 
-async def test_one_429_makes_everyone_wait(api: Api, client: ChatClient) -> None:
+async def test_one_429_makes_all_requests_wait(api: Api, client: ChatClient) -> None:
     api.next = [Response("slow down", 429, {"Retry-After": "0.5"})]
     first = asyncio.create_task(client.complete(ASK, SAMPLING))
     while not client.usage.retries:  # noqa: ASYNC110 - the client has nothing to wait for
@@ -329,7 +329,7 @@ async def test_one_429_makes_everyone_wait(api: Api, client: ChatClient) -> None
     assert min(api.times[1:]) - api.times[0] >= 0.5
 
 
-async def test_retry_after_in_milliseconds_and_in_nonsense(api: Api, client: ChatClient) -> None:
+async def test_retry_after_in_milliseconds_and_invalid(api: Api, client: ChatClient) -> None:
     api.next = [Response("", 429, {"Retry-After-Ms": "300", "Retry-After": "3000"})]
     await client.complete(ASK, SAMPLING)
     assert 0.3 <= api.times[1] - api.times[0] < 3
@@ -338,7 +338,7 @@ async def test_retry_after_in_milliseconds_and_in_nonsense(api: Api, client: Cha
     assert 0.4 <= api.times[3] - api.times[2] < 3  # as if it had not said
 
 
-async def test_a_used_up_quota_is_not_waited_for(api: Api, client: ChatClient) -> None:
+async def test_an_exhausted_quota_is_not_retried(api: Api, client: ChatClient) -> None:
     api.next = [Response('{"error": {"code": "insufficient_quota"}}', 429)]
     with pytest.raises(EngineError, match="refused: HTTP 429"):
         await client.complete(ASK, SAMPLING)
@@ -357,7 +357,7 @@ async def test_requests_per_minute_are_spaced_out(api: Api) -> None:
 @pytest.mark.parametrize(
     "usage", [None, 5, {}, {"prompt_tokens": "many", "completion_tokens": 1}, {"prompt_tokens": -1}]
 )
-async def test_usage_that_is_cut_or_broken_is_said_to_be_unknown(api: Api, client: ChatClient, usage: Any) -> None:
+async def test_incomplete_usage_is_counted_as_unreported(api: Api, client: ChatClient, usage: Any) -> None:
     api.next = [{**completion("paid for"), "usage": usage}]
     answer = await client.complete(ASK, SAMPLING)
     assert (answer.content, answer.tokens) == ("paid for", Tokens())
@@ -380,20 +380,20 @@ async def test_an_episode_has_a_meter_of_its_own(api: Api, client: ChatClient) -
 @pytest.mark.parametrize(
     "address", ["api.openai.com/v1", "http://[bad", "http://", "http://a b/v1", "http://host:99999/v1", "http://h:x/v1"]
 )
-def test_an_address_that_is_none(address: str) -> None:
-    with pytest.raises(ConfigError, match="looks like https"):
+def test_invalid_addresses(address: str) -> None:
+    with pytest.raises(ConfigError, match="must look like https"):
         ChatClient(address, "tiny", api_key_variable=None)
 
 
 @pytest.mark.parametrize("address", ["http://[::1]:8000/v1", "http://127.0.0.1/v1", "https://my_box.example-1.org"])
-async def test_addresses_that_are_some(address: str) -> None:
+async def test_valid_addresses(address: str) -> None:
     await ChatClient(address, "tiny", api_key_variable=None).close()
 
 
 def test_a_key_that_cannot_be_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     for key in ("ключ", "two\nlines"):
         monkeypatch.setenv("TINY_KEY", key)
-        with pytest.raises(ConfigError, match=r"\$TINY_KEY must be one line of plain letters") as caught:
+        with pytest.raises(ConfigError, match=r"\$TINY_KEY must be one line of printable ASCII") as caught:
             ChatClient("http://127.0.0.1/v1", "tiny", api_key_variable="TINY_KEY")
         assert key not in str(caught.value)
 

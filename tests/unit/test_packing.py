@@ -1,4 +1,4 @@
-"""Samples laid end to end: what the model makes of each is what it makes of it alone, and memory stays bounded."""
+"""Packed samples: the model's output for each equals that for the sample alone, and memory is bounded."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from transformers import (
 )
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training import head, master_weights, optimizer
-from agentgym_rl.training.captured import padded_lengths
 from agentgym_rl.training.checkpoint import load_state, save_checkpoint
+from agentgym_rl.training.device import head, master_weights, optimizer
+from agentgym_rl.training.device.captured import padded_lengths
+from agentgym_rl.training.device.packed import capture_passes, packed_states, padded_states, why_not_packed
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs, hidden_states, states_at_end, states_before_actions
-from agentgym_rl.training.packed import capture_passes, packed_states, padded_states, why_not_packed
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings
 from agentgym_rl.types import Sample
 
@@ -84,7 +84,7 @@ def make(build: Callable[[], Any]) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = build()
-        with torch.no_grad():  # biases and norms that begin at 0 and 1 would hide a pass that leaves them out
+        with torch.no_grad():  # biases of 0 and norms of 1 would hide a pass that skips them
             for name, parameter in model.named_parameters():
                 if "bias" in name or "norm" in name:
                     parameter.add_(torch.randn_like(parameter) * 0.3)
@@ -92,7 +92,7 @@ def make(build: Callable[[], Any]) -> Any:
 
 
 def in_bf16(model: Any) -> Any:
-    """Parameters alone: rotary frequencies stay float32, as in a model that was loaded in bf16."""
+    """Convert only the parameters: rotary frequencies remain float32, as in a model loaded in bf16."""
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     return model
@@ -137,8 +137,8 @@ def test_every_token_is_packed_once_and_in_order(lengths: list[int], max_tokens:
     assert sorted(seen) == list(range(len(samples)))
 
 
-def test_a_mask_of_another_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="t9: 3 tokens need a mask of as many, got 2"):
+def test_a_mask_of_wrong_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="t9: 3 tokens need a mask of equal length, got 2"):
         micro_batches([Sample([1, 2, 3], [False, True], trajectory_id="t9")], [1.0], 100)
 
 
@@ -156,13 +156,13 @@ def test_packed_states_and_gradients_are_those_of_each_sample_alone(kind: str) -
     torch.manual_seed(1)
     wanted = torch.randn_like(hidden)
     parameters = list(decoder.parameters())
-    found = torch.autograd.grad((hidden * wanted).sum(), parameters)
+    actual = torch.autograd.grad((hidden * wanted).sum(), parameters)
     total = torch.zeros(())
     for part, index, share in zip(hidden.split(micro.lengths), micro.indices, wanted.split(micro.lengths), strict=True):
         alone = decoder(input_ids=torch.tensor([samples[index].token_ids])).last_hidden_state[0]
         torch.testing.assert_close(part, alone, atol=1e-5, rtol=1e-4)
         total = total + (alone * share).sum()
-    for mine, right in zip(found, torch.autograd.grad(total, parameters), strict=True):
+    for mine, right in zip(actual, torch.autograd.grad(total, parameters), strict=True):
         torch.testing.assert_close(mine, right, atol=1e-4, rtol=1e-3)
     ends = [sum(micro.lengths[: i + 1]) - 1 for i in range(6)]
     assert torch.equal(states_at_end(hidden, micro), hidden[ends])
@@ -170,7 +170,7 @@ def test_packed_states_and_gradients_are_those_of_each_sample_alone(kind: str) -
 
 
 @pytest.mark.parametrize("kind", list(OTHERS))
-def test_other_decoders_run_through_their_own_forward_pass(kind: str) -> None:
+def test_other_decoders_run_their_own_forward_pass(kind: str) -> None:
     model = make(OTHERS[kind])
     decoder = model.get_decoder() if kind != "GPT2Model" else model.transformer
     assert kind in (why_not_packed(decoder) or "")
@@ -185,19 +185,19 @@ def test_other_decoders_run_through_their_own_forward_pass(kind: str) -> None:
 @given(lengths=LENGTHS, max_tokens=st.integers(1, 100), seed=st.integers(0, 999))
 def test_neighbours_order_and_micro_batches_change_no_result(lengths: list[int], max_tokens: int, seed: int) -> None:
     model, samples = make(MODELS["qwen3"]), make_samples(seed, lengths)
-    found: dict[str, list[float]] = {}
+    actual: dict[str, list[float]] = {}
     order = random.Random(seed).sample(range(len(samples)), len(samples))
     for micro in micro_batches([samples[i] for i in order], [1.0] * len(samples), max_tokens):
         with torch.no_grad():
             logprobs_A, _ = action_logprobs(model, micro, 0.8)
-        for place, some in zip(micro.indices, micro.by_row(logprobs_A), strict=True):
-            found[samples[order[place]].trajectory_id] = some
+        for place, row in zip(micro.indices, micro.by_row(logprobs_A), strict=True):
+            actual[samples[order[place]].trajectory_id] = row
     for sample in samples:
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([sample.token_ids])).logits[0, :-1] / 0.8
         right = logits.log_softmax(-1).gather(1, torch.tensor(sample.token_ids[1:])[:, None])[:, 0]
         expected = [float(p) for p, on in zip(right, sample.loss_mask[1:], strict=True) if on]
-        assert found[sample.trajectory_id] == pytest.approx(expected, abs=2e-5)
+        assert actual[sample.trajectory_id] == pytest.approx(expected, abs=2e-5)
 
 
 def test_adapters_around_the_projections_are_run() -> None:
@@ -218,7 +218,7 @@ def test_adapters_around_the_projections_are_run() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in any one tensor made, and in all that autograd keeps."""
+    """Record the size of the largest tensor, and of all tensors that autograd keeps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,15 +250,15 @@ def test_recomputed_activations_change_nothing_and_are_not_kept() -> None:
             loss, _ = imitator._loss(micro)
         return kept, list(torch.autograd.grad(loss, list(model.parameters())))
 
-    (all_of_it, expected), (little, found) = kept_and_gradients(False), kept_and_gradients(True)
+    (all_of_it, expected), (little, actual) = kept_and_gradients(False), kept_and_gradients(True)
     assert little < all_of_it / 2
-    for mine, right in zip(found, expected, strict=True):
+    for mine, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(mine, right)
 
 
 @few(30)
 @given(lengths=st.lists(st.integers(1, 700), min_size=1, max_size=40))
-def test_padding_of_a_captured_pass_is_samples_of_its_own(lengths: list[int]) -> None:
+def test_padding_of_a_captured_pass_consists_of_separate_samples(lengths: list[int]) -> None:
     size, padded = padded_lengths(lengths)
     assert padded[: len(lengths)] == lengths
     assert sum(padded) == size.tokens
@@ -269,8 +269,8 @@ def test_padding_of_a_captured_pass_is_samples_of_its_own(lengths: list[int]) ->
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_captured_passes_learn_what_others_learn(kind: str) -> None:
-    """Two passes an update, three updates, all padded to one size: every pass but the first is replayed."""
+def test_captured_passes_give_the_same_updates_as_others(kind: str) -> None:
+    """Three updates of two passes, all padded to one size: every pass but the first is replayed."""
     batches = [make_samples(seed, [30, 19, 7, 30, 12, 3]) for seed in range(3)]
     learned, replays = [], []
     for capture in (False, True):
@@ -288,20 +288,20 @@ def test_captured_passes_learn_what_others_learn(kind: str) -> None:
         torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-4)
 
 
-def test_passes_that_cannot_be_captured_are_said() -> None:
+def test_a_warning_says_why_passes_cannot_be_captured() -> None:
     decoder = make(MODELS["qwen2"]).get_decoder()
     decoder.gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.warns(UserWarning, match="of no effect: activations are computed again"):
+    with pytest.warns(UserWarning, match="has no effect: activations are checkpointed"):
         capture_passes(decoder)
     assert not hasattr(decoder, "captured_passes")
 
 
-def test_a_captured_pass_whose_gradient_comes_too_late_is_refused() -> None:
+def test_a_second_captured_pass_before_backward_is_refused() -> None:
     model = make(MODELS["qwen2"]).train()
     capture_passes(model.get_decoder())
     (micro,) = micro_batches(make_samples(3, [30, 19]), [1.0] * 2, 1000)
     _, first, _ = (hidden_states(model.get_decoder(), micro) for _ in range(3))
-    with pytest.raises(RuntimeError, match="take it first"):
+    with pytest.raises(RuntimeError, match="call backward first"):
         first.sum().backward()
 
 
@@ -321,7 +321,7 @@ def test_chunks_give_the_values_and_gradients_of_the_whole(
     hidden, targets = torch.randn(50, 12, requires_grad=True), torch.randint(40, (50,))
     weights = torch.randn(2, 50) * torch.tensor([[use != "entropy"], [use != "logprobs"]])
     inputs = [hidden, *linear.parameters()]
-    whole = head._through(linear, hidden, targets, 0.7)
+    whole = head._through_head(linear, hidden, targets, 0.7)
     chunked = head.head_logprobs(linear, hidden, targets, 0.7)
     results = []
     for logprobs, entropy in (whole, chunked):
@@ -347,12 +347,12 @@ def test_tokens_by_vocabulary_is_never_held(monkeypatch: pytest.MonkeyPatch, ada
     assert seen.most <= 1 << 16 < trained * vocabulary / 4
 
 
-def test_a_vocabulary_larger_than_a_chunk_is_done_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vocabulary_larger_than_a_chunk_is_processed_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK_NUMBERS", {"cpu": 10})
     linear = torch.nn.Linear(4, 40)
     hidden, targets = torch.randn(3, 4), torch.randint(40, (3,))
     for mine, right in zip(
-        head.head_logprobs(linear, hidden, targets, 1.0), head._through(linear, hidden, targets, 1.0), strict=True
+        head.head_logprobs(linear, hidden, targets, 1.0), head._through_head(linear, hidden, targets, 1.0), strict=True
     ):
         torch.testing.assert_close(mine, right, atol=1e-5, rtol=1e-4)
     nothing = head.head_logprobs(linear, hidden[:0], targets[:0], 1.0)
@@ -362,7 +362,7 @@ def test_a_vocabulary_larger_than_a_chunk_is_done_token_by_token(monkeypatch: py
 # --- bf16 weights on a float32 master --------------------------------------------------------------------------------
 
 
-def test_a_float32_is_its_bf16_and_the_rest() -> None:
+def test_a_float32_is_restored_from_its_bf16_and_remainder() -> None:
     torch.manual_seed(0)
     values = torch.randn(20_000) * torch.randn(20_000).mul(8).exp()
     upper, lower = master_weights.split(values)
@@ -370,18 +370,18 @@ def test_a_float32_is_its_bf16_and_the_rest() -> None:
     assert torch.equal((upper.float() - values).abs(), (values.to(torch.bfloat16).float() - values).abs())
 
 
-def test_rounding_by_chance_is_right_on_average_and_can_be_repeated() -> None:
+def test_stochastic_rounding_is_unbiased_and_repeatable() -> None:
     values = torch.full((50_000,), -1.00123)
-    chance = master_weights.noise(50_000, 3, 1, torch.device("cpu")) & 0xFFFF
-    rounded = master_weights.round_by_chance(values, chance).float()
+    bits = master_weights.random_bits(50_000, 3, 1, torch.device("cpu")) & 0xFFFF
+    rounded = master_weights.round_stochastically(values, bits).float()
     assert rounded.unique().tolist() == [-1.0078125, -1.0]
     assert float(rounded.mean()) == pytest.approx(-1.00123, abs=1e-4)
-    assert torch.equal(chance, master_weights.noise(50_000, 3, 1, torch.device("cpu")) & 0xFFFF)
-    assert (chance != master_weights.noise(50_000, 4, 1, torch.device("cpu")) & 0xFFFF).float().mean() > 0.99
+    assert torch.equal(bits, master_weights.random_bits(50_000, 3, 1, torch.device("cpu")) & 0xFFFF)
+    assert (bits != master_weights.random_bits(50_000, 4, 1, torch.device("cpu")) & 0xFFFF).float().mean() > 0.99
 
 
 def test_small_updates_move_the_master_and_bf16_follows() -> None:
-    """lr 1e-6 is far below bf16's last place for most weights; the sum of 50 such updates must still be right."""
+    """lr 1e-6 is far below bf16's last place for most weights; the sum of 50 such updates must still be exact."""
     model = in_bf16(make(MODELS["qwen2"]))
     exact = copy.deepcopy(model).float()
     samples = make_samples(4, [20, 30])
@@ -400,7 +400,7 @@ def test_small_updates_move_the_master_and_bf16_follows() -> None:
     wanted = torch.cat([p.detach().flatten() for p in exact.parameters()]) - first
     assert float((moved - wanted).norm() / wanted.norm()) < 0.25
     unmoved = float((torch.cat([p.detach().float().flatten() for p in model.parameters()]) == first).float().mean())
-    assert unmoved > 0.5, "the learning rate must be one that bf16 alone would lose"
+    assert unmoved > 0.5, "the learning rate must be so small that bf16 alone loses it"
 
 
 @pytest.mark.parametrize("beta2", [0.95, 0.999])
@@ -423,7 +423,7 @@ def test_the_update_is_torchs_up_to_rounding(beta2: float) -> None:
 
 @pytest.mark.parametrize("small", [0, 100])
 def test_gradients_of_several_passes_add_up_in_float32(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "SMALL", small)
+    monkeypatch.setattr(optimizer, "SMALL_MODEL_PARAMETERS", small)
     parameter = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     ours = optimizer.make_optimizer([parameter], OptimizerSettings())
     assert isinstance(ours, optimizer.MasterAdamW)
@@ -438,7 +438,7 @@ def test_gradients_of_several_passes_add_up_in_float32(small: int, monkeypatch: 
     assert parameter.grad is not None
 
 
-def test_a_resumed_bf16_run_goes_on_bit_for_bit(tmp_path: Any) -> None:
+def test_a_resumed_bf16_run_continues_bit_for_bit(tmp_path: Any) -> None:
     from training_for_tests import counting_player
 
     _, tokenizer = counting_player()

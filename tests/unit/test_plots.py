@@ -1,4 +1,4 @@
-"""The learning curve and the interval it shows."""
+"""The learning curve and its intervals."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from agentgym_rl.intervals import wilson_interval
-from agentgym_rl.plots import _draw_evaluations, _draw_success, learning_curve, smooth
+from agentgym_rl.common.intervals import wilson_interval
+from agentgym_rl.run.plots import _draw_evaluations, _draw_success, learning_curve, smooth
 
 METRICS = [{"step": step, "success/mean": step / 40, "turns/mean": 1 + step / 20} for step in range(1, 31)]
 EVALUATIONS = [{"step": 0, "success": 0.0, "episodes": 50}, {"step": 30, "success": 1.0, "episodes": 50}]
@@ -46,12 +46,12 @@ def test_wilson_interval_is_symmetric_and_narrows() -> None:
 
 
 @pytest.mark.parametrize(("successes", "n"), [(0, 0), (-1, 5), (6, 5)])
-def test_wilson_interval_refuses_what_is_no_proportion(successes: int, n: int) -> None:
+def test_wilson_interval_refuses_invalid_proportions(successes: int, n: int) -> None:
     with pytest.raises(ValueError, match=f"successes={successes}, n={n}"):
         wilson_interval(successes, n)
 
 
-def test_smoothing_keeps_constants_and_calms_noise() -> None:
+def test_smoothing_keeps_constants_and_reduces_noise() -> None:
     assert smooth([0.5] * 7, width=2.0) == pytest.approx([0.5] * 7)
     spike = smooth([0.0] * 10 + [1.0] + [0.0] * 10, width=2.0)
     assert sum(spike) == pytest.approx(1.0, abs=1e-2)
@@ -76,7 +76,7 @@ def size(path: Path) -> tuple[int, int]:
     ],
     ids=["whole", "empty", "one step", "gaps", "two environments"],
 )
-def test_a_curve_is_drawn_from_whatever_there_is(
+def test_a_curve_is_drawn_from_complete_and_incomplete_data(
     tmp_path: Path, metrics: list[dict], evaluations: list[dict], stages: list[dict]
 ) -> None:
     learning_curve(metrics, evaluations, stages, tmp_path / "curve.png", "A run")
@@ -84,21 +84,21 @@ def test_a_curve_is_drawn_from_whatever_there_is(
     assert [path.name for path in tmp_path.iterdir()] == ["curve.png"]
 
 
-def test_what_is_given_is_in_the_picture(tmp_path: Path) -> None:
-    def drawn(*arguments: list) -> bytes:
+def test_every_argument_changes_the_picture(tmp_path: Path) -> None:
+    def draw(*arguments: list) -> bytes:
         learning_curve(*arguments, tmp_path / "curve.png", "A run")
         return (tmp_path / "curve.png").read_bytes()
 
-    whole = drawn(METRICS, EVALUATIONS, STAGES)
-    assert whole == drawn(METRICS, EVALUATIONS, STAGES)
+    complete = draw(METRICS, EVALUATIONS, STAGES)
+    assert complete == draw(METRICS, EVALUATIONS, STAGES)
     assert (
-        len({whole, drawn([], EVALUATIONS, STAGES), drawn(METRICS, [], STAGES), drawn(METRICS, EVALUATIONS, [])}) == 4
+        len({complete, draw([], EVALUATIONS, STAGES), draw(METRICS, [], STAGES), draw(METRICS, EVALUATIONS, [])}) == 4
     )
 
 
 @pytest.mark.parametrize("first", [0.0, 0.2, 0.5, 0.99])
-def test_a_label_of_an_evaluation_is_not_over_the_curve(first: float) -> None:
-    rates = [min(1.0, first + 0.08 + 0.004 * step) for step in range(100)]  # begins just above the first interval
+def test_the_label_of_an_evaluation_does_not_cover_the_curve(first: float) -> None:
+    rates = [min(1.0, first + 0.08 + 0.004 * step) for step in range(100)]  # starts just above the first interval
     figure = Figure(figsize=(9.6, 4), dpi=160)
     canvas = FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -118,9 +118,9 @@ def test_a_label_of_an_evaluation_is_not_over_the_curve(first: float) -> None:
     assert box.y1 <= drawn.y1
 
 
-def test_drawing_leaves_no_global_figure_behind(tmp_path: Path) -> None:
+def test_drawing_leaves_no_global_figure_open(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from agentgym_rl.plots import learning_curve; "
+        "import sys; from pathlib import Path; from agentgym_rl.run.plots import learning_curve; "
         "learning_curve([], [], [], Path(sys.argv[1]), 'x'); sys.exit('matplotlib.pyplot' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "curve.png")]).returncode == 0

@@ -13,15 +13,16 @@ from test_rollout import LIMITS, TASK, Corridor
 from tokenizers_for_tests import byte_level_bpe
 
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
-from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy, stable_seed
+from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.types import Completion, Sampling, StopReason
 
 
 def test_stable_seed_is_the_same_in_every_process() -> None:
-    command = "from agentgym_rl.agent.policy import stable_seed; print(stable_seed(3, 'a', 1))"
+    command = "from agentgym_rl.common.seeds import stable_seed; print(stable_seed(3, 'a', 1))"
     seeds = {
         subprocess.run(
             [sys.executable, "-c", command], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
@@ -88,7 +89,7 @@ async def test_an_engine_that_returns_nonsense_is_an_error(
     assert trajectory.stop is StopReason.ERROR
 
 
-async def test_scripted_replies_in_words_need_an_encoder() -> None:
+async def test_scripted_text_replies_need_an_encoder() -> None:
     with pytest.raises(EngineError, match="encode="):
         ScriptedEngine(["go"])
 

@@ -1,4 +1,4 @@
-"""Both pools behind one interface: the same episodes, the same errors, no place ever lost."""
+"""Both pools behind one interface: the same episodes, the same errors, no slot ever lost."""
 
 import asyncio
 import os
@@ -30,21 +30,23 @@ from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 from agentgym_rl.types import EnvPool, Step
 
-ALL = {env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThread, Hanging, Garbage, Bare, Thinking)}
+ENVIRONMENTS = {
+    env.name: env for env in (Counting, SlowCounting, Raising, RaisingInThread, Hanging, Garbage, Bare, Thinking)
+}
 
 
 @pytest.fixture(scope="module")
 def server():
-    with server_in_thread(ALL, step_timeout_s=60.0) as running:
+    with server_in_thread(ENVIRONMENTS, step_timeout_s=60.0) as running:
         yield running
 
 
 @pytest.fixture(params=["local", "remote"])
 async def pool(request, server):
     if request.param == "local":
-        pool = LocalPool(ALL, max_sessions=64, timeout_s=60.0)
+        pool = LocalPool(ENVIRONMENTS, max_sessions=64, timeout_s=60.0)
     else:
-        pool = RemotePool({name: f"{server.url}/{name}" for name in ALL}, max_sessions=64, timeout_s=60)
+        pool = RemotePool({name: f"{server.url}/{name}" for name in ENVIRONMENTS}, max_sessions=64, timeout_s=60)
     yield pool
     await pool.close()
     assert pool.num_open == 0
@@ -62,7 +64,7 @@ async def play(pool: EnvPool, env: str, item: int) -> list[Step]:
         await session.close()
 
 
-async def test_an_episode(pool):
+async def test_an_episode_gives_the_same_steps_in_both_pools(pool):
     assert await play(pool, "counting", 0) == [
         Step("Goal: 2. You are at 0.", 0.0, False, {"state_key": "0"}),
         Step("You are at 1.", 0.5, False, {"valid": True, "state_key": "1"}),
@@ -71,7 +73,7 @@ async def test_an_episode(pool):
     assert pool.num_open == 0
 
 
-async def test_the_thought_that_leads_to_the_oracles_action(pool):
+async def test_advice_is_the_oracles_thought_and_action(pool):
     session = await pool.open("thinking")
     await session.reset(0)
     await session.step("up")
@@ -79,12 +81,12 @@ async def test_the_thought_that_leads_to_the_oracles_action(pool):
     await session.reset(1)
     with pytest.raises(EnvError, match=r"thought\(\) must return a string, got None"):
         await session.advice()
-    without = await pool.open("counting")
-    await without.reset(0)
-    assert await without.advice() == ("", "up")
+    without_thoughts = await pool.open("counting")
+    await without_thoughts.reset(0)
+    assert await without_thoughts.advice() == ("", "up")
 
 
-async def test_a_session_is_played_again_after_reset(pool):
+async def test_a_session_can_be_reset_and_played_again(pool):
     session = await pool.open("counting")
     assert session.name == "counting"
     assert session.instruction == Counting.instruction
@@ -101,13 +103,13 @@ async def test_a_session_is_played_again_after_reset(pool):
     assert (await slow.render()).startswith(b"\x89PNG")
 
 
-async def test_64_sessions_at_once(pool):
-    played = await asyncio.gather(*(play(pool, "slow_counting", item) for item in range(64)))
-    assert [len(steps) - 1 for steps in played] == [item % 5 + 2 for item in range(64)]
+async def test_64_sessions_run_concurrently(pool):
+    episodes = await asyncio.gather(*(play(pool, "slow_counting", item) for item in range(64)))
+    assert [len(steps) - 1 for steps in episodes] == [item % 5 + 2 for item in range(64)]
     assert pool.num_open == 0
 
 
-async def test_items(pool):
+async def test_items_of_a_split_and_a_subset_are_listed(pool):
     assert await pool.items("counting", "test") == list(range(100, 120))
     assert await pool.items("counting", "train", "odd") == list(range(1, 100, 2))
     for arguments, text in [
@@ -120,13 +122,13 @@ async def test_items(pool):
             await pool.items(*arguments)
 
 
-async def test_unknown_environment(pool):
+async def test_an_unknown_environment_is_a_config_error(pool):
     with pytest.raises(ConfigError, match="no environment 'chess': it has counting, slow_counting"):
         await pool.open("chess")
     assert pool.num_open == 0
 
 
-async def test_wrong_use_is_a_clear_error(pool):
+async def test_wrong_use_of_a_session_is_a_clear_error(pool):
     session = await pool.open("counting")
     with pytest.raises(NotPlaying, match="was not reset"):
         await session.step("up")
@@ -151,7 +153,7 @@ async def test_wrong_use_is_a_clear_error(pool):
 
 
 @pytest.mark.parametrize("env", ["raising", "raising_in_thread"])
-async def test_an_environment_that_raises(pool, env):
+async def test_an_exception_of_an_environment_is_an_env_error(pool, env):
     session = await pool.open(env)
     with pytest.raises(EnvError, match=rf"{env}\.reset raised ValueError: unlucky"):
         await session.reset(13)
@@ -168,7 +170,7 @@ async def test_an_environment_that_raises(pool, env):
 
 @pytest.mark.parametrize("env", ["raising", "raising_in_thread"])
 @pytest.mark.parametrize("action", list(UNUSUAL))
-async def test_what_ends_a_program_elsewhere_ends_an_episode_here(pool, env, action):
+async def test_exceptions_that_end_a_program_end_only_the_episode(pool, env, action):
     session = await pool.open(env)
     await session.reset(1)
     with pytest.raises(EnvError, match=rf"{env}\.step raised {UNUSUAL[action].__name__}"):
@@ -177,8 +179,8 @@ async def test_what_ends_a_program_elsewhere_ends_an_episode_here(pool, env, act
     assert (await session.step("up")).observation == "You are at 1."
 
 
-def test_ctrl_c_during_a_cheap_step_is_not_taken_for_the_environments_own():
-    """The first cancels the main task, which waits for the step; the second ends the program."""
+def test_ctrl_c_during_a_cheap_step_ends_the_program():
+    """The first Ctrl-C cancels the main task, which waits for the step. The second ends the program."""
     program = """
 import asyncio, os, signal
 from envs_for_tests import Counting
@@ -199,13 +201,13 @@ async def main():
 asyncio.run(main())
 """
     folder = Path(__file__).parents[1]
-    ended = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in ended.stderr
-    assert "EnvError" not in ended.stderr
+    completed = subprocess.run([sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == -signal.SIGINT
+    assert "KeyboardInterrupt" in completed.stderr
+    assert "EnvError" not in completed.stderr
 
 
-async def test_a_close_that_hangs_is_waited_for_and_repeated_a_bounded_number_of_times(monkeypatch):
+async def test_a_close_that_hangs_is_bounded_in_time_and_number(monkeypatch):
     monkeypatch.setattr("agentgym_rl.environment.session.CLOSE_TIMEOUT_S", 0.1)
     monkeypatch.setattr("agentgym_rl.environment.session.MAX_HUNG_THREADS", 3)
     HangingOnClose.release.clear()
@@ -227,16 +229,16 @@ async def test_a_close_that_hangs_is_waited_for_and_repeated_a_bounded_number_of
 
 
 @pytest.mark.parametrize("action", list(GARBAGE))
-async def test_garbage_instead_of_a_step(pool, action):
+async def test_an_invalid_step_of_an_environment_is_an_env_error(pool, action):
     session = await pool.open("garbage")
     await session.reset(1)
     with pytest.raises(EnvError, match=r"garbage\.step\(\) must"):
         await session.step(action)
 
 
-async def test_other_garbage(pool):
+async def test_invalid_observations_oracles_and_actions_are_env_errors(pool):
     session = await pool.open("garbage")
-    with pytest.raises(EnvError, match=r"garbage\.reset\(0\) must observe a string, got NoneType"):
+    with pytest.raises(EnvError, match=r"garbage\.reset\(0\) must return a string as observation, got NoneType"):
         await session.reset(0)
     await session.reset(1)
     with pytest.raises(EnvError, match=r"oracle\(\) must return a string"):
@@ -246,7 +248,7 @@ async def test_other_garbage(pool):
 
 
 @pytest.mark.parametrize("where", ["local", "remote"])
-async def test_an_environment_that_hangs(where):
+async def test_an_environment_that_hangs_times_out_and_frees_its_slot(where):
     Hanging.release.clear()
     with server_in_thread({"hanging": Hanging}, step_timeout_s=2.0) as server:
         if where == "local":
@@ -255,22 +257,22 @@ async def test_an_environment_that_hangs(where):
             pool = RemotePool({"hanging": server.url}, timeout_s=60)
         session = await pool.open("hanging")
         await session.reset(0)
-        begun = time.monotonic()
+        started_at = time.monotonic()
         with pytest.raises(EnvTimeout, match=r"deadline of 2 s"):
             await session.step("hang")
         with pytest.raises(EnvError):
             await session.step("up")
         await session.close()
-        assert time.monotonic() - begun < 30
+        assert time.monotonic() - started_at < 30
         assert pool.num_open == 0
         await pool.close()
-    # The thread closes its environment when it comes back at last.
+    # The thread closes its environment when its call returns.
     alive = Hanging.num_alive
     Hanging.release.set()
     wait_until(lambda: Hanging.num_alive == alive - 1)
 
 
-async def test_a_cancelled_step_frees_its_place(pool):
+async def test_a_cancelled_step_frees_its_slot(pool):
     Hanging.release.clear()
     session = await pool.open("hanging")
     await session.reset(0)
@@ -284,12 +286,12 @@ async def test_a_cancelled_step_frees_its_place(pool):
 
 
 @pytest.mark.parametrize(
-    ("style", "reply"),
+    ("format_name", "reply"),
     [("react", "Thought: on.\nAction: up"), ("function_call", '{"name": "up"}'), ("code", "```\nup\n```")],
 )
-async def test_action_formats(server, style, reply):
-    local = LocalPool({"counting": Counting}, action_format=style)
-    remote = RemotePool({"counting": f"{server.url}/counting"}, action_format=style)
+async def test_replies_are_parsed_in_the_pools_action_format(server, format_name, reply):
+    local = LocalPool({"counting": Counting}, action_format=format_name)
+    remote = RemotePool({"counting": f"{server.url}/counting"}, action_format=format_name)
     for pool in (local, remote):
         session = await pool.open("counting")
         assert session.instruction.startswith(Counting.instruction + "\n\n")
@@ -303,7 +305,7 @@ async def test_action_formats(server, style, reply):
         LocalPool({"counting": Counting}, action_format="xml")
 
 
-async def test_open_waits_for_a_place_and_gives_up_at_its_deadline():
+async def test_open_waits_for_a_slot_until_its_deadline():
     pool = LocalPool({"counting": Counting}, max_sessions=1, wait_timeout_s=1.5)
     first = await pool.open("counting")
     with pytest.raises(EnvUnavailable, match=r"none of the pool's 1 sessions became free within 1\.5 s"):
@@ -332,7 +334,7 @@ async def test_a_closed_pool_opens_nothing():
     assert Counting.num_alive == alive
 
 
-async def test_an_environment_that_cannot_be_made_gives_its_place_back():
+async def test_an_environment_that_fails_to_start_releases_its_slot():
     def broken():
         raise OSError("no such data")
 
@@ -344,39 +346,39 @@ async def test_an_environment_that_cannot_be_made_gives_its_place_back():
 
 
 @pytest.mark.parametrize("cheap", [True, False])
-async def test_an_environment_that_is_set_up_wrongly_ends_the_run(cheap):
+async def test_a_config_error_of_an_environment_is_raised_unchanged(cheap):
     class NeedsSetUp(Counting):
         def __init__(self):
-            raise ConfigError("counting needs fingers: grow some")
+            raise ConfigError("counting needs a data file: download it")
 
     NeedsSetUp.cheap = cheap
     pool = LocalPool({"counting": NeedsSetUp})
-    with pytest.raises(ConfigError, match="grow some"):
+    with pytest.raises(ConfigError, match="download it"):
         await pool.open("counting")
     assert pool.num_open == 0
 
 
-async def test_a_cheap_environment_runs_inline_and_others_in_one_thread_of_their_own():
-    made = []
+async def test_a_cheap_environment_runs_inline_and_any_other_in_its_own_thread():
+    instances = []
 
     class Watched(Counting):
         def __init__(self):
             super().__init__()
-            made.append(self)
+            instances.append(self)
 
     class WatchedSlow(SlowCounting):
         def __init__(self):
             super().__init__()
-            made.append(self)
+            instances.append(self)
 
     pool = LocalPool({"cheap": Watched, "factory": lambda: Watched(), "slow": WatchedSlow})
     for name in ("cheap", "factory", "slow"):
         await play(pool, name, 4)
-    here = threading.get_ident()
-    cheap, factory, slow = made
-    assert cheap.threads == factory.threads == {here}
+    main_thread = threading.get_ident()
+    cheap, factory, slow = instances
+    assert cheap.threads == factory.threads == {main_thread}
     assert len(slow.threads) == 1
-    assert slow.threads != {here}
+    assert slow.threads != {main_thread}
 
 
 async def test_closed_sessions_leave_no_thread():
@@ -391,23 +393,23 @@ async def test_closed_sessions_leave_no_thread():
 
 
 async def test_a_cheap_episode_never_yields_to_the_event_loop():
-    """What makes runs repeatable: no other task can run between two steps of a local episode."""
+    """No other task can run between two steps of a local episode. This makes runs repeatable."""
     pool = LocalPool({"counting": Counting})
-    seen = []
+    order = []
 
     async def player(name):
         session = await pool.open("counting")
         await session.reset(1)
         for _ in range(3):
             await session.step("up")
-            seen.append(name)
+            order.append(name)
         await session.close()
 
     await asyncio.gather(player("a"), player("b"))
-    assert seen == ["a", "a", "a", "b", "b", "b"]
+    assert order == ["a", "a", "a", "b", "b", "b"]
 
 
-async def test_a_server_killed_in_the_middle_of_an_episode():
+async def test_a_server_killed_during_an_episode_is_unavailable():
     with server_process("Counting") as (url, process):
         pool = RemotePool({"counting": url}, max_sessions=8, timeout_s=20)
         sessions = [await pool.open("counting") for _ in range(8)]
@@ -415,7 +417,7 @@ async def test_a_server_killed_in_the_middle_of_an_episode():
             await session.reset(0)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        begun = time.monotonic()
+        started_at = time.monotonic()
         answers = await asyncio.gather(*(session.step("up") for session in sessions), return_exceptions=True)
         assert [type(answer) for answer in answers] == [EnvUnavailable] * 8
         await asyncio.gather(*(session.close() for session in sessions))
@@ -423,11 +425,11 @@ async def test_a_server_killed_in_the_middle_of_an_episode():
         with pytest.raises(EnvUnavailable, match="is the server running"):
             await pool.open("counting")
         assert pool.num_open == 0
-        assert time.monotonic() - begun < 18
+        assert time.monotonic() - started_at < 18
         await pool.close()
 
 
-async def test_a_server_killed_while_it_steps():
+async def test_a_server_killed_during_a_step_is_unavailable():
     with server_process("Hanging") as (url, process):
         pool = RemotePool({"hanging": url}, timeout_s=20)
         session = await pool.open("hanging")
@@ -435,10 +437,10 @@ async def test_a_server_killed_while_it_steps():
         step = asyncio.create_task(session.step("hang"))
         await asyncio.sleep(0.3)
         os.kill(process.pid, signal.SIGKILL)
-        begun = time.monotonic()
-        with pytest.raises(EnvUnavailable, match="broke off before it answered"):
+        started_at = time.monotonic()
+        with pytest.raises(EnvUnavailable, match="did not send a complete HTTP answer"):
             await step
         await session.close()
-        assert time.monotonic() - begun < 18
+        assert time.monotonic() - started_at < 18
         assert pool.num_open == 0
         await pool.close()

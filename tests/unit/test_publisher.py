@@ -1,5 +1,5 @@
-"""Which engine gets weights by which way, and that nobody waits for ever when one of many fails. Processes are tasks
-here; tests/e2e/test_ray_app.py has real ones."""
+"""How each engine gets its weights, and that no wait is endless when a process fails. Processes are tasks here;
+tests/e2e/test_ray_app.py has real ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale import publisher
-from agentgym_rl.scale.board import Published
 from agentgym_rl.scale.plan import Plan
-from agentgym_rl.scale.publisher import LEND, EngineGone, Publisher, lends, pairs
+from agentgym_rl.scale.publisher import LEND_VARIABLE, EngineLost, Publisher, match_engines, shares_device_memory
+from agentgym_rl.scale.shared_state import Published
+from agentgym_rl.transport.device import DeviceWeights, Endpoint
 
 
 def plan(**changes: Any) -> Plan:
@@ -23,12 +23,12 @@ def plan(**changes: Any) -> Plan:
     return Plan(**(common | cpus | rest | changes))
 
 
-def door(device: str) -> Door:
-    return Door(f"door of {device}", "", device)
+def endpoint(device: str) -> Endpoint:
+    return Endpoint(f"endpoint of {device}", "", device)
 
 
 @pytest.mark.parametrize(
-    ("said", "changes", "expected"),
+    ("setting", "changes", "expected"),
     [
         ("", {}, True),
         ("", {"device": "cpu"}, False),
@@ -38,184 +38,184 @@ def door(device: str) -> Door:
         ("always", {"layout": "disaggregated"}, False),
     ],
 )
-def test_ranks_lend_where_they_share_devices(
-    said: str, changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+def test_ranks_send_on_the_device_if_they_share_it(
+    setting: str, changes: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(LEND, said)
-    assert lends(plan(**changes)) is expected
+    monkeypatch.setenv(LEND_VARIABLE, setting)
+    assert shares_device_memory(plan(**changes)) is expected
 
 
-def test_another_word_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LEND, "sometimes")
-    with pytest.raises(ConfigError, match="AGENTGYM_RL_LEND = 'sometimes': set it to never or always"):
-        lends(plan())
+def test_another_value_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LEND_VARIABLE, "sometimes")
+    with pytest.raises(ConfigError, match="AGENTGYM_RL_LEND must be never, always or unset, got 'sometimes'"):
+        shares_device_memory(plan())
 
 
-def test_a_rank_lends_to_engines_on_its_own_device_whatever_the_order() -> None:
-    doors = {0: door("GPU-b"), 1: door("GPU-a"), 3: door("GPU-c")}
-    assert pairs(["GPU-a", "GPU-b"], doors) == {0: 1, 1: 0}
-    assert pairs(["one", "one"], dict.fromkeys(range(4), door("one"))) == {0: 0, 1: 1, 2: 0, 3: 1}
-    assert pairs(["one", "two"], dict.fromkeys(range(2), door("one"))) == {0: 0, 1: 0}
+def test_a_rank_serves_engines_on_its_own_device_in_any_order() -> None:
+    endpoints = {0: endpoint("GPU-b"), 1: endpoint("GPU-a"), 3: endpoint("GPU-c")}
+    assert match_engines(["GPU-a", "GPU-b"], endpoints) == {0: 1, 1: 0}
+    assert match_engines(["one", "one"], dict.fromkeys(range(4), endpoint("one"))) == {0: 0, 1: 1, 2: 0, 3: 1}
+    assert match_engines(["one", "two"], dict.fromkeys(range(2), endpoint("one"))) == {0: 0, 1: 0}
 
 
 class Processes:
-    """Two ranks and three engines that do as they are told: the third engine is on a device of its own."""
+    """Two ranks and three engines with scripted behaviour. The third engine has its own device."""
 
     plan = plan()
 
     def __init__(self) -> None:
-        self.did: list[str] = []
-        self.rank_waits = asyncio.Event()
+        self.calls: list[str] = []
+        self.ranks_may_finish = asyncio.Event()
         self.rank_error: Exception | None = None
-        self.left_out: dict[str, str] = {}
+        self.skipped: dict[str, str] = {}
         self.devices = ["GPU-a", "GPU-b", "GPU-c"]
-        self.load_error: dict[int, Exception] = {}
-        self.has: dict[int, int] = {}
-        """Versions of engines that do not take what they are told to."""
-        self.load_waits: set[int] = set()
-        self.board: list[Published] = []
+        self.load_errors: dict[int, Exception] = {}
+        self.versions: dict[int, int] = {}
+        """Versions of engines that ignore the published one."""
+        self.hanging_loads: set[int] = set()
+        self.shared_state: list[Published] = []
 
-    def ask_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        self.did.append(f"{method} {arguments[0][0]}" if arguments[0] else method)
-        return [(method, some) for some in arguments]
+    def start_on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        self.calls.append(f"{method} {arguments[0][0]}" if arguments[0] else method)
+        return [(method, values) for values in arguments]
 
-    async def answers_of(self, asked: list[Any]) -> list[Any]:
-        method, some = asked[0]
-        if method == "lend":
-            assert [[d.device for d in arguments[2]] for _, arguments in asked] == [["GPU-a"], ["GPU-b"]]
-            await self.rank_waits.wait()
+    async def results_of(self, started: list[Any]) -> list[Any]:
+        method, values = started[0]
+        if method == "send_weights":
+            assert [[d.device for d in arguments[2]] for _, arguments in started] == [["GPU-a"], ["GPU-b"]]
+            await self.ranks_may_finish.wait()
             if self.rank_error is not None:
                 raise self.rank_error
-            return [self.left_out, {}]
+            return [self.skipped, {}]
         if method == "put_weights":
-            return [Published(some[0], "node", None, ["bucket"], some[3]), None]
+            return [Published(values[0], "node", None, ["bucket"], values[3]), None]
         return {"device": self.devices[:2], "call": ["a probe", "a probe"]}[method]
 
-    async def ask_engine(self, index: int, method: str, *arguments: Any) -> Any:
-        if method == "expect":
-            return door(self.devices[index])
+    async def call_engine(self, index: int, method: str, *arguments: Any) -> Any:
+        if method == "open_endpoint":
+            return endpoint(self.devices[index])
         (published,) = arguments
-        way = "lent" if published.lent else "read"
-        self.did.append(f"{way} {index}: {published.version} with {published.probe}")
-        if index in self.load_waits:
+        way = "sent" if published.on_device else "read"
+        self.calls.append(f"{way} {index}: {published.version} with {published.probe}")
+        if index in self.hanging_loads:
             await asyncio.Event().wait()
-        if index in self.load_error:
-            raise self.load_error.pop(index)
-        return self.has.pop(index, published.version)
+        if index in self.load_errors:
+            raise self.load_errors.pop(index)
+        return self.versions.pop(index, published.version)
 
-    async def engine_back(self, index: int) -> None:
+    async def wait_for_engine(self, index: int) -> None:
         await asyncio.sleep(0)
 
-    async def on_board(self, method: str, *arguments: Any) -> None:
-        self.board += arguments
+    async def call_state(self, method: str, *arguments: Any) -> None:
+        self.shared_state += arguments
 
 
 @pytest.fixture(autouse=True)
 def usual(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(LEND, raising=False)
-    monkeypatch.setattr(publisher, "POLITE_S", 0.1)
+    monkeypatch.delenv(LEND_VARIABLE, raising=False)
+    monkeypatch.setattr(publisher, "REPORT_TIMEOUT_S", 0.1)
 
 
-async def test_an_engine_without_a_rank_on_its_device_reads_and_the_others_are_lent() -> None:
-    there = Processes()
-    there.rank_waits.set()
-    weights = Publisher(there)
-    told = await weights.publish(4)
-    assert told == "2 in 1 buckets through Ray's object store; 0, 1 on the device that each shares with a learner"
-    read, lent = ["put_weights 4", "read 2: 4 with a probe"], ["lent 0: 4 with a probe", "lent 1: 4 with a probe"]
-    assert there.did == ["device", "call probe", *read, "lend 4", *lent]
-    assert [published.coming for published in there.board] == [False]
+async def test_an_engine_without_a_rank_on_its_device_reads_and_the_others_get_it_there() -> None:
+    processes = Processes()
+    processes.ranks_may_finish.set()
+    weights = Publisher(processes)
+    route = await weights.publish(4)
+    assert route == "2 in 1 buckets through Ray's object store; 0, 1 on the device that each shares with a learner"
+    read, sent = ["put_weights 4", "read 2: 4 with a probe"], ["sent 0: 4 with a probe", "sent 1: 4 with a probe"]
+    assert processes.calls == ["device", "call probe", *read, "send_weights 4", *sent]
+    assert [published.pending for published in processes.shared_state] == [False]
     assert weights.version == 4
 
 
-async def test_what_was_lent_to_all_is_written_before_ranks_learn_on_and_until_then_it_is_said_to_come() -> None:
-    there = Processes()
-    there.plan = plan(engines=2)
-    there.rank_waits.set()
-    weights = Publisher(there)
-    there.load_error = {1: EngineGone()}
+async def test_weights_sent_on_devices_are_also_written_and_pending_until_then() -> None:
+    processes = Processes()
+    processes.plan = plan(engines=2)
+    processes.ranks_may_finish.set()
+    weights = Publisher(processes)
+    processes.load_errors = {1: EngineLost()}
     assert await weights.publish(0) == "on the device that each shares with a learner"
-    assert there.did[-1] == "put_weights 0", "asked before publishing is over"
-    assert [published.coming for published in there.board] == [True]
-    await weights.behind[1]
-    assert [published.coming for published in there.board] == [True, False]
-    assert there.did[-1] == "read 1: 0 with a probe"
+    assert processes.calls[-1] == "put_weights 0", "started before publishing is over"
+    assert [published.pending for published in processes.shared_state] == [True]
+    await weights.outdated[1]
+    assert [published.pending for published in processes.shared_state] == [True, False]
+    assert processes.calls[-1] == "read 1: 0 with a probe"
     await weights.publish(1)
-    assert [published.version for published in there.board] == [0, 0, 1]
+    assert [published.version for published in processes.shared_state] == [0, 0, 1]
 
 
-async def test_an_engine_that_died_and_is_back_behind_another_door_reads_instead() -> None:
-    there = Processes()
-    there.plan = plan(engines=2)
-    there.rank_waits.set()
-    there.has = {1: -1}
-    weights = Publisher(there)
+async def test_an_engine_that_restarted_with_another_endpoint_reads_instead() -> None:
+    processes = Processes()
+    processes.plan = plan(engines=2)
+    processes.ranks_may_finish.set()
+    processes.versions = {1: -1}
+    weights = Publisher(processes)
     await weights.publish(0)
-    await weights.behind[1]
-    assert there.did[-1] == "read 1: 0 with a probe"
-    lent = Published(0, "", None, [], None, LentWeights(door("GPU-a"), 0))
-    assert lent.is_for(door("GPU-a"))
-    assert not lent.is_for(Door("another door", "", "GPU-a"))
+    await weights.outdated[1]
+    assert processes.calls[-1] == "read 1: 0 with a probe"
+    on_device = Published(0, "", None, [], None, DeviceWeights(endpoint("GPU-a"), 0))
+    assert on_device.is_for(endpoint("GPU-a"))
+    assert not on_device.is_for(Endpoint("another endpoint", "", "GPU-a"))
     assert Published(0, "node", None, ["bucket"], None).is_for(None)
 
 
-@pytest.mark.parametrize(("has", "refused"), [(3, True), (4, False), (5, False)])
-async def test_an_engine_that_read_has_that_version_or_a_later_one(has: int, refused: bool) -> None:
-    there = Processes()
-    there.rank_waits.set()
-    there.has = {2: has}
-    publishing = Publisher(there).publish(4)
+@pytest.mark.parametrize(("version", "refused"), [(3, True), (4, False), (5, False)])
+async def test_an_engine_that_read_must_have_that_version_or_a_later_one(version: int, refused: bool) -> None:
+    processes = Processes()
+    processes.ranks_may_finish.set()
+    processes.versions = {2: version}
+    publishing = Publisher(processes).publish(4)
     if not refused:
         await publishing
         return
-    with pytest.raises(EngineError, match="engine 2 should have taken version 4 of the weights, it has 3"):
+    with pytest.raises(EngineError, match="engine 2 needs version 4 of the weights, it has 3"):
         await publishing
 
 
-async def test_a_rank_that_died_is_the_reason_and_not_the_engine_that_waited_for_it() -> None:
-    there = Processes()
-    there.load_error = {0: EngineError("the learner is gone")}
-    there.rank_error = WorkerLost("learner rank 0 of 2 died")
-    asyncio.get_running_loop().call_later(0.05, there.rank_waits.set)
+async def test_a_dead_rank_is_the_reported_error_not_the_engine_that_waited_for_it() -> None:
+    processes = Processes()
+    processes.load_errors = {0: EngineError("the learner is gone")}
+    processes.rank_error = WorkerLost("learner rank 0 of 2 died")
+    asyncio.get_running_loop().call_later(0.05, processes.ranks_may_finish.set)
     with pytest.raises(WorkerLost, match="rank 0 of 2 died"):
-        await Publisher(there).publish(0)
+        await Publisher(processes).publish(0)
 
 
-async def test_an_engine_that_takes_nothing_is_the_reason_where_a_rank_waits_for_it() -> None:
-    there = Processes()
-    there.load_error = {0: EngineError("engine 0: given up")}
-    there.load_waits = {1}
+async def test_a_failed_engine_is_the_reported_error_while_a_rank_waits_for_it() -> None:
+    processes = Processes()
+    processes.load_errors = {0: EngineError("engine 0: given up")}
+    processes.hanging_loads = {1}
     with pytest.raises(EngineError, match="engine 0: given up"):
-        await asyncio.wait_for(Publisher(there).publish(0), 60)
+        await asyncio.wait_for(Publisher(processes).publish(0), 60)
 
 
-async def test_an_engine_that_no_rank_reached_is_not_waited_for() -> None:
-    there = Processes()
-    there.rank_waits.set()
-    there.load_waits, there.left_out = {0}, {"door of GPU-a": "it could not be reached"}
-    with pytest.raises(EngineError, match="engine 0 was not lent weights 0: it could not be reached"):
-        await asyncio.wait_for(Publisher(there).publish(0), 60)
+async def test_an_engine_that_no_rank_reached_fails_the_update() -> None:
+    processes = Processes()
+    processes.ranks_may_finish.set()
+    processes.hanging_loads, processes.skipped = {0}, {"endpoint of GPU-a": "the connection failed"}
+    with pytest.raises(EngineError, match="engine 0 did not get weights 0: the connection failed"):
+        await asyncio.wait_for(Publisher(processes).publish(0), 60)
 
 
-async def test_one_task_waits_for_an_engine_that_is_away_however_many_versions_it_misses() -> None:
-    there = Processes()
-    there.plan = plan(engines=3, layout="disaggregated")
+async def test_one_task_waits_for_a_lost_engine_however_many_versions_it_misses() -> None:
+    processes = Processes()
+    processes.plan = plan(engines=3, layout="disaggregated")
     back = asyncio.Event()
-    there.engine_back = lambda _: back.wait()  # type: ignore[method-assign]
-    weights = Publisher(there)
+    processes.wait_for_engine = lambda _: back.wait()  # type: ignore[method-assign]
+    weights = Publisher(processes)
     before = asyncio.all_tasks()
     for version in range(4):
-        there.load_error = {1: EngineGone()}
+        processes.load_errors = {1: EngineLost()}
         await weights.publish(version)
         await asyncio.sleep(0)
-    assert asyncio.all_tasks() - before == set(weights.tasks()) - {weights._whole} == {weights.behind[1]}
+    assert asyncio.all_tasks() - before == set(weights.tasks()) - {weights._full_copy} == {weights.outdated[1]}
     back.set()
-    await weights.behind[1]
-    assert there.did[-1].startswith("read 1: 3 ")
-    weights.behind[1] = asyncio.create_task(_fail(EngineError("it cannot take them")))
+    await weights.outdated[1]
+    assert processes.calls[-1].startswith("read 1: 3 ")
+    weights.outdated[1] = asyncio.create_task(_fail(EngineError("it cannot take them")))
     await asyncio.sleep(0)
     with pytest.raises(EngineError, match="it cannot take them"):
-        weights._load_later(1, 4)
+        weights._load_when_back(1, 4)
 
 
 async def _fail(error: Exception) -> None:

@@ -13,10 +13,10 @@ from processes_for_tests import CONTEXT, exit_code_if_preloaded
 from ranks_for_tests import CASES, ON_FOUR, alone, everything, learner, on_ranks, steps, weights
 from training_for_tests import tiny_model
 
-from agentgym_rl.cluster import Cluster, Rank
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.scale.ranks import whole_state
+from agentgym_rl.run.backend_ray import Rank, RayBackend
+from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
 from agentgym_rl.training.ranks import ALONE, Ranks, balanced
@@ -107,7 +107,7 @@ def test_ranks_that_hold_different_parameters_end_the_run(tmp_path: Path) -> Non
     assert "such as weight: " in message
 
 
-def test_what_is_compared_is_worth_it(expected: Any) -> None:
+def test_the_compared_updates_are_not_trivial(expected: Any) -> None:
     """Several updates moved the weights, and the gradient was clipped in some."""
     for name in CASES:
         metrics, _ = expected[name]
@@ -128,7 +128,7 @@ def resume(ranks: Ranks, folder: Path, source: Path) -> Any:
 
 
 def load_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
-    from agentgym_rl.scale.ranks import load_whole
+    from agentgym_rl.scale.process_group import load_whole
 
     load_whole(model, state)
 
@@ -144,22 +144,22 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
     assert_same(found, expected["ppo, another step"])
 
 
-def test_what_ranks_wrote_where_nobody_sees_it_is_no_checkpoint(two: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere is not on .*: the run directory must be on a file system"):
+def test_files_that_the_driver_does_not_see_are_no_checkpoint(two: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere does not exist on .*: the run directory must be on a file system"):
         save_shards(tmp_path / "nowhere" / "shards", {"weight": torch.ones(2)})
     shutil.copytree(two[1] / "shards", tmp_path / "shards")
-    with pytest.raises(ConfigError, match=r"model/config.json has 0 of the 1 bytes"):
+    with pytest.raises(ConfigError, match=r"model/config.json needs at least 1 bytes that ranks wrote, got 0"):
         require_written(tmp_path, shards=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     require_written(tmp_path, shards=True)
     of_the_second = next((tmp_path / "shards" / "tensors").glob("__1_*.distcp"))
     of_the_second.write_bytes(of_the_second.read_bytes()[:-9])
-    with pytest.raises(ConfigError, match=f"{of_the_second.name} has .* all nodes see"):
+    with pytest.raises(ConfigError, match=f"{of_the_second.name} needs .* all nodes see"):
         require_written(tmp_path, shards=True)
     for lost in (of_the_second, of_the_second.with_name(".metadata"), tmp_path / "shards" / "rest.pt"):
         lost.unlink()
-        with pytest.raises(ConfigError, match=f"{lost.name} has 0 of the"):
+        with pytest.raises(ConfigError, match=f"{lost.name} needs at least .* got 0"):
             require_written(tmp_path, shards=True)
 
 
@@ -170,17 +170,17 @@ class Elsewhere:
         assert (method, Path(folder).is_dir()) == ("save", True)
 
 
-def test_a_checkpoint_that_was_written_elsewhere_does_not_take_the_place_of_one(tmp_path: Path) -> None:
+def test_a_checkpoint_written_on_another_disk_does_not_replace_the_last_one(tmp_path: Path) -> None:
     (tmp_path / "step_000001").mkdir()
-    cluster = Cluster.__new__(Cluster)
+    cluster = RayBackend.__new__(RayBackend)
     cluster._app, cluster.learner = Elsewhere(), None
-    with pytest.raises(ConfigError, match=r"config.json has 0 of the 1 bytes .* all nodes see"):
+    with pytest.raises(ConfigError, match=r"config.json needs at least 1 bytes .*, got 0.* all nodes see"):
         cluster.save(tmp_path, 2, {}, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
 
 
 def published_names(ranks: Ranks, folder: Path) -> list[str]:
-    """Of a learner with adapters for policy, reference and critic, after its warm start."""
+    """Return the names published by a learner with adapters for policy, reference and critic, after its warm start."""
     tiny_model().save_pretrained(folder / "model")
     words = build_tokenizer(["up down"])
     words.save_pretrained(folder / "start")
@@ -206,7 +206,7 @@ def published_names(ranks: Ranks, folder: Path) -> list[str]:
     return [name for name, _ in made.whole_state()]
 
 
-def test_engines_are_sent_the_policys_adapters_and_not_the_learners_own(tmp_path: Path) -> None:
+def test_engines_get_the_policys_adapters_and_not_those_of_critic_or_reference(tmp_path: Path) -> None:
     names = on_ranks(1, published_names, tmp_path)
     assert any(".default." in name for name in names)
     assert not [name for name in names if ".reference." in name or ".critic." in name]
@@ -244,7 +244,7 @@ def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
     return found
 
 
-def test_a_checkpoint_in_bf16_keeps_what_updates_too_small_for_it_have_added_up(tmp_path: Path) -> None:
+def test_a_bf16_checkpoint_keeps_updates_too_small_for_bf16(tmp_path: Path) -> None:
     for case, apart in on_ranks(1, resumed_in_bf16, tmp_path).items():
         assert max(apart.values()) == 0.0, case
 

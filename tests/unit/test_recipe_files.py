@@ -1,4 +1,4 @@
-"""Recipes by name, wherever the package is installed."""
+"""Recipes found by name, also in an installed package."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from agentgym_rl.agent.templates import resolve_template
+from agentgym_rl.commands.recipes import RECIPES, copy_recipe, find_recipe, packaged_recipes, summary
 from agentgym_rl.config import load_config
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.recipe_files import RECIPES, copy_recipe, find_recipe, packaged_recipes, summary
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_every_recipe_has_a_name_and_a_line_of_its_own() -> None:
+def test_every_recipe_has_a_name_and_a_description() -> None:
     known = packaged_recipes()
     assert next(iter(known)) == "quickstart"
     assert {"textcraft/grpo", "keydoor/tiny", "smollm2/babyai_scratch"} <= known.keys()
@@ -51,7 +51,7 @@ def test_a_recipe_finds_its_template_from_any_folder(
         copy_recipe(name, tmp_path / "mine")
 
 
-def test_a_template_on_the_command_line_is_from_the_current_folder(
+def test_a_template_on_the_command_line_is_relative_to_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -60,7 +60,7 @@ def test_a_template_on_the_command_line_is_from_the_current_folder(
     assert config.model.chat_template == "examples.jinja"
 
 
-def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
+def test_a_wheel_contains_the_recipes(tmp_path: Path) -> None:
     pytest.importorskip("hatchling", reason="building a wheel needs pip install hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=240)
@@ -85,4 +85,4 @@ def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
     assert [line.split()[0] for line in listed.stdout.splitlines()] == list(packaged_recipes())
     assert command("recipes", "quickstart").stdout == (ROOT / "recipes" / "quickstart.toml").read_text()
     refused = command("train", "quickstart", "rl.stepz=1")
-    assert "rl.stepz" in refused.stderr, "by name it was found and read"
+    assert "rl.stepz" in refused.stderr, "the recipe was found by its name"

@@ -11,8 +11,8 @@ from scripts_for_tests import ROOT
 from agentgym_rl.config import AgentConfig, load_config
 from agentgym_rl.environment.envs.webarena.evaluators.strings import must_include
 from agentgym_rl.environment.envs.webarena.sites.shop import initial
+from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.training.scratch import build_tokenizer
-from agentgym_rl.wiring import limits_of
 
 RECIPE = ["model.path=x/y", "environments=[{name='babyai'}]", "name=mine"]
 
@@ -36,8 +36,8 @@ def test_a_torch_without_products_in_float32_is_not_installed() -> None:
 
 
 def test_an_episode_may_not_outgrow_the_engine() -> None:
-    assert limits_of(AgentConfig(max_context=8192), 3, room=2048).max_context == 2048
-    assert limits_of(AgentConfig(max_context=512), 3, room=2048).max_context == 512
+    assert limits_of(AgentConfig(max_context=8192), 3, engine_context=2048).max_context == 2048
+    assert limits_of(AgentConfig(max_context=512), 3, engine_context=2048).max_context == 512
 
 
 def test_marks_that_replies_use_can_be_said() -> None:

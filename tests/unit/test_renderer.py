@@ -74,7 +74,7 @@ def test_deltas_add_up_to_the_whole_conversation(style: str, contents: list[str]
 @pytest.mark.parametrize("style", STYLES)
 @settings(max_examples=30, deadline=None)
 @given(system=CONTENT, observation=CONTENT)
-def test_opening_shares_the_prompt_out_exactly(style: str, system: str, observation: str) -> None:
+def test_opening_divides_the_prompt_exactly(style: str, system: str, observation: str) -> None:
     renderer = renderer_of(style)
     messages = chat(observation, system=system)
     opened = renderer.opening(messages)
@@ -86,7 +86,7 @@ def test_opening_shares_the_prompt_out_exactly(style: str, system: str, observat
     assert alone.token_ids == renderer.prompt(chat(observation))
 
 
-def test_what_is_remembered_cannot_be_changed_from_outside() -> None:
+def test_cached_ids_cannot_be_changed_by_callers() -> None:
     renderer, opening = renderer_of("chatml"), chat("go north", system="walk")
     first, follow_up = renderer.prompt(opening), renderer.follow_up("a wall")
     renderer.prompt(opening).append(7)
@@ -134,7 +134,7 @@ def test_an_observation_cannot_forge_a_turn(style: str) -> None:
     assert structure(renderer.prompt(chat(forged))) == structure(renderer.prompt(chat("page")))
 
 
-def test_a_tokenizer_that_loses_text_is_no_obstacle() -> None:
+def test_a_lossy_tokenizer_works() -> None:
     renderer = Renderer(word_level(), "chatml")
     ids = renderer.reply_ids("go far north")
     assert renderer.decode(ids) == "go north"
@@ -174,9 +174,9 @@ LATE_REMINDER = CHATML.replace(
         (LATE_REMINDER, "model.chat_template"),
         (CHATML.replace("{{- '<|im_start|>'", "{%- if message['role'] != 'system' -%}{{- '<|im_start|>'").replace(
             "\\n' -}}\n{%- endfor", "\\n' -}}{%- endif -%}\n{%- endfor"), "drops the system message"),
-        (CHATML.replace("<|im_end|>\\n'", "\\n'"), "one token of its own"),
-        (CHATML.replace("<|im_end|>", "<|fin|>"), "one token of its own"),
-        (CHATML.replace("<|im_end|>", ""), "one token of its own"),
+        (CHATML.replace("<|im_end|>\\n'", "\\n'"), "must end with a special token"),
+        (CHATML.replace("<|im_end|>", "<|fin|>"), "must end with a special token"),
+        (CHATML.replace("<|im_end|>", ""), "must end with a special token"),
     ],
 )  # fmt: skip
 def test_templates_that_rewrite_history_are_refused(template: str, complaint: str) -> None:
@@ -184,7 +184,7 @@ def test_templates_that_rewrite_history_are_refused(template: str, complaint: st
         Renderer(byte_level_bpe("chatml"), template)
 
 
-def test_a_template_without_system_role_gets_the_instruction_in_the_first_observation() -> None:
+def test_without_a_system_role_the_instruction_is_in_the_first_observation() -> None:
     refusing = (
         "{%- if messages[0]['role'] == 'system' -%}{{ raise_exception('no system role') }}{%- endif -%}\n" + CHATML
     )

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentgym_rl.agent.engines.replicas import FIRST_BACKOFF_S, Replicas
+from agentgym_rl.agent.engines.replicas import MIN_BACKOFF_S, Replicas
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
@@ -32,7 +32,7 @@ class Counting(ScriptedEngine):
         self.closed = True
 
 
-async def test_a_trajectory_stays_with_its_engine_and_new_ones_go_where_there_are_fewest() -> None:
+async def test_a_trajectory_keeps_its_engine_and_new_ones_go_to_the_least_busy() -> None:
     engines = [Counting(), Counting()]
     replicas = Replicas(engines)
     sessions = [f"s{n}" for n in range(6)]
@@ -120,13 +120,13 @@ async def test_a_replica_that_died_is_tried_by_one_request_after_its_back_off(mo
     assert await play(replicas, "first")
     assert await play(replicas, "second")
     assert engines[0].served == ["first"]
-    now += FIRST_BACKOFF_S
+    now += MIN_BACKOFF_S
     assert all(await asyncio.gather(*(play(replicas, f"again{n}") for n in range(8))))
     assert len(engines[0].served) == 2, "one request tries it"
-    now += FIRST_BACKOFF_S
+    now += MIN_BACKOFF_S
     assert await play(replicas, "not yet")
     assert len(engines[0].served) == 2, "the back-off is longer now"
-    now += FIRST_BACKOFF_S
+    now += MIN_BACKOFF_S
     engines[0].dead = False
     replicas.drain_events()
     assert await play(replicas, "back")
@@ -134,7 +134,7 @@ async def test_a_replica_that_died_is_tried_by_one_request_after_its_back_off(mo
     assert [event["kind"] for event in replicas.drain_events()] == ["replica_back"]
 
 
-async def test_a_turn_moves_when_its_replica_dies_and_a_hopeless_request_fails() -> None:
+async def test_a_turn_moves_when_its_replica_dies_and_a_fatal_request_fails() -> None:
     engines = [Mortal(), Mortal()]
     replicas = Replicas(engines)
     await replicas.generate([1], Sampling(1), "s")
@@ -147,7 +147,7 @@ async def test_a_turn_moves_when_its_replica_dies_and_a_hopeless_request_fails()
         await replicas.generate([1, 1, 1], Sampling(1), "s")
 
 
-async def test_a_replica_without_the_new_weights_is_left_out_until_it_takes_some() -> None:
+async def test_a_replica_without_the_new_weights_is_left_out_until_it_loads_newer_ones() -> None:
     engines = [Mortal(), Mortal()]
     replicas = Replicas(engines)
     engines[0].dead = True

@@ -18,13 +18,14 @@ from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
-from agentgym_rl.training.rl import Hooks, RLState, derive_seed, expected_steps, train_rl
+from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
 from agentgym_rl.training.tasks import TaskSource
@@ -45,7 +46,7 @@ def new_state() -> RLState:
 
 
 class Bench:
-    """Collect, learner and hooks that write down what they were asked for; episodes have the version published last."""
+    """Collector, learner and hooks that record their calls. Episodes have the last published version."""
 
     kl_coef = 0.0
 
@@ -116,14 +117,14 @@ class Bench:
         await train_rl(self.state, self, self.collect, self.publish, limits, settings, hooks, seed=11)
 
 
-async def test_as_many_steps_as_asked_and_each_in_order() -> None:
+async def test_every_step_runs_its_parts_in_order() -> None:
     bench = Bench()
     await bench.run()
     assert bench.state.step == 7
     assert [c[1] for c in bench.calls if c[0] == "after"] == list(range(1, 8))
     names = [c[0] for c in bench.calls if c[0] != "collect"]
     assert names == ["record", "learn", "publish", "learned", "log", "after"] * 7
-    await bench.run()  # nothing is left to do
+    await bench.run()  # no step is left
     assert len([c for c in bench.calls if c[0] == "learn"]) == 7
 
 
@@ -154,10 +155,10 @@ async def test_a_run_ends_when_its_tokens_are_spent(overlap: int) -> None:
         assert bench.state.step == len(bench.of("learn")) == steps
         assert bench.state.sampled == totals[steps - 1]
         assert bench.of("collect") == free.of("collect")[: len(bench.of("collect"))]
-        assert sum(len(c[1]) for c in bench.of("collect")) == 4 * steps  # nothing is played that is not learned from
+        assert sum(len(c[1]) for c in bench.of("collect")) == 4 * steps  # every played episode is learned from
 
 
-def test_tokens_say_how_many_steps_there_will_be() -> None:
+def test_the_token_budget_predicts_the_number_of_steps() -> None:
     settings = replace(SETTINGS, steps=50, token_budget=1000)
     assert expected_steps(settings, 2, 300) == 7
     assert expected_steps(settings, 20, 330) == 50
@@ -166,7 +167,7 @@ def test_tokens_say_how_many_steps_there_will_be() -> None:
 
 
 @pytest.mark.parametrize("killed_after", range(8))
-async def test_a_run_resumed_after_any_step_asks_for_the_same(killed_after: int) -> None:
+async def test_a_run_resumed_after_any_step_makes_the_same_calls(killed_after: int) -> None:
     whole, resumed = Bench(), Bench()
     start = json.loads(json.dumps(whole.state.state()))
     await whole.run()
@@ -185,7 +186,7 @@ async def test_no_variance_anywhere_means_no_update_and_no_new_version() -> None
     assert [c[0] for c in bench.calls if c[0] in ("learn", "publish")] == []
     (row,) = bench.rows
     assert (row["groups/zero_variance"], row["samples"], row["success/mean"]) == (1.0, 0.0, 1.0)
-    assert row["mismatch/abs"] == pytest.approx(0.25)  # compared all the same
+    assert row["mismatch/abs"] == pytest.approx(0.25)  # assessed for metrics only
     assert row["mismatch/turn_1"] == pytest.approx(0.25)
     assert (row["entropy/mean"], row["mismatch/kl"]) == pytest.approx((0.5, math.exp(-0.25) - 0.75))
 
@@ -196,7 +197,7 @@ async def test_no_variance_anywhere_means_no_update_and_no_new_version() -> None
 
     waiting = CriticOnly()
     await waiting.run(replace(SETTINGS, steps=1))
-    assert waiting.rows[0]["mismatch/abs"] == pytest.approx(0.25)  # also where the policy waits for its critic
+    assert waiting.rows[0]["mismatch/abs"] == pytest.approx(0.25)  # also while only the critic learns
     kept = Bench(rewards=(1.0, 1.0))
     await kept.run(replace(SETTINGS, steps=1, zero_variance="keep"))
     assert [c[1] for c in kept.calls if c[0] == "learn"] == [8]
@@ -220,7 +221,7 @@ async def test_seeds_differ_between_steps_environments_and_uses() -> None:
 OVERLAPPED = replace(SETTINGS, overlap=1)
 
 
-async def test_overlap_is_one_version_off_from_the_second_step_on_and_never_more() -> None:
+async def test_overlap_is_one_version_old_from_the_second_step_on() -> None:
     exact, overlapped = Bench(), Bench()
     await exact.run()
     await overlapped.run(OVERLAPPED)
@@ -238,7 +239,7 @@ async def test_overlap_plays_the_same_tasks_under_the_same_horizons_and_seeds() 
         assert overlapped.of(kind) == exact.of(kind)
     horizons = [[row["horizon/a"], row["horizon/b"]] for row in exact.rows]
     assert [[row["horizon/a"], row["horizon/b"]] for row in overlapped.rows] == horizons
-    # The next step is under way before this one is published: the other way round than without overlap.
+    # With overlap the next step starts before this one is published.
     names = [call[0] for call in overlapped.calls]
     second = [i for i, call in enumerate(overlapped.calls) if call[0] == "collect"][2]
     assert second < names.index("publish")
@@ -258,22 +259,22 @@ async def test_a_resumed_run_with_overlap_learns_from_what_was_played_before(kil
     played_before = sum(len(c[1]) for c in whole.of("collect")) - sum(len(c[1]) for c in resumed.of("collect"))
     assert played_before == 4 * (killed_after + 1)
     timed = {name for name in whole.rows[0] if name.startswith("time/") or name.endswith("_per_s")}
-    for found, expected in zip(resumed.rows, whole.rows[killed_after:], strict=True):
-        assert {k: v for k, v in found.items() if k not in timed} == {
+    for actual, expected in zip(resumed.rows, whole.rows[killed_after:], strict=True):
+        assert {k: v for k, v in actual.items() if k not in timed} == {
             k: v for k, v in expected.items() if k not in timed
         }
     assert whole.saved[7]["played"] == []
 
 
 @pytest.mark.parametrize(("settings", "step"), [(SETTINGS, 2), (OVERLAPPED, 3)])
-async def test_an_engine_that_does_not_take_updates_is_an_error(settings: RLSettings, step: int) -> None:
+async def test_an_engine_that_does_not_load_updates_is_an_error(settings: RLSettings, step: int) -> None:
     bench = Bench(stuck=True)
-    with pytest.raises(EngineError, match=f"at most {settings.overlap} versions old, one was sampled by version 0"):
+    with pytest.raises(EngineError, match=f"at most {settings.overlap} versions old, got one sampled by version 0"):
         await bench.run(settings)
     assert len(bench.rows) == step - 1
 
 
-async def test_what_fails_while_learning_comes_out_as_itself() -> None:
+async def test_an_error_during_overlap_is_raised_unchanged() -> None:
     class Breaking(Bench):
         async def collect(self, tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
             if len(self.of("collect")) == 4:
@@ -284,17 +285,17 @@ async def test_what_fails_while_learning_comes_out_as_itself() -> None:
         await Breaking().run(OVERLAPPED)
 
 
-async def test_dynamic_sampling_plays_new_tasks_in_place_of_groups_that_say_nothing() -> None:
+async def test_dynamic_sampling_replaces_groups_of_equal_rewards_by_new_tasks() -> None:
     bench = Bench(flat=lambda task: task.item % 2 == 0)
     await bench.run(replace(SETTINGS, steps=1, resample_rounds=3))
     kept, rounds = 0, []
     asked = [task for call in bench.of("collect") for task in call[1]]
     (_, _, recorded), (_, learned, _) = bench.of("record")[0], bench.of("learn")[0]
-    assert recorded == 2 * len(asked)  # what says nothing is recorded all the same
+    assert recorded == 2 * len(asked)  # replaced groups are recorded too
     assert learned == 2 * sum(int(key.partition("/")[2]) % 2 for key in asked)
     seeds = [call[3] for call in bench.of("collect")]
     assert len(set(seeds)) == len(seeds)
-    # Round by round: as many new ones as are missing, and no round after there are enough.
+    # Each round plays as many new tasks as are missing, and no round follows once there are enough.
     remaining = iter(bench.of("collect"))
     wanted = SETTINGS.groups_per_step
     while wanted > 0 and len(rounds) < 4:
@@ -318,7 +319,7 @@ async def test_dynamic_sampling_ends_after_its_rounds() -> None:
     assert bench.of("learn") == []
 
 
-async def test_values_and_penalties_are_asked_for_before_advantages_are_estimated() -> None:
+async def test_samples_are_assessed_before_advantages_are_estimated() -> None:
     class Valuing(Bench):
         def assess(self, samples: list[Sample], *, own: bool = False) -> None:
             super().assess(samples, own=own)
@@ -369,7 +370,7 @@ async def test_engine_and_learner_agree_on_real_multi_turn_episodes(temperature:
 
 @pytest.mark.parametrize("overlap", [0, 1])
 async def test_the_whole_loop_learns_to_count(overlap: int) -> None:
-    """The smallest real run: engine, collector, learner; weights shared between them, or a copy under overlap."""
+    """The smallest real run: engine and learner share weights, or with overlap the engine has a copy."""
     model, tokenizer = counting_player()
     real = RealCollector(copy.deepcopy(model) if overlap else model, tokenizer)
     settings = RLSettings(
@@ -380,7 +381,7 @@ async def test_the_whole_loop_learns_to_count(overlap: int) -> None:
         {"counting": make_horizon(HorizonSettings(kind="stepwise", turns=(3, 6), steps_per_stage=6))},
     )
     rows: list[dict[str, Any]] = []
-    seen: list[list[Trajectory]] = []
+    recorded_episodes: list[list[Trajectory]] = []
 
     async def nothing(step: int) -> None:
         assert real.pool.num_open == 0
@@ -389,7 +390,7 @@ async def test_the_whole_loop_learns_to_count(overlap: int) -> None:
         await real.engine.update_weights(model.state_dict() if overlap else None, version)
 
     hooks = Hooks(
-        lambda step, groups: seen.append([t for g in groups for t in g.trajectories]),
+        lambda step, groups: recorded_episodes.append([t for g in groups for t in g.trajectories]),
         lambda *_: None,
         lambda step, metrics: rows.append(copy.copy(metrics)),
         nothing,
@@ -401,11 +402,11 @@ async def test_the_whole_loop_learns_to_count(overlap: int) -> None:
     learned = [step for step, row in enumerate(rows, 1) if row["samples"]]
     assert len(learned) > 3
     published = 0
-    for step, (row, played) in enumerate(zip(rows, seen, strict=True), 1):
+    for step, (row, played) in enumerate(zip(rows, recorded_episodes, strict=True), 1):
         version = published - (step - 1 in learned) * overlap
         assert {v for t in played for v in t.versions} == {version}
         if step in learned:
             assert row["staleness/max"] == published - version
-            # The same weights that sampled must say the same; old keys and values would show here.
+            # The weights that sampled must give the same log-probabilities; stale keys and values would show here.
             assert (row["mismatch/abs"] < 1e-4) == (published == version)
             published += 1

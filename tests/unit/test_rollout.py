@@ -95,7 +95,7 @@ async def test_max_turns() -> None:
     assert not trajectory.success
 
 
-async def test_an_episode_that_is_over_at_once_has_no_turns() -> None:
+async def test_an_episode_that_ends_at_reset_has_no_turns() -> None:
     class Over(Corridor):
         async def reset(self, item: int) -> Step:
             return Step("Nothing to do.", done=True)
@@ -198,7 +198,7 @@ async def test_a_huge_last_observation_is_recorded_in_part() -> None:
 
 
 async def test_an_observation_that_could_fit_is_not_cut() -> None:
-    """Of nothing but the longest token, an observation that fills the context to the last place."""
+    """An observation made only of the longest token that fills the context exactly."""
     renderer = Renderer(byte_level_bpe("chatml"), "chatml")
     longest = max(renderer.tokenizer.get_vocab(), key=lambda t: len(t) * (t.startswith("Ġ"))).replace("Ġ", " ")
     assert len(renderer.encode(longest * 50)) == 50
@@ -212,7 +212,7 @@ async def test_an_observation_that_could_fit_is_not_cut() -> None:
 
 
 @pytest.mark.parametrize("style", ["chatml", "llama3", "qwen"])
-async def test_what_was_sampled_is_what_is_recorded(style: str) -> None:
+async def test_sampled_tokens_are_recorded_unchanged(style: str) -> None:
     """Token drift: the sampled ids spell `go` and `no way` as no encoder would, and must survive every turn."""
     tokenizer = byte_level_bpe(style)
     renderer = Renderer(tokenizer, style)
@@ -238,7 +238,7 @@ async def test_what_was_sampled_is_what_is_recorded(style: str) -> None:
     assert {turn for turn in trajectory.turn_index if turn >= 0} == {0, 1, 2, 3}
 
 
-async def test_drift_with_a_tokenizer_that_loses_text() -> None:
+async def test_drift_with_a_lossy_tokenizer() -> None:
     renderer = Renderer(word_level(), "chatml")
     odd = [[*renderer.encode("go unheard-of go"), renderer.end_of_turn]]
     _, policy = engine_policy(odd, renderer)
@@ -248,7 +248,7 @@ async def test_drift_with_a_tokenizer_that_loses_text() -> None:
     assert reply.token_ids == odd[0] != [*renderer.encode(reply.content), renderer.end_of_turn]
 
 
-async def test_the_conversation_is_the_chat_template_of_what_was_said() -> None:
+async def test_the_conversation_is_what_the_chat_template_renders() -> None:
     """With ids as the encoder itself would choose them, play adds up to what the template makes of the whole."""
     renderer = Renderer(byte_level_bpe("qwen"), "qwen")
     engine, policy = engine_policy(["go"] * 3, renderer)
@@ -316,7 +316,7 @@ async def test_an_environment_that_cannot_start() -> None:
 async def test_an_environment_that_hangs() -> None:
     trajectory = await play(Hanging(), ScriptedPolicy(["go"]), timeout_s=0.05)
     assert trajectory.stop is StopReason.ERROR
-    assert trajectory.error == "EpisodeTimeout: the episode was not over after 0.05 s"
+    assert trajectory.error == "EpisodeTimeout: the episode did not end within 0.05 s"
     assert trajectory.num_turns == 1
     assert trajectory.seconds < 60
 
@@ -330,7 +330,7 @@ async def test_a_deadline_may_be_a_truncation() -> None:
     assert Trajectory.from_json(trajectory.to_json()) == replace(trajectory, seconds=round(trajectory.seconds, 4))
 
 
-async def test_a_time_out_of_the_environments_own_keeps_its_own_name() -> None:
+async def test_a_timeout_of_the_environment_keeps_its_own_message() -> None:
     class Slow(Corridor):
         async def step(self, text: str) -> Step:
             raise TimeoutError("no answer within 3 s")
@@ -342,13 +342,13 @@ async def test_a_time_out_of_the_environments_own_keeps_its_own_name() -> None:
 @pytest.mark.parametrize(
     ("answer", "complaint"),
     [
-        (None, "a Step, it answered with None"),
+        (None, "a Step, got None"),
         ({"observation": "x"}, "a Step"),
-        (Step("x", reward=math.nan), "finite number, it paid nan"),
-        (Step("x", reward="1"), "finite number, it paid '1'"),  # type: ignore[arg-type]
-        (Step(b"x"), "must show text"),  # type: ignore[arg-type]
-        (Step("x", done=None), "done with a bool"),  # type: ignore[arg-type]
-        (Step("x", info=[]), "info with a dict"),  # type: ignore[arg-type]
+        (Step("x", reward=math.nan), ", got nan"),
+        (Step("x", reward="1"), ", got '1'"),  # type: ignore[arg-type]
+        (Step(b"x"), "text observation"),  # type: ignore[arg-type]
+        (Step("x", done=None), "a bool for done"),  # type: ignore[arg-type]
+        (Step("x", info=[]), "a dict for info"),  # type: ignore[arg-type]
         (Step("\ud800"), "written as JSON"),
         (Step("x", info={"title": "\ud800"}), "written as JSON"),
         (Step("x", info={"picture": b"png"}), "written as JSON"),

@@ -1,4 +1,4 @@
-"""The run directory: what is written, what survives a kill, and what is refused."""
+"""The run directory: its files, what survives a kill, and what is refused."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any
 import numpy
 import pytest
 
-from agentgym_rl.disk import write_atomically
 from agentgym_rl.errors import ConfigError, WorkerLost
-from agentgym_rl.runlog import RunLog, horizon_stages, read_metrics, read_trajectories
+from agentgym_rl.run.disk import write_atomically
+from agentgym_rl.run.log import RunLog, horizon_stages, read_metrics, read_trajectories
 from agentgym_rl.types import Message, StopReason, Task, Trajectory
 
 CONFIG = {"seed": 7, "train": {"steps": 100, "learning_rate": 1e-6, "clip": None}, "horizon": {"turns": [2, 3, 4]}}
@@ -69,7 +69,7 @@ def test_a_foreign_directory_and_a_file_are_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_resume_where_the_kill_came_before_the_config_starts_the_run(tmp_path: Path) -> None:
+def test_resuming_a_run_killed_before_its_config_was_written_starts_it(tmp_path: Path) -> None:
     (tmp_path / "trajectories").mkdir()
     (tmp_path / ".config.toml.123.tmp").write_text("half a con")
     with RunLog.create(tmp_path, CONFIG, resume=True) as log:
@@ -92,7 +92,7 @@ def test_resume_names_every_key_that_differs(tmp_path: Path) -> None:
     assert tomllib.loads((tmp_path / "config.toml").read_text())["train"]["learning_rate"] == 1e-6
 
 
-def test_a_run_of_a_version_that_had_no_such_key_is_resumed_if_it_has_its_default(tmp_path: Path) -> None:
+def test_a_run_without_a_newer_key_resumes_if_the_key_has_its_default(tmp_path: Path) -> None:
     RunLog.create(tmp_path, CONFIG).close()
 
     def completed(saved: dict[str, Any]) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_a_run_of_a_version_that_had_no_such_key_is_resumed_if_it_has_its_defaul
     assert tomllib.loads((tmp_path / "config.toml").read_text())["groups"] == 32
 
 
-def test_resume_takes_over_the_keys_that_may_change(tmp_path: Path) -> None:
+def test_resume_adopts_the_keys_that_may_change(tmp_path: Path) -> None:
     RunLog.create(tmp_path, CONFIG).close()
     longer = {"seed": 7, "train": {"steps": 200, "learning_rate": 5e-6}, "horizon": {"turns": [2, 3, 4]}}
     with RunLog.create(tmp_path, longer, resume=True, may_change={"train"}) as log:
@@ -118,7 +118,7 @@ def test_two_processes_cannot_write_to_one_run(tmp_path: Path) -> None:
     RunLog.create(tmp_path, CONFIG, resume=True).close()
 
 
-def test_metrics_name_what_was_not_finite(tmp_path: Path) -> None:
+def test_metrics_list_the_values_that_are_not_finite(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, CONFIG) as log:
         log.log(3, {"reward/mean": 0.5, "kl/reference": math.nan, "grad/norm": -math.inf, "note": "x"})
         log.log(4, {"reward/mean": numpy.float32(0.25), "episodes": numpy.int64(8), "flag": True})
@@ -132,7 +132,7 @@ def test_metrics_name_what_was_not_finite(tmp_path: Path) -> None:
     assert "nonfinite" not in second
 
 
-def test_a_metric_that_is_no_number_or_has_a_reserved_name_is_refused(tmp_path: Path) -> None:
+def test_metrics_must_be_numbers_without_reserved_names(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, CONFIG) as log:
         with pytest.raises(TypeError, match="'loss' needs a number or a string, got list"):
             log.log(1, {"loss": [1.0]})  # type: ignore[dict-item]
@@ -141,7 +141,7 @@ def test_a_metric_that_is_no_number_or_has_a_reserved_name_is_refused(tmp_path: 
         assert not log.metrics_path.exists()
 
 
-def test_trajectories_come_back_as_they_were(tmp_path: Path) -> None:
+def test_trajectories_are_read_as_written(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, CONFIG) as log:
         for name in "ab":
             log.write_trajectory(12, episode(name))
@@ -158,7 +158,7 @@ def test_trajectories_come_back_as_they_were(tmp_path: Path) -> None:
     assert (row["step"], row["kind"], row["id"]) == (12, "eval", "c")
 
 
-def test_readers_skip_a_torn_last_line_and_refuse_damage_elsewhere(tmp_path: Path) -> None:
+def test_readers_skip_an_incomplete_last_line_and_refuse_other_damage(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, CONFIG) as log:
         for name in "abc":
             log.write_trajectory(1, episode(name))
@@ -173,7 +173,7 @@ def test_readers_skip_a_torn_last_line_and_refuse_damage_elsewhere(tmp_path: Pat
         list(read_trajectories(path))
 
 
-def test_truncate_after_forgets_later_steps_only(tmp_path: Path) -> None:
+def test_truncate_after_deletes_only_later_steps(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, CONFIG) as log:
         log.write_trajectory(0, episode(), kind="warmstart")
         for step in range(1, 6):
@@ -189,8 +189,8 @@ def test_truncate_after_forgets_later_steps_only(tmp_path: Path) -> None:
         assert [row["step"] for row in read_metrics(log.metrics_path)] == [1, 2, 3, 3]
         log.log(4, {"reward/mean": 0.9})
         log.write_trajectory(4, episode("new4"))
-        kept = sorted(path.name for path in log.trajectories_dir.iterdir())
-        assert kept == [*(f"step_{step:06d}.jsonl" for step in range(1, 5)), "warmstart_000000.jsonl"]
+        names = sorted(path.name for path in log.trajectories_dir.iterdir())
+        assert names == [*(f"step_{step:06d}.jsonl" for step in range(1, 5)), "warmstart_000000.jsonl"]
         assert [t.id for t in read_trajectories(log.trajectories_path(3))] == ["old3"]
         assert [t.id for t in read_trajectories(log.trajectories_path(4))] == ["new4"]
         assert read_metrics(log.metrics_path)[-1]["reward/mean"] == 0.9
@@ -199,7 +199,7 @@ def test_truncate_after_forgets_later_steps_only(tmp_path: Path) -> None:
         assert not list(log.trajectories_dir.iterdir())
 
 
-def test_a_step_played_again_replaces_what_was_left_of_it(tmp_path: Path) -> None:
+def test_a_repeated_step_replaces_its_earlier_trajectories(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, CONFIG) as log:
         log.write_trajectory(4, episode("left"), kind="eval")
     with RunLog.create(tmp_path, CONFIG, resume=True) as log:
@@ -211,7 +211,7 @@ def test_a_step_played_again_replaces_what_was_left_of_it(tmp_path: Path) -> Non
 WRITER = """
 import sys
 from pathlib import Path
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Task, Trajectory
 log = RunLog.create(Path(sys.argv[1]), {"seed": 1})
 step = 0
@@ -224,7 +224,7 @@ while True:
 """
 
 
-def test_a_killed_run_can_be_resumed_at_once(tmp_path: Path) -> None:
+def test_a_killed_run_can_be_resumed_immediately(tmp_path: Path) -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path / "run")], stdout=subprocess.PIPE)
     assert writer.stdout is not None
     assert writer.stdout.readline() == b"ready\n"
@@ -241,7 +241,7 @@ def test_a_killed_run_can_be_resumed_at_once(tmp_path: Path) -> None:
         assert len(list(log.trajectories_dir.iterdir())) == 15
 
 
-def test_status_tells_how_the_run_ended(tmp_path: Path) -> None:
+def test_the_status_records_how_the_run_ended(tmp_path: Path) -> None:
     def status(root: Path) -> dict[str, object]:
         return json.loads((root / "status.json").read_text())
 
@@ -270,7 +270,7 @@ def test_status_tells_how_the_run_ended(tmp_path: Path) -> None:
     assert status(tmp_path / "stopped")["state"] == "stopped"
 
 
-def test_summary_is_written_whole(tmp_path: Path) -> None:
+def test_the_summary_is_valid_json_without_nan(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, CONFIG) as log:
         log.write_summary({"before": {"success": 0.1, "episodes": 200}, "seconds": math.nan})
     assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail) == {
@@ -279,7 +279,7 @@ def test_summary_is_written_whole(tmp_path: Path) -> None:
     }
 
 
-def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_failed_atomic_write_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     write_atomically(path, b"old")
     with pytest.raises(TypeError):
@@ -288,7 +288,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_tensorboard_drops_what_is_played_again(tmp_path: Path) -> None:
+def test_tensorboard_drops_steps_that_are_played_again(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     with RunLog.create(tmp_path, CONFIG, trackers=("tensorboard",)) as log:
         for step in (1, 2, 3):
@@ -302,7 +302,7 @@ def test_tensorboard_drops_what_is_played_again(tmp_path: Path) -> None:
     assert [(e.step, round(e.value, 4)) for e in events.Scalars("reward/mean")] == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
-def test_trackers_that_cannot_be_are_refused_before_anything_is_made(
+def test_unavailable_trackers_are_refused_before_the_run_is_created(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="unknown tracker 'comet': known are tensorboard, wandb, mlflow"):
@@ -313,7 +313,7 @@ def test_trackers_that_cannot_be_are_refused_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_horizon_stages_are_read_off_the_metrics() -> None:
+def test_horizon_stages_are_read_from_the_metrics() -> None:
     rows = [
         {"step": 0, "eval/success": 0.1},
         {"step": 1, "horizon/babyai": 2, "horizon/textcraft": 10, "success/mean": 0.1, "turns/mean": 2.0},

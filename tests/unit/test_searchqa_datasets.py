@@ -1,4 +1,4 @@
-"""Question files: each set in the layouts it is handed around in."""
+"""Question files: each question set in its usual layouts."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_layouts(
     assert tuple(fact.title for fact in question.facts) == (titles or ("",))
 
 
-def test_every_set_has_a_layout_here() -> None:
+def test_every_question_set_has_a_layout() -> None:
     assert {dataset for _, dataset, *_ in LAYOUTS} == set(DATASETS)
 
 
@@ -212,20 +212,20 @@ def test_splits_follow_the_names_of_files(tmp_path: Path) -> None:
         ("hotpotqa/train/data.jsonl", "train", "hotpotqa"),
     ],
 )
-def test_a_single_file_and_its_folder(
+def test_path_names_split_and_question_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, split: str, dataset: str
 ) -> None:
     file = write(tmp_path / name, {"question": "two", "answer": ["2"]})
     monkeypatch.chdir(file.parent)
-    for place in (file, Path(file.name), file.parent, Path()):
-        if place.is_file() or file.parent.parent == tmp_path:
-            (question,) = load_questions(place)[split]
+    for path in (file, Path(file.name), file.parent, Path()):
+        if path.is_file() or file.parent.parent == tmp_path:
+            (question,) = load_questions(path)[split]
             assert question.subset == dataset
 
 
-def test_folders_further_up_do_not_count(tmp_path: Path) -> None:
+def test_folders_further_up_are_ignored(tmp_path: Path) -> None:
     file = write(tmp_path / "hotpotqa" / "data" / "dev" / "part.jsonl", {"question": "two", "answer": ["2"]})
-    with pytest.raises(ConfigError, match="cannot tell which question set"):
+    with pytest.raises(ConfigError, match="question set is unknown"):
         load_questions(file)
 
 
@@ -245,7 +245,7 @@ def test_unanswerable_questions_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "complaint"),
+    ("name", "content", "message"),
     [
         (
             "nq.json",
@@ -255,12 +255,12 @@ def test_unanswerable_questions_are_left_out(tmp_path: Path) -> None:
         ("nq.json", [{"question": "  ", "answer": "a"}], "needed a question"),
         ("nq.json", [3], "entry 0: a question is an object, got int"),
         ("nq.json", "text", "needed a list of questions"),
-        ("questions.json", [{"question": "q", "answer": "a"}], "cannot tell which question set"),
+        ("questions.json", [{"question": "q", "answer": "a"}], "question set is unknown"),
         ("musique.json", [MUSIQUE | {"answerable": False}], "no question with an answer"),
         (
             "popqa.json",
             [{"question": "p", "possible_answers": "['a']"}, {"question": "q", "possible_answers": "['a', b]"}],
-            r"entry 1: possible_answers looks like a list .* got \"\['a', b\]\": mend it",
+            r"entry 1: possible_answers looks like a list .* got \"\['a', b\]\": correct it",
         ),
         ("popqa.json", [{"question": "q", "possible_answers": "['a', 'b"}], "entry 0: possible_answers looks like"),
         ("popqa.json", [{"question": "q", "possible_answers": "['a' 'b']"}], "commas are missing"),
@@ -281,19 +281,19 @@ def test_unanswerable_questions_are_left_out(tmp_path: Path) -> None:
         ("musique.json", [MUSIQUE | {"paragraphs": "[{'title': "}], "entry 0: paragraphs looks like"),
     ],
 )
-def test_bad_files_are_named(tmp_path: Path, name: str, content: Any, complaint: str) -> None:
+def test_errors_name_the_file_and_entry(tmp_path: Path, name: str, content: Any, message: str) -> None:
     write(tmp_path / name, content)
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         load_questions(tmp_path)
 
 
-def test_broken_lines_are_named(tmp_path: Path) -> None:
+def test_errors_name_the_broken_line(tmp_path: Path) -> None:
     (tmp_path / "nq.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question": \n')
     with pytest.raises(ConfigError, match="line 2 is not JSON"):
         load_questions(tmp_path)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     row = json.dumps({"question": "q", "answer": "a"})
     (tmp_path / "nq.json").write_text(f"[{row}]", encoding="utf-8-sig")
     assert len(load_questions(tmp_path / "nq.json")["test"]) == 1
@@ -301,7 +301,7 @@ def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
     assert len(load_questions(tmp_path / "popqa.jsonl")["test"]) == 2
 
 
-def test_no_files(tmp_path: Path) -> None:
-    for place in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(ConfigError, match="found none"):
-            load_questions(place)
+def test_missing_files_raise_an_error(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="got none"):
+            load_questions(path)

@@ -1,4 +1,4 @@
-"""Retrieval: BM25, dense, hybrid, a real /retrieve server, indexes on disk, and data of one's own end to end."""
+"""Retrieval: BM25, dense, hybrid, a real /retrieve server, indexes on disk, and custom data end to end."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ TEXTS = {
 PASSAGES = [Passage(str(number), title, text) for number, (title, text) in enumerate(TEXTS.items())]
 
 
-def titles(found: list[list[Passage]]) -> list[list[str]]:
-    return [[passage.title for passage in passages] for passages in found]
+def titles(hits: list[list[Passage]]) -> list[list[str]]:
+    return [[passage.title for passage in passages] for passages in hits]
 
 
 def write_corpus(path: Path, style: str) -> Path:
@@ -57,7 +57,7 @@ def write_corpus(path: Path, style: str) -> Path:
 
 @pytest.fixture(scope="module")
 def encoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real encoder, tiny and with random weights: equal texts have equal vectors, and that is all it knows."""
+    """Return the folder of a tiny real encoder with random weights. Equal texts have equal vectors."""
     words = sorted({word for p in PASSAGES for word in Whitespace().pre_tokenize_str(p.contents) for word in word[:1]})
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[UNK]", *words, "query", ":"])}
     tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="[UNK]"))
@@ -80,30 +80,30 @@ def encoder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("name", "style"), [("c.jsonl", "wiki"), ("c.jsonl", "plain"), ("c.json", "plain")])
-def test_corpora_are_read(tmp_path: Path, name: str, style: str) -> None:
+def test_corpus_formats_are_read(tmp_path: Path, name: str, style: str) -> None:
     path = write_corpus(tmp_path / name, style)
-    read = list(read_corpus(path))
-    assert [passage for passage, _ in read] == PASSAGES
-    assert read[-1][1] <= path.stat().st_size
+    passages_and_bytes = list(read_corpus(path))
+    assert [passage for passage, _ in passages_and_bytes] == PASSAGES
+    assert passages_and_bytes[-1][1] <= path.stat().st_size
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "message"),
     [
-        ("", "holds no passage"),
+        ("", "has no passages"),
         ('{"id": 1}\n', r"line 1: a passage has `contents`.*got the keys \['id'\]"),
         ('{"title": "a", "text": "b"}\nnot json\n', "line 2 is not JSON"),
         ("[1]\n", "line 1: a passage is an object"),
     ],
 )
-def test_a_bad_corpus_is_named_and_leaves_nothing(tmp_path: Path, text: str, complaint: str) -> None:
+def test_bad_corpus_raises_an_error_and_leaves_no_index(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "c.jsonl").write_text(text)
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ConfigError, match=message):
         build_index(tmp_path / "c.jsonl", tmp_path / "index")
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
 
 
-def test_an_index_on_disk(tmp_path: Path) -> None:
+def test_index_on_disk_matches_index_in_memory(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "c.jsonl", "wiki")
     reports: list[tuple[str, int, int]] = []
     assert build_index(corpus, tmp_path / "index", progress=lambda *report: reports.append(report)) == 6
@@ -112,18 +112,18 @@ def test_an_index_on_disk(tmp_path: Path) -> None:
     assert isinstance(retriever, BM25Retriever)
     assert retriever is open_retriever(str(tmp_path / "index"))
     assert retriever.cheap
-    assert retriever.search(["compilers", "zurich lakes"], 2) == BM25Retriever.of(PASSAGES).search(
+    assert retriever.search(["compilers", "zurich lakes"], 2) == BM25Retriever.from_passages(PASSAGES).search(
         ["compilers", "zurich lakes"], 2
     )
     passages = MappedPassages(tmp_path / "index")
-    assert [passages[place] for place in range(len(passages))] == PASSAGES
+    assert [passages[index] for index in range(len(passages))] == PASSAGES
     with pytest.raises(ConfigError, match="exists already"):
         build_index(corpus, tmp_path / "index")
     with pytest.raises(ConfigError, match="no vectors: build it with --dense"):
         open_retriever(str(tmp_path / "index"), "dense")
 
 
-def test_what_is_not_an_index(tmp_path: Path) -> None:
+def test_folder_without_an_index_raises_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="agentgym-rl index"):
         open_retriever(str(tmp_path))
     (tmp_path / "manifest.json").write_text('{"format": 99}')
@@ -131,7 +131,7 @@ def test_what_is_not_an_index(tmp_path: Path) -> None:
         open_retriever(str(tmp_path))
 
 
-def test_the_command_builds_an_index(tmp_path: Path, encoder_folder: Path) -> None:
+def test_index_command_builds_an_index(tmp_path: Path, encoder_folder: Path) -> None:
     corpus = write_corpus(tmp_path / "c.jsonl", "plain")
     run = CliRunner().invoke(app, ["index", str(corpus), "--dense", str(encoder_folder), "--query-prefix", "query: "])
     assert run.exit_code == 0, run.output
@@ -148,32 +148,32 @@ def test_the_command_builds_an_index(tmp_path: Path, encoder_folder: Path) -> No
 
 
 def test_bm25_ranks_by_words() -> None:
-    retriever = BM25Retriever.of(PASSAGES)
-    found = retriever.search(["Who designed the Analytical Engine?", "ZURICH", "translating program", "of the", ""], 2)
-    assert titles(found) == [["Charles Babbage", "Ada Lovelace"], ["Zürich"], ["Compiler", "Ada Lovelace"], [], []]
+    retriever = BM25Retriever.from_passages(PASSAGES)
+    hits = retriever.search(["Who designed the Analytical Engine?", "ZURICH", "translating program", "of the", ""], 2)
+    assert titles(hits) == [["Charles Babbage", "Ada Lovelace"], ["Zürich"], ["Compiler", "Ada Lovelace"], [], []]
     assert retriever.search(["compiler"], 0) == [[]]
     assert retriever.search([], 3) == []
 
 
 def test_bm25_reads_no_query_syntax() -> None:
-    retriever = BM25Retriever.of(PASSAGES)
+    retriever = BM25Retriever.from_passages(PASSAGES)
     assert titles(retriever.search(['title:(Zürich) AND -lake "nothing here"~2 ['], 1)) == [["Zürich"]]
 
 
 def test_bm25_prefers_the_first_of_equal_passages() -> None:
     same = [Passage(str(number), "Same", "one and the same text") for number in range(40)]
-    assert [p.id for p in BM25Retriever.of(same).search(["same text"], 5)[0]] == ["0", "1", "2", "3", "4"]
+    assert [p.id for p in BM25Retriever.from_passages(same).search(["same text"], 5)[0]] == ["0", "1", "2", "3", "4"]
 
 
-def test_a_long_query_is_bounded() -> None:
-    retriever = BM25Retriever.of(PASSAGES)
+def test_cost_of_a_long_query_is_limited() -> None:
+    retriever = BM25Retriever.from_passages(PASSAGES)
     started = time.process_time()
-    found = retriever.search([" ".join(f"word{number}" for number in range(50_000))], 3)
-    assert found == [[]]
+    hits = retriever.search([" ".join(f"word{number}" for number in range(50_000))], 3)
+    assert hits == [[]]
     assert time.process_time() - started < 1.0
 
 
-def test_fusion_prefers_what_several_found() -> None:
+def test_fusion_prefers_passages_found_by_several_retrievers() -> None:
     a, b, c, d = PASSAGES[:4]
     assert fuse([[a, b, c], [d, b]], 3, 60) == [b, a, d]
     assert fuse([[a], []], 3, 60) == [a]
@@ -181,10 +181,10 @@ def test_fusion_prefers_what_several_found() -> None:
 
 @pytest.mark.parametrize("rows", [5, 70_000])
 def test_nearest_is_exact(rows: int) -> None:
-    """Also over more rows than are multiplied at once."""
-    draw = np.random.default_rng(0)
-    vectors = draw.normal(size=(rows, 4)).astype(np.float32)
-    queries = draw.normal(size=(3, 4)).astype(np.float32)
+    """Check with fewer and with more rows than one block."""
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(rows, 4)).astype(np.float32)
+    queries = rng.normal(size=(3, 4)).astype(np.float32)
     expected = np.argsort(-(queries @ vectors.T), axis=1, kind="stable")[:, :7]
     assert nearest(vectors, queries, 7) == expected.tolist()
 
@@ -196,7 +196,7 @@ def test_dense_and_hybrid(tmp_path: Path, encoder_folder: Path) -> None:
     assert isinstance(dense, DenseRetriever)
     assert not dense.cheap
     queries = [passage.contents for passage in PASSAGES] * 10
-    assert [found[0] for found in dense.search(queries, 2)] == PASSAGES * 10
+    assert [hits[0] for hits in dense.search(queries, 2)] == PASSAGES * 10
     assert len(dense.search(["compiler"], 50)[0]) == 6
     assert dense.search([], 2) == []
     vectors = np.load(tmp_path / "index" / "vectors.npy")
@@ -208,7 +208,7 @@ def test_dense_and_hybrid(tmp_path: Path, encoder_folder: Path) -> None:
 
 
 def test_vectors_do_not_depend_on_the_batch(encoder_folder: Path) -> None:
-    """Padding is masked."""
+    """Check that padding is masked."""
     encoder = Encoder(EncoderSettings(str(encoder_folder)))
     together = encoder.passages(PASSAGES)
     alone = np.concatenate([encoder.passages([passage]) for passage in PASSAGES])
@@ -216,19 +216,19 @@ def test_vectors_do_not_depend_on_the_batch(encoder_folder: Path) -> None:
 
 
 def test_prefixes_and_pooling_are_respected(tmp_path: Path, encoder_folder: Path) -> None:
-    plain = Encoder(EncoderSettings(str(encoder_folder)))
+    encoder = Encoder(EncoderSettings(str(encoder_folder)))
     prefixed = Encoder(EncoderSettings(str(encoder_folder), query_prefix="query: "))
-    np.testing.assert_array_equal(prefixed.queries(["compiler"]), plain.queries(["query: compiler"]))
+    np.testing.assert_array_equal(prefixed.queries(["compiler"]), encoder.queries(["query: compiler"]))
     for file in encoder_folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / "1_Pooling").mkdir()
     (tmp_path / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
-    first = Encoder(EncoderSettings(str(tmp_path)))
-    np.testing.assert_allclose(first.queries(["compiler"]), plain.queries(["compiler"]), atol=1e-5)
-    assert np.abs(first.queries(["compiler lake"]) - plain.queries(["compiler lake"])).max() > 1e-3
+    first_token_encoder = Encoder(EncoderSettings(str(tmp_path)))
+    np.testing.assert_allclose(first_token_encoder.queries(["compiler"]), encoder.queries(["compiler"]), atol=1e-5)
+    assert np.abs(first_token_encoder.queries(["compiler lake"]) - encoder.queries(["compiler lake"])).max() > 1e-3
 
 
-def test_a_missing_encoder_is_found_before_the_work(tmp_path: Path) -> None:
+def test_missing_encoder_fails_before_indexing(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "c.jsonl", "wiki")
     with pytest.raises(ConfigError, match="needs a Hugging Face encoder at"):
         build_index(corpus, tmp_path / "index", EncoderSettings(str(tmp_path / "nowhere")))
@@ -239,25 +239,25 @@ def test_a_missing_encoder_is_found_before_the_work(tmp_path: Path) -> None:
 
 
 class _Service(BaseHTTPRequestHandler):
-    """Speaks the ecosystem's protocol over BM25; the path says how it misbehaves."""
+    """A /retrieve server over BM25. The path selects its misbehaviour."""
 
     protocol_version = "HTTP/1.1"
-    retriever = BM25Retriever.of(PASSAGES)
+    retriever = BM25Retriever.from_passages(PASSAGES)
     bodies: ClassVar[list[dict[str, Any]]] = []
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.bodies.append(body)
-        found = self.retriever.search(body["queries"], body["topk"])
+        hits = self.retriever.search(body["queries"], body["topk"])
         rows: list[Any] = [
             [{"document": {"id": p.id, "contents": f'"{p.title}"\n{p.text}'}, "score": 1.5} for p in passages]
-            for passages in found
+            for passages in hits
         ]
         match self.path.split("/")[1]:
             case "bare":
-                rows = [[row["document"] for row in some] for some in rows]
+                rows = [[row["document"] for row in hit] for hit in rows]
             case "noid":
-                rows = [[{"document": {"contents": row["document"]["contents"]}} for row in some] for some in rows]
+                rows = [[{"document": {"contents": row["document"]["contents"]}} for row in hit] for hit in rows]
             case "short":
                 rows = []
             case "slow":
@@ -301,14 +301,14 @@ def service() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("style", ["", "/bare", "/noid"])
-def test_the_client_reads_the_services_answers(service: str, style: str) -> None:
+def test_client_parses_the_services_answers(service: str, style: str) -> None:
     retriever = RemoteRetriever(service + style)
     queries = ["Who designed the Analytical Engine?", "zurich"]
-    found = retriever.search(queries, 2)
-    assert titles(found) == titles(_Service.retriever.search(queries, 2))
-    assert found[1][0].text == TEXTS["Zürich"]
+    hits = retriever.search(queries, 2)
+    assert titles(hits) == titles(_Service.retriever.search(queries, 2))
+    assert hits[1][0].text == TEXTS["Zürich"]
     assert _Service.bodies[-1] == {"queries": queries, "topk": 2, "return_scores": True}
-    assert len({passage.id for passages in found for passage in passages}) == 3
+    assert len({passage.id for passages in hits for passage in passages}) == 3
     assert not retriever.cheap
     retriever.close()
 
@@ -321,32 +321,32 @@ def test_addresses_with_and_without_the_path(service: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "error", "said"),
+    ("path", "error", "message"),
     [
         ("/garbage", EnvError, "must answer"),
         ("/short", EnvError, "1 queries, 0 results"),
         ("/broken", EnvError, "answered 500"),
-        ("/hangup", EnvUnavailable, "broke off"),
+        ("/hangup", EnvUnavailable, "cut its answer short"),
         ("/slow", EnvTimeout, "did not answer within 0.4 s"),
         ("/drip", EnvTimeout, "did not answer within 0.4 s"),
     ],
 )
-def test_a_broken_service_is_an_environment_error(service: str, path: str, error: type[EnvError], said: str) -> None:
+def test_broken_service_raises_an_env_error(service: str, path: str, error: type[EnvError], message: str) -> None:
     retriever = RemoteRetriever(service + path, timeout_s=0.4 if error is EnvTimeout else 60.0)
     started = time.monotonic()
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         retriever.search(["compiler"], 1)
     assert time.monotonic() - started < 30.0
 
 
-def test_no_service_at_all() -> None:
+def test_missing_service_raises_an_error() -> None:
     with pytest.raises(EnvUnavailable, match="no retrieval service answers"):
         RemoteRetriever("http://127.0.0.1:9").search(["compiler"], 1)
 
 
-# --- data of one's own -----------------------------------------------------------------------------------------------
+# --- custom data -----------------------------------------------------------------------------------------------------
 
-ASKED = [
+QUESTIONS = [
     {"question": "Who designed the engine Ada wrote for", "golden_answers": ["Charles Babbage"]},
     {"question": "What did Grace Hopper write?", "golden_answers": ["an early compiler", "a compiler"]},
 ]
@@ -356,8 +356,8 @@ ASKED = [
 def data(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     (folder / "nq").mkdir(parents=True)
-    (folder / "nq" / "train.jsonl").write_text(json.dumps(ASKED[0]))
-    (folder / "nq" / "test.jsonl").write_text(json.dumps(ASKED[1]))
+    (folder / "nq" / "train.jsonl").write_text(json.dumps(QUESTIONS[0]))
+    (folder / "nq" / "test.jsonl").write_text(json.dumps(QUESTIONS[1]))
     return folder
 
 
@@ -367,15 +367,15 @@ def test_environment_variables_choose_data_and_index(
     index = tmp_path / "index"
     build_index(write_corpus(tmp_path / "c.jsonl", "wiki"), index)
     monkeypatch.setenv("AGENTGYM_SEARCHQA_DATA", str(data))
-    with pytest.raises(ConfigError, match="needs AGENTGYM_SEARCHQA_INDEX beside AGENTGYM_SEARCHQA_DATA"):
+    with pytest.raises(ConfigError, match="needs AGENTGYM_SEARCHQA_INDEX together with AGENTGYM_SEARCHQA_DATA"):
         catalog.load("searchqa")
     monkeypatch.setenv("AGENTGYM_SEARCHQA_INDEX", str(index))
-    chosen = catalog.load("searchqa")
-    assert chosen is catalog.load("searchqa")
-    assert issubclass(chosen, SearchQA)
-    assert chosen.splits == {"train": range(1), "test": range(1, 2)}
-    assert chosen.cheap
-    assert list(catalog.items(chosen, "test", "nq")) == [1]
+    selected = catalog.load("searchqa")
+    assert selected is catalog.load("searchqa")
+    assert issubclass(selected, SearchQA)
+    assert selected.splits == {"train": range(1), "test": range(1, 2)}
+    assert selected.cheap
+    assert list(catalog.items(selected, "test", "nq")) == [1]
     monkeypatch.delenv("AGENTGYM_SEARCHQA_DATA")
     with pytest.raises(ConfigError, match="needs AGENTGYM_SEARCHQA_DATA"):
         catalog.load("searchqa")
@@ -383,7 +383,7 @@ def test_environment_variables_choose_data_and_index(
     assert catalog.load("searchqa") is SearchQA
 
 
-def test_a_class_of_ones_own(tmp_path: Path, data: Path) -> None:
+def test_class_over_custom_data(tmp_path: Path, data: Path) -> None:
     index = tmp_path / "index"
     build_index(write_corpus(tmp_path / "c.jsonl", "wiki"), index)
     env = searchqa_from(data, index, passages_per_search=1)()
@@ -402,8 +402,8 @@ def test_a_class_of_ones_own(tmp_path: Path, data: Path) -> None:
         searchqa_from(data, index, passages_per_search=0)
 
 
-async def test_a_dead_service_ends_the_episode_as_an_error(service: str, data: Path) -> None:
-    """Never as a score; a live one plays in a thread of its own."""
+async def test_dead_service_ends_the_episode_with_an_error(service: str, data: Path) -> None:
+    """Check that a dead service raises an error, never a score, and that a live one works."""
     broken = searchqa_from(data, f"{service}/broken")
     assert not broken.cheap
     pool = LocalPool({"good": searchqa_from(data, service), "broken": broken})

@@ -1,4 +1,4 @@
-"""Imitation: what the loss is taken on, and that it goes down."""
+"""Supervised fine-tuning: the tokens of the loss, and that the loss goes down."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_loss_on_replies_is_the_mean_over_their_tokens() -> None:
 
 def test_loss_on_everything_covers_all_but_the_first_token() -> None:
     everything = [replace(s, loss_mask=[False] + [True] * (len(s.token_ids) - 1)) for s in SAMPLES]
-    found = losses(replace(STILL, loss_on="everything"), SAMPLES)
-    assert found == [pytest.approx(mean_loss(everything), abs=1e-5)]
-    assert found != losses(STILL, SAMPLES)
-    assert SAMPLES[0].loss_mask == [False, False, True, True, False]  # what was handed in stays as it was
+    result = losses(replace(STILL, loss_on="everything"), SAMPLES)
+    assert result == [pytest.approx(mean_loss(everything), abs=1e-5)]
+    assert result != losses(STILL, SAMPLES)
+    assert SAMPLES[0].loss_mask == [False, False, True, True, False]  # the input does not change
 
 
-def test_a_demonstration_trains_replies_with_their_ends_and_nothing_else() -> None:
+def test_a_demonstration_trains_only_replies_and_their_end_tokens() -> None:
     renderer = Renderer(byte_level_bpe("chatml"), "chatml")
     sample = renderer.demonstration(CONVERSATION)
     trained = [token for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
@@ -75,24 +75,24 @@ def test_a_demonstration_trains_replies_with_their_ends_and_nothing_else() -> No
 def test_logits_of_observations_get_no_gradient() -> None:
     model = tiny_model()
     imitator = Imitator(model, STILL.optimizer, 1)
-    seen: list[torch.Tensor] = []
+    outputs: list[torch.Tensor] = []
 
     def keep(module: object, arguments: object, output: torch.Tensor) -> None:
         output.retain_grad()
-        seen.append(output)
+        outputs.append(output)
 
     model.model.norm.register_forward_hook(keep)
     imitator.imitate([SAMPLES[0]])
-    gradient = seen[0].grad
+    gradient = outputs[0].grad
     assert gradient is not None
     assert (gradient.abs().sum(-1) > 0).tolist() == [False, True, True, False, False]
 
 
 def test_the_loss_goes_down() -> None:
     settings = SFTSettings(epochs=40, batch_size=2, optimizer=OptimizerSettings(lr=1e-2))
-    found = losses(settings, SAMPLES)
-    assert len(found) == 80  # the last batch of each pass is smaller
-    assert found[-1] < 0.3 * found[0]
+    result = losses(settings, SAMPLES)
+    assert len(result) == 80  # the last batch of each pass is smaller
+    assert result[-1] < 0.3 * result[0]
 
 
 def test_the_order_comes_from_the_seed_and_differs_between_passes() -> None:
@@ -111,5 +111,5 @@ def test_micro_batches_change_nothing() -> None:
 
 
 def test_nothing_to_imitate_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no demonstration to imitate"):
+    with pytest.raises(ConfigError, match="needs at least one demonstration"):
         SFT(tiny_model(), [Sample([1, 2], [False, False])], STILL, 0)

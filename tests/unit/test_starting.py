@@ -1,4 +1,4 @@
-"""The model a run starts from."""
+"""The starting model of a run."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ from pathlib import Path
 
 import torch
 from envs_for_tests import Counting
-from runs_for_tests import counting_config, quiet
+from runs_for_tests import context_of, counting_config
 
-from agentgym_rl import wiring
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import RunLog
-from agentgym_rl.starting import starting_point, untrained, words_of
+from agentgym_rl.run.items import all_items
+from agentgym_rl.run.start import starting_model, untrained, word_tokenizer
 from agentgym_rl.types import Message
 
 
-def test_a_model_from_nothing_in_bf16_keeps_its_rotary_frequencies() -> None:
+def test_a_bf16_model_from_scratch_keeps_its_rotary_frequencies() -> None:
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 1, "num_heads": 2}
-    made = {}
+    models = {}
     for dtype in ("float32", "bfloat16"):
         raw = {
             "model": {"scratch": shape, "dtype": dtype, "device": "cpu"},
@@ -26,8 +25,8 @@ def test_a_model_from_nothing_in_bf16_keeps_its_rotary_frequencies() -> None:
             "warm_start": {"policy": "random"},
         }
         conversation = [Message("user", "the door is shut"), Message("assistant", "open the door")]
-        made[dtype] = untrained(Config.model_validate(raw), words_of([conversation]))
-    whole, half = made["float32"], made["bfloat16"]
+        models[dtype] = untrained(Config.model_validate(raw).model, 0, word_tokenizer([conversation]))
+    whole, half = models["float32"], models["bfloat16"]
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
     assert torch.equal(half.model.rotary_emb.inv_freq, whole.model.rotary_emb.inv_freq)
     assert torch.equal(half.lm_head.weight, whole.lm_head.weight.bfloat16())
@@ -37,10 +36,10 @@ def test_a_model_from_nothing_in_bf16_keeps_its_rotary_frequencies() -> None:
 async def test_a_warm_start_leaves_the_model_ready_to_play(tmp_path: Path) -> None:
     config = counting_config()
     pool = LocalPool({"counting": Counting})
-    items = await wiring.all_items(pool, config.environments)
-    with RunLog.create(tmp_path / "run", config.resolved()) as log:
-        model, tokenizer = await starting_point(config, pool, items, log, quiet())
+    items = await all_items(pool, config.environments)
+    with context_of(config, tmp_path / "run", pool, items) as context:
+        model, tokenizer = await starting_model(context)
     await pool.close()
     assert not model.training
-    before = dict(untrained(config, tokenizer).named_parameters())
+    before = dict(untrained(config.model, config.seed, tokenizer).named_parameters())
     assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())

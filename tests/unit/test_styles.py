@@ -51,7 +51,7 @@ class Thoughtful(Corridor):
         return f"Room {self.room} {{action}} is not the last.", "go"
 
 
-async def test_the_oracle_says_why_where_the_style_has_room_for_it() -> None:
+async def test_the_oracle_writes_a_thought_if_the_style_has_one() -> None:
     for name, inner, written in (
         ("act", Thoughtful(), "go"),
         ("react", Thoughtful(), "Thought: Room 0 {action} is not the last.\nAction: go"),
@@ -71,7 +71,7 @@ async def test_random_play_writes_in_the_style() -> None:
     assert set(inner.heard) == {"go", "wait"}
 
 
-def test_plan_and_reflect_say_what_they_want() -> None:
+def test_plan_and_reflect_add_their_instructions() -> None:
     assert "plan" in STYLES["plan"].suffix
     assert "reflection" in STYLES["reflect"].suffix
     assert STYLES["act"].suffix == ""
@@ -158,7 +158,7 @@ async def test_a_session_can_be_played_again() -> None:
         assert [info["attempt"] for info in trajectory.infos] == [1, 1, 2]
 
 
-async def test_while_reflecting_oracle_and_actions_are_words() -> None:
+async def test_while_reflecting_oracle_and_actions_are_plain_text() -> None:
     env = ReflectSession(Trap(), attempts=2, turns_per_attempt=4)
     await env.reset(0)
     assert await env.oracle() == "go"

@@ -1,4 +1,4 @@
-"""Which tasks come next: every item once before any comes twice, and the same order after a resume anywhere."""
+"""The order of tasks: every item once before any is repeated, and the same order after a resume."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ITEMS = {"a": list(range(5)), "b": list(range(100, 107))}
 WEIGHTS = {"a": 1.0, "b": 3.0}
 
 
-def test_every_item_comes_once_before_any_comes_twice() -> None:
+def test_every_item_is_drawn_once_before_any_is_drawn_again() -> None:
     source = TaskSource({"a": list(range(10))}, seed=1)
     epochs = [[t.item for t in source.take(10)] for _ in range(3)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
@@ -25,9 +25,9 @@ def test_every_item_comes_once_before_any_comes_twice() -> None:
     assert epochs[0] != list(range(10))
 
 
-def test_how_many_are_taken_at_once_does_not_matter() -> None:
-    one, many = TaskSource(ITEMS, 3, WEIGHTS), TaskSource(ITEMS, 3, WEIGHTS)
-    assert [t for _ in range(40) for t in one.take(1)] == many.take(40)
+def test_the_order_does_not_depend_on_how_many_are_taken_at_once() -> None:
+    single, batched = TaskSource(ITEMS, 3, WEIGHTS), TaskSource(ITEMS, 3, WEIGHTS)
+    assert [t for _ in range(40) for t in single.take(1)] == batched.take(40)
 
 
 def test_seeds_differ() -> None:
@@ -44,7 +44,7 @@ def test_resume_after_any_number_gives_the_same_order() -> None:
         assert resumed.take(60 - drawn) == whole[drawn:]
 
 
-def test_restoring_in_the_middle_of_another_epoch_forgets_its_order() -> None:
+def test_restoring_in_another_epoch_discards_the_cached_order() -> None:
     source = TaskSource({"a": list(range(10))}, 1)
     start, first = source.state(), source.take(10)
     source.take(15)
@@ -62,24 +62,24 @@ def test_the_order_does_not_depend_on_the_hash_seed() -> None:
         "from agentgym_rl.training.tasks import TaskSource;"
         "print([t.key for t in TaskSource({'a': list(range(9)), 'b': [1, 2]}, 5).take(30)])"
     )
-    seen = {
+    outputs = {
         subprocess.run(
             [sys.executable, "-c", program], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
         ).stdout
         for seed in ("1", "2")
     }
     here = [t.key for t in TaskSource({"a": list(range(9)), "b": [1, 2]}, 5).take(30)]
-    assert seen == {f"{here}\n"}
+    assert outputs == {f"{here}\n"}
 
 
-def test_tasks_bear_their_environment() -> None:
+def test_tasks_name_their_environment() -> None:
     for task in TaskSource(ITEMS, 0).take(50):
         assert isinstance(task, Task)
         assert task.item in ITEMS[task.env]
 
 
 def test_nothing_to_train_on_is_refused() -> None:
-    with pytest.raises(ConfigError, match="no items to train on in b"):
+    with pytest.raises(ConfigError, match="training needs at least one item in b, got none"):
         TaskSource({"a": [1], "b": []}, 0)
-    with pytest.raises(ConfigError, match="no items to train on"):
+    with pytest.raises(ConfigError, match="training needs at least one item, got none"):
         TaskSource({}, 0)

@@ -46,14 +46,14 @@ def start(goal: str) -> TextCraft:
 
 
 def play(env: TextCraft, *actions: str) -> list[str]:
-    """Valid actions, answers returned."""
+    """Play valid actions; return the answers."""
     steps = [env.step(action) for action in actions]
     assert all(step.info["valid"] for step in steps), steps
     return [step.observation for step in steps]
 
 
 def refuse(env: TextCraft, action: str) -> str:
-    """An invalid action: the state stays, nothing is paid."""
+    """Play an invalid action: the state remains, the reward is 0. Return the answer."""
     before = env.state_key()
     step = env.step(action)
     assert step.info == {"valid": False}
@@ -63,7 +63,7 @@ def refuse(env: TextCraft, action: str) -> str:
 
 
 def finish(env: TextCraft, limit: int = 60) -> list[str]:
-    """Let the oracle play to the end; its actions."""
+    """Let the oracle play to the end; return its actions."""
     actions = []
     for _ in range(limit):
         actions.append(env.oracle())
@@ -106,7 +106,7 @@ def test_generic_ingredients_are_recovered() -> None:
     }
     used = {name for known in book.recipes.values() for recipe in known for name, _ in recipe.needs}
     assert set(GENERICS) <= used
-    # A red sand TNT or a bamboo stick is not folded into a generic ingredient that does not exist.
+    # A red sand TNT or a bamboo stick is not merged into a generic ingredient that does not exist.
     assert [r.command for r in book.recipes["stick"]] == [
         "craft 1 stick using 2 bamboo",
         "craft 4 stick using 2 planks",
@@ -115,7 +115,7 @@ def test_generic_ingredients_are_recovered() -> None:
 
 
 def test_no_ingredient_fits_two_slots_of_a_recipe() -> None:
-    """Matching an action to a recipe relies on it."""
+    """Matching an action to a recipe relies on this."""
     book = load_book()
     for recipe in itertools.chain.from_iterable(book.recipes.values()):
         fitting = [member for name, _ in recipe.needs for member in book.generics.get(name, (name,))]
@@ -143,8 +143,8 @@ def test_ranks_order_every_recipe_and_block_cycles_are_gone() -> None:
 def test_the_order_of_the_packages_tables_does_not_matter() -> None:
     rows, names = read_package()
     backwards = dict(reversed(rows.items())), dict(reversed(names.items()))
-    there, back = parse_recipes(rows, names), parse_recipes(*backwards)
-    assert list(there.items()) == list(back.items())
+    forward, backward = parse_recipes(rows, names), parse_recipes(*backwards)
+    assert list(forward.items()) == list(backward.items())
 
 
 def test_a_cycle_in_the_recipes_is_refused() -> None:
@@ -181,7 +181,7 @@ def test_unknown_items_raise(item: int) -> None:
         TextCraft.subsets_of(item)
 
 
-def test_the_first_observation_lists_what_is_needed_and_distractors() -> None:
+def test_the_first_observation_lists_needed_recipes_and_distractors() -> None:
     env = TextCraft()
     for item in ALL_ITEMS:
         observation = env.reset(item)
@@ -237,12 +237,12 @@ def test_everything_is_the_same_in_every_process() -> None:
 
 
 def test_item_numbers_are_pinned() -> None:
-    """A change here renumbers the items: old results and demonstrations no longer fit."""
+    """A change here renumbers the items, which invalidates old results and demonstrations."""
     pinned = ["magenta bed", "glass pane", "warped button", "iron trapdoor", "leather chestplate", "detector rail"]
     assert [items.goals()[item] for item in (0, 373, 374, 473, 474, 543)] == pinned
 
 
-def test_renamed_goals_are_those_of_train_in_other_words() -> None:
+def test_renamed_goals_are_the_training_goals_under_other_names() -> None:
     env, held_out = TextCraft(), set(items.goals()[374:])
     same = same_goal = 0
     for item in SOME_RENAMED:
@@ -261,15 +261,15 @@ def test_renamed_goals_are_those_of_train_in_other_words() -> None:
     assert same_goal < len(SOME_RENAMED) / 3
 
 
-def test_variations_exchange_names_and_keep_the_book() -> None:
+def test_variations_permute_names_and_keep_the_recipes() -> None:
     kept = items.goals()[374:]
     book, names = load_book(), new_names(load_book(), 5, kept)
     assert sorted(names) == sorted(names.values())
     assert not set(names) & {*kept, *GENERICS, *(member for members in GENERICS.values() for member in members)}
     assert sum(old != new for old, new in names.items()) > 0.95 * len(names) > 300
     assert names != new_names(book, 6, kept)
-    back = rename(rename(book, names), {new: old for old, new in names.items()})
-    assert back == book
+    restored = rename(rename(book, names), {new: old for old, new in names.items()})
+    assert restored == book
 
 
 # --- the game --------------------------------------------------------------------------------------------------------
@@ -304,14 +304,14 @@ def test_a_game_from_start_to_end() -> None:
     assert env.state_key() == "3|"
 
 
-def test_any_member_stands_for_a_generic_ingredient() -> None:
+def test_any_member_can_replace_a_generic_ingredient() -> None:
     env = start("chest")
     play(env, "get 1 birch log", "get 1 stripped warped stem")
     play(env, "craft 4 birch planks using 1 birch log", "craft 4 warped planks using 1 stripped warped stem")
     assert env.step("craft 1 chest using 4 birch planks, 4 warped planks").done
 
 
-def test_generic_names_are_understood() -> None:
+def test_generic_names_are_accepted() -> None:
     env = start("campfire")
     assert play(env, "get 1 coals", "get 3 oak logs", "get 1 logs") == ["Got 1 coal", "Got 3 oak log", "Got 1 oak log"]
     assert refuse(env, "get 2 planks") == "Could not find planks"
@@ -321,7 +321,7 @@ def test_generic_names_are_understood() -> None:
     assert env.step("craft 1 campfire using 3 stick, 1 coals, 3 oak logs").done
 
 
-def test_agentgyms_names_of_kinds_are_understood() -> None:
+def test_agentgyms_names_of_generic_ingredients_are_accepted() -> None:
     env = start("stone axe")
     play(env, "get 2 bamboo", "craft 1 stick using 2 bamboo", "get 2 bamboo", "craft 1 stick using 2 bamboo")
     assert play(env, "get 3 stone tool materials") == ["Got 3 cobblestone"]
@@ -334,7 +334,7 @@ def test_agentgyms_names_of_kinds_are_understood() -> None:
     assert env.step("craft 1 composter using 7 wooden slabs").done
 
 
-def test_crafting_is_exact_and_costs_what_it_says() -> None:
+def test_crafting_needs_exact_amounts_and_uses_them_up() -> None:
     env = start("oak fence")
     play(env, "get 5 oak log")
     assert "valid recipe" in refuse(env, "craft 8 oak planks using 2 oak log")
@@ -343,7 +343,7 @@ def test_crafting_is_exact_and_costs_what_it_says() -> None:
     assert refuse(env, "craft 6 oak slab using 3 oak planks") == "Could not find enough items to craft oak slab"
     assert refuse(env, "craft 1 moon using 1 oak log") == "Could not find a recipe for moon"
     assert refuse(env, "craft 4 oak planks using oak log").startswith("Wrong item format: oak log")
-    # The amount made is the recipe's, whatever was asked for.
+    # The recipe decides the crafted amount, not the request.
     assert play(env, "craft 1 oak planks using 1 oak log", "craft oak planks using 1 oak log") == [
         "Crafted 4 oak planks",
         "Crafted 4 oak planks",
@@ -351,13 +351,13 @@ def test_crafting_is_exact_and_costs_what_it_says() -> None:
     assert env.state_key().endswith("|3 oak log,8 oak planks")
 
 
-def test_what_has_a_recipe_cannot_be_gathered() -> None:
+def test_an_item_with_a_recipe_cannot_be_gathered() -> None:
     env = start("oak fence")
     for item in ("stick", "oak planks", "iron ingot", "oak fence", "philosophers stone"):
         assert refuse(env, f"get 1 {item}") == f"Could not find {item}"
 
 
-def test_spelling_is_forgiving() -> None:
+def test_case_spaces_and_item_ids_are_normalised() -> None:
     env = start("oak fence")
     assert play(env, "  GET 2 minecraft:oak_log.  ") == ["Got 2 oak log"]
     assert play(env, "craft 4 minecraft:oak_planks  using 1 oak_log") == ["Crafted 4 oak planks"]
@@ -452,7 +452,7 @@ def test_the_oracle_solves_every_item() -> None:
     for item in ALL_ITEMS:
         env.reset(item)
         lengths[items.goals()[item]] = len(finish(env))
-    # Gather each raw item once, then craft: exactly what the first plan says.
+    # Gather each raw item once, then craft, exactly as in the first plan.
     for goal, length in lengths.items():
         listed = items.problem(item_of(goal))
         assert length == best_plan(load_book(), goal, {}, listed.favourites).num_actions
@@ -462,8 +462,8 @@ def test_the_oracle_solves_every_item() -> None:
     assert item_of("netherite block") in train
 
 
-def test_the_oracle_solves_from_wherever_play_has_led() -> None:
-    """Random actions first: useful ones, any gatherable thing, and any possible craft of the whole book."""
+def test_the_oracle_solves_from_any_state() -> None:
+    """Random actions come first: useful ones, any raw item, and any possible craft of the whole book."""
     book = load_book()
     raw = sorted(name for name, depth in book.depth.items() if depth == 0 and name not in book.generics)
     every_recipe = list(itertools.chain.from_iterable(book.recipes.values()))
@@ -489,7 +489,7 @@ def test_the_oracle_solves_from_wherever_play_has_led() -> None:
             solved += 1
 
 
-def test_the_oracle_uses_what_is_there() -> None:
+def test_the_oracle_uses_held_items() -> None:
     env = start("light blue dye")
     play(env, "get 1 lapis lazuli", "craft 1 blue dye using 1 lapis lazuli", "get 1 bone")
     play(env, "craft 3 bone meal using 1 bone", "craft 1 white dye using 1 bone meal")
@@ -518,7 +518,7 @@ RECIPE = re.compile(r"(.+?) using (.+?)(?: makes (\d+), for (\d+) craft (?:once|
 
 
 def check_thought(env: TextCraft, listed: dict[tuple[str, str], int]) -> None:
-    """Every claim of a thought against the game: doing what it says, in a copy, wins with nothing to spare."""
+    """Check every claim of a thought: following it in a copy of the game wins without leftovers."""
     first, *recipes, last = env.thought().removesuffix(".").split(". ")
     assert parts_of(first.removeprefix("Have ")) == env._held
     missing = parts_of(last.removeprefix("Missing "))
@@ -591,17 +591,17 @@ def test_random_play_over_the_actions_sometimes_wins() -> None:
     assert 0.02 < wins / len(easy) < 0.9
 
 
-def test_state_keys_name_states() -> None:
-    one, other = start("oak fence"), start("oak fence")
-    play(one, "get 1 coal", "get 2 oak log", "inventory")
+def test_state_keys_depend_on_the_inventory_only() -> None:
+    first, other = start("oak fence"), start("oak fence")
+    play(first, "get 1 coal", "get 2 oak log", "inventory")
     play(other, "get 1 oak log", "get 1 oak log", "get 1 coal")
-    assert one.state_key() == other.state_key() == f"{item_of('oak fence')}|1 coal,2 oak log"
-    assert play(one, "inventory") == play(other, "inventory")
-    play(one, "get 1 coal")
-    assert one.state_key() != other.state_key()
+    assert first.state_key() == other.state_key() == f"{item_of('oak fence')}|1 coal,2 oak log"
+    assert play(first, "inventory") == play(other, "inventory")
+    play(first, "get 1 coal")
+    assert first.state_key() != other.state_key()
 
 
-def test_it_offers_all_optional_methods() -> None:
+def test_it_has_all_optional_methods() -> None:
     env = TextCraft()
     for capability in (HasActions, HasOracle, HasThought, HasStateKey, HasRender):
         assert isinstance(env, capability)

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow as trackers, with their own packages and without a network."""
+"""Weights & Biases and MLflow as trackers, with the real packages and without a network."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog, read_metrics
-from agentgym_rl.trackers import TRACKERS
+from agentgym_rl.run.log import RunLog, read_metrics
+from agentgym_rl.run.trackers import TRACKERS
 
 CONFIG = {"name": "tiny", "seed": 3, "environments": [{"name": "babyai"}], "rl": {"steps": 4}}
 
@@ -30,7 +30,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    """(address, client) of a database; making its tables takes seconds."""
+    """Return (address, client) of a database. It is shared because creating its tables takes seconds."""
     package = pytest.importorskip("mlflow", reason="the tracker mlflow needs pip install 'agentgym-rl[mlflow]'")
     pytest.importorskip("sqlalchemy", reason="MLflow's local store needs pip install 'agentgym-rl[mlflow]'")
     address = f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
@@ -45,8 +45,8 @@ def mlflow(mlflow_store: tuple[str, Any], tmp_path: Path, monkeypatch: pytest.Mo
     return mlflow_store[1]
 
 
-def two_processes(root: Path, tracker: str) -> None:
-    """Three steps, then a resumed process that goes back to step 2."""
+def log_and_resume(root: Path, tracker: str) -> None:
+    """Log three steps, then resume from step 2."""
     with RunLog.create(root, CONFIG, trackers=(tracker,)) as log:
         for step in (1, 2, 3):
             log.log(step, {"reward/mean": step / 10, "note": "x"})
@@ -57,37 +57,37 @@ def two_processes(root: Path, tracker: str) -> None:
 
 
 def log_entries(data: bytes) -> Iterator[bytes]:
-    """Entries of W&B's file: a header of 7 bytes, then LevelDB's log format."""
-    place, entry = 7, b""
-    while place + 7 <= len(data):
-        if 32768 - place % 32768 < 7:  # the rest of a block is too short for a header
-            place += 32768 - place % 32768
+    """Yield the entries of W&B's file: a header of 7 bytes, then LevelDB's log format."""
+    offset, entry = 7, b""
+    while offset + 7 <= len(data):
+        if 32768 - offset % 32768 < 7:  # the rest of a block is too short for a header
+            offset += 32768 - offset % 32768
             continue
-        size, kind = struct.unpack_from("<HB", data, place + 4)
-        entry += data[place + 7 : place + 7 + size]
-        place += 7 + size
-        if kind in (1, 4):  # whole, or the last part
+        size, kind = struct.unpack_from("<HB", data, offset + 4)
+        entry += data[offset + 7 : offset + 7 + size]
+        offset += 7 + size
+        if kind in (1, 4):  # a full entry, or its last part
             yield entry
             entry = b""
 
 
 def offline_points(folder: Path, name: str) -> list[tuple[int, float]]:
-    """(step, value) of a metric in the file that `wandb sync` would upload."""
+    """Return (step, value) of a metric in the file that `wandb sync` uploads."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     points = []
     for entry in log_entries(next(folder.glob("run-*.wandb")).read_bytes()):
         record = Record()
         record.ParseFromString(entry)
-        found = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
-        if name in found:
-            points.append((record.history.step.num, float(json.loads(found[name]))))
+        values = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        if name in values:
+            points.append((record.history.step.num, float(json.loads(values[name]))))
     return points
 
 
 def test_wandb_gets_the_metrics_and_a_resumed_run_gets_all_of_them(wandb: Any, tmp_path: Path) -> None:
-    two_processes(tmp_path / "run", "wandb")
-    wandb.teardown()  # its process flushes the files at its end
+    log_and_resume(tmp_path / "run", "wandb")
+    wandb.teardown()  # its process flushes the files when it ends
     second = (tmp_path / "run" / "wandb" / "latest-run").resolve()
     (first,) = set((tmp_path / "run" / "wandb").resolve().glob("offline-run-*")) - {second}
     assert offline_points(first, "reward/mean") == [(1, 0.1), (2, 0.2), (3, 0.3)]
@@ -98,7 +98,7 @@ def test_wandb_gets_the_metrics_and_a_resumed_run_gets_all_of_them(wandb: Any, t
 
 
 def test_mlflow_gets_the_metrics_and_a_resumed_run_gets_all_of_them(mlflow: Any, tmp_path: Path) -> None:
-    two_processes(tmp_path / "run", "mlflow")
+    log_and_resume(tmp_path / "run", "mlflow")
     experiment = mlflow.get_experiment_by_name(tmp_path.name)
     second, first = mlflow.search_runs([experiment.experiment_id], order_by=["start_time DESC"])
     points = {
@@ -116,7 +116,7 @@ def test_mlflow_gets_the_metrics_and_a_resumed_run_gets_all_of_them(mlflow: Any,
     assert second.data.params["rl.steps"] == "4"
 
 
-def test_a_failed_run_is_failed_in_mlflow(mlflow: Any, tmp_path: Path) -> None:
+def test_a_failed_run_is_marked_failed_in_mlflow(mlflow: Any, tmp_path: Path) -> None:
     def run() -> None:
         with RunLog.create(tmp_path / "run", CONFIG, trackers=("mlflow",)):
             raise ZeroDivisionError
@@ -124,8 +124,8 @@ def test_a_failed_run_is_failed_in_mlflow(mlflow: Any, tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         run()
     experiment = mlflow.get_experiment_by_name(tmp_path.name)
-    (found,) = mlflow.search_runs([experiment.experiment_id])
-    assert found.info.status == "FAILED"
+    (run_record,) = mlflow.search_runs([experiment.experiment_id])
+    assert run_record.info.status == "FAILED"
 
 
 def test_a_tracker_that_cannot_start_leaves_no_run(wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_a_tracker_that_cannot_start_leaves_no_run(wandb: Any, tmp_path: Path, m
         log.log(1, {"reward/mean": 1.0})
 
 
-def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_tracker_is_dropped_and_the_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Offended:
         def __init__(self, root: Path, config: Any) -> None:
             self.calls = 0
@@ -154,13 +154,13 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(tmp_path: Path, mo
             raise AssertionError("it was left out")
 
     monkeypatch.setitem(TRACKERS, "json", Offended)  # a name that can be imported
-    said: list[str] = []
-    with RunLog.create(tmp_path, CONFIG, trackers=("json",), say=said.append) as log:
+    messages: list[str] = []
+    with RunLog.create(tmp_path, CONFIG, trackers=("json",), say=messages.append) as log:
         for step in (1, 2, 3):
             log.log(step, {"reward/mean": 1.0})
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     (event,) = read_metrics(tmp_path / "events.jsonl")
     assert event["kind"] == "tracker_failed"
-    assert said == [event["message"]]
-    assert "json failed" in said[0]
-    assert "the server left" in said[0]
+    assert messages == [event["message"]]
+    assert "json failed" in messages[0]
+    assert "the server left" in messages[0]

@@ -1,4 +1,4 @@
-"""The viewer's index, questions and reading: against what is on disk, while it grows, and when it is damaged."""
+"""The viewer's index and queries: compared with the files, while files grow, and on damaged files."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from viewer_for_tests import (
     write_run,
 )
 
+from agentgym_rl.commands.view import ViewerEnvironments
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.runlog import RunLog, read_trajectories
-from agentgym_rl.view import LocalWorlds
+from agentgym_rl.run.log import RunLog, read_trajectories
 from agentgym_rl.viewer import index as index_module
 from agentgym_rl.viewer.discovery import discover, read_status
 from agentgym_rl.viewer.encode import to_json
@@ -51,14 +51,14 @@ def library(written: Path, tmp_path: Path) -> Library:
     return library_of(written, tmp_path)
 
 
-def every(library: Library, run: str = "small", wanted: Filter | None = None, order: str = "step") -> list[dict]:
-    return library.episodes(run, wanted or Filter(), order, 0, 500)["rows"]
+def all_rows(library: Library, run: str = "small", filters: Filter | None = None, order: str = "step") -> list[dict]:
+    return library.episodes(run, filters or Filter(), order, 0, 500)["rows"]
 
 
 def test_runs_and_evaluations_are_found_with_readable_ids(written: Path, tmp_path: Path) -> None:
     assert {p.id: p.kind for p in discover([written]).values()} == {"small": "run", "evals/oracle": "eval"}
     assert list(discover([written / "small"])) == ["small"]
-    # The same name below two roots: both are there, under different ids.
+    # The same name below two roots: both are found, under different ids.
     twin = tmp_path / "twin" / "small"
     twin.mkdir(parents=True)
     (twin / "config.toml").write_text("")
@@ -67,8 +67,8 @@ def test_runs_and_evaluations_are_found_with_readable_ids(written: Path, tmp_pat
     assert set(discover([written, tmp_path / "twin"])) == {"small", "evals/oracle", "twin/small"}
 
 
-def test_every_episode_is_indexed_with_what_its_file_says(library: Library, written: Path) -> None:
-    rows = every(library)
+def test_indexed_episodes_match_their_files(library: Library, written: Path) -> None:
+    rows = all_rows(library)
     assert len(rows) == TRAINED + HELD_OUT == library.overview()["runs"][0]["episodes"]
     for row in rows:
         stem, _, line = row["key"].rpartition(".")
@@ -81,7 +81,7 @@ def test_every_episode_is_indexed_with_what_its_file_says(library: Library, writ
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "filters",
     [
         Filter(kind="train"),
         Filter(kind="eval", step=2),
@@ -92,50 +92,50 @@ def test_every_episode_is_indexed_with_what_its_file_says(library: Library, writ
         Filter(env="nowhere"),
     ],
 )
-def test_filters_counts_and_pages_agree(library: Library, wanted: Filter) -> None:
+def test_filters_counts_and_pages_agree(library: Library, filters: Filter) -> None:
     def passes(row: dict) -> bool:
-        chosen = {name: getattr(wanted, name) for name in Filter.__dataclass_fields__}
-        return all(value is None or row[name] == value for name, value in chosen.items())
+        values = {name: getattr(filters, name) for name in Filter.__dataclass_fields__}
+        return all(value is None or row[name] == value for name, value in values.items())
 
-    expected = {row["key"] for row in every(library) if passes(row)}
-    answer = library.episodes("small", wanted, "step", 0, 500)
+    expected = {row["key"] for row in all_rows(library) if passes(row)}
+    answer = library.episodes("small", filters, "step", 0, 500)
     assert {row["key"] for row in answer["rows"]} == expected
     assert answer["total"] == len(expected)
-    paged = [library.episodes("small", wanted, "step", offset, 3)["rows"] for offset in range(0, len(expected), 3)]
+    paged = [library.episodes("small", filters, "step", offset, 3)["rows"] for offset in range(0, len(expected), 3)]
     assert [row["key"] for page in paged for row in page] == [row["key"] for row in answer["rows"]]
-    if wanted.item is None:
-        assert sum(count for _, count in library.facets("small", wanted)["env"]) >= len(expected)
-        counted = dict(library.facets("small", wanted)["stop"])
+    if filters.item is None:
+        assert sum(count for _, count in library.facets("small", filters)["env"]) >= len(expected)
+        counted = dict(library.facets("small", filters)["stop"])
         for stop, count in counted.items():
-            also = {name: getattr(wanted, name) for name in Filter.__dataclass_fields__} | {"stop": stop}
-            assert library.episodes("small", Filter(**also), "step", 0, 1)["total"] == count
+            narrowed = {name: getattr(filters, name) for name in Filter.__dataclass_fields__} | {"stop": stop}
+            assert library.episodes("small", Filter(**narrowed), "step", 0, 1)["total"] == count
 
 
-def test_orders_sort_by_what_they_say(library: Library) -> None:
+def test_each_order_sorts_by_its_column(library: Library) -> None:
     columns = {"step": ("step", -1), "oldest": ("step", 1), "reward": ("reward", -1), "worst": ("reward", 1)}
     columns |= {"turns": ("turns", -1), "sampled": ("sampled", -1), "seconds": ("seconds", -1)}
     assert set(columns) == set(ORDERS)
     for order, (column, sign) in columns.items():
-        values = [sign * row[column] for row in every(library, order=order)]
+        values = [sign * row[column] for row in all_rows(library, order=order)]
         assert values == sorted(values), order
 
 
-class TwoSubsets(LocalWorlds):
+class TwoSubsets(ViewerEnvironments):
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
         return ("one", "two") if item in (10, 11) else ("three",)
 
 
-def test_a_subset_of_several_is_found_by_each(written: Path, tmp_path: Path) -> None:
+def test_an_item_in_several_subsets_is_found_in_each(written: Path, tmp_path: Path) -> None:
     library = Library([written], TwoSubsets(), Index(tmp_path / "index.sqlite3"))
-    library.indexer.round()
-    of_one, of_two = (every(library, wanted=Filter(subset=name)) for name in ("one", "two"))
+    library.indexer.update()
+    of_one, of_two = (all_rows(library, filters=Filter(subset=name)) for name in ("one", "two"))
     assert len(of_one) == len(of_two) == GROUPS * GROUP_SIZE
-    assert not every(library, wanted=Filter(subset="on"))
+    assert not all_rows(library, filters=Filter(subset="on"))
     facet = dict(library.facets("small", Filter())["subset"])
     assert facet == {"one": len(of_one), "two": len(of_two), "three": TRAINED + HELD_OUT - len(of_one)}
 
 
-def test_groups_are_the_episodes_played_together(library: Library) -> None:
+def test_groups_contain_the_episodes_of_one_task(library: Library) -> None:
     answer = library.groups("small", Filter(kind="train"), False, 0, 100)
     assert answer["total"] == len(answer["rows"]) == STEPS * GROUPS
     for group in answer["rows"]:
@@ -148,15 +148,15 @@ def test_groups_are_the_episodes_played_together(library: Library) -> None:
     assert mixed
 
 
-def test_an_episode_comes_with_its_tokens_and_what_was_learned_of_it(library: Library) -> None:
-    row = every(library, wanted=Filter(kind="train", step=2))[0]
+def test_an_episode_has_token_texts_and_the_learners_data(library: Library) -> None:
+    row = all_rows(library, filters=Filter(kind="train", step=2))[0]
     episode = library.episode("small", row["key"])
     sampled = [m for m in episode["messages"] if m["logprobs"] is not None]
     assert sum(len(m["token_ids"]) for m in sampled) == len(episode["learned"]["advantages"]) == row["sampled"]
     assert sampled[0]["texts"][0] == "<|start|>"
     assert all(text.startswith(" ") for text in sampled[0]["texts"][1:-1])
     assert row["advantage"] == pytest.approx(row["reward"] - 0.5)
-    before = every(library, wanted=Filter(kind="train", step=1))[0]
+    before = all_rows(library, filters=Filter(kind="train", step=1))[0]
     assert before["advantage"] is None
     assert library.episode("small", before["key"])["learned"] is None
     with pytest.raises(NotFound, match="no episode"):
@@ -166,47 +166,47 @@ def test_an_episode_comes_with_its_tokens_and_what_was_learned_of_it(library: Li
 
 
 def test_the_same_item_is_found_in_every_run(library: Library) -> None:
-    found = library.same_task("maze", 2)
-    assert {row["run"] for row in found} == {"small", "evals/oracle"}
-    assert len(found) == STEPS + 2
+    rows = library.same_task("maze", 2)
+    assert {row["run"] for row in rows} == {"small", "evals/oracle"}
+    assert len(rows) == STEPS + 2
 
 
-def test_a_run_that_grows_is_read_from_where_reading_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_module, "CHUNK_BYTES", 3000)  # several chunks a file, and lines longer than one
+def test_a_growing_run_is_read_incrementally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "CHUNK_BYTES", 3000)  # several chunks per file, and lines longer than a chunk
     log = RunLog.create(tmp_path / "runs" / "live", {"name": "live"})
     episodes = [with_tokens(t, random.Random(1)) for t in played("maze", list(range(6)), "random", 12, "train-1")]
     library = library_of(tmp_path / "runs", tmp_path)
     for number, episode in enumerate(episodes, 1):
         log.write_trajectory(1, episode)
-        library.indexer.round()
-        assert [row["trajectory"] for row in every(library, "live")] == [e.id for e in episodes[:number]]
+        library.indexer.update()
+        assert [row["trajectory"] for row in all_rows(library, "live")] == [e.id for e in episodes[:number]]
     path = log.trajectories_path(1)
     stamp = library.indexer.stamp
-    library.indexer.round()
+    library.indexer.update()
     assert library.indexer.stamp == stamp  # nothing new, nothing read
     with path.open("ab") as file:
         file.write(b'{"torn')
-    library.indexer.round()
-    assert len(every(library, "live")) == 6
+    library.indexer.update()
+    assert len(all_rows(library, "live")) == 6
     assert library.queries.counts(path.parents[1]) == {"episodes": 6, "broken": 0}
     log.close()
-    # A step played again replaces its file; the new one may begin like the old one and be longer.
+    # A step that is played again replaces its file. The new file may be longer and begin like the old one.
     other = [with_tokens(t, random.Random(2)) for t in played("maze", list(range(8)), "random", 12, "train-1")]
     again = RunLog.create(tmp_path / "runs" / "live", {"name": "live"}, resume=True)
     for episode in other:
         again.write_trajectory(1, episode)
-    library.indexer.round()
-    rows = every(library, "live", order="oldest")
+    library.indexer.update()
+    rows = all_rows(library, "live", order="oldest")
     assert [library.raw_episode("live", row["key"])["messages"][0]["token_ids"] for row in rows] == [
         e.messages[0].token_ids for e in other
     ]
     again.truncate_after(0)
     again.close()
-    library.indexer.round()
-    assert every(library, "live") == []
+    library.indexer.update()
+    assert all_rows(library, "live") == []
 
 
-def test_a_file_changed_in_place_is_read_afresh(tmp_path: Path) -> None:
+def test_a_file_changed_in_place_is_read_again_from_the_start(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "x" / "trajectories"
     folder.mkdir(parents=True)
     (folder.parent / "config.toml").write_text("")
@@ -218,11 +218,11 @@ def test_a_file_changed_in_place_is_read_afresh(tmp_path: Path) -> None:
     with path.open("r+") as file:
         file.write(lines[2] + lines[1] + lines[0])
     assert path.stat().st_ino == inode
-    library.indexer.round()
-    assert [row["item"] for row in every(library, "x", order="oldest")] == [2, 1, 0]
+    library.indexer.update()
+    assert [row["item"] for row in all_rows(library, "x", order="oldest")] == [2, 1, 0]
 
 
-def test_damaged_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> None:
+def test_damaged_lines_are_counted_and_skipped(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "x" / "trajectories"
     folder.mkdir(parents=True)
     (folder.parent / "config.toml").write_text("this is not TOML [")
@@ -244,34 +244,34 @@ def test_damaged_and_foreign_lines_are_counted_and_left_out(tmp_path: Path) -> N
         "[" * 5000,
         '{"id": ' + "[" * 5000 + "]" * 5000 + "}",
     ]
-    odd = json.dumps(row | {"rewards": [float("nan")], "infos": [{}]})  # as Python writes it: NaN is not JSON
-    halves = json.dumps(
+    with_nan = json.dumps(row | {"rewards": [float("nan")], "infos": [{}]})  # Python writes NaN, which is not JSON
+    with_surrogates = json.dumps(
         row | {"id": "a\ud800-0-2-0", "kind": "\udfff", "infos": [{"deep": json.loads("[" * 400 + "]" * 400)}]}
     )
-    lines = [good, *bad, odd, good, halves]
+    lines = [good, *bad, with_nan, good, with_surrogates]
     (folder / "step_000001.jsonl").write_text("\n".join(lines) + "\n")
     library = library_of(tmp_path / "runs", tmp_path)
-    whole = [f"step_000001.{place}" for place, line in enumerate(lines) if line not in bad]
-    assert sorted(row["key"] for row in every(library, "x", order="oldest")) == sorted(whole)
+    valid = [f"step_000001.{number}" for number, line in enumerate(lines) if line not in bad]
+    assert sorted(row["key"] for row in all_rows(library, "x", order="oldest")) == sorted(valid)
     assert library.overview()["runs"][0]["broken"] == len(bad)
-    assert library.runs.metrics(library.place("x"))["series"] == {"loss": [1, None, None]}
-    assert library.episode("x", whole[2])["item"] == 0
+    assert library.runs.metrics(library.run_folder("x"))["series"] == {"loss": [1, None, None]}
+    assert library.episode("x", valid[2])["item"] == 0
     assert [group["size"] for group in library.groups("x", Filter(kind="train"), False, 0, 9)["rows"]] == [3]
-    # Halves of a character become a replacement; what is nested deeper than JSON writers go is cut: both can be sent.
-    told = json.loads(to_json(library.episode("x", whole[3])))
-    assert (told["trajectory"], told["kind"]) == ("a\ufffd-0-2-0", "\ufffd")
+    # Unpaired surrogates are replaced and deep nesting is cut, so that both can be encoded.
+    episode = json.loads(to_json(library.episode("x", valid[3])))
+    assert (episode["trajectory"], episode["kind"]) == ("a\ufffd-0-2-0", "\ufffd")
 
 
-def test_a_run_that_cannot_be_read_is_shown_and_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_an_unreadable_run_is_listed_and_the_others_are_indexed(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     write_evaluation(root / "good")
     for name in ("a", "z"):
         write_evaluation(root / name)
-        # Reading this fails, as from a broken disk.
+        # Reading this file fails, as on a broken disk.
         (root / name / "trajectories" / "bad.jsonl").symlink_to("/proc/self/mem")
-    (root / "z\udcff").mkdir()  # a name that is no text
+    (root / "z\udcff").mkdir()  # a name that is not valid UTF-8
     (root / "z\udcff" / "eval.json").write_text("{}")
-    library = Library([root], LocalWorlds(), Index(tmp_path / "index.sqlite3"))
+    library = Library([root], ViewerEnvironments(), Index(tmp_path / "index.sqlite3"))
     library.indexer.start()
     wait_for_index(library, 4, "z")
     library.indexer.stop()
@@ -281,11 +281,11 @@ def test_a_run_that_cannot_be_read_is_shown_and_does_not_stop_the_others(tmp_pat
     assert rows["good"]["problems"] == []
     assert ["bad.jsonl" in problem for problem in rows["a"]["problems"]] == [True]
     stamp = library.indexer.stamp
-    library.indexer.round()
-    assert library.indexer.stamp == stamp  # tried again, and no news
+    library.indexer.update()
+    assert library.indexer.stamp == stamp  # retried without a change
 
 
-def test_links_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
+def test_links_to_files_outside_a_run_are_not_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret.json"
     secret.write_text('{"state": "secret", "loss": 1, "step": 1, "results": []}\n')
     elsewhere = write_run(tmp_path / "elsewhere")
@@ -300,24 +300,24 @@ def test_links_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
     run = write_run(root / "linked_file")
     (run / "trajectories" / "step_000009.jsonl").symlink_to(elsewhere / "trajectories" / "step_000001.jsonl")
     (run / "trajectories" / "inside.jsonl").symlink_to("step_000001.jsonl")
-    (root / "whole_run").symlink_to(elsewhere)  # the user's own: runs are often on a larger disk
-    library = Library([root], LocalWorlds(), Index(tmp_path / "index.sqlite3"))
-    library.indexer.round()
+    (root / "whole_run").symlink_to(elsewhere)  # a link by the user, often to a larger disk
+    library = Library([root], ViewerEnvironments(), Index(tmp_path / "index.sqlite3"))
+    library.indexer.update()
     rows = {row["id"]: row for row in library.overview()["runs"]}
-    whole = rows["whole_run"]["episodes"]
-    assert whole > 0
+    episodes = rows["whole_run"]["episodes"]
+    assert episodes > 0
     assert rows["linked_folder"]["episodes"] == 0
-    assert rows["linked_file"]["episodes"] > whole  # the link inside counts, the one outside does not
+    assert rows["linked_file"]["episodes"] > episodes  # the link to a file of the run counts
     for name in ("linked_folder", "linked_file"):
-        assert "leads out of the run's folder" in rows[name]["problems"][0]
-    assert "status.json cannot be read: it is a link that leads out" in rows["run0"]["problems"][0]
+        assert "outside the run's folder" in rows[name]["problems"][0]
+    assert "status.json cannot be read: it is a link to a file outside" in rows["run0"]["problems"][0]
     shown = json.dumps([library.details(run) for run in rows]) + json.dumps(
-        [library.runs.metrics(library.place(run)) for run in rows]
+        [library.runs.metrics(library.run_folder(run)) for run in rows]
     )
     assert "secret" not in shown.replace(str(secret), "")
 
 
-def test_a_pipe_in_a_run_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_a_run_does_not_block(tmp_path: Path) -> None:
     root = tmp_path / "runs"
     names = ("status.json", "config.toml", "metrics.jsonl", "summary.json", "doctor.jsonl", "trajectories/x.jsonl")
     for number, name in enumerate(names):
@@ -327,62 +327,62 @@ def test_a_pipe_in_a_run_is_not_waited_for(tmp_path: Path) -> None:
     write_evaluation(root / "eval")
     (root / "eval" / "eval.json").unlink()
     os.mkfifo(root / "eval" / "eval.json")
-    library = Library([root], LocalWorlds(), Index(tmp_path / "index.sqlite3"))
-    library.indexer.round()
+    library = Library([root], ViewerEnvironments(), Index(tmp_path / "index.sqlite3"))
+    library.indexer.update()
     rows = {row["id"]: row for row in library.overview()["runs"]}
     assert len(rows) == len(names) + 1
-    assert "status.json cannot be read: it is no regular file" in rows["run0"]["problems"][0]
-    assert "eval.json cannot be read: it is no regular file" in rows["eval"]["problems"][0]
+    assert "status.json cannot be read: it is not a regular file" in rows["run0"]["problems"][0]
+    assert "eval.json cannot be read: it is not a regular file" in rows["eval"]["problems"][0]
     for run in rows:
         library.details(run)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "problem"),
     [
-        ("config.toml", "environments = 5", "environments should be a list, got 5"),
+        ("config.toml", "environments = 5", "environments must be a list, got 5"),
         ("config.toml", "environments = [[[", "config.toml cannot be read"),
-        ("status.json", '{"updated": "yesterday", "state": "running"}', "updated should be a number, got 'yesterday'"),
-        ("status.json", '{"step": "1", "steps": "9"}', "step should be a number"),
+        ("status.json", '{"updated": "yesterday", "state": "running"}', "updated must be a number, got 'yesterday'"),
+        ("status.json", '{"step": "1", "steps": "9"}', "step must be a number"),
         ("status.json", "[" * 5000, "status.json cannot be read: its brackets"),
-        ("eval.json", '{"results": "x"}', "results should be a list, got 'x'"),
-        ("eval.json", '{"results": [{"scenarios": {"A": {"success": 3, "items": "4"}}}]}', "success should be a table"),
-        ("eval.json", '{"config": [], "results": [5]}', "config should be a table"),
-        ("eval.json", '{"results": [{"overall": []}]}', "overall should be a table, got []"),
+        ("eval.json", '{"results": "x"}', "results must be a list, got 'x'"),
+        ("eval.json", '{"results": [{"scenarios": {"A": {"success": 3, "items": "4"}}}]}', "success must be a table"),
+        ("eval.json", '{"config": [], "results": [5]}', "config must be a table"),
+        ("eval.json", '{"results": [{"overall": []}]}', "overall must be a table, got []"),
         ("eval.json", "\x00", "eval.json cannot be read"),
     ],
 )
-def test_a_damaged_file_is_named_and_the_other_runs_are_listed(
-    tmp_path: Path, written: Path, name: str, content: str, told: str
+def test_a_damaged_file_is_reported_and_other_runs_are_listed(
+    tmp_path: Path, written: Path, name: str, content: str, problem: str
 ) -> None:
     folder = tmp_path / "runs" / "damaged"
     folder.mkdir(parents=True)
     for file in ("config.toml", "status.json") if name != "eval.json" else ():
         (folder / file).write_text("" if file.endswith("toml") else "{}")
     (folder / name).write_text(content)
-    library = Library([tmp_path / "runs", written], LocalWorlds(), Index(tmp_path / "index.sqlite3"))
+    library = Library([tmp_path / "runs", written], ViewerEnvironments(), Index(tmp_path / "index.sqlite3"))
     rows = {row["id"]: row for row in library.overview()["runs"]}
     assert set(rows) == {"damaged", "small", "evals/oracle"}
-    assert told in "\n".join(rows["damaged"]["problems"])
+    assert problem in "\n".join(rows["damaged"]["problems"])
     assert (rows["damaged"]["status"]["state"] if name != "config.toml" else "damaged") == "damaged"
     assert rows["small"]["problems"] == rows["evals/oracle"]["problems"] == []
     assert to_json(library.details("damaged"))
 
 
-def test_the_index_is_kept_shared_and_made_anew_when_it_is_no_index(written: Path, tmp_path: Path) -> None:
+def test_the_index_is_reused_shared_and_rebuilt_if_damaged(written: Path, tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite3"
     first = library_of(written, tmp_path)
-    second = Library([written], first.worlds, Index(path))
-    second.indexer.round()
-    assert second.indexer.stamp == 0  # it was all there
-    assert every(second) == every(first)
+    second = Library([written], first.environments, Index(path))
+    second.indexer.update()
+    assert second.indexer.stamp == 0  # everything was indexed before
+    assert all_rows(second) == all_rows(first)
     first.close()
     second.close()
     path.write_bytes(b"this is no database at all, but it is long enough to be taken for one" * 50)
-    assert len(every(library_of(written, tmp_path))) == TRAINED + HELD_OUT
+    assert len(all_rows(library_of(written, tmp_path))) == TRAINED + HELD_OUT
 
 
-def test_runs_that_are_gone_are_forgotten(tmp_path: Path) -> None:
+def test_removed_runs_are_deleted_from_the_index(tmp_path: Path) -> None:
     write_evaluation(tmp_path / "runs" / "a")
     library = library_of(tmp_path / "runs", tmp_path)
     (tmp_path / "runs" / "a").rename(tmp_path / "moved")
@@ -399,7 +399,7 @@ def ended_process() -> int:
     return child
 
 
-def test_a_process_that_is_gone_was_killed(tmp_path: Path) -> None:
+def test_a_run_without_its_process_is_killed(tmp_path: Path) -> None:
     RunLog.create(tmp_path / "run", {"name": "run"}).close()
     assert read_status(tmp_path / "run")[0]["state"] == "running"
     status = json.loads((tmp_path / "run" / "status.json").read_text())
@@ -407,27 +407,27 @@ def test_a_process_that_is_gone_was_killed(tmp_path: Path) -> None:
     assert read_status(tmp_path / "run")[0]["state"] == "killed"
 
 
-def test_an_evaluation_whose_process_is_gone_does_not_run(tmp_path: Path) -> None:
+def test_state_of_an_evaluation_without_its_process(tmp_path: Path) -> None:
     path = write_evaluation(tmp_path / "runs" / "x") / "eval.json"
     row = json.loads(path.read_text()) | {"state": "running"}
     library = library_of(tmp_path / "runs", tmp_path)
-    here, gone, long_ago = socket.gethostname(), ended_process(), time.time() - 3600
-    for told, modified, state in (
-        ({"pid": os.getpid(), "host": here}, long_ago, "running"),
-        ({"pid": gone, "host": here}, None, "killed"),
-        ({"pid": gone, "host": f"not-{here}"}, long_ago, "running"),
-        ({"pid": gone}, None, "running"),  # perhaps on another machine
-        ({"pid": gone}, long_ago, "stopped"),
-        ({"pid": 1 << 70, "host": here}, long_ago, "running"),
-        ({"pid": gone, "host": here, "state": "finished"}, None, "finished"),
+    host, ended, long_ago = socket.gethostname(), ended_process(), time.time() - 3600
+    for process, modified, state in (
+        ({"pid": os.getpid(), "host": host}, long_ago, "running"),
+        ({"pid": ended, "host": host}, None, "killed"),
+        ({"pid": ended, "host": f"not-{host}"}, long_ago, "running"),
+        ({"pid": ended}, None, "running"),  # perhaps on another machine
+        ({"pid": ended}, long_ago, "stopped"),
+        ({"pid": 1 << 70, "host": host}, long_ago, "running"),
+        ({"pid": ended, "host": host, "state": "finished"}, None, "finished"),
     ):
-        path.write_text(json.dumps(row | told))
+        path.write_text(json.dumps(row | process))
         os.utime(path, (modified, modified) if modified else None)
-        assert library.overview()["runs"][0]["status"]["state"] == state, told
+        assert library.overview()["runs"][0]["status"]["state"] == state, process
         assert state in library.changes()["stamps"]["x"]
 
 
-def test_the_doctor_the_evaluations_and_the_stages_are_on_the_run_page(library: Library) -> None:
+def test_run_details_have_doctor_warnings_and_evaluations(library: Library) -> None:
     details = library.details("small")
     assert [warning["rule"] for warning in details["doctor"]] == ["entropy_collapse"]
     assert [row["step"] for row in details["evaluations"]] == list(range(STEPS + 1))
@@ -438,7 +438,7 @@ def test_the_doctor_the_evaluations_and_the_stages_are_on_the_run_page(library: 
     assert overview["evals/oracle"]["agent"] == "the oracle"
 
 
-def test_tokens_of_all_kinds_of_tokenizers_are_readable() -> None:
+def test_token_texts_of_all_kinds_of_tokenizers() -> None:
     byte_level = Vocabulary(
         {"model": {"type": "BPE", "vocab": {"Ġhello": 0, "Ã©": 1, "Ċ": 2}}, "decoder": {"type": "ByteLevel"}}
     )
@@ -447,6 +447,6 @@ def test_tokens_of_all_kinds_of_tokenizers_are_readable() -> None:
     assert pieces.texts([1, 2]) == [" hi", "\n"]
 
 
-def test_what_is_no_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match="is no folder"):
+def test_a_path_that_is_not_a_folder_is_rejected() -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
         Library([Path("/no/such/folder")], None)  # type: ignore[arg-type]

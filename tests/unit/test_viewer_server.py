@@ -1,4 +1,4 @@
-"""The viewer's server: who may ask, what is never given away, replays, the playground, the export."""
+"""The viewer's server: access control, isolation, replays, the playground and the export."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ import pytest
 from viewer_for_tests import library_of, played, viewer_in_thread, write_evaluation, write_run
 
 from agentgym_rl.agent.policy import Reply
+from agentgym_rl.commands.view import ViewerEnvironments
+from agentgym_rl.common.http_guard import is_loopback
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.http_guard import is_loopback
-from agentgym_rl.runlog import RunLog
+from agentgym_rl.run.log import RunLog
 from agentgym_rl.types import Message
-from agentgym_rl.view import LocalWorlds
 from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.library import Library
@@ -43,11 +43,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
 
 @pytest.fixture(scope="module")
 def client(library: Library) -> Iterator[httpx.Client]:
-    with viewer_in_thread(library) as url, httpx.Client(base_url=url) as made:
-        yield made
+    with viewer_in_thread(library) as url, httpx.Client(base_url=url) as http:
+        yield http
 
 
-def test_every_question_of_the_page_is_answered(client: httpx.Client) -> None:
+def test_every_request_of_the_page_is_answered(client: httpx.Client) -> None:
     for path in ("overview", "changes", "environments", "items?env=maze&split=test"):
         assert client.get(f"api/{path}").status_code == 200, path
     for path in ("run", "metrics", "episodes", "groups", "facets"):
@@ -61,12 +61,12 @@ def test_every_question_of_the_page_is_answered(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("number", [2**53, 2**63, 10**30, -(10**30)])
-def test_a_number_too_large_for_the_index_is_refused_in_words(client: httpx.Client, number: int) -> None:
-    asked = [f"{path}?run=small&{name}=" for path in ("episodes", "groups", "facets") for name in ("step", "item")]
-    asked += ["episodes?run=small&horizon=", "episodes?run=small&offset=", "same_task?env=maze&item="]
-    for question in [*asked, "frame?run=small&key=step_000001.0&turn="]:
-        answer = client.get(f"api/{question}{number}")
-        assert answer.status_code == 422, question
+def test_a_number_too_large_for_the_index_is_rejected(client: httpx.Client, number: int) -> None:
+    paths = [f"{path}?run=small&{name}=" for path in ("episodes", "groups", "facets") for name in ("step", "item")]
+    paths += ["episodes?run=small&horizon=", "episodes?run=small&offset=", "same_task?env=maze&item="]
+    for path in [*paths, "frame?run=small&key=step_000001.0&turn="]:
+        answer = client.get(f"api/{path}{number}")
+        assert answer.status_code == 422, path
         assert "should be" in answer.json()["detail"]
     assert client.get(f"api/episode?run=small&key=step_000001.{abs(number)}").status_code == 404
 
@@ -86,8 +86,8 @@ def test_a_number_too_large_for_the_index_is_refused_in_words(client: httpx.Clie
         "api/nothing",
     ],
 )
-def test_nothing_outside_is_reachable(client: httpx.Client, path: str) -> None:
-    # Sent as it is: the client would tidy the path up.
+def test_files_outside_the_runs_are_not_reachable(client: httpx.Client, path: str) -> None:
+    # Set the raw path, which the client would normalize.
     request = client.build_request("GET", "/")
     request.url = request.url.copy_with(raw_path=f"/{path}".encode())
     answer = client.send(request)
@@ -96,7 +96,7 @@ def test_nothing_outside_is_reachable(client: httpx.Client, path: str) -> None:
     assert "root:" not in answer.text
 
 
-def test_every_answer_carries_a_strict_policy(client: httpx.Client) -> None:
+def test_every_response_has_a_strict_policy(client: httpx.Client) -> None:
     for path in ("", "static/page.js", "api/overview", "api/nothing"):
         headers = client.get(path).headers
         policy = headers["content-security-policy"]
@@ -110,11 +110,11 @@ def test_every_answer_carries_a_strict_policy(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "localhost.evil"])
-def test_a_name_pointed_at_loopback_is_refused(client: httpx.Client, host: str) -> None:
+def test_a_foreign_name_that_resolves_to_loopback_is_rejected(client: httpx.Client, host: str) -> None:
     assert client.get("api/overview", headers={"host": host}).status_code == 421
 
 
-def test_what_is_no_address_is_refused_and_a_head_has_no_body(client: httpx.Client) -> None:
+def test_invalid_addresses_are_rejected_and_head_has_no_body(client: httpx.Client) -> None:
     assert client.get("api/overview", headers={"host": "[::1"}).status_code == 400
     refused = client.post("api/play/open", json={"env": "maze", "item": 0}, headers={"origin": "http://[::1"})
     assert refused.status_code == 400
@@ -125,11 +125,11 @@ def test_what_is_no_address_is_refused_and_a_head_has_no_body(client: httpx.Clie
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:1234", "127.0.0.1:99", "[::1]:8", "127.8.9.1", "x.localhost"])
-def test_loopback_names_are_welcome(client: httpx.Client, host: str) -> None:
+def test_loopback_names_are_accepted(client: httpx.Client, host: str) -> None:
     assert client.get("api/changes", headers={"host": host}).status_code == 200
 
 
-def test_other_sites_cannot_play(client: httpx.Client) -> None:
+def test_other_origins_cannot_play(client: httpx.Client) -> None:
     body = {"env": "maze", "item": 0}
     assert client.post("api/play/open", json=body).status_code == 200
     here = str(client.base_url).rstrip("/")
@@ -145,7 +145,7 @@ def test_other_sites_cannot_play(client: httpx.Client) -> None:
     assert client.delete("api/overview").status_code == 405
 
 
-def test_elsewhere_a_token_is_needed(library: Library, tmp_path: Path) -> None:
+def test_an_address_other_than_loopback_needs_a_token(library: Library, tmp_path: Path) -> None:
     other = library_of(library.roots[0], tmp_path)
     with viewer_in_thread(other, token="secret", loopback=False) as url, httpx.Client(base_url=url) as client:
         for path in ("", "static/app.js", "api/overview"):
@@ -164,7 +164,7 @@ def test_elsewhere_a_token_is_needed(library: Library, tmp_path: Path) -> None:
         assert client.get("api/overview").status_code == 200  # the client keeps the cookie, as a browser does
 
 
-async def test_the_link_carries_any_token(library: Library, tmp_path: Path) -> None:
+async def test_the_link_encodes_any_token(library: Library, tmp_path: Path) -> None:
     other = library_of(library.roots[0], tmp_path)
     for token in ("a+b&c#d/%41", "two words", "ключ"):
         app = httpx.ASGITransport(create_app(other, token=token, loopback=False))
@@ -174,12 +174,12 @@ async def test_the_link_carries_any_token(library: Library, tmp_path: Path) -> N
     other.close()
 
 
-def test_loopback_is_told_from_the_rest() -> None:
+def test_loopback_addresses_are_recognized() -> None:
     assert all(map(is_loopback, ["localhost", "127.0.0.1", "::1", "[::1]", "127.3.2.1"]))
     assert not any(map(is_loopback, ["0.0.0.0", "10.0.0.1", "::", "example.org", "127.0.0.1.example.org", ""]))
 
 
-def test_a_picture_of_every_turn_and_of_the_end(client: httpx.Client) -> None:
+def test_every_turn_and_the_end_have_a_picture(client: httpx.Client) -> None:
     row = client.get("api/episodes?run=oracle").json()["rows"][0]
     pictures = set()
     for turn in range(row["turns"] + 1):
@@ -192,20 +192,20 @@ def test_a_picture_of_every_turn_and_of_the_end(client: httpx.Client) -> None:
     assert len(pictures) == row["turns"] + 1
     answer = client.get(f"api/frame?run=oracle&key={row['key']}&turn={row['turns'] + 1}")
     assert answer.status_code == 404
-    assert "there is no turn" in answer.json()["detail"]
+    assert "and no turn" in answer.json()["detail"]
 
 
-async def test_a_replay_that_cannot_be_says_why() -> None:
+async def test_a_failed_replay_says_why() -> None:
     episode = json.loads((await asyncio.to_thread(played, "maze", [3], "oracle", 30, "x"))[0].to_json())
-    replays = Replays(LocalWorlds())
+    replays = Replays(ViewerEnvironments())
     assert isinstance(await replays.frame("good", episode, ACT, 1), Picture)
     changed = json.loads(json.dumps(episode))
     changed["messages"][3]["content"] = "Something else."
     assert isinstance(await replays.frame("changed", changed, ACT, 0), Picture)
     assert "differs from the record after turn 1" in str(await replays.frame("changed", changed, ACT, 1))
-    cut = episode | {"messages": episode["messages"][:-1]}
+    truncated = episode | {"messages": episode["messages"][:-1]}
     last = len(episode["rewards"])
-    assert "never answered" in str(await replays.frame("cut", cut, ACT, last))
+    assert "did not answer it" in str(await replays.frame("truncated", truncated, ACT, last))
     assert "unknown environment" in str(await replays.frame("gone", episode | {"env": "atlantis"}, ACT, 0))
     assert "style" in str(await replays.frame("style", episode, ("mime", None), 0))
     assert "no item" in str(await replays.frame("item", episode | {"item": 10**9}, ACT, 0))
@@ -217,13 +217,13 @@ async def test_replies_with_thoughts_are_replayed_in_their_style() -> None:
     for message in episode["messages"]:
         if message["role"] == "assistant":
             message["content"] = f"Thought: this way.\nAction: {message['content']}"
-    replays = Replays(LocalWorlds())
+    replays = Replays(ViewerEnvironments())
     assert isinstance(await replays.frame("react", episode, ("react", None), len(episode["rewards"])), Picture)
     assert "differs" in str(await replays.frame("act", episode, ACT, len(episode["rewards"])))
     await replays.close()
 
 
-def test_pictures_are_told_apart_by_their_content() -> None:
+def test_the_media_type_of_a_picture_follows_its_content() -> None:
     assert picture_of(b"\x89PNG...") == Picture("image/png", b"\x89PNG...")
     assert isinstance(picture_of("<svg/>"), Picture)
     assert picture_of("<p>hello</p>") == Picture("text/html", b"<p>hello</p>")
@@ -233,52 +233,52 @@ def test_pictures_are_told_apart_by_their_content() -> None:
 
 
 async def test_the_playground_is_played_by_hand_and_by_policies() -> None:
-    playground = Playground(LocalWorlds())
+    playground = Playground(ViewerEnvironments())
     game = await playground.open("maze", 5)
     assert game["actions"]
     assert isinstance(await playground.picture(game["session"]), Picture)
     game = await playground.act(game["session"], "fly away")
     assert game["turns"][0]["valid"] is False
-    game = await playground.let_play(game["session"], "random")
+    game = await playground.play_turn(game["session"], "random")
     while not game["done"]:
-        game = await playground.let_play(game["session"], "oracle")
+        game = await playground.play_turn(game["session"], "oracle")
     assert game["success"]
     assert {turn["by"] for turn in game["turns"]} == {"you", "random", "oracle"}
-    with pytest.raises(EnvError, match="is over"):
+    with pytest.raises(EnvError, match="has ended"):
         await playground.act(game["session"], "up")
-    with pytest.raises(ConfigError, match="no policy"):
-        await playground.let_play(game["session"], "magic")
+    with pytest.raises(ConfigError, match="unknown policy"):
+        await playground.play_turn(game["session"], "magic")
     games = [await playground.open("maze", item) for item in range(MAX_GAMES)]
     with pytest.raises(NoSuchGame):
-        await playground.act(game["session"], "up")  # the oldest had to go
+        await playground.act(game["session"], "up")  # the oldest game was closed
     await playground.close(games[0]["session"])
     await playground.close_all()
 
 
-async def test_a_policy_hears_what_was_played_by_hand() -> None:
-    heard: list[list[Message]] = []
+async def test_a_policy_gets_the_turns_played_by_hand() -> None:
+    received: list[list[Message]] = []
 
-    class Listener:
+    class Recorder:
         async def reply(self, messages: list[Message], observation: str, limits: object) -> object:
-            heard.append(list(messages))
+            received.append(list(messages))
             return Reply([Message("user", observation)], Message("assistant", "up"))
 
         async def close(self) -> None:
             return None
 
-    worlds = LocalWorlds()
-    worlds.policies["listener"] = lambda session, seed: Listener()
-    playground = Playground(worlds)
+    environments = ViewerEnvironments()
+    environments.policies["recorder"] = lambda session, seed: Recorder()
+    playground = Playground(environments)
     game = await playground.open("maze", 5)
     await playground.act(game["session"], "down")
-    await playground.let_play(game["session"], "listener")
-    assert [message.role for message in heard[0]] == ["system", "user", "assistant"]
-    assert heard[0][-1].content == "down"
+    await playground.play_turn(game["session"], "recorder")
+    assert [message.role for message in received[0]] == ["system", "user", "assistant"]
+    assert received[0][-1].content == "down"
     await playground.close_all()
 
 
-async def test_the_export_holds_everything_and_nothing_of_this_machine(library: Library, tmp_path: Path) -> None:
-    text, told = await exported_page(library_of(library.roots[0], tmp_path), episodes=1000, pictures=True)
+async def test_the_export_has_every_episode_and_no_local_paths(library: Library, tmp_path: Path) -> None:
+    text, summary = await exported_page(library_of(library.roots[0], tmp_path), episodes=1000, pictures=True)
     page = text.decode()
     assert str(library.roots[0]) not in page
     assert page.count("<script") == 2
@@ -293,11 +293,11 @@ async def test_the_export_holds_everything_and_nothing_of_this_machine(library: 
     assert str(library.roots[0]) not in json.dumps(data)
     total = sum(row["episodes"] for row in data["overview"]["runs"])
     assert sum(len(rows) for rows in data["rows"].values()) == total
-    assert told.startswith(f"{total} episodes of 2 runs")
+    assert summary.startswith(f"{total} episodes of 2 runs")
     assert all(set(data["frames"][run]) == {row["key"] for row in rows} for run, rows in data["rows"].items())
 
 
-async def test_an_export_tells_no_paths_hosts_or_addresses(tmp_path: Path) -> None:
+async def test_an_export_has_no_paths_hosts_or_addresses(tmp_path: Path) -> None:
     root = tmp_path / "my runs"
     write_evaluation(root / "oracle")
     row = json.loads((root / "oracle" / "eval.json").read_text())
@@ -336,7 +336,7 @@ def _data_in(page: bytes) -> Any:
     return json.loads(gzip.decompress(base64.b64decode(packed[1])))
 
 
-async def test_an_export_survives_what_cannot_be_written(tmp_path: Path) -> None:
+async def test_an_export_replaces_values_that_json_cannot_represent(tmp_path: Path) -> None:
     write_evaluation(tmp_path / "runs" / "odd")
     path = tmp_path / "runs" / "odd" / "trajectories" / "maze.jsonl"
     row = json.loads(path.read_text().splitlines()[0])
@@ -344,14 +344,14 @@ async def test_an_export_survives_what_cannot_be_written(tmp_path: Path) -> None
     row["infos"][0] = {"deep": json.loads("[" * 400 + "]" * 400), "large": 10**30}
     path.write_text(json.dumps(row) + "\n")
     library = library_of(tmp_path / "runs", tmp_path)
-    text, told = await exported_page(library, episodes=10, pictures=False)
-    assert told.startswith("1 episodes of 1 runs")
+    text, summary = await exported_page(library, episodes=10, pictures=False)
+    assert summary.startswith("1 episodes of 1 runs")
     data = _data_in(text)
     assert data["episodes"]["odd"]["maze.0"]["messages"][0]["content"] == "half \ufffd a character"
     library.close()
 
 
-async def test_a_small_export_takes_whole_groups_from_all_over_the_run(library: Library, tmp_path: Path) -> None:
+async def test_a_small_export_has_whole_groups_spread_over_the_run(library: Library, tmp_path: Path) -> None:
     text, _ = await exported_page(library_of(library.roots[0], tmp_path), episodes=12, pictures=False)
     data = _data_in(text)
     rows = data["rows"]["small"]
@@ -362,12 +362,12 @@ async def test_a_small_export_takes_whole_groups_from_all_over_the_run(library: 
             assert len(data["episodes"]["small"][row["key"]]["group"]) == 4
 
 
-def test_modules_outside_the_small_language_are_refused() -> None:
+def test_unsupported_module_syntax_is_rejected() -> None:
     modules = {name: text.decode() for name, text in static_files().items() if name.endswith(".js")}
     assert "export " not in join_modules(modules, "app.js").replace("AgentGym", "")
-    with pytest.raises(ValueError, match="not understood"):
+    with pytest.raises(ValueError, match="not supported"):
         join_modules({"a.js": "export default 3;\n"}, "a.js")
-    with pytest.raises(ValueError, match="in a ring"):
+    with pytest.raises(ValueError, match="in a cycle"):
         join_modules({"a.js": 'import { b } from "./b.js";\n', "b.js": 'import { a } from "./a.js";\n'}, "a.js")
 
 

@@ -23,21 +23,22 @@ from tokenizers_for_tests import byte_level_bpe
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_for_tests import vllm_processes
 
-from agentgym_rl import serving, wiring
 from agentgym_rl.agent.engines import replicas as replicas_module
-from agentgym_rl.agent.engines.handover import pack, unpack
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.engines.scripted import ScriptedEngine
-from agentgym_rl.agent.engines.vllm import Probe, VllmServer, checks, probe_model
+from agentgym_rl.agent.engines.vllm import Probe, VllmServer, probe_model, requirements
 from agentgym_rl.agent.engines.vllm import server as vllm_server_module
-from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, held
+from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, parameter_checksums
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.train import train
-from agentgym_rl.training.optimizer import make_optimizer
+from agentgym_rl.run.collectors import engine_policies
+from agentgym_rl.run.preflight import require_engine
+from agentgym_rl.training.device.optimizer import make_optimizer
 from agentgym_rl.training.settings import OptimizerSettings
+from agentgym_rl.transport.host_memory import pack, unpack
 from agentgym_rl.types import Limits, Sampling
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -98,8 +99,8 @@ class Server:
         self.calls.append(path)
         if path == "collective_rpc":
             body = await request.json()
-            if body["method"] == "agentgym_held":
-                return {"results": [held(self.model, *body["args"])]}
+            if body["method"] == "agentgym_checksums":
+                return {"results": [parameter_checksums(self.model, *body["args"])]}
             assert body["method"] == "agentgym_load_folder"
             if not self.ignores:
                 self.model = LlamaForCausalLM.from_pretrained(body["args"][0]).eval()
@@ -149,14 +150,14 @@ async def test_replies_come_with_ids_logprobs_and_a_version(tmp_path: Path) -> N
         assert len(server.salts - salts) == 1
         with pytest.raises(EngineError, match="does not hold these weights"):
             await client.update_weights(tmp_path / "other", 5, probe=probe_model(make_model()))
-        with pytest.raises(EngineError, match="failed to take weights 5"):
+        with pytest.raises(EngineError, match="failed to load weights 5"):
             await client.generate(PROMPT, Sampling(2), "s")
         await client.update_weights(tmp_path / "other", 6, probe=probe_model(other))
         assert (await client.generate(PROMPT, Sampling(2), "s")).version == 6
         await client.close()
 
 
-async def test_a_server_that_was_started_again_serves_nothing_before_it_has_the_weights(
+async def test_a_restarted_server_serves_nothing_before_it_has_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 100.0
@@ -184,7 +185,7 @@ async def test_a_server_that_was_started_again_serves_nothing_before_it_has_the_
         await replicas.close()
 
 
-async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path: Path) -> None:
+async def test_a_skipped_update_is_detected_however_small_it_was(tmp_path: Path) -> None:
     """A few steps of AdamW at 1e-6 in bf16: the probe's tokens are scored alike, within what is allowed."""
     make_model().bfloat16().save_pretrained(tmp_path / "start")
     learner = LlamaForCausalLM.from_pretrained(tmp_path / "start", dtype=torch.bfloat16)
@@ -210,7 +211,7 @@ async def test_an_update_that_was_not_made_is_seen_however_small_it_was(tmp_path
 
 def test_a_learner_whose_positions_were_rounded_is_refused() -> None:
     model = make_model().bfloat16()
-    with pytest.raises(EngineError, match=r"rotary_emb\.inv_freq is in bfloat16.*from_pretrained"):
+    with pytest.raises(EngineError, match=r"rotary_emb\.inv_freq must be float32, got bfloat16.*from_pretrained"):
         probe_model(model)
     model = make_model()
     for parameter in model.parameters():
@@ -218,7 +219,7 @@ def test_a_learner_whose_positions_were_rounded_is_refused() -> None:
     assert probe_model(model).tolerance == TOLERANCE[torch.bfloat16]
 
 
-def test_checksums_are_of_bits_and_places_and_leave_padding_out() -> None:
+def test_checksums_depend_on_bits_and_positions_and_skip_padding() -> None:
     tensor = torch.randn(6, 4, dtype=torch.bfloat16)
     other = tensor.clone()
     other[3, 2] = torch.nextafter(other[3, 2], torch.tensor(9.0, dtype=torch.bfloat16))
@@ -228,16 +229,16 @@ def test_checksums_are_of_bits_and_places_and_leave_padding_out() -> None:
     probe = probe_model(model, torch.bfloat16)
     engine = make_model().bfloat16()
     engine.resize_token_embeddings(64)
-    found = held(engine, probe.shapes)
+    found = parameter_checksums(engine, probe.shapes)
     assert found.keys() == probe.checksums.keys()
-    probe.check_held([found, found], 1)
+    probe.check_checksums([found, found], 1)
     with pytest.raises(EngineError, match=r"engine\.dtype"):
-        probe.check_held([held(model, probe.shapes)], 1)
-    with pytest.raises(EngineError, match="nobody can tell"):
-        probe.check_held([held(torch.nn.Linear(2, 2), probe.shapes)], 1)
+        probe.check_checksums([parameter_checksums(model, probe.shapes)], 1)
+    with pytest.raises(EngineError, match="cannot be checked"):
+        probe.check_checksums([parameter_checksums(torch.nn.Linear(2, 2), probe.shapes)], 1)
 
 
-async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_serve_training_is_refused_with_a_reason(tmp_path: Path) -> None:
     with running(raw=True, develops=False) as server:
         client = VllmServer(server.url)
         await client.start()
@@ -254,20 +255,20 @@ async def test_a_server_that_cannot_serve_training_is_refused_in_words(tmp_path:
         await client.close()
     with pytest.raises(EngineError, match="failed 4 times"):
         await VllmServer("http://127.0.0.1:9").start()
-    with pytest.raises(EngineError, match="looks like http"):
+    with pytest.raises(EngineError, match="must look like http"):
         VllmServer("host:8000")
 
 
-def test_a_missing_or_foreign_vllm_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "PACKAGES", ("a-package-nobody-has",))
+def test_a_missing_or_unsupported_vllm_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requirements, "PACKAGES", ("a-package-nobody-has",))
     with pytest.raises(EngineError, match=r"needs vLLM 0\.22 to 0\.32, which is not installed"):
-        checks.require_vllm()
-    monkeypatch.setattr(checks, "PACKAGES", ("torch",))
+        requirements.require_vllm()
+    monkeypatch.setattr(requirements, "PACKAGES", ("torch",))
     with pytest.raises(EngineError, match=r"needs vLLM 0\.22 to 0\.32, found torch"):
-        checks.require_vllm()
+        requirements.require_vllm()
 
 
-def test_weights_survive_the_way_through_shared_memory() -> None:
+def test_weights_are_unchanged_through_shared_memory() -> None:
     state = {
         **make_model().state_dict(),
         "half": torch.arange(6, dtype=torch.bfloat16).view(2, 3),
@@ -291,16 +292,16 @@ def test_a_probe_tells_weights_apart() -> None:
         Probe([1, 2, 3], [-1.0, -1.0]).check([-1.0], 1)
 
 
-def test_of_a_model_that_is_split_only_what_every_worker_has_is_compared() -> None:
+def test_only_unsharded_tensors_of_a_split_model_are_compared() -> None:
     model = make_model()
     embedding = model.get_input_embeddings().weight
     shapes = {
         name: list(p.shape) for name, p in model.named_parameters() if "embed" in name or name.endswith("norm.weight")
     }
-    assert held(model, shapes).keys() == shapes.keys()
+    assert parameter_checksums(model, shapes).keys() == shapes.keys()
     embedding.output_dim = 0  # as vLLM marks it
-    assert held(model, shapes).keys() == shapes.keys()
-    assert held(model, shapes, split=True).keys() == {name for name in shapes if "norm" in name} != set()
+    assert parameter_checksums(model, shapes).keys() == shapes.keys()
+    assert parameter_checksums(model, shapes, split=True).keys() == {name for name in shapes if "norm" in name} != set()
 
 
 @pytest.mark.parametrize(
@@ -316,12 +317,12 @@ def test_of_a_model_that_is_split_only_what_every_worker_has_is_compared() -> No
         ({"engine": {"kind": "vllm"}, "method": "sft", "data": {"play": "oracle"}}, "plays for method = 'rl'"),
     ],
 )
-def test_a_recipe_that_nobody_would_read_is_refused(changes: dict[str, Any], complaint: str) -> None:
+def test_a_recipe_with_ignored_settings_is_refused(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], **changes})
 
 
-async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
+async def test_a_vllm_that_cannot_start_is_refused_before_the_run_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def config_of(heads: int = 2, **sections: Any) -> Config:
@@ -329,20 +330,23 @@ async def test_a_vllm_that_cannot_start_is_refused_before_anything_is_made(
         raw = {"model": {"scratch": shape}, "environments": [{"name": "keydoor"}], "warm_start": {"episodes": 8}}
         return Config.model_validate(raw | {"engine": {"kind": "vllm"}} | sections)
 
+    def check(config: Config) -> None:
+        require_engine(config.model, config.engine, config.scale)
+
     def missing() -> str:
         raise EngineError("engine.kind = 'vllm' needs vLLM, which is not installed")
 
-    monkeypatch.setattr(serving, "require_vllm", missing)
+    monkeypatch.setattr(requirements, "require_vllm", missing)
     for config in (config_of(), config_of(scale={})):
         with pytest.raises(ConfigError, match="which is not installed"):
             await train(config, tmp_path / "run", console=quiet())
         assert not (tmp_path / "run").exists()
-    serving.require_engine(config_of(scale={"address": "auto"}))  # that is for the nodes to have
-    monkeypatch.setattr(serving, "require_vllm", lambda: "0.32.0")
+    check(config_of(scale={"address": "auto"}))  # that is for the nodes to have
+    monkeypatch.setattr(requirements, "require_vllm", lambda: "0.32.0")
     split = {"engine": {"kind": "vllm", "tensor_parallel": 3}, "scale": {"layout": "disaggregated"}}
     with pytest.raises(ConfigError, match="tensor_parallel = 3 does not divide the model's heads, 2 and 2 of keys"):
-        serving.require_engine(config_of(**split))
-    serving.require_engine(config_of(heads=6, **split))
+        check(config_of(**split))
+    check(config_of(heads=6, **split))
 
 
 @pytest.mark.parametrize("seeded", [True, False])
@@ -350,7 +354,9 @@ async def test_requests_have_seeds_unless_the_recipe_says_otherwise(seeded: bool
     engine = {"kind": "vllm", "seeded": seeded}
     config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
     asked, session = ScriptedEngine([[1], [1]]), SimpleNamespace(instruction="")
-    make = wiring.engine_policies(asked, Renderer(byte_level_bpe("chatml"), "chatml"), config, 1.0)
+    make = engine_policies(
+        asked, Renderer(byte_level_bpe("chatml"), "chatml"), config.agent, 1.0, seeded=config.engine.seeded
+    )
     for seed in (7, 8):
         await make(session, seed).reply([], "Where to?", Limits(1, 4, 200))  # type: ignore[arg-type]
     seeds = {sampling.seed for sampling in asked.samplings}
@@ -364,16 +370,16 @@ def test_a_saved_config_can_be_read_again() -> None:
 
 
 @pytest.mark.parametrize(("rank", "room"), [(1, 8), (4, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
-def test_adapters_find_room_in_the_ranks_that_vllm_knows(rank: int, room: int) -> None:
-    assert checks.lora_room(rank) == room
+def test_adapter_ranks_are_rounded_up_to_those_of_vllm(rank: int, room: int) -> None:
+    assert requirements.max_lora_rank(rank) == room
 
 
 def test_adapters_that_are_too_large_for_vllm_are_refused() -> None:
     with pytest.raises(EngineError, match=r"up to rank 512, got 513: set a smaller model\.lora\.rank"):
-        checks.lora_room(513)
+        requirements.max_lora_rank(513)
 
 
-def test_processes_of_vllm_are_found_also_where_it_could_not_name_them() -> None:
+def test_vllm_processes_are_found_even_without_a_process_title() -> None:
     process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
     process.start()
     try:

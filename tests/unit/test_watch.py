@@ -1,4 +1,4 @@
-"""What the driver of a cluster keeps in view."""
+"""The driver's monitoring: SIGTERM, threads, nodes and the connection."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from agentgym_rl.errors import ConfigError, WorkerLost
-from agentgym_rl.scale.watch import Nodes, Threads, reaching, sigterm_stays_ours, unless_one_fails
+from agentgym_rl.scale.watch import Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
 
 
-def test_nobody_else_takes_sigterm_over() -> None:
+def test_other_code_cannot_replace_the_sigterm_handler() -> None:
     def ours(number: int, frame: Any) -> None: ...
 
     before = signal.signal(signal.SIGTERM, ours)
     other = signal.getsignal(signal.SIGUSR1)
     try:
-        with sigterm_stays_ours():
+        with keep_sigterm_handler():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         assert signal.getsignal(signal.SIGTERM) is ours
@@ -54,15 +54,15 @@ async def test_closing_ends_a_thread_whose_task_was_cancelled() -> None:
         threads.require_open()
 
 
-def test_waiting_ends_in_time_or_with_what_was_waited_for() -> None:
+def test_waiting_ends_at_the_deadline_or_with_the_result() -> None:
     threads, asked = Threads(), []
     assert not threads.until(lambda seconds: bool(asked.append(seconds)), 0.0)
     assert asked == [0.0]
     assert threads.until(lambda seconds: 0 < seconds <= 0.5, 100.0)
 
 
-async def test_what_will_never_come_is_not_waited_for_when_a_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentgym_rl.scale.watch.NEW_TASKS_S", 0.05)
+async def test_a_pending_call_is_abandoned_when_a_task_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentgym_rl.scale.watch.TASKS_POLL_INTERVAL_S", 0.05)
     tasks: list[asyncio.Future[Any]] = []
 
     async def fails_later() -> None:
@@ -86,21 +86,21 @@ def test_nodes_that_come_and_go_are_events() -> None:
     assert nodes.changes([node("1"), node("2")]) == []
     changes = nodes.changes([node("1"), node("2", alive=False), node("3")])
     assert [event["kind"] for event in changes] == ["node_lost", "node_added"]
-    assert "22222222 (10.0.0.2) is gone" in changes[0]["message"]
+    assert "22222222 (10.0.0.2) and its processes are gone" in changes[0]["message"]
     assert "33333333 (10.0.0.3) was added" in changes[1]["message"]
 
 
-def test_what_fails_of_an_address_is_said_in_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_connection_is_reported_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     why = r"^scale\.address = 'auto': no cluster \(`ray start` .* starts Ray for the run"
-    with pytest.raises(ConfigError, match=rf"{why}\)$"), reaching("auto"):
+    with pytest.raises(ConfigError, match=rf"{why}\)$"), connecting("auto"):
         raise ConnectionError("no cluster\nand much more")
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("secret")
-    with pytest.raises(ConfigError, match=rf"{why}; .*: try RAY_AUTH_MODE=token\)$"), reaching("auto"):
+    with pytest.raises(ConfigError, match=rf"{why}; .*: try RAY_AUTH_MODE=token\)$"), connecting("auto"):
         raise ConnectionError("no cluster")
-    with pytest.raises(ConfigError, match=r"^scale\.address = 'auto': RuntimeError \("), reaching("auto"):
+    with pytest.raises(ConfigError, match=r"^scale\.address = 'auto': RuntimeError \("), connecting("auto"):
         raise RuntimeError
-    with pytest.raises(ConnectionError), reaching(None):
+    with pytest.raises(ConnectionError), connecting(None):
         raise ConnectionError("Ray was to be started here")

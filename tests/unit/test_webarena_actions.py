@@ -1,4 +1,4 @@
-"""WebArena's actions: what is understood, what is refused in words, and that nothing the agent writes can do more."""
+"""WebArena's actions: parsing, refusals, and hostile texts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from agentgym_rl.environment.envs.webarena.addresses import address, on_sites
         ("stop []", Action("stop")),
     ],
 )
-def test_what_is_understood(text: str, action: Action) -> None:
+def test_valid_actions_are_parsed(text: str, action: Action) -> None:
     assert parse(text) == action
 
 
@@ -74,15 +74,15 @@ def test_what_is_understood(text: str, action: Action) -> None:
         "stop [" + "x" * MAX_CHARS + "]",
     ],
 )
-def test_what_is_refused_in_words(text: str) -> None:
+def test_invalid_actions_are_refused_with_a_message(text: str) -> None:
     with pytest.raises(Refused) as refusal:
         parse(text)
-    told = str(refusal.value)
-    assert 10 < len(told) < 600
-    assert told.isprintable()
+    message = str(refusal.value)
+    assert 10 < len(message) < 600
+    assert message.isprintable()
 
 
-def test_a_refusal_says_how_to_write_it() -> None:
+def test_refusal_shows_the_correct_form() -> None:
     with pytest.raises(Refused, match=r"Write it as: type \[id\] \[content\]"):
         parse("type 5 hello")
     with pytest.raises(Refused, match="Actions: click") as refusal:
@@ -92,17 +92,17 @@ def test_a_refusal_says_how_to_write_it() -> None:
 
 @settings(max_examples=400, deadline=None)
 @given(st.one_of(st.text(max_size=300), st.from_regex(r"(click|type|press|goto|stop|scroll) ?\[.{0,30}\]?.{0,30}")))
-def test_any_text_is_an_action_or_refused(text: str) -> None:
+def test_any_text_is_parsed_or_refused(text: str) -> None:
     try:
-        told = parse(text).kind
+        message = parse(text).kind
     except Refused as refusal:
-        told = str(refusal)
-    assert told in {form.split()[0] for form in FORMS} or 10 < len(told) < 600
+        message = str(refusal)
+    assert message in {form.split()[0] for form in FORMS} or 10 < len(message) < 600
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 999_999), st.text(st.characters(min_codepoint=32, exclude_categories=["Cs", "Cc"]), max_size=80))
-def test_what_was_written_is_what_is_typed(number: int, content: str) -> None:
+def test_typed_text_is_unchanged(number: int, content: str) -> None:
     assert parse(f"type [{number}] [{content}] [0]") == Action("type", number, content, False)
 
 
@@ -118,8 +118,8 @@ def test_key_combinations() -> None:
 SITES = ("http://shop.test", "https://code.test:8443/", "")
 
 
-def opened(text: str) -> str:
-    """What `goto [text]` would open."""
+def goto_url(text: str) -> str:
+    """Return the address that `goto [text]` opens."""
     return address(parse(f"goto [{text}]").text, lambda url: on_sites(url, SITES))
 
 
@@ -131,8 +131,8 @@ def opened(text: str) -> str:
         ("https://code.test:8443", "https://code.test:8443"),
     ],
 )
-def test_an_address_of_the_sites_is_opened(text: str, url: str) -> None:
-    assert opened(text) == url
+def test_address_of_a_site_is_accepted(text: str, url: str) -> None:
+    assert goto_url(text) == url
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_an_address_of_the_sites_is_opened(text: str, url: str) -> None:
         *("//shop.test", "http:///shop.test", "http://shop.test\x00/", "http://shop.test/\u202e", "://", "http://%5b"),
     ],
 )
-def test_no_address_is_refused_in_words(text: str) -> None:
+def test_other_addresses_are_refused_with_a_message(text: str) -> None:
     with pytest.raises(Refused, match="outside the sites of this task") as refusal:
-        opened(text)
+        goto_url(text)
     assert str(refusal.value).isprintable()
 
 
@@ -161,9 +161,9 @@ HOSTILE = st.one_of(
 
 @settings(max_examples=600, deadline=None)
 @given(HOSTILE)
-def test_whatever_is_written_is_opened_or_refused(text: str) -> None:
+def test_any_address_is_on_a_site_or_refused(text: str) -> None:
     try:
-        url = opened(text)
+        url = goto_url(text)
     except Refused:
         return
     assert url.startswith(("http://", "https://"))
@@ -172,7 +172,7 @@ def test_whatever_is_written_is_opened_or_refused(text: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from([form.split()[0] for form in FORMS]), st.lists(HOSTILE, max_size=3))
-def test_hostile_arguments_are_read_or_refused(kind: str, arguments: list[str]) -> None:
+def test_hostile_arguments_are_parsed_or_refused(kind: str, arguments: list[str]) -> None:
     try:
         action = parse(" ".join([kind, *(f"[{argument}]" for argument in arguments)]))
     except Refused:

@@ -1,4 +1,4 @@
-"""Wrong outcomes of the embedded tasks: of every template something that is nearly right, and must not pay."""
+"""Nearly right outcomes of every template of the embedded tasks. None of them may succeed."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate
 from agentgym_rl.environment.envs.webarena.sites.server import site_server
 from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
-from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read
+from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read_task
 from agentgym_rl.environment.envs.webarena.tasks.embedded import TEMPLATES, problems
 
-IN_THE_BROWSER = "Show me the way from {{start}} to {{end}} by {{mode}}."
-"""The one kind that is graded by the page in front of the agent alone: its wrong outcome is in tests/e2e."""
+GRADED_BY_CURRENT_PAGE = "Show me the way from {{start}} to {{end}} by {{mode}}."
+"""The only template graded by the agent's page alone. Its wrong outcome is tested in tests/e2e."""
 
 
 def config_of(item: int) -> TaskConfig:
-    return read(problems()[item].config, EmbeddedStage.addresses)
+    return read_task(problems()[item].config, EmbeddedStage.addresses)
 
 
 def items_graded_by(kind: str) -> list[int]:
@@ -30,12 +30,12 @@ def items_graded_by(kind: str) -> list[int]:
 # --- questions -------------------------------------------------------------------------------------------------------
 
 
-def answers(item: int, answer: str) -> bool:
+def is_accepted(item: int, answer: str) -> bool:
     return evaluate(config_of(item), answer, "", lambda _: pytest.fail("no page"), lambda _: pytest.fail("no data"))
 
 
 def wrong_answers(task: TaskConfig) -> Iterator[str]:
-    """Whatever the question: longer and shorter numbers, other choices, several at once, nothing."""
+    """Yield wrong answers to any question: other numbers, other choices, several choices, nothing."""
     yield from ("", "unknown", "0")
     ((approach, wanted),) = task.evaluation["reference_answers"].items()
     if approach == "one_of":
@@ -52,15 +52,15 @@ def wrong_answers(task: TaskConfig) -> Iterator[str]:
         yield f"{value}1.00" if "." in value else f"{value}.5"
 
 
-def test_wrong_answers_do_not_pay() -> None:
-    seen = set()
+def test_wrong_answers_fail() -> None:
+    templates = set()
     for item in items_graded_by("string_match"):
         task = config_of(item)
-        assert answers(item, problems()[item].script[-1].text), task.intent
-        paid = [answer for answer in wrong_answers(task) if answers(item, answer)]
-        assert paid == [], task.intent
-        seen.add(problems()[item].config["intent_template_id"])
-    assert len(seen) == 23
+        assert is_accepted(item, problems()[item].script[-1].text), task.intent
+        accepted = [answer for answer in wrong_answers(task) if is_accepted(item, answer)]
+        assert accepted == [], task.intent
+        templates.add(problems()[item].config["intent_template_id"])
+    assert len(templates) == 23
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_wrong_answers_do_not_pay() -> None:
         (168, "Nearest to Grand Harbour Hotel is Blue Heron Cafe | Blue Heron Cafe 300 m | Blue Heron Cafe (300 m)"),
     ],
 )  # fmt: skip
-def test_right_answers_in_words_pay(item: int, right: str) -> None:
-    assert [answer for answer in right.split(" | ") if not answers(item, answer)] == []
+def test_right_answers_in_sentences_succeed(item: int, right: str) -> None:
+    assert [answer for answer in right.split(" | ") if not is_accepted(item, answer)] == []
 
 
 @pytest.mark.parametrize(
@@ -119,14 +119,14 @@ def test_right_answers_in_words_pay(item: int, right: str) -> None:
         (168, "Cafe Meridian | Blue Heron Cafe or Cafe Meridian"),
     ],
 )  # fmt: skip
-def test_wrong_answers_in_words_do_not(item: int, wrong: str) -> None:
-    assert [answer for answer in wrong.split(" | ") if answers(item, answer)] == []
+def test_wrong_answers_in_sentences_fail(item: int, wrong: str) -> None:
+    assert [answer for answer in wrong.split(" | ") if is_accepted(item, answer)] == []
 
 
 # --- pages to find ---------------------------------------------------------------------------------------------------
 
 
-def is_there(item: int, url: str) -> bool:
+def succeeds_at(item: int, url: str) -> bool:
     return evaluate(config_of(item), "", url, lambda _: pytest.fail("no page"), lambda _: pytest.fail("no data"))
 
 
@@ -141,46 +141,46 @@ def wrong_pages(url: str) -> Iterator[str]:
         yield from (f"{bare}?{urlencode(others)}", f"{bare}?{urlencode({**others, key: query[key][0] + '0'})}")
 
 
-def test_wrong_pages_do_not_pay() -> None:
-    seen = set()
+def test_wrong_pages_fail() -> None:
+    templates = set()
     for item in items_graded_by("url_match"):
         task = config_of(item)
         url = task.evaluation["reference_url"]
-        assert is_there(item, url)
-        assert is_there(item, f"{url}{'&' if '?' in url else '?'}page=1")
-        assert [page for page in wrong_pages(url) if is_there(item, page)] == []
-        seen.add(problems()[item].config["intent_template_id"])
-    assert len(seen) == 5
-    assert is_there(211, "http://forum.test/f/gardening/5")
-    assert not is_there(211, "http://forum.test/f/gardening/50")
+        assert succeeds_at(item, url)
+        assert succeeds_at(item, f"{url}{'&' if '?' in url else '?'}page=1")
+        assert [page for page in wrong_pages(url) if succeeds_at(item, page)] == []
+        templates.add(problems()[item].config["intent_template_id"])
+    assert len(templates) == 5
+    assert succeeds_at(211, "http://forum.test/f/gardening/5")
+    assert not succeeds_at(211, "http://forum.test/f/gardening/50")
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
 
 Forms = tuple[str, ...]
-"""Forms that are sent one after the other: `shop.test/product/6/basket?quantity=3`."""
-ELSEWHERE = "map.test/place/9/save?note=extra"
-"""A change that no task asks for."""
+"""Forms submitted in order: `shop.test/product/6/basket?quantity=3`."""
+UNWANTED_CHANGE = "map.test/place/9/save?note=extra"
+"""A change that no task wants."""
 
 
-def form(place: str, **values: object) -> str:
-    return f"{place}?{urlencode(values)}"
+def form(path: str, **values: object) -> str:
+    return f"{path}?{urlencode(values)}"
 
 
-def row_form(place: str, table: str, number: int, columns: str, **changes: object) -> str:
-    """A form that is filled in with a row's values but for the changes, as the browser sends it."""
+def row_form(path: str, table: str, number: int, columns: str, **changes: object) -> str:
+    """Return a form with a row's values and the given changes, as the browser submits it."""
     db = fresh_database()
     row = db.execute(f"SELECT * FROM {table} WHERE id = ?", (number,)).fetchone()
     values = {column: row[column] for column in columns.split()}
     if table == "product":
         values["price"] = f"{row['price'] / 100:.2f}"
     db.close()
-    return form(place, **{**values, **changes})
+    return form(path, **{**values, **changes})
 
 
 def product(number: int, **changes: object) -> str:
-    place = f"admin.test/products/{number}"
-    return row_form(place, "product", number, "name price quantity enabled description", **changes)
+    path = f"admin.test/products/{number}"
+    return row_form(path, "product", number, "name price quantity enabled description", **changes)
 
 
 def order(number: int, **changes: object) -> str:
@@ -433,25 +433,25 @@ CHANGES: dict[str, tuple[Forms, tuple[Forms, ...]]] = {
         ((save(5, "rainy days"),), (save(5, ""),), (save(6),), (save(5), save(6))),
     ),
 }  # fmt: skip
-"""Intent of a template's first task -> forms that do it, and several ways to do nearly that."""
+"""Intent of a template's first task -> forms that solve it, and several lists of forms that nearly do."""
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=f"http://127.0.0.1:{site_server().port}", verify=False) as made:
-        yield made
+    with httpx.Client(base_url=f"http://127.0.0.1:{site_server().port}", verify=False) as http_client:
+        yield http_client
 
 
 def outcome(client: httpx.Client, item: int, forms: Forms) -> bool:
-    """Whether an episode in which only these forms were sent is paid, as far as the sites' data tell."""
+    """Return whether the sites' data shows success after submitting only these forms."""
     stage = EmbeddedStage()
     task, options = stage.begin(item)
     cookie = f"episode={options['cookies'][0]['value']}"
     try:
         for each in forms:
-            place = urlsplit(f"http://{each}")
-            fields = {key: values[0] for key, values in parse_qs(place.query).items()}
-            response = client.post(place.path, data=fields, headers={"Host": place.netloc, "Cookie": cookie})
+            url = urlsplit(f"http://{each}")
+            fields = {key: values[0] for key, values in parse_qs(url.query).items()}
+            response = client.post(url.path, data=fields, headers={"Host": url.netloc, "Cookie": cookie})
             assert response.status_code == 303, (each, response.text)
         return evaluate(task, "", "", lambda _: True, stage.only_changed)
     finally:
@@ -459,25 +459,25 @@ def outcome(client: httpx.Client, item: int, forms: Forms) -> bool:
 
 
 @pytest.mark.parametrize("intent", CHANGES)
-def test_wrong_changes_do_not_pay(client: httpx.Client, intent: str) -> None:
+def test_wrong_changes_fail(client: httpx.Client, intent: str) -> None:
     (item,) = [item for item, problem in enumerate(problems()) if problem.config["intent"] == intent]
     right, wrong = CHANGES[intent]
     assert outcome(client, item, right)
-    assert [forms for forms in (*wrong, (), (*right, ELSEWHERE)) if outcome(client, item, forms)] == []
+    assert [forms for forms in (*wrong, (), (*right, UNWANTED_CHANGE)) if outcome(client, item, forms)] == []
 
 
 def test_every_template_has_a_wrong_outcome() -> None:
-    """Questions and pages are covered item by item above; of the changes each template has an entry."""
+    """Check CHANGES for each template with changes. Other tests cover all questions and pages."""
     kinds = {problem.config["intent"]: problem.config["intent_template_id"] for problem in problems()}
-    listed = {kinds[intent] for intent in CHANGES}
+    covered = {kinds[intent] for intent in CHANGES}
     for number, template in enumerate(TEMPLATES):
         graded = {kind for item in items_of(number) for kind in config_of(item).evaluation["eval_types"]}
         if template.changes:
             assert graded == {"changed_data", "program_html"}
-            assert number in listed, template.text
-        elif template.text != IN_THE_BROWSER:
+            assert number in covered, template.text
+        elif template.text != GRADED_BY_CURRENT_PAGE:
             assert graded in ({"string_match"}, {"url_match"})
-    assert len(listed) == len(CHANGES)
+    assert len(covered) == len(CHANGES)
 
 
 def items_of(template: int) -> list[int]:
@@ -487,7 +487,7 @@ def items_of(template: int) -> list[int]:
 # --- sites that fail -------------------------------------------------------------------------------------------------
 
 
-def test_a_site_that_fails_says_so_and_changes_nothing(client: httpx.Client) -> None:
+def test_failing_site_shows_an_error_and_changes_nothing(client: httpx.Client) -> None:
     stage = EmbeddedStage()
     _, options = stage.begin(0)
     token = options["cookies"][0]["value"]
@@ -508,7 +508,7 @@ def test_a_site_that_fails_says_so_and_changes_nothing(client: httpx.Client) -> 
     assert failed.status_code == 500
     assert "<h1>Something went wrong on our side</h1><p>Nothing was changed.</p>" in failed.text
     assert store.db.serialize() == before
-    assert get("/account").status_code == 200  # the rest goes on
+    assert get("/account").status_code == 200  # the other pages still work
     for missing in (get("/nowhere"), get("/product/999"), post("/account/x")):
         assert (missing.status_code, "<h1>Page not found</h1>" in missing.text) == (404, True)
     assert post("/").status_code == 405

@@ -1,4 +1,4 @@
-"""WebArena's tasks: the embedded ones, their splits, the published list, and what is missing told in one line."""
+"""WebArena's tasks: the embedded tasks, their splits, the published list, and errors about missing parts."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from agentgym_rl.environment.envs.webarena.browser import find_chromium
 from agentgym_rl.environment.envs.webarena.evaluators.helpers import read_call
 from agentgym_rl.environment.envs.webarena.official import OfficialStage
 from agentgym_rl.environment.envs.webarena.sites.html import Html, el
-from agentgym_rl.environment.envs.webarena.sites.maps import shortest
+from agentgym_rl.environment.envs.webarena.sites.maps import shortest_route
 from agentgym_rl.environment.envs.webarena.sites.store import Episodes, pristine
-from agentgym_rl.environment.envs.webarena.tasks.config import SITES, read
+from agentgym_rl.environment.envs.webarena.tasks.config import SITES, read_task
 from agentgym_rl.environment.envs.webarena.tasks.embedded import as_json, problems
 from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, find_tasks, official_subsets, official_tasks
 from agentgym_rl.errors import ConfigError
@@ -31,7 +31,7 @@ from agentgym_rl.errors import ConfigError
 ADDRESSES = {site: f"http://{site.lower()}.example" for site in SITES}
 
 
-def test_there_are_enough_tasks_of_every_kind() -> None:
+def test_every_subset_has_enough_tasks() -> None:
     assert len(problems()) == 240
     assert sum(problem.changes for problem in problems()) >= len(problems()) / 3
     subsets = Counter(subset for item in range(240) for subset in WebArena.subsets_of(item))
@@ -51,7 +51,7 @@ def test_splits_share_no_task_and_test_has_every_template() -> None:
     assert {templates[item] for item in train} == set(templates)
 
 
-def test_configs_are_webarenas_format() -> None:
+def test_configs_have_webarenas_format() -> None:
     configs = json.loads(as_json())
     published = {
         "sites", "task_id", "require_login", "storage_state", "start_url", "geolocation", "intent_template",
@@ -60,9 +60,9 @@ def test_configs_are_webarenas_format() -> None:
     for number, config in enumerate(configs):
         assert set(config) == published
         assert config["task_id"] == number
-        task = read(config, ADDRESSES)
+        task = read_task(config, ADDRESSES)
         assert "__" not in task.start_urls[0]
-        # The last is our own; without it a task can still be graded, less strictly, by what WebArena knows.
+        # changed_data is not part of WebArena. Its own evaluators can grade every task too, less strictly.
         graded = set(task.evaluation["eval_types"])
         assert graded <= {"string_match", "url_match", "program_html", "changed_data"}
         assert ("changed_data" in graded) == problems()[number].changes
@@ -75,47 +75,47 @@ def test_tasks_and_data_do_not_depend_on_the_process() -> None:
         "from agentgym_rl.environment.envs.webarena.sites.store import pristine;"
         "print(hashlib.sha256(as_json().encode() + pristine()).hexdigest())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == hashlib.sha256(as_json().encode() + pristine()).hexdigest()
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == hashlib.sha256(as_json().encode() + pristine()).hexdigest()
 
 
 def test_every_episode_has_its_own_data() -> None:
     episodes = Episodes()
-    one, other = episodes.open(), episodes.open()
-    first, second = episodes.get(one), episodes.get(other)
+    first_token, second_token = episodes.open(), episodes.open()
+    first, second = episodes.get(first_token), episodes.get(second_token)
     assert first is not None
     assert second is not None
     first.db.execute("UPDATE product SET price = 1")
     assert second.db.execute("SELECT count(*) FROM product WHERE price = 1").fetchone()[0] == 0
-    episodes.close(one)
-    assert episodes.get(one) is None
+    episodes.close(first_token)
+    assert episodes.get(first_token) is None
     assert len(episodes) == 1
     assert isinstance(second.db, sqlite3.Connection)
 
 
-def test_everything_is_escaped() -> None:
+def test_html_texts_and_attributes_are_escaped() -> None:
     assert el("p", "<b>&", title='"x"') == '<p title="&quot;x&quot;">&lt;b&gt;&amp;</p>'
     assert el("p", Html("<b>"), None, ["a", 1]) == "<p><b>a1</p>"
     assert el("input", checked=True, disabled=False, value=None) == "<input checked>"
 
 
 def test_routes_cross_the_river_on_a_bridge() -> None:
-    way = shortest((0, 4), (0, 5))
-    assert way.metres == 5 * 150  # two blocks to the bridge, across, and back
-    assert way.steps == [
+    route = shortest_route((0, 4), (0, 5))
+    assert route.metres == 5 * 150  # two blocks to the bridge, across, and back
+    assert route.steps == [
         "Go east on Chapel Street for 300 m",
         "Go south on Cedar Avenue for 150 m",
         "Go west on Harbour Street for 300 m",
     ]
-    assert shortest((3, 3), (3, 3)).metres == 0
-    assert shortest((5, 1), (2, 0)).metres == shortest((2, 0), (5, 1)).metres == 600
+    assert shortest_route((3, 3), (3, 3)).metres == 0
+    assert shortest_route((5, 1), (2, 0)).metres == shortest_route((2, 0), (5, 1)).metres == 600
 
 
 # --- the published tasks ---------------------------------------------------------------------------------------------
 
 
-def a_list(folder: Path, **changes: Any) -> Path:
-    """812 small tasks in the published format."""
+def write_task_list(folder: Path, **changes: Any) -> Path:
+    """Write 812 small tasks in the published format."""
     task = {
         "sites": ["shopping"],
         "start_url": "__SHOPPING__",
@@ -129,12 +129,12 @@ def a_list(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def test_the_list_is_read_from_where_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEBARENA_TASKS", str(a_list(tmp_path)))
+def test_task_list_and_storage_state_come_from_variables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEBARENA_TASKS", str(write_task_list(tmp_path)))
     monkeypatch.setenv("SHOPPING", "http://shop.example:7770/")
     monkeypatch.setenv("WEBARENA_AUTH", str(tmp_path))
     assert len(official_tasks()) == 812
-    with pytest.raises(ConfigError, match="needs to be signed in"):
+    with pytest.raises(ConfigError, match="needs a signed-in browser"):
         OfficialStage().begin(1003)
     (tmp_path / "shopping_state.json").write_text("{}")
     task, options = OfficialStage().begin(1003)
@@ -142,15 +142,15 @@ def test_the_list_is_read_from_where_it_is_named(tmp_path: Path, monkeypatch: py
     assert options == {"storage_state": str(tmp_path / "shopping_state.json")}
 
 
-def test_a_site_without_an_address_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WEBARENA_TASKS", str(a_list(tmp_path)))
+def test_missing_site_address_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEBARENA_TASKS", str(write_task_list(tmp_path)))
     for site in SITES:
         monkeypatch.delenv(site, raising=False)
     with pytest.raises(ConfigError, match="set the environment variable SHOPPING"):
         WebArena().reset(OFFICIAL.start)
 
 
-def test_a_list_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_task_list_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEBARENA_TASKS", str(tmp_path / "nowhere.json"))
     with pytest.raises(ConfigError, match="no such file"):
         find_tasks()
@@ -165,13 +165,13 @@ def test_subsets_of_the_published_tasks() -> None:
     assert subsets == {"Shopping": 192, "CMS": 184, "Map": 128, "GitLab": 204, "Reddit": 129}
 
 
-def test_the_published_package() -> None:
-    """All 812 can be read, and every helper and evaluator that they name is known."""
+def test_published_tasks_are_readable() -> None:
+    """Check that all 812 tasks can be read and name only known helpers and evaluators."""
     if find_spec("webarena") is None and find_spec("webarena_verified") is None:
         pytest.skip("the published list is not installed: pip install --no-deps libwebarena")
     approaches = set()
     for raw in official_tasks():
-        task = read(raw, ADDRESSES)
+        task = read_task(raw, ADDRESSES)
         sites = {"shopping": "Shopping", "shopping_admin": "CMS", "map": "Map", "gitlab": "GitLab", "reddit": "Reddit"}
         expected = tuple(sites[site] for site in raw["sites"] if site in sites)
         assert official_subsets(OFFICIAL.start + task.task_id) == expected
@@ -187,7 +187,7 @@ def test_the_published_package() -> None:
     assert approaches == {"exact_match", "must_include", "fuzzy_match"}
 
 
-def test_a_missing_browser_is_told_with_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_browser_error_gives_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("WEBARENA_CHROMIUM", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="apt-get install chromium"):
@@ -197,15 +197,15 @@ def test_a_missing_browser_is_told_with_the_command(monkeypatch: pytest.MonkeyPa
         WebArena()
 
 
-def test_without_a_browser_it_is_not_listed_as_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_browser_webarena_is_listed_as_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("WEBARENA_CHROMIUM", raising=False)
 
-    def listed() -> dict[str, Any]:
-        done = CliRunner().invoke(app, ["envs", "--json"])
-        assert done.exit_code == 0, done.output
-        return next(row for row in json.loads(done.stdout) if row["name"] == "webarena")
+    def webarena_row() -> dict[str, Any]:
+        result = CliRunner().invoke(app, ["envs", "--json"])
+        assert result.exit_code == 0, result.output
+        return next(row for row in json.loads(result.stdout) if row["name"] == "webarena")
 
-    assert listed()["installed"]
+    assert webarena_row()["installed"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert not listed()["installed"]
-    assert "apt-get install chromium" in listed()["missing"]
+    assert not webarena_row()["installed"]
+    assert "apt-get install chromium" in webarena_row()["missing"]

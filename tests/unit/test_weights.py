@@ -1,4 +1,4 @@
-"""Weights in buckets: what goes in comes out, whatever the sizes and types, and nothing half."""
+"""Weights in buckets and host memory: unchanged for all sizes and types, and never half loaded."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from runs_for_tests import counting_config
 from training_for_tests import counting_player, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from agentgym_rl.agent.engines import handover
-from agentgym_rl.agent.engines.handover import HostMemories, HostMemory
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.cluster import make_seat
 from agentgym_rl.errors import EngineError
-from agentgym_rl.fits import demand_of
-from agentgym_rl.scale.ranks import whole_state
-from agentgym_rl.scale.weights import InPlace, Staging, buckets, load_buckets
+from agentgym_rl.run.backend_ray import make_engine_adapter
+from agentgym_rl.run.memory_demand import demand_of
+from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.training.checkpoint import export
+from agentgym_rl.transport import host_memory
+from agentgym_rl.transport.buckets import NativeAdapter, Staging, buckets, load_buckets
+from agentgym_rl.transport.host_memory import HostMemories, HostMemory
 from agentgym_rl.types import Sampling
 
 
 @pytest.mark.parametrize("max_bytes", [1, 100, 4096, 1 << 30])
-def test_every_tensor_arrives_in_order_and_buckets_keep_to_their_size(max_bytes: int) -> None:
+def test_tensors_arrive_in_order_and_buckets_respect_their_size(max_bytes: int) -> None:
     named = {
         "a": torch.randn(3, 5),
         "b": torch.randn(7).to(torch.bfloat16),
@@ -36,25 +36,25 @@ def test_every_tensor_arrives_in_order_and_buckets_keep_to_their_size(max_bytes:
         "e": torch.randn(40, 30),
         "f": torch.randn(2, 3).t(),
     }
-    made = list(buckets(named.items(), max_bytes))
-    found = [pair for bucket in made for pair in bucket.tensors()]
-    assert [name for name, _ in found] == list(named)
-    for name, tensor in found:
+    filled = list(buckets(named.items(), max_bytes))
+    tensors = [pair for bucket in filled for pair in bucket.tensors()]
+    assert [name for name, _ in tensors] == list(named)
+    for name, tensor in tensors:
         assert tensor.dtype == named[name].dtype
         assert torch.equal(tensor, named[name])
-    assert all(len(bucket.data) <= max_bytes or len(bucket.entries) == 1 for bucket in made)
+    assert all(len(bucket.data) <= max_bytes or len(bucket.entries) == 1 for bucket in filled)
 
 
-def test_ranks_that_keep_nothing_still_ask_for_every_tensor() -> None:
-    asked = []
+def test_ranks_that_keep_no_bucket_still_gather_every_tensor() -> None:
+    gathered = []
 
     def named():
         for name in "abc":
-            asked.append(name)
+            gathered.append(name)
             yield name, torch.zeros(2)
 
     assert list(buckets(named(), 100, keep=False)) == []
-    assert asked == ["a", "b", "c"]
+    assert gathered == ["a", "b", "c"]
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
@@ -66,50 +66,48 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
 
 
 async def test_an_engine_samples_with_what_it_was_given() -> None:
-    """A to B: what the engine says afterwards is what B says, and its version is the new one."""
+    """After an update from model A to B the engine samples like B and has the new version."""
     first, second = tiny_model(1), tiny_model(2)
-    seat = InPlace(NativeEngine(first, max_sessions=2), first)
+    adapter = NativeAdapter(NativeEngine(first, max_sessions=2), first)
     wanted = NativeEngine(second, max_sessions=2)
     sampling = Sampling(6, temperature=1.0, seed=3)
-    before = await seat.engine.generate([1, 2, 3], sampling, "s")
-    await seat.load(list(buckets(second.state_dict().items(), 1000)), 7)
-    after = await seat.engine.generate([1, 2, 3], sampling, "t")
+    before = await adapter.engine.generate([1, 2, 3], sampling, "s")
+    await adapter.load(list(buckets(second.state_dict().items(), 1000)), 7)
+    after = await adapter.engine.generate([1, 2, 3], sampling, "t")
     expected = await wanted.generate([1, 2, 3], sampling, "t")
-    assert seat.version == after.version == 7
+    assert adapter.version == after.version == 7
     assert before.logprobs != after.logprobs
     assert after.token_ids == expected.token_ids
     assert after.logprobs == pytest.approx(expected.logprobs, abs=1e-6)
-    await seat.engine.close()
+    await adapter.engine.close()
     await wanted.close()
 
 
-async def test_an_engine_that_rests_holds_no_keys_and_values_and_goes_on_as_before() -> None:
+async def test_a_sleeping_engine_holds_no_cache_and_continues_as_before() -> None:
     model = tiny_model(1)
-    seat = InPlace(NativeEngine(model, max_sessions=2), model)
+    adapter = NativeAdapter(NativeEngine(model, max_sessions=2), model)
     sampling = Sampling(6, temperature=1.0, seed=3)
-    before = asyncio.create_task(seat.engine.generate([1, 2, 3], sampling, "s"))
+    before = asyncio.create_task(adapter.engine.generate([1, 2, 3], sampling, "s"))
     await asyncio.sleep(0)
-    await seat.rest()
-    assert before.done(), "replies under way are finished first"
-    cache = seat.engine._runner.cache
+    await adapter.sleep()
+    assert before.done(), "pending replies finish first"
+    cache = adapter.engine._runner.cache
     assert sum(t.numel() for t in cache.keys) < model.config.num_hidden_layers * 2 * model.config.hidden_size
-    await seat.wake()
-    again = await seat.engine.generate([1, 2, 3], sampling, "s")
+    await adapter.wake()
+    again = await adapter.engine.generate([1, 2, 3], sampling, "s")
     assert (again.token_ids, again.logprobs) == (before.result().token_ids, before.result().logprobs)
     assert sum(t.numel() for t in cache.keys) > 6 * model.config.num_hidden_layers
-    await seat.engine.close()
+    await adapter.engine.close()
 
 
 @pytest.mark.parametrize(("engines", "room"), [(1, 16), (2, 10), (3, 7), (16, 2)])
-def test_an_engine_makes_room_for_its_share_and_the_doctor_counts_the_same(
-    tmp_path: Path, engines: int, room: int
-) -> None:
+def test_an_engine_reserves_its_share_and_the_doctor_counts_the_same(tmp_path: Path, engines: int, room: int) -> None:
     model, tokenizer = counting_player()
     export(model, tokenizer, tmp_path)
     changes = {"model": {"path": str(tmp_path)}, "scale": {"engines": engines}, "warm_start": None}
     config = counting_config(**changes)
     assert config.agent.concurrency == 16
-    assert make_seat(config, tmp_path).engine._sessions._free == list(range(room))
+    assert make_engine_adapter(config, tmp_path).engine._sessions._free == list(range(room))
     assert demand_of(config).sessions == room
 
 
@@ -124,7 +122,7 @@ def a_state(seed: float) -> dict[str, torch.Tensor]:
 
 
 def is_read(weights: Any, state: dict[str, torch.Tensor]) -> bool:
-    with weights.held() as held:
+    with weights.locked() as held:
         own = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         load_buckets(own, [held])
         read = dict(held.tensors())
@@ -133,48 +131,48 @@ def is_read(weights: Any, state: dict[str, torch.Tensor]) -> bool:
     )
 
 
-def test_weights_of_the_machine_are_read_as_long_as_somebody_holds_them() -> None:
+def test_host_weights_are_readable_while_a_process_has_them_locked() -> None:
     memory = HostMemory()
     lent = memory.fill(a_state(1.0).items())
-    with lent.held() as held:
+    with lent.locked() as held:
         memory.close()
         with pytest.raises(FileNotFoundError):
-            lent.held().__enter__()
+            lent.locked().__enter__()
         another = HostMemory()  # open where the first one was
         assert another.fill({}.items()).path == lent.path
-        with pytest.raises(FileNotFoundError, match="something else by now"):
-            lent.held().__enter__()
+        with pytest.raises(FileNotFoundError, match="another file now"):
+            lent.locked().__enter__()
         another.close()
         with socket.socket() as elsewhere:  # and cannot even be opened
             assert lent.path.endswith(f"/{elsewhere.fileno()}")
-            with pytest.raises(FileNotFoundError, match="something else by now"):
-                lent.held().__enter__()
+            with pytest.raises(FileNotFoundError, match="another file now"):
+                lent.locked().__enter__()
         assert is_read(held, a_state(1.0))
 
 
-def test_memory_is_written_in_place_and_read_through_one_mapping_version_after_version() -> None:
+def test_versions_are_written_in_place_and_read_through_one_mapping() -> None:
     memory = HostMemory()
     first = memory.fill(a_state(1.0).items())
     assert is_read(first, a_state(1.0))
-    windows = dict(handover._windows)
+    windows = dict(host_memory._mappings)
     second, third = (memory.fill(a_state(seed).items()) for seed in (2.0, 3.0))
     assert (third.inode, third.size, third.generation) == (first.inode, first.size, first.generation + 2)
     assert is_read(third, a_state(3.0))
-    assert handover._windows == windows, "mapped once"
+    assert host_memory._mappings == windows, "mapped once"
     for old in (first, second):
-        with pytest.raises(FileNotFoundError, match="other weights by now"):
-            old.held().__enter__()
+        with pytest.raises(FileNotFoundError, match="other weights now"):
+            old.locked().__enter__()
     other = a_state(4.0) | {"d": torch.ones(40), "f": torch.ones(3)}  # another layout from the fourth tensor on
     assert is_read(memory.fill(other.items()), other)
     assert is_read(memory.fill(a_state(5.0).items()), a_state(5.0))
     memory.close()
 
 
-def test_what_somebody_reads_is_not_written_to_and_the_last_version_stays_while_the_next_is_written() -> None:
+def test_memory_being_read_is_not_overwritten_and_the_last_version_remains_readable() -> None:
     memories = HostMemories()
     first, second = (memories.fill(a_state(seed).items()) for seed in (1.0, 2.0))
     assert first.inode != second.inode
-    with first.held() as held:  # as an engine that takes long to start
+    with first.locked() as held:  # as an engine that takes long to start
         third = memories.fill(a_state(3.0).items())
         assert third.inode not in (first.inode, second.inode)
         assert is_read(held, a_state(1.0))
@@ -184,8 +182,8 @@ def test_what_somebody_reads_is_not_written_to_and_the_last_version_stays_while_
         for number, pair in enumerate(a_state(4.0).items()):
             if number == 2:
                 assert is_read(third, a_state(3.0)), "the last one can be read"
-                with pytest.raises(FileNotFoundError, match="being written anew"):
-                    second.held().__enter__()
+                with pytest.raises(FileNotFoundError, match="being overwritten"):
+                    second.locked().__enter__()
             yield pair
 
     fourth = memories.fill(seen_half_way())
@@ -194,7 +192,7 @@ def test_what_somebody_reads_is_not_written_to_and_the_last_version_stays_while_
     memories.close()
 
 
-def test_another_process_sees_what_was_written_since_it_mapped_the_memory() -> None:
+def test_another_process_sees_later_writes_through_its_mapping() -> None:
     memories = HostMemories()
     with reader() as connection:
         for seed in (1.0, 2.0, 3.0, 4.0):
@@ -209,17 +207,17 @@ def test_another_process_sees_what_was_written_since_it_mapped_the_memory() -> N
     memories.close()
 
 
-def test_a_state_lent_to_vllm_has_tied_tensors_once() -> None:
+def test_a_state_shared_with_vllm_has_tied_tensors_once() -> None:
     weight = torch.randn(4, 3)
     state = {"embed": weight, "head": weight, "view": weight.t(), "none": torch.empty(0), "nothing": torch.empty(0)}
-    message, lent = handover.pack(state)
-    found = dict(handover.unpack(message))
+    message, lent = host_memory.pack(state)
+    found = dict(host_memory.unpack(message))
     assert list(found) == ["embed", "view", "none", "nothing"]
     assert all(torch.equal(found[name], state[name]) for name in found)
     del lent
 
 
-def test_a_tied_head_travels_once_and_arrives() -> None:
+def test_a_tied_head_is_sent_once_and_loaded() -> None:
     tied = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
     config = LlamaConfig(**tied, num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=True)
     first, second = LlamaForCausalLM(config), LlamaForCausalLM(config)
@@ -231,7 +229,7 @@ def test_a_tied_head_travels_once_and_arrives() -> None:
     assert torch.equal(second.lm_head.weight, first.lm_head.weight)
 
 
-def test_buckets_made_in_one_place_last_until_the_next_and_are_read_where_they_are() -> None:
+def test_staged_buckets_are_valid_until_the_next_and_are_read_without_a_copy() -> None:
     staging = Staging()
     made = buckets(a_state(1.0).items(), 64, staging=staging)
     first = next(made)
@@ -242,7 +240,7 @@ def test_buckets_made_in_one_place_last_until_the_next_and_are_read_where_they_a
 
 
 @pytest.mark.parametrize("closed", [True, False])
-def test_memory_that_cuda_page_locked_is_unlocked_once_whether_somebody_closes_it_or_not(
+def test_page_locked_memory_is_unlocked_once_with_or_without_close(
     closed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, int]] = []
@@ -258,7 +256,7 @@ def test_memory_that_cuda_page_locked_is_unlocked_once_whether_somebody_closes_i
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", Cudart)
-    monkeypatch.setattr(handover, "copies_done", lambda: calls.append(("copies done", 0)))
+    monkeypatch.setattr(host_memory, "wait_for_copies", lambda: calls.append(("copies done", 0)))
     memory = HostMemory()
     for value in (1.0, 2.0):
         memory.fill([("a", torch.full((4,), value))])

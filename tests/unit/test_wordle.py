@@ -30,7 +30,7 @@ def start(word: str) -> Wordle:
 
 
 def refuse(env: Wordle, guess: str) -> str:
-    """Not a guess: the state stays, nothing is paid, no guess is used."""
+    """Play an invalid guess: the state remains, the reward is 0, no guess is used. Return the answer."""
     before = env.state_key()
     step = env.step(guess)
     assert step.info == {"valid": False}
@@ -42,7 +42,7 @@ def refuse(env: Wordle, guess: str) -> str:
 # --- words and items -------------------------------------------------------------------------------------------------
 
 
-def test_the_words() -> None:
+def test_the_word_lists_are_complete_and_sorted_by_frequency() -> None:
     assert len(words.answers()) == len(set(words.answers())) == 1150
     assert len(words.allowed()) == 1150 + 6210
     assert all(len(word) == 5 and word.isascii() and word.islower() and word.isalpha() for word in words.allowed())
@@ -50,7 +50,7 @@ def test_the_words() -> None:
     assert {"crane", "about", "their", "armor"} <= words.allowed()
 
 
-def test_splits_and_subsets() -> None:
+def test_splits_and_subsets_have_fixed_sizes() -> None:
     assert {name: len(split) for name, split in Wordle.splits.items()} == {"train": 850, "test": 200, "validation": 100}
     assert sorted(ALL_ITEMS) == list(range(1150))
     assert sorted(words.hidden_words()) == sorted(words.answers())
@@ -65,7 +65,7 @@ def test_splits_and_subsets() -> None:
 
 
 def test_item_numbers_are_pinned() -> None:
-    """A change here renumbers the items: old results and demonstrations no longer fit."""
+    """A change here renumbers the items, which invalidates old results and demonstrations."""
     assert [words.hidden_words()[item] for item in (0, 849, 850, 1049, 1050, 1149)] == [
         "faith",
         "ranch",
@@ -94,7 +94,7 @@ def test_unknown_items_raise(item: int) -> None:
     [
         ("crane", "crane", "ggggg"),
         ("crane", "moody", "bbbbb"),
-        ("eagle", "crane", "bybbg"),  # the answer's one e is the last: the first e gets nothing
+        ("eagle", "crane", "bybbg"),  # the answer's only e is the last letter: the first e gets nothing
         ("geese", "eagle", "yybbg"),
         ("llama", "level", "gybbb"),
         ("level", "llama", "gbbby"),
@@ -107,7 +107,7 @@ def test_marks_count_letters(guess: str, answer: str, marks: str) -> None:
 
 
 def slow_marks(guess: str, answer: str) -> str:
-    """Another way to say the rule: strike letters out of the answer one by one."""
+    """Return the marks by another method: strike letters out of the answer one by one."""
     left = list(answer)
     marks = ["b"] * 5
     for place in range(5):
@@ -121,7 +121,7 @@ def slow_marks(guess: str, answer: str) -> str:
     return "".join(marks)
 
 
-def test_the_solvers_table_of_marks_is_the_games() -> None:
+def test_the_solvers_table_of_marks_equals_the_games() -> None:
     rng = random.Random(3)
     for guess in rng.sample(sorted(words.allowed()), 150):
         table = solver._marks_A(guess)
@@ -158,12 +158,12 @@ def test_a_game_that_is_lost() -> None:
     assert (last.reward, last.done, last.info) == (0.0, True, {"valid": True, "success": False})
 
 
-def test_spelling_is_forgiving() -> None:
+def test_case_spaces_and_quotes_are_ignored() -> None:
     for guess in ("  SPICE \n", "s p i c e", '"spice".', "`Spice`"):
         assert start("spice").step(guess).done, guess
 
 
-def test_what_is_no_guess_is_refused_and_costs_nothing() -> None:
+def test_an_invalid_guess_is_refused_and_costs_nothing() -> None:
     env = start("spice")
     assert refuse(env, "xqzvw") == "xqzvw is not in the word list. You have 6 guesses left."
     assert refuse(env, "spices").startswith("Could not read spices as a guess.")
@@ -197,7 +197,7 @@ def test_hostile_guesses_are_refused_in_plain_words(guess: str) -> None:
     assert answer.isprintable()
     assert answer.isascii()
     assert 0 < len(answer) < 250
-    assert answer.count("spice") <= guess[:60].count("spice")  # the word is not given away
+    assert answer.count("spice") <= guess[:60].count("spice")  # the answer does not reveal the word
 
 
 @settings(max_examples=200, deadline=None)
@@ -245,7 +245,7 @@ def test_the_oracle_does_not_know_the_word() -> None:
     assert a.oracle() == b.oracle()
 
 
-def test_the_oracle_goes_on_from_any_guesses() -> None:
+def test_the_oracle_continues_after_any_guesses() -> None:
     rng = random.Random(1)
     env = Wordle()
     won = 0
@@ -268,7 +268,7 @@ def test_candidates_are_the_words_that_fit() -> None:
     assert fitting == [w for w in words.answers() if all(words.marks(g, w) == m for g, m in env._history)]
 
 
-def test_actions_are_guesses_and_some_fit() -> None:
+def test_listed_actions_are_guesses_and_some_fit_the_marks() -> None:
     rng = random.Random(2)
     env = Wordle()
     won = 0
@@ -282,23 +282,23 @@ def test_actions_are_guesses_and_some_fit() -> None:
             step = env.step(rng.choice(offered))
             assert step.info["valid"]
         won += step.info["success"]
-    assert 0.15 < won / 170 < 0.6  # random play wins now and then
+    assert 0.15 < won / 170 < 0.6  # random play wins sometimes
 
 
-def test_state_keys_name_states() -> None:
-    one, other = start("spice"), start("spice")
-    one.step("crane")
-    one.step("moody")
+def test_state_keys_ignore_the_order_of_guesses() -> None:
+    first, other = start("spice"), start("spice")
+    first.step("crane")
+    first.step("moody")
     other.step("moody")
-    assert one.state_key() != other.state_key()
+    assert first.state_key() != other.state_key()
     other.step("zzzzz")
     other.step("crane")
-    assert one.state_key() == other.state_key() == f"{item_of('spice')}|crane,moody"
-    assert one.actions() == other.actions()
-    assert one.oracle() == other.oracle()
+    assert first.state_key() == other.state_key() == f"{item_of('spice')}|crane,moody"
+    assert first.actions() == other.actions()
+    assert first.oracle() == other.oracle()
 
 
-def test_it_offers_all_optional_methods() -> None:
+def test_it_has_all_optional_methods() -> None:
     for capability in (HasActions, HasOracle, HasStateKey, HasRender):
         assert isinstance(Wordle(), capability)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from vllm_for_tests import make_model, save
 
-from agentgym_rl.agent.engines.vllm.checks import require_vllm
+from agentgym_rl.agent.engines.vllm.requirements import require_vllm
 from agentgym_rl.errors import EngineError
 
 try:

@@ -1,4 +1,4 @@
-"""A process killed outright: vLLM's own end with it, and nobody waits for vLLM's when they die."""
+"""Killed processes: vLLM's end with their owner, and pending calls fail when vLLM's die."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_for_tests import SMALL, vllm_processes
 
 from agentgym_rl.agent.engines.vllm import VllmEngine
 from agentgym_rl.errors import EngineError
-from agentgym_rl.serving import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmAdapter
 from agentgym_rl.types import Sampling
 
 
@@ -42,28 +42,28 @@ def test_vllm_ends_with_the_process_that_started_it(folders: dict[str, Path]) ->
 
 
 @pytest.mark.timeout(900)
-async def test_who_waits_for_vllm_is_told_of_its_death(folders: dict[str, Path]) -> None:
+async def test_pending_calls_fail_when_vllm_dies(folders: dict[str, Path]) -> None:
     engine = VllmEngine(folders["A"], **SMALL)
-    seat = VllmSeat(engine)
+    adapter = VllmAdapter(engine)
     await engine.start()
     try:
         reply = asyncio.create_task(engine.generate([5, 6, 7], Sampling(400), "a"))
         await asyncio.sleep(0.1)
         update = asyncio.create_task(engine.update_weights(folders["B"], 1))  # waits for the reply
         await asyncio.sleep(0.1)
-        assert not any((reply.done(), update.done(), seat.died))
+        assert not any((reply.done(), update.done(), adapter.died))
         os.kill(vllm_processes(os.getpid())[0], signal.SIGKILL)
         told = await asyncio.wait_for(asyncio.gather(reply, update, return_exceptions=True), 120)
         assert [type(error) for error in told] == [EngineError, EngineError], told
-        assert seat.died
+        assert adapter.died
     finally:
         await engine.close()
     assert vllm_processes(os.getpid()) == []
 
 
-async def test_an_engine_that_is_yet_to_be_started_has_nothing_to_rest_from(folders: dict[str, Path]) -> None:
-    """As one that was made again just before a learner on the same device wants to work."""
+async def test_an_engine_that_was_not_started_ignores_sleep(folders: dict[str, Path]) -> None:
+    """Like an engine that was restarted just before the learner on its device works."""
     engine = VllmEngine(folders["A"], options={"enable_sleep_mode": True}, **SMALL)
     assert engine.can_sleep
-    await VllmSeat(engine).rest()
+    await VllmAdapter(engine).sleep()
     assert not engine.started

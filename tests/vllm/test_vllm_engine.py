@@ -13,16 +13,16 @@ import pytest_asyncio
 import torch
 from vllm_for_tests import SMALL, gap, greedy, prompt, scored, vllm_processes
 
-from agentgym_rl.agent.engines.handover import HostMemories
-from agentgym_rl.agent.engines.lending import LentWeights, device_id, lend
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmEngine, probe_model
 from agentgym_rl.errors import EngineError
-from agentgym_rl.scale.ranks import whole_state
-from agentgym_rl.scale.weights import buckets
-from agentgym_rl.serving import VllmSeat
+from agentgym_rl.run.backend_vllm import VllmAdapter
+from agentgym_rl.scale.process_group import whole_state
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.settings import LoraSettings
+from agentgym_rl.transport.buckets import buckets
+from agentgym_rl.transport.device import DeviceWeights, device_id, send_weights
+from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Sampling
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(1800)]
@@ -38,7 +38,7 @@ async def started(folders: dict[str, Path]) -> AsyncIterator[VllmEngine]:
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def engine(started: VllmEngine, folders: dict[str, Path]) -> VllmEngine:
-    """With the weights of A, whatever a test before this one left."""
+    """Restore the weights of A before each test."""
     if started.version % 100:
         await started.update_weights(folders["A"], (started.version // 100 + 1) * 100)
     started.reset_stats()
@@ -73,7 +73,7 @@ async def test_logprobs_are_of_the_distribution_sampled_from(engine: Any, models
     assert all(0.0 < a - b < 1.3 for a, b in zip(cut.logprobs, plain, strict=True))
 
 
-async def test_a_seed_decides_whatever_runs_beside_it(engine: Any, vocabulary: int) -> None:
+async def test_a_seed_decides_whatever_other_requests_run(engine: Any, vocabulary: int) -> None:
     ids = prompt(30, vocabulary)
     alone = await engine.generate(ids, Sampling(16, seed=2**63 - 5), "alone")
     crowd = await asyncio.gather(
@@ -83,14 +83,14 @@ async def test_a_seed_decides_whatever_runs_beside_it(engine: Any, vocabulary: i
     assert len({tuple(c.token_ids) for c in crowd}) == 3
 
 
-async def test_more_prompts_than_a_step_takes_wait_their_turn(engine: Any, vocabulary: int) -> None:
-    """With seeds: vLLM on a CPU would die of a prompt that is split between steps."""
+async def test_more_prompts_than_a_step_takes_wait_for_the_next(engine: Any, vocabulary: int) -> None:
+    """With seeds: on a CPU vLLM would crash if it split a prompt over several steps."""
     prompts = [prompt(490, vocabulary, seed=n) for n in range(20)]
     done = await asyncio.gather(*(engine.generate(p, Sampling(2, seed=n), str(n)) for n, p in enumerate(prompts)))
     assert [len(c.token_ids) for c in done] == [2] * 20
 
 
-async def test_a_reply_ends_with_its_stop_token_or_where_there_is_no_room(
+async def test_a_reply_ends_with_its_stop_token_or_at_the_context_limit(
     engine: Any, models: Any, vocabulary: int
 ) -> None:
     ids = prompt(40, vocabulary)
@@ -102,7 +102,7 @@ async def test_a_reply_ends_with_its_stop_token_or_where_there_is_no_room(
     assert (len(full.token_ids), full.finish) == (2, "length")
 
 
-async def test_what_cannot_be_served_is_refused_in_words(engine: Any, vocabulary: int) -> None:
+async def test_requests_that_cannot_be_served_are_refused_with_a_reason(engine: Any, vocabulary: int) -> None:
     with pytest.raises(EngineError, match="max_context is 512"):
         await engine.generate(prompt(512, vocabulary), Sampling(1), "a")
     with pytest.raises(EngineError, match="empty"):
@@ -144,38 +144,40 @@ async def test_new_weights_are_used_and_the_cache_of_old_ones_is_not(
     assert gap(models["A"], ids, second) > 0.5
 
 
-async def test_weights_go_over_in_memory_too(engine: Any, models: Any, vocabulary: int) -> None:
+async def test_weights_are_also_loaded_from_memory(engine: Any, models: Any, vocabulary: int) -> None:
     ids = prompt(50, vocabulary)
     await engine.update_weights(models["C"].state_dict(), engine.version + 1, probe=probe_model(models["C"]))
     assert gap(models["C"], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
     # As on a cluster of several nodes and of one. The memory is used again: later versions are written in place.
-    seat, memories = VllmSeat(engine), HostMemories()
+    adapter, memories = VllmAdapter(engine), HostMemories()
     for name in "BCAB":
         state, probe = whole_state(models[name]), probe_model(models[name])
         for arrived in (list(buckets(state, 20_000)), [memories.fill(whole_state(models[name]))]):
-            assert await seat.load(arrived, engine.version + 1, probe) == ""
-            (found,) = await engine._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
+            assert await adapter.load(arrived, engine.version + 1, probe) == ""
+            (found,) = await engine._llm.collective_rpc("agentgym_checksums", args=(probe.shapes,))
             assert found["model.embed_tokens.weight"] == probe.checksums["model.embed_tokens.weight"]
             assert gap(models[name], ids, await engine.generate(ids, Sampling(8, seed=1), "a")) < 1e-4
     memories.close()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="models are on the CPU here, vLLM is on the device")
-async def test_weights_are_lent_by_who_works_on_the_same_device(engine: Any, models: Any, vocabulary: int) -> None:
-    """Bucket by bucket, as ranks and engines of a cluster do: here through memory of the machine. vLLM keeps tensors
-    until it has all of a layer; a bucket has half of one."""
-    ids, seat = prompt(50, vocabulary), VllmSeat(engine)
+async def test_weights_are_sent_by_a_process_on_the_same_device(engine: Any, models: Any, vocabulary: int) -> None:
+    """Send bucket by bucket, as on a cluster, but through host memory. vLLM keeps tensors until it has a whole layer; a
+    bucket has half of one."""
+    ids, adapter = prompt(50, vocabulary), VllmAdapter(engine)
     for name in "BCA":
-        version, probe, door = engine.version + 1, probe_model(models[name]), await seat.expect()
-        assert door.device == device_id()
-        lending = asyncio.create_task(asyncio.to_thread(lend, whole_state(models[name]), version, [door], 20_000))
-        assert await seat.load(LentWeights(door, version), version, probe) == ""
+        version, probe, endpoint = engine.version + 1, probe_model(models[name]), await adapter.open_endpoint()
+        assert endpoint.device == device_id()
+        lending = asyncio.create_task(
+            asyncio.to_thread(send_weights, whole_state(models[name]), version, [endpoint], 20_000)
+        )
+        assert await adapter.load(DeviceWeights(endpoint, version), version, probe) == ""
         assert await lending == {}
         reply = await engine.generate(ids, Sampling(8, seed=1), "a")
         assert (reply.version, gap(models[name], ids, reply) < 1e-4) == (version, True)
 
 
-async def test_a_reply_under_way_keeps_its_weights(engine: Any, models: Any, folders: Any, vocabulary: int) -> None:
+async def test_a_pending_reply_keeps_its_weights(engine: Any, models: Any, folders: Any, vocabulary: int) -> None:
     ids, version = prompt(20, vocabulary), engine.version
     before = asyncio.create_task(engine.generate(ids, Sampling(300, seed=1), "a"))
     await asyncio.sleep(0.2)

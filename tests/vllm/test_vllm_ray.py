@@ -1,5 +1,5 @@
-"""Engine actors on Ray that are vLLM: weights are lent by the rank beside it, or read from memory of the machine where
-it was started again, and replies come through Ray's calls."""
+"""Ray engine actors with vLLM: weights are sent by the rank on the same device, or read from host memory after a
+restart, and replies come through Ray's calls."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cluster_for_tests import PATIENT, events_of, steps_of, workers
 from runs_for_tests import counting_config, quiet
 from vllm_for_tests import make_model, save, vllm_processes
 
-from agentgym_rl.runlog import read_metrics, read_trajectories
-from agentgym_rl.scale.publisher import LEND
-from agentgym_rl.train import train
+from agentgym_rl.commands.train import train
+from agentgym_rl.run.log import read_metrics, read_trajectories
+from agentgym_rl.scale.publisher import LEND_VARIABLE
 from agentgym_rl.types import StopReason
 
 pytest.importorskip("ray")
 
 STEPS = 12
-"""Of less than half a second: enough for somebody else to look and to kill while they last."""
+"""Steps of less than half a second, enough for another process to poll and kill meanwhile."""
 
 
 def kill_the_scheduler(folder: Path) -> None:
-    """After the first step: vLLM's EngineCore, around which the engine's actor lives on."""
+    """Kill vLLM's EngineCore after the first step. The engine's actor survives it."""
     give_up_at = time.monotonic() + 1500
     while not steps_of(folder):
         assert time.monotonic() < give_up_at, "there was no first step"
@@ -36,7 +36,7 @@ def kill_the_scheduler(folder: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-async def test_adapters_that_two_ranks_learn_reach_a_vllm_of_two_workers_inside_the_weights(
+async def test_adapters_of_two_ranks_reach_a_vllm_of_two_workers_as_merged_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")  # else each worker wants a NUMA node of its own
@@ -66,10 +66,10 @@ async def test_adapters_that_two_ranks_learn_reach_a_vllm_of_two_workers_inside_
 
 
 @pytest.mark.timeout(1800)
-async def test_a_run_goes_on_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_continues_when_vllm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in PATIENT.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv(LEND, "always")
+    monkeypatch.setenv(LEND_VARIABLE, "always")
     config = counting_config(
         model__scratch__hidden_size=64,
         environments=[{"name": "keydoor", "subsets": ["near"]}],

@@ -11,9 +11,9 @@ from runs_for_tests import counting_config, quiet
 from vllm_for_tests import vllm_processes
 
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.commands.train import train
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import read_metrics, read_trajectories
-from agentgym_rl.train import train
+from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.types import StopReason
 
 

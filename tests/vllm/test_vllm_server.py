@@ -21,12 +21,12 @@ from transformers import AutoModelForCausalLM
 from vllm_for_tests import gap, greedy, prompt, scored
 
 from agentgym_rl.agent.engines.vllm import VllmServer, probe_model
-from agentgym_rl.agent.engines.vllm.checks import EXTENSION
+from agentgym_rl.agent.engines.vllm.requirements import EXTENSION
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
-from agentgym_rl.runlog import read_metrics
-from agentgym_rl.train import train
+from agentgym_rl.run.log import read_metrics
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.settings import LoraSettings
 from agentgym_rl.types import Sampling
@@ -126,7 +126,7 @@ async def test_adapters_are_loaded_by_version(server: VllmServer, model: Any, se
 
 
 def run_config(address: str, served: Path, steps: int) -> Config:
-    """Adapters learn while the next step is played; a random model earns nothing, so its entropy is what it learns."""
+    """Adapters learn while the next step is played. A random model earns no reward, so only its entropy changes."""
     rl = {"kl_coef": 0.0, "entropy_coef": 0.1, "zero_variance": "keep", "optimizer": {"lr": 0.05}}
     return counting_config(
         model={"path": str(served), "lora": {"rank": 4}},

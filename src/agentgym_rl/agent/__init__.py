@@ -1,1 +1,1 @@
-"""The agent module: plays environments token-exactly. Imports nothing of the other modules but types and errors."""
+"""Plays environments token-exactly. Imports only types and errors of the other modules."""

@@ -1,6 +1,6 @@
-"""Many episodes at once: bounded concurrency, deadlines, retries, groups.
+"""Plays many episodes at once: bounded concurrency, deadlines, retries, groups.
 
-Every episode runs by itself from open to close. Nothing waits for the slowest of a batch but the batch.
+Every episode runs independently from open to close. Only the batch waits for its slowest episode.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Literal
 
-from agentgym_rl.agent.policy import PolicyFactory, stable_seed
+from agentgym_rl.agent.policy import PolicyFactory
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
 
 
 class Places:
-    """Room for `total` episodes at once, shared by all collectors that it is given to.
+    """Slots for `total` concurrent episodes, shared by several collectors.
 
-    If several environments wait, the next place goes to the one that has the fewest for its weight; one that plays
-    alone may have all. `weights` are 1 unless given.
+    If several environments wait, the next slot goes to the one with the fewest relative to its weight. An environment
+    that plays alone may use all. `weights` default to 1.
     """
 
     def __init__(self, total: int, weights: Mapping[str, float] | None = None) -> None:
@@ -34,11 +35,11 @@ class Places:
 
     @asynccontextmanager
     async def taken(self, env: str) -> AsyncIterator[None]:
-        """Hold a place while the body runs."""
+        """Hold a slot while the body runs."""
         loop = asyncio.get_running_loop()
         granted: asyncio.Future[None] = loop.create_future()
         self._waiting[env].append(granted)
-        # Not at once: environments that begin together all wait by then.
+        # Later, so that environments that start together are all waiting by then.
         loop.call_soon(self._hand_out)
         try:
             await granted
@@ -60,12 +61,12 @@ class Places:
 
 
 class Collector:
-    """Plays `group_size` episodes of each task; satisfies `types.Collect`. `concurrency` bounds episodes at once; as
+    """Plays `group_size` episodes of each task (`types.Collect`). `concurrency` bounds concurrent episodes; as
     `Places`, those of several collectors together.
 
     An episode that ends as ERROR is played again up to `retries` times with another seed. Every attempt is in the
-    group, in order of place and attempt whichever finished first, and is handed to `on_trajectory` as it ends. One that
-    takes longer than `episode_timeout_s` ends as ERROR, too, or with `on_timeout` "truncate" as TIMEOUT.
+    group, ordered by place and attempt, and is passed to `on_trajectory` when it ends. An episode that takes longer
+    than `episode_timeout_s` ends as ERROR, or with `on_timeout` "truncate" as TIMEOUT.
     """
 
     def __init__(
@@ -83,12 +84,9 @@ class Collector:
         close_timeout_s: float = 30.0,
         on_timeout: Literal["retry", "truncate"] = "retry",
     ) -> None:
-        for name, value, least in (
-            ("group_size", group_size, 1),
-            ("retries", retries, 0),
-        ):
-            if value < least:
-                raise ConfigError(f"{name} must be {least} or more, got {value}")
+        for name, value, minimum in (("group_size", group_size, 1), ("retries", retries, 0)):
+            if value < minimum:
+                raise ConfigError(f"{name} must be {minimum} or more, got {value}")
         self._pool = pool
         self._make_policy = make_policy
         self._group_size = group_size
@@ -100,12 +98,13 @@ class Collector:
         self._close_timeout_s = close_timeout_s
         self._truncate = on_timeout == "truncate"
         self.prefix = prefix
-        """Begins every trajectory's id; give each use of one seed in a run (training, evaluation) its own."""
+        """Prefix of every trajectory's id. Give each use of one seed in a run (training, evaluation) its own."""
         self.counts: Counter[str] = Counter()
-        """episodes, retries, timeouts (truncated), failed (no attempt left), errors/<kind>: since `drain_counts`."""
+        """Counts since `drain_counts`: episodes, retries, timeouts (truncated), failed (no attempt left),
+        errors/<kind>."""
 
     async def __call__(self, tasks: list[Task], limits: Limits, seed: int, first: int = 0) -> list[Group]:
-        """`first` is the place of the first task in the list that these are a part of: ids and seeds hang on it."""
+        """Play the tasks. `first` is the index of the first one in the whole list; ids and seeds depend on it."""
         try:
             async with asyncio.TaskGroup() as running:
                 episodes = [
@@ -116,7 +115,7 @@ class Collector:
                     for index, task in enumerate(tasks, first)
                 ]
         except ExceptionGroup as errors:
-            # The first failure is why the others were cancelled; a caller catches it by its own type.
+            # The first failure cancelled the others. Raise it, so that a caller can catch its type.
             raise errors.exceptions[0] from None
         return [
             Group(task, [trajectory for episode in group for trajectory in episode.result()])
@@ -124,12 +123,12 @@ class Collector:
         ]
 
     def drain_counts(self) -> dict[str, int]:
-        """The counters since the last call."""
+        """Return the counters since the last call."""
         counts, self.counts = dict(self.counts), Counter()
         return counts
 
     async def _place(self, task: Task, limits: Limits, seed: int, index: int, place: int) -> list[Trajectory]:
-        """All attempts at one place of a group."""
+        """Play all attempts at one place of a group."""
         attempts: list[Trajectory] = []
         for attempt in range(self._retries + 1):
             async with self._places.taken(task.env):
@@ -154,8 +153,8 @@ class Collector:
         except ConfigError:
             raise
         except Exception as error:
-            # A place that cannot be had is an episode that failed: recorded and retried like any other.
-            text = f"{type(error).__name__}: no session of {task.env} could be opened: {str(error) or 'time was up'}"
+            # Recorded and retried like any failed episode.
+            text = f"{type(error).__name__}: cannot open a session of {task.env}: {str(error) or 'timeout'}"
             return Trajectory(id, task, stop=StopReason.ERROR, error=text, horizon=limits.max_turns)
         try:
             env = session if self._wrap is None else self._wrap(session)
@@ -170,7 +169,7 @@ class Collector:
             async with asyncio.timeout(self._close_timeout_s):
                 await session.close()
         except Exception as error:
-            # The episode itself is over and good: a failure to say goodbye is counted, not trained into it.
+            # The episode itself is complete, so a failure to close is only counted.
             self.counts[f"errors/close {type(error).__name__}"] += 1
 
     def _count(self, trajectory: Trajectory, attempt: int) -> None:

@@ -1,12 +1,11 @@
-"""Who answers an observation: an engine's model, an oracle, chance, a script, a person, or a chat API.
+"""Policies that answer observations: an engine's model, an oracle, random play, a script, a person, or a chat API.
 
-A policy object plays one episode. It is given the conversation so far and the new observation, and returns the messages
-to append; only `EnginePolicy` attaches token ids and log-probabilities, so only its replies can be trained on.
+A policy object plays one episode. It gets the conversation so far and the new observation, and returns the messages to
+append. Only `EnginePolicy` attaches token ids and log-probabilities, so only its replies can be trained on.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import uuid
@@ -18,23 +17,25 @@ from typing import Literal, Protocol
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.openai import Chat, ContextOverflow
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.types import Completion, EnvSession, Limits, Message, Sampling
 
 MAX_OBSERVATION_CHARS = 1 << 22
-"""Longer observations are cut before anything is done with them."""
+"""Longer observations are cut first."""
 
 
 @dataclass(slots=True)
 class Reply:
-    """What a policy returns for one observation."""
+    """A policy's answer to one observation."""
 
     observation: list[Message]
-    """The messages the observation became: the system message too on the first turn."""
+    """Messages of the observation, on the first turn with the system message."""
     action: Message | None
-    """None only when there was no room to reply."""
+    """None only if the context has no tokens left for a reply."""
     finish: Literal["stop", "length", "max_context"] = "stop"
-    """`stop`: a whole reply. `length`: cut at max_new_tokens. `max_context`: cut by, or not begun for, want of room."""
+    """`stop`: a whole reply. `length`: cut at max_new_tokens. `max_context`: cut or not started by the context
+    limit."""
 
 
 class Policy(Protocol):
@@ -43,8 +44,8 @@ class Policy(Protocol):
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply: ...
 
     def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
-        """The messages of an observation that the horizon leaves unanswered; with ids if replies have them, so that a
-        critic can say what the state was worth."""
+        """Return the messages of an observation that the horizon leaves unanswered, with ids if replies have them, so
+        that a critic can value the state."""
         ...
 
     async def close(self) -> None: ...
@@ -54,13 +55,7 @@ PolicyFactory = Callable[[EnvSession, int], Policy]
 """(the episode's session, the episode's seed) -> a policy for that episode."""
 
 
-def stable_seed(*parts: object) -> int:
-    """A seed in [0, 2**63) from anything with a stable text: the same in every process, unlike `hash`."""
-    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
-
-
-def observed(observation: str, max_chars: int = MAX_OBSERVATION_CHARS) -> Message:
+def observation_message(observation: str, max_chars: int = MAX_OBSERVATION_CHARS) -> Message:
     """Return the observation as a message, cut to `max_chars` with a last line that says so."""
     cut_chars = len(observation) - max_chars
     if cut_chars <= 0:
@@ -68,19 +63,19 @@ def observed(observation: str, max_chars: int = MAX_OBSERVATION_CHARS) -> Messag
     return Message("user", f"{observation[:max_chars]}\n[{cut_chars} characters cut]", cut_chars=cut_chars)
 
 
-def heard(
+def observation_messages(
     messages: list[Message], instruction: str, observation: str, max_chars: int = MAX_OBSERVATION_CHARS
 ) -> list[Message]:
-    """The messages an observation becomes: the instruction goes before the first one."""
-    news = observed(observation, max_chars)
-    return [Message("system", instruction), news] if instruction and not messages else [news]
+    """Return the messages of an observation. The instruction precedes the first one."""
+    message = observation_message(observation, max_chars)
+    return [Message("system", instruction), message] if instruction and not messages else [message]
 
 
 class EnginePolicy:
-    """A model behind an engine. What it sampled is kept as ids and never decoded and encoded again.
+    """A model behind an engine. Sampled ids are kept as they are, never decoded and encoded again.
 
-    `sampling.seed` is the episode's seed (each turn derives its own); `sampling.max_new_tokens` gives way to the
-    episode's limits, `sampling.stop_token_ids` to the renderer's.
+    `sampling.seed` is the episode's seed (each turn derives its own). The episode's limits replace
+    `sampling.max_new_tokens`, and the renderer's stop tokens replace `sampling.stop_token_ids`.
     """
 
     def __init__(
@@ -99,17 +94,17 @@ class EnginePolicy:
         self._instruction = instruction
 
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
-        news = self._news(messages, observation, limits)
-        read = self._tokenized(messages, news)
-        prompt_ids = [token for message in [*messages, *read] for token in message.token_ids]
-        room = limits.max_context - len(prompt_ids)
-        if room < 1:
-            # Nobody read this observation, so it keeps no ids: an episode never holds more than max_context.
-            return Reply(news, None, "max_context")
+        new_messages = self._cut_observation(messages, observation, limits)
+        tokenized = self._tokenized(messages, new_messages)
+        prompt_ids = [token for message in [*messages, *tokenized] for token in message.token_ids]
+        free_tokens = limits.max_context - len(prompt_ids)
+        if free_tokens < 1:
+            # The model never sees this observation, so it gets no ids: an episode has at most max_context tokens.
+            return Reply(new_messages, None, "max_context")
         seed = self._sampling.seed
         sampling = replace(
             self._sampling,
-            max_new_tokens=min(limits.max_new_tokens, room),
+            max_new_tokens=min(limits.max_new_tokens, free_tokens),
             stop_token_ids=self._renderer.stop_token_ids,
             seed=None if seed is None else stable_seed(seed, len(messages)),
         )
@@ -122,32 +117,33 @@ class EnginePolicy:
             list(completion.logprobs),
             completion.version,
         )
-        if completion.finish == "length" and room < limits.max_new_tokens:
-            return Reply(read, action, "max_context")
-        return Reply(read, action, completion.finish)
+        if completion.finish == "length" and free_tokens < limits.max_new_tokens:
+            return Reply(tokenized, action, "max_context")
+        return Reply(tokenized, action, completion.finish)
 
     def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
-        news = self._news(messages, observation, limits)
-        read = self._tokenized(messages, news)
-        return read if sum(len(m.token_ids) for m in [*messages, *read]) <= limits.max_context else news
+        new_messages = self._cut_observation(messages, observation, limits)
+        tokenized = self._tokenized(messages, new_messages)
+        num_tokens = sum(len(m.token_ids) for m in [*messages, *tokenized])
+        return tokenized if num_tokens <= limits.max_context else new_messages
 
     async def close(self) -> None:
         await self._engine.release(self._session_id)
 
-    def _news(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
-        """The observation's messages, cut to what could fit if every token of it were the vocabulary's longest."""
-        room = max(1, limits.max_context - sum(len(message.token_ids) for message in messages))
-        max_chars = min(MAX_OBSERVATION_CHARS, room * self._renderer.max_token_chars)
-        return heard(messages, self._instruction, observation, max_chars)
+    def _cut_observation(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+        """Return the observation's messages, cut to what fits if every token were the vocabulary's longest."""
+        free_tokens = max(1, limits.max_context - sum(len(message.token_ids) for message in messages))
+        max_chars = min(MAX_OBSERVATION_CHARS, free_tokens * self._renderer.max_token_chars)
+        return observation_messages(messages, self._instruction, observation, max_chars)
 
-    def _tokenized(self, messages: list[Message], news: list[Message]) -> list[Message]:
+    def _tokenized(self, messages: list[Message], new_messages: list[Message]) -> list[Message]:
         if not messages:
-            return self._renderer.opening(news)
-        ids = self._renderer.follow_up(news[0].content)
+            return self._renderer.opening(new_messages)
+        ids = self._renderer.follow_up(new_messages[0].content)
         if messages[-1].token_ids[-1] not in self._renderer.stop_token_ids:
-            # A stop string ended the reply: its end of turn was not sampled, so it belongs to the observation.
+            # A stop string ended the reply, so its end-of-turn token was not sampled and belongs to the observation.
             ids = [self._renderer.end_of_turn, *ids]
-        return [replace(news[0], token_ids=ids)]
+        return [replace(new_messages[0], token_ids=ids)]
 
 
 def _check(completion: Completion, sampling: Sampling) -> None:
@@ -161,81 +157,81 @@ def _check(completion: Completion, sampling: Sampling) -> None:
         )
 
 
-class _WordsPolicy(ABC):
-    """Base of the policies that answer in words: no ids, no log-probabilities, nothing to train on."""
+class _TextPolicy(ABC):
+    """Base of policies that reply with text: without ids and log-probabilities, they cannot be trained on."""
 
     instruction = ""
 
     @abstractmethod
-    async def words(self, observation: str) -> str:
-        """The reply to `observation`."""
+    async def reply_text(self, observation: str) -> str:
+        """Return the reply to `observation`."""
 
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
-        words = await self.words(observation)
-        return Reply(heard(messages, self.instruction, observation), Message("assistant", words))
+        text = await self.reply_text(observation)
+        return Reply(observation_messages(messages, self.instruction, observation), Message("assistant", text))
 
     def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
-        return heard(messages, self.instruction, observation)
+        return observation_messages(messages, self.instruction, observation)
 
     async def close(self) -> None:
         return None
 
 
-class OraclePolicy(_WordsPolicy):
+class OraclePolicy(_TextPolicy):
     """Plays the environment's own solution."""
 
     def __init__(self, env: EnvSession) -> None:
         self._env = env
         self.instruction = env.instruction
 
-    async def words(self, observation: str) -> str:
+    async def reply_text(self, observation: str) -> str:
         return await self._env.oracle()
 
 
-class RandomPolicy(_WordsPolicy):
-    """Plays uniformly among the actions that make sense."""
+class RandomPolicy(_TextPolicy):
+    """Plays uniformly random valid actions."""
 
     def __init__(self, env: EnvSession, seed: int) -> None:
         self._env = env
         self._random = random.Random(seed)
         self.instruction = env.instruction
 
-    async def words(self, observation: str) -> str:
+    async def reply_text(self, observation: str) -> str:
         actions = await self._env.actions()
         if not actions:
             raise EnvError(f"random play needs at least one action, {self._env.name} offers none in this state")
         return self._random.choice(actions)
 
 
-class ScriptedPolicy(_WordsPolicy):
-    """Says the given replies one after the other."""
+class ScriptedPolicy(_TextPolicy):
+    """Gives the replies of a script in order."""
 
     def __init__(self, replies: Iterable[str], instruction: str = "") -> None:
         self._replies = list(replies)
-        self._said = 0
+        self._num_replies = 0
         self.instruction = instruction
 
-    async def words(self, observation: str) -> str:
-        if self._said == len(self._replies):
-            raise EngineError(f"the script has {self._said} replies and the episode asks for one more")
-        self._said += 1
-        return self._replies[self._said - 1]
+    async def reply_text(self, observation: str) -> str:
+        if self._num_replies == len(self._replies):
+            raise EngineError(f"the script has {self._num_replies} replies and the episode asks for one more")
+        self._num_replies += 1
+        return self._replies[self._num_replies - 1]
 
 
-class HumanPolicy(_WordsPolicy):
-    """A person at a terminal: `ask(observation)` shows it and returns what was typed."""
+class HumanPolicy(_TextPolicy):
+    """A person at a terminal: `ask(observation)` shows the observation and returns the typed reply."""
 
     def __init__(self, ask: Callable[[str], str], instruction: str = "") -> None:
         self._ask = ask
         self.instruction = instruction
 
-    async def words(self, observation: str) -> str:
-        # Blocks the event loop on purpose: nothing else is played meanwhile, and Ctrl-C reaches a waiting input().
+    async def reply_text(self, observation: str) -> str:
+        # Blocks the event loop on purpose: nothing else runs meanwhile, and Ctrl-C reaches input().
         return self._ask(observation)
 
 
 class ChatPolicy:
-    """A model behind an OpenAI-compatible chat API. Its tokens are not known, so it can be evaluated, not trained."""
+    """A model behind an OpenAI-compatible chat API. Its tokens are unknown, so it can be evaluated but not trained."""
 
     def __init__(self, client: Chat, sampling: Sampling, *, instruction: str = "") -> None:
         self._client = client
@@ -244,28 +240,28 @@ class ChatPolicy:
         self._context_tokens = 0
 
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
-        news = heard(messages, self._instruction, observation)
-        room = limits.max_context - self._context_tokens
-        if room < 1:
-            return Reply(news, None, "max_context")
+        new_messages = observation_messages(messages, self._instruction, observation)
+        free_tokens = limits.max_context - self._context_tokens
+        if free_tokens < 1:
+            return Reply(new_messages, None, "max_context")
         seed = self._sampling.seed
         sampling = replace(
             self._sampling,
-            max_new_tokens=min(limits.max_new_tokens, room),
+            max_new_tokens=min(limits.max_new_tokens, free_tokens),
             seed=None if seed is None else stable_seed(seed, len(messages)),
         )
         try:
-            answer = await self._client.complete([*messages, *news], sampling)
+            answer = await self._client.complete([*messages, *new_messages], sampling)
         except ContextOverflow:
-            return Reply(news, None, "max_context")
+            return Reply(new_messages, None, "max_context")
         self._context_tokens = answer.context_tokens
         action = Message("assistant", answer.content)
         if answer.cut:
-            return Reply(news, action, "max_context" if room < limits.max_new_tokens else "length")
-        return Reply(news, action)
+            return Reply(new_messages, action, "max_context" if free_tokens < limits.max_new_tokens else "length")
+        return Reply(new_messages, action)
 
     def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
-        return heard(messages, self._instruction, observation)
+        return observation_messages(messages, self._instruction, observation)
 
     async def close(self) -> None:
         return None

@@ -1,8 +1,8 @@
-"""Turns a chat template into token deltas, so that a conversation only ever grows and sampled ids stay as sampled.
+"""Turns a chat template into token deltas, so that a conversation only grows and sampled ids never change.
 
-A chat template renders whole conversations. Played turn by turn that is wrong twice: the reply would be decoded and
-encoded again, and the template might rewrite earlier turns. So the template is asked only for what stands between two
-replies. That is right for every template that is *prefix-stable*, and the constructor checks that this one is.
+A chat template renders whole conversations. For an episode that has two faults: the reply would be decoded and encoded
+again, and the template might rewrite earlier turns. So the template renders only the text between two replies. This is
+exact for every *prefix-stable* template, which the constructor checks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from agentgym_rl.agent.templates import TEMPLATES, resolve_template
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Message, Role, Sample
 
-# Stands where a reply would be; what the template writes after it is what follows a reply.
-_MARK = "marked0reply"
+# Placeholder for a reply. The template's text after it is what follows every reply.
+_REPLY_MARKER = "marked0reply"
 _START = [Message("user", "x")]
 
 _PROBES: tuple[tuple[str, ...], ...] = (
@@ -33,35 +33,35 @@ _PROBES: tuple[tuple[str, ...], ...] = (
     ),
     ("One line.\nAnother line.", "Thought: go on\nAction: north", "Done, it says: 'yes'.", "stop", "Stopped."),
 )
-"""Observation, reply, observation, ...: shapes of conversation in which templates are known to rewrite history."""
+"""Observation, reply, observation, ...: conversations in which known templates rewrite history."""
 
 
-_REMEMBERED = 2048
-"""Openings and observations whose ids are kept: the episodes of a group start alike and meet the same states again."""
-_LONGEST_REMEMBERED = 1 << 16
-"""Characters; the ids of longer texts are not kept."""
+_CACHE_SIZE = 2048
+"""Cached openings and observations: episodes of a group share their opening and revisit states."""
+_MAX_CACHED_CHARS = 1 << 16
+"""Maximum characters of a cached text."""
 
 
 class Renderer:
-    """Chat template and tokenizer together. `chat_template`: a built-in's name, a path, Jinja text, or None for the
-    tokenizer's own; `template_kwargs` are passed to the template."""
+    """A chat template with a tokenizer. `chat_template`: a built-in's name, a path, Jinja text, or None for the
+    tokenizer's own. `template_kwargs` are passed to the template."""
 
     def __init__(self, tokenizer: Any, chat_template: str | None = None, **template_kwargs: Any) -> None:
         self.tokenizer = tokenizer
         self._template_kwargs = template_kwargs
-        # A byte-level token has a character for each byte, so at least as many as it writes. One more for the space
-        # between words that belongs to no token where a vocabulary consists of words.
+        # A byte-level token has one character per byte, so at least as many as its text. Plus one for the space between
+        # words, which belongs to no token in a vocabulary of words.
         self.max_token_chars = 1 + max(map(len, tokenizer.get_vocab()))
-        """Characters of a text that one token can stand for at most, unknown words aside."""
-        self._conversation_ids = lru_cache(_REMEMBERED)(self._conversation_ids_of)
-        self._follow_up_ids = lru_cache(_REMEMBERED)(self._follow_up_ids_of)
+        """Maximum characters of text that one token can represent, except unknown words."""
+        self._conversation_ids = lru_cache(_CACHE_SIZE)(self._encode_conversation)
+        self._follow_up_ids = lru_cache(_CACHE_SIZE)(self._encode_follow_up)
         try:
             self._template = tokenizer.get_chat_template(resolve_template(chat_template))
         except ValueError:
             raise ConfigError(f"a chat template is needed and the tokenizer has none: {_advice()}") from None
         special = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._control = re.compile("|".join(re.escape(t) for t in sorted(special, key=len, reverse=True)) or "(?!)")
-        self.folds_system = not self._takes_system()
+        self.folds_system = not self._accepts_system()
         self.end_of_turn, self._end_text = self._find_end_of_turn()
         before = self._render(_START, generation_prompt=True)
         self._before_reply = before, self.encode(before)
@@ -69,77 +69,76 @@ class Renderer:
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in (self.end_of_turn, eos) if t is not None))
         for probe in _PROBES:
             for system in ((), (Message("system", "You are a walker."),)):
-                self._check_stable([*system, *_alternate(probe)])
+                self._require_prefix_stable([*system, *_alternate(probe)])
 
     def prompt(self, messages: list[Message]) -> list[int]:
-        """Ids of a conversation that a reply comes next in, generation prompt included."""
-        short = sum(len(m.content) for m in messages) <= _LONGEST_REMEMBERED
-        ids_of = self._conversation_ids if short else self._conversation_ids_of
+        """Return the ids of a conversation before a reply, with the generation prompt."""
+        short = sum(len(m.content) for m in messages) <= _MAX_CACHED_CHARS
+        ids_of = self._conversation_ids if short else self._encode_conversation
         return list(ids_of(tuple((m.role, m.content) for m in messages), True))
 
     def opening(self, messages: list[Message]) -> list[Message]:
-        """The first messages of an episode with the ids of `prompt` shared out among them, adding up exactly."""
+        """Return the first messages of an episode with the ids of `prompt` divided among them."""
         ids = self.prompt(messages)
         if messages[0].role != "system" or self.folds_system:
-            # Ids of a folded instruction cannot be told from those of the observation it was folded into.
+            # The ids of a folded instruction cannot be separated from those of the observation.
             return [*messages[:-1], replace(messages[-1], token_ids=ids)]
         length = self._system_length(messages[0], ids)
         return [replace(messages[0], token_ids=ids[:length]), replace(messages[1], token_ids=ids[length:])]
 
     def follow_up(self, observation: str) -> list[int]:
-        """Ids between a reply's end-of-turn token and the next reply: the observation and a generation prompt."""
-        ids_of = self._follow_up_ids if len(observation) <= _LONGEST_REMEMBERED else self._follow_up_ids_of
+        """Return the ids between a reply's end-of-turn token and the next reply: observation and generation prompt."""
+        ids_of = self._follow_up_ids if len(observation) <= _MAX_CACHED_CHARS else self._encode_follow_up
         return list(ids_of(observation))
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text` exactly, nothing added."""
+        """Return the ids of `text` without added tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int]) -> str:
-        """What the environment sees of a reply: special tokens and the end of turn dropped."""
+        """Return a reply's text for the environment, without special and end-of-turn tokens."""
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def reply_ids(self, content: str) -> list[int]:
-        """Ids of a reply that somebody wrote (a demonstration), end-of-turn token included."""
+        """Return the ids of a written reply (a demonstration), with the end-of-turn token."""
         before, prefix = self._before_reply
         after = self._render([*_START, Message("assistant", content)], generation_prompt=False)
         text = after[: after.rindex(self._end_text)]
         whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]
-        # The tokenizer merged across the generation prompt, which sampling can never do: encode the reply by itself.
+        # The tokenizer merged text across the generation prompt, which sampling cannot do: encode the reply alone.
         return [*self.encode(text[len(before) :]), self.end_of_turn]
 
     def demonstration(self, messages: list[Message], trained: list[bool] | None = None) -> Sample:
-        """A conversation to learn by imitation: the loss is on replies and their end-of-turn tokens only.
+        """Return a sample for imitation with the loss on replies and their end-of-turn tokens only.
 
-        `trained` says of each message whether it is imitated; by default every reply is. Built of the same pieces as a
-        rollout, so that the model meets in play exactly what it learned from. What comes after the last reply is left
-        out: nothing is learned from it.
+        `trained` says for each message whether it is imitated; by default every reply is. The ids are those of a
+        rollout, so that training matches play. Text after the last reply is left out.
         """
         replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not replies:
             raise ConfigError("a demonstration needs at least one assistant message, got none: drop this conversation")
         token_ids = self.prompt(messages[: replies[0]])
         loss_mask = [False] * len(token_ids)
-        wanted = [message.role == "assistant" for message in messages] if trained is None else trained
+        imitated = [message.role == "assistant" for message in messages] if trained is None else trained
         left_out: list[tuple[int, int]] = []
         for i in range(replies[0], replies[-1] + 1):
             message = messages[i]
             is_reply = message.role == "assistant"
             ids = self.reply_ids(message.content) if is_reply else self.follow_up(message.content)
-            if is_reply and not wanted[i]:
+            if is_reply and not imitated[i]:
                 left_out.append((len(token_ids), len(ids)))
             token_ids += ids
-            loss_mask += [wanted[i] and is_reply] * len(ids)
+            loss_mask += [imitated[i] and is_reply] * len(ids)
         return Sample(token_ids=token_ids, loss_mask=loss_mask, left_out=left_out)
 
     def _render(self, messages: list[Message], generation_prompt: bool) -> str:
         if self.folds_system and messages[0].role == "system":
             first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
             messages = [first, *messages[2:]]
-        conversation = [{"role": m.role, "content": self._defuse(m.content)} for m in messages]
+        conversation = [{"role": m.role, "content": self._split_control_tokens(m.content)} for m in messages]
         rendered = self.tokenizer.apply_chat_template(
             conversation,
             chat_template=self._template,
@@ -149,57 +148,57 @@ class Renderer:
         )
         return str(rendered)
 
-    def _defuse(self, content: str) -> str:
-        """A page that contains `<|im_end|>` must not be able to end the turn: split control tokens found in content."""
+    def _split_control_tokens(self, content: str) -> str:
+        """Split control tokens such as `<|im_end|>` in content, so that an observation cannot end the turn."""
         return self._control.sub(lambda match: f"{match[0][0]} {match[0][1:]}", content)
 
-    def _conversation_ids_of(self, said: tuple[tuple[Role, str], ...], generation_prompt: bool) -> list[int]:
-        return self.encode(self._render([Message(role, content) for role, content in said], generation_prompt))
+    def _encode_conversation(self, turns: tuple[tuple[Role, str], ...], generation_prompt: bool) -> list[int]:
+        return self.encode(self._render([Message(role, content) for role, content in turns], generation_prompt))
 
-    def _follow_up_ids_of(self, observation: str) -> list[int]:
-        text = self._render([*_START, Message("assistant", _MARK), Message("user", observation)], True)
-        rest = text[text.index(_MARK) + len(_MARK) :]
-        # Encoded behind the end-of-turn token, as in the conversation: some tokenizers begin a text with a space.
+    def _encode_follow_up(self, observation: str) -> list[int]:
+        text = self._render([*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)], True)
+        rest = text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
+        # Encoded after the end-of-turn token, as in the conversation: some tokenizers prefix texts with a space.
         return self.encode(rest)[1:]
 
     def _system_length(self, system: Message, ids: list[int]) -> int:
         try:
-            alone = self._conversation_ids(((system.role, system.content),), False)
+            system_ids = self._conversation_ids(((system.role, system.content),), False)
         except TemplateError:
             return 0
         length = 0
-        for mine, its in zip(alone, ids, strict=False):
-            if mine != its:
+        for system_id, token_id in zip(system_ids, ids, strict=False):
+            if system_id != token_id:
                 break
             length += 1
         return length
 
-    def _takes_system(self) -> bool:
+    def _accepts_system(self) -> bool:
         self.folds_system = False
         try:
-            text = self._render([Message("system", _MARK), Message("user", "x")], generation_prompt=True)
+            text = self._render([Message("system", _REPLY_MARKER), Message("user", "x")], generation_prompt=True)
         except TemplateError:
             return False
-        if _MARK not in text:
-            raise ConfigError(f"the chat template drops the system message, which holds the instruction: {_advice()}")
+        if _REPLY_MARKER not in text:
+            raise ConfigError(f"the chat template drops the system message with the instruction: {_advice()}")
         return True
 
     def _find_end_of_turn(self) -> tuple[int, str]:
-        text = self._render([*_START, Message("assistant", _MARK)], generation_prompt=False)
-        if _MARK not in text:
+        text = self._render([*_START, Message("assistant", _REPLY_MARKER)], generation_prompt=False)
+        if _REPLY_MARKER not in text:
             raise ConfigError(f"the chat template drops assistant messages: {_advice()}")
-        rest = text[text.index(_MARK) + len(_MARK) :]
+        rest = text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
         ids = self.encode(rest)
         token = str(self.tokenizer.added_tokens_decoder.get(ids[0], "")) if ids else ""
         if not token or not rest.startswith(token):
             raise ConfigError(
-                f"a reply must end with one token of its own, but after a reply the chat template writes {rest!r}, "
-                f"which begins with no such token: add it to the tokenizer as a special token, or {_advice()}"
+                f"a reply must end with a special token, but after a reply the chat template writes {rest!r}: "
+                f"add its beginning to the tokenizer as a special token, or {_advice()}"
             )
         return ids[0], token
 
-    def _check_stable(self, messages: list[Message]) -> None:
-        """Refuse a template under which the conversation so far is not a prefix of the conversation later on."""
+    def _require_prefix_stable(self, messages: list[Message]) -> None:
+        """Raise ConfigError unless the conversation so far is always a prefix of the later conversation."""
         for i, message in enumerate(messages):
             if message.role != "assistant":
                 continue
@@ -209,15 +208,15 @@ class Renderer:
             if message.content not in after[len(before) :]:
                 raise ConfigError(
                     f"the chat template changes a reply: {message.content!r} became {after[len(before) :]!r}. "
-                    f"What was sampled must be kept: {_advice()}"
+                    f"Sampled text must be kept: {_advice()}"
                 )
             if i + 1 == len(messages):
                 continue
             later = self._render(messages[: i + 2], generation_prompt=True)
             played = after[: after.rindex(self._end_text) + len(self._end_text)]
             _require_prefix(played, later, "with the next observation added")
-            grown = [*self.encode(played), *self.follow_up(messages[i + 1].content)]
-            if grown != self.encode(later):
+            extended = [*self.encode(played), *self.follow_up(messages[i + 1].content)]
+            if extended != self.encode(later):
                 raise ConfigError(
                     "the chat template writes an observation differently late in a conversation, or the tokenizer "
                     f"merges text across the end-of-turn token {self._end_text!r}: {_advice()}"
@@ -238,5 +237,5 @@ def _require_prefix(before: str, after: str, when: str) -> None:
     at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after)))
     raise ConfigError(
         f"the chat template rewrites history: the conversation has {before[at : at + 60]!r} at character {at}, but "
-        f"{when} it has {after[at : at + 60]!r}. Sampled tokens must stay as they were: {_advice()}"
+        f"{when} it has {after[at : at + 60]!r}. Sampled tokens must not change: {_advice()}"
     )

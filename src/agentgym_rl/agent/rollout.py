@@ -1,4 +1,4 @@
-"""The loop: the only function that alternates policy and environment."""
+"""The agent loop: the only function that alternates policy and environment."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from numbers import Real
 from typing import Any
 
-from agentgym_rl.agent.policy import Policy, observed
+from agentgym_rl.agent.policy import Policy, observation_message
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import EPISODE_TIMEOUT, MAX_REWARD, EnvSession, Limits, Step, StopReason, Task, Trajectory
 
@@ -25,11 +25,10 @@ async def rollout(
     timeout_s: float | None = None,
     truncate: bool = False,
 ) -> Trajectory:
-    """Play one episode to a named ending and close the policy; `env` is closed by whoever opened it.
+    """Play one episode to a named ending and close the policy. The caller closes `env`.
 
-    Whatever fails, or takes longer than `timeout_s`, ends the episode as ERROR with all that was played until then;
-    with `truncate` the deadline ends it as TIMEOUT, which may be trained on. Only a cancellation from outside is passed
-    on.
+    A failure, or the deadline `timeout_s`, ends the episode as ERROR with the turns played so far. With `truncate` the
+    deadline ends it as TIMEOUT, which may be trained on. Only a cancellation is raised.
     """
     trajectory = Trajectory(id=id, task=task, horizon=limits.max_turns)
     started = time.monotonic()
@@ -43,7 +42,7 @@ async def rollout(
         trajectory.stop = StopReason.ERROR
         trajectory.error = f"{type(error).__name__}: {error}"
         if isinstance(error, TimeoutError) and deadline.expired():
-            trajectory.error = f"{EPISODE_TIMEOUT}: the episode was not over after {timeout_s:g} s"
+            trajectory.error = f"{EPISODE_TIMEOUT}: the episode did not end within {timeout_s:g} s"
             if truncate:
                 trajectory.stop, trajectory.error = StopReason.TIMEOUT, None
     trajectory.seconds = time.monotonic() - started
@@ -53,7 +52,7 @@ async def rollout(
 async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits: Limits) -> StopReason:
     task, messages = trajectory.task, trajectory.messages
     step = _checked(await env.reset(task.item), task)
-    # The observation nobody has answered yet. It is recorded even if nobody ever does.
+    # The observation without a reply so far. It is recorded even if no reply follows.
     unread: str | None = step.observation
     try:
         while not step.done:
@@ -67,7 +66,7 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
             if reply.action is None:
                 return _ENDINGS[reply.finish]
             messages.append(reply.action)
-            # Paid and described in advance, so that there is one of each a turn even if the step never comes back.
+            # Added before the step, so that every turn has a reward and an info even if the step fails.
             trajectory.rewards.append(0.0)
             trajectory.infos.append(_info({}, step.info))
             if reply.finish != "stop":
@@ -80,31 +79,31 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
         return StopReason.DONE
     finally:
         if unread is not None:
-            messages.append(observed(unread))
+            messages.append(observation_message(unread))
 
 
-def _info(said: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """What the environment said of a turn, under the key of the state the reply was given in."""
-    info = {key: value for key, value in said.items() if key != "state_key"}
+def _info(step_info: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the environment's info on a turn, with the key of the state in which the reply was given."""
+    info = {key: value for key, value in step_info.items() if key != "state_key"}
     if "state_key" in state:
         info["state_key"] = state["state_key"]
     return info
 
 
 def _checked(step: Step, task: Task) -> Step:
-    """Stop garbage where it comes in: a bad reward or an unprintable observation would fail far from its cause."""
+    """Check a step here: a bad reward or an unprintable observation would fail far from its cause."""
     if not isinstance(step, Step):
-        raise EnvError(f"{task.key} must answer with a Step, it answered with {step!r:.200}")
+        raise EnvError(f"{task.key} must return a Step, got {step!r:.200}")
     reward = step.reward
     if not isinstance(reward, Real) or not abs(reward) <= MAX_REWARD:  # catches NaN
-        raise EnvError(f"{task.key} must pay a finite number, it paid {reward!r:.200}: at most ±{MAX_REWARD:g}")
+        raise EnvError(f"{task.key} needs a finite reward of at most ±{MAX_REWARD:g}, got {reward!r:.200}")
     if not isinstance(step.observation, str):
-        raise EnvError(f"{task.key} must show text, it showed {step.observation!r:.200}")
+        raise EnvError(f"{task.key} needs a text observation, got {step.observation!r:.200}")
     if not isinstance(step.done, bool) or not isinstance(step.info, dict):
-        raise EnvError(f"{task.key} must say done with a bool and info with a dict, it said {step!r:.200}")
+        raise EnvError(f"{task.key} needs a bool for done and a dict for info, got {step!r:.200}")
     try:
         step.observation.encode()
         json.dumps(step.info, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
-        raise EnvError(f"{task.key} must answer with what can be written as JSON: {error}") from error
+        raise EnvError(f"{task.key} needs an observation and info that can be written as JSON: {error}") from error
     return step

@@ -1,8 +1,7 @@
-"""Ways of playing: what the agent is told on top of the environment's instruction, and how it writes its actions.
+"""Agent styles: additions to the environment's instruction, and the format of actions.
 
-A style never alternates policy and environment (only `rollout` does). It is words, the name of an action format that
-the pool parses, and a wrapper around the session; `reflect` is an environment of several attempts as far as the loop
-can tell.
+A style is an instruction text, the name of an action format that the pool parses, and a wrapper around the session.
+Only `rollout` alternates policy and environment; for it, `reflect` is an environment with several attempts.
 """
 
 from __future__ import annotations
@@ -16,25 +15,27 @@ from agentgym_rl.types import EnvSession, Step
 
 @dataclass(frozen=True, slots=True)
 class Style:
+    """Instruction text, action format and number of attempts."""
+
     suffix: str = ""
     """Added to the environment's instruction."""
     action_format: str = "plain"
-    """How replies become actions: the name of a format that the pool is opened with."""
+    """Name of the pool's format that turns replies into actions."""
     written: str = "{action}"
-    """How a policy that knows an action and perhaps a thought (oracle, random play) writes a reply in that format."""
+    """Template of a reply in that format, for policies with an action and perhaps a thought (oracle, random play)."""
     attempts: int = 1
-    """Tries at an item; from the second on, a written reflection comes first."""
+    """Attempts at an item. Each after the first starts with a written reflection."""
 
     def write(self, action: str, thought: str = "") -> str:
         return self.written.format(action=action, thought=thought or _NO_THOUGHT)
 
     def wrap(self, env: EnvSession, turns_per_attempt: int | None = None) -> EnvSession:
-        """`env` as it is played in this style."""
+        """Return `env` wrapped for this style."""
         styled = StyledSession(env, self)
         if self.attempts == 1:
             return styled
         if turns_per_attempt is None:
-            raise ConfigError("a style of several attempts needs turns_per_attempt, got none: set it")
+            raise ConfigError("a style with several attempts needs turns_per_attempt, got none: set it")
         return ReflectSession(styled, self.attempts, turns_per_attempt)
 
 
@@ -66,7 +67,7 @@ STYLES: dict[str, Style] = {
 
 
 class StyledSession:
-    """A session with the style's words in its instruction and its actions written in the style's format."""
+    """A session with the style's instruction text and action format."""
 
     def __init__(self, env: EnvSession, style: Style) -> None:
         self.name = env.name
@@ -105,14 +106,14 @@ _PLAIN_REFLECTION = "I will start again and choose other actions."
 
 
 class ReflectSession:
-    """Several attempts at one item, with a reflection written between them, as one episode.
+    """Several attempts at one item as one episode, with a written reflection between them.
 
-    An attempt fails when the environment ends it without success or when its turns are used up. Then the next reply
-    is taken as the reflection; it stays in the conversation, which the next attempt continues.
+    An attempt fails when the environment ends it without success or when its turns are used up. The next reply is then
+    the reflection. It remains in the conversation, which the next attempt continues.
 
-    The episode is paid once, on its last turn: the sum of the last attempt's rewards. Rewards of failed attempts are
-    not paid (they would make failing first worth more than succeeding at once); what the environment gave on each turn
-    is in `info["env_reward"]`. `info["attempt"]` counts from 1, `info["reflection"]` marks reflections.
+    The episode is rewarded once, on its last turn, with the sum of the last attempt's rewards. Failed attempts earn
+    nothing, else failing first would be worth more than succeeding at once. The environment's reward of each turn is in
+    `info["env_reward"]`. `info["attempt"]` counts from 1, `info["reflection"]` marks reflections.
     """
 
     def __init__(self, env: EnvSession, attempts: int, turns_per_attempt: int) -> None:

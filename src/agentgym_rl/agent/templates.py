@@ -1,4 +1,4 @@
-"""Chat templates that never rewrite what was said, for models whose own template does (or that have none)."""
+"""Chat templates that never rewrite earlier turns, for models whose own template does or is missing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TEMPLATES: dict[str, str] = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN}
 
 
 def resolve_template(chat_template: str | None) -> str | None:
-    """The Jinja text for a built-in's name, a file's path or Jinja text; None stays None (the tokenizer's own)."""
+    """Return the Jinja text of a built-in, a file or Jinja text. None (the tokenizer's own) remains None."""
     if chat_template is None or "{%" in chat_template or "{{" in chat_template:
         return chat_template
     if chat_template in TEMPLATES:

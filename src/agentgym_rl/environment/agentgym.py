@@ -1,11 +1,11 @@
-"""AgentGym's own environment servers, as they are: `agentgym+http://127.0.0.1:36001/textcraft`.
+"""Client of AgentGym's own environment servers: `agentgym+http://127.0.0.1:36001/textcraft`.
 
-They speak two dialects. One names a session `id` and an item `data_idx`, and reports errors as 200 with
-`{"error": ...}`; the other names a session `env_idx` and the item differently from server to server. Fields that a
-server does not know are ignored by it, so where versions differ an item is sent under every name it may have. Some
-serve under a path, some at the root; some have no /close, and there a finished session is kept and played again.
+They use two dialects. One names a session `id` and an item `data_idx`, and reports errors as 200 with
+`{"error": ...}`. The other names a session `env_idx`, and the name of the item differs between servers. Servers ignore
+unknown fields, so the item is sent under every name that some version uses. Some servers use a path, some the root.
+Some have no /close; a finished session of theirs is kept and reused.
 
-Such a server does not know its items, splits or instruction: those come from the config.
+Such a server does not list its items, splits or instruction. They come from the config.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ INSTRUCTION = (
     "You act in a text environment. Each message tells you what you see or what your last action led to. "
     "Reply with exactly one action and nothing else."
 )
-SUM_ERROR = 1e-6
-"""By how much a sum of rewards may miss what it stands for."""
+SUM_TOLERANCE = 1e-6
+"""Largest rounding error of a sum of rewards."""
 _NO_SUCH_PATH = (404, 405)
 _KEPT_INFO = ("success", "valid", "state_key")
 
@@ -41,18 +41,18 @@ SessionKey = Literal["id", "env_idx"]
 @dataclass(frozen=True, slots=True)
 class Dialect:
     session_key: SessionKey | None = None
-    """Name of the session's number; None takes what /create answers with."""
+    """Name of the session id. None uses the name in the answer to /create."""
     item_keys: tuple[str, ...] = ()
-    """Names of the item in /reset; empty for the usual one, `data_idx` beside `id` and `id` beside `env_idx`."""
+    """Names of the item in /reset. Empty means the default: `data_idx` with `id`, and `id` with `env_idx`."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further fields of /reset."""
     success_at: float = 1.0
-    """An ended episode is a success when its rewards sum up to this."""
+    """Smallest sum of rewards that makes an ended episode a success."""
 
 
-KNOWN: dict[str, Dialect] = {
+KNOWN_DIALECTS: dict[str, Dialect] = {
     "textcraft": Dialect("id", ("data_idx",)),
-    "babyai": Dialect("id", ("data_idx",), success_at=0.5),  # pays 1 less what the moves cost, ends only above 0.5
+    "babyai": Dialect("id", ("data_idx",), success_at=0.5),  # a win is 1 minus the cost of the moves, above 0.5
     "sciworld": Dialect("id", ("data_idx",), success_at=100.0),
     "alfworld": Dialect("id", ("data_idx", "game"), {"world_type": "Text"}),
     "maze": Dialect("id", ("data_idx", "game")),
@@ -69,10 +69,10 @@ def is_agentgym(url: str) -> bool:
 
 
 class Server:
-    """Where a server is, how it speaks, and what was learnt of it; shared by all clients of a pool."""
+    """Address, dialect and state of one server, shared by all clients of a pool."""
 
     def __init__(self, url: str, name: str = "") -> None:
-        """`?dialect=`, `?reset_key=` and `?success_at=` override what the path's last word or `name` stands for."""
+        """Choose the dialect by the path's last word or `name`. The query overrides it, see `_apply_overrides`."""
         parts = urlsplit(url)
         if parts.scheme not in SCHEMES:
             raise ConfigError(
@@ -80,22 +80,22 @@ class Server:
             )
         path = parts.path.rstrip("/")
         parent, _, last = path.rpartition("/")
-        known = KNOWN.get(last) or KNOWN.get(name) or Dialect()
+        known = KNOWN_DIALECTS.get(last) or KNOWN_DIALECTS.get(name) or Dialect()
         self.url = f"{SCHEMES[parts.scheme]}://{parts.netloc}"
-        self.dialect = _overridden(known, dict(parse_qsl(parts.query, keep_blank_values=True)), url)
+        self.dialect = _apply_overrides(known, dict(parse_qsl(parts.query, keep_blank_values=True)), url)
         self.prefixes = [path, parent] if path else [""]
-        """Paths it may be under: as given, or less the last word, which may be just a name. One once that is known."""
+        """Candidate paths: the given one, and its parent in case the last word is only a name. One once it is known."""
         self.has_close: bool | None = None
-        """None until it was tried."""
+        """Whether the server has /close. None until it was tried."""
         self.in_use: set[int] = set()
         self.idle: list[int] = []
-        """Sessions that ended well on a server without /close."""
+        """Reusable sessions: they ended without an error on a server without /close."""
 
 
-def _overridden(dialect: Dialect, query: dict[str, str], url: str) -> Dialect:
+def _apply_overrides(dialect: Dialect, query: dict[str, str], url: str) -> Dialect:
     for key, value in sorted(query.items()):  # the dialect first
         if key == "dialect" and value in ("id", "env_idx"):
-            # Names of the item belong to the dialect they were known for.
+            # The known names of the item belong to the known dialect.
             keys = dialect.item_keys if dialect.session_key == value else ()
             dialect = replace(dialect, session_key=cast(SessionKey, value), item_keys=keys)
         elif key == "reset_key" and value:
@@ -111,43 +111,41 @@ def _overridden(dialect: Dialect, query: dict[str, str], url: str) -> Dialect:
 
 
 class AgentGymClient(EnvClient):
-    """One connection to an AgentGym server. A call that failed is never made again; its session is not reused."""
+    """One connection to an AgentGym server. A failed call is not retried, and its session is not reused."""
 
     def __init__(self, server: Server, token: str | None = None, timeout_s: float = 60.0) -> None:
         super().__init__(server.url, token, timeout_s)
         self._server = server
-        self._paid: dict[int, list[float]] = {}
-        """Rewards since the last reset, its own first, of sessions whose last call went well."""
+        self._rewards: dict[int, list[float]] = {}
+        """Rewards since the last reset, starting with the reset's own, of sessions whose last call succeeded."""
 
     async def _create(self, owner: str) -> int:
         server = self._server
         session_id = server.idle.pop() if server.idle else await self._new_session()
         if session_id in server.in_use:
-            raise EnvError(
-                f"{self.url} gave out session {session_id} twice: one of the two would play the other's game"
-            )
+            raise EnvError(f"{self.url} returned session {session_id} twice: two episodes would play the same game")
         server.in_use.add(session_id)
-        self._paid[session_id] = [0.0]
+        self._rewards[session_id] = [0.0]
         return session_id
 
     async def _new_session(self) -> int:
         server = self._server
-        # Some `env_idx` servers want an item already here; reset sets the real one.
+        # Some `env_idx` servers need an item here; reset sets the real one.
         body = {} if server.dialect.session_key == "id" else {"id": 0}
         for prefix in server.prefixes:
-            answer = await self._any_answer("POST", f"{prefix}/create", body)
+            answer = await self._exchange("POST", f"{prefix}/create", body)
             if answer.status not in _NO_SUCH_PATH:
                 created = self._read(answer, f"{prefix}/create")
                 server.prefixes = [prefix]
-                return self._session_number(created, f"{self.url}{prefix}/create")
+                return self._read_session_id(created, f"{self.url}{prefix}/create")
         tried = " or ".join(f"{self.url}{prefix}/create" for prefix in server.prefixes)
         raise ConfigError(f"no AgentGym server answers at {tried}: check the address")
 
-    def _session_number(self, created: Any, where: str) -> int:
-        """The number in `{"id": 3}` or `{"env_idx": 3}` or `3`."""
+    def _read_session_id(self, created: Any, where: str) -> int:
+        """Return the number in `{"id": 3}` or `{"env_idx": 3}` or `3`."""
         server = self._server
-        wanted = server.dialect.session_key
-        keys: tuple[SessionKey, ...] = ("id", "env_idx") if wanted is None else (wanted,)
+        session_key = server.dialect.session_key
+        keys: tuple[SessionKey, ...] = ("id", "env_idx") if session_key is None else (session_key,)
         numbers = {key: created.get(key) for key in keys} if isinstance(created, dict) else {"env_idx": created}
         for key, number in numbers.items():
             if type(number) is int and key in keys:
@@ -155,11 +153,11 @@ class AgentGymClient(EnvClient):
                 return number
         raise EnvError(
             f"{where} must answer with a session's number under {' or '.join(keys)}, got {created!r:.80}: "
-            "if it speaks the other dialect, say ?dialect=id or ?dialect=env_idx in the address"
+            "if it uses the other dialect, add ?dialect=id or ?dialect=env_idx to the address"
         )
 
     async def reset(self, session_id: int, item: int) -> Step:
-        self._paid.pop(session_id, None)
+        self._rewards.pop(session_id, None)
         dialect = self._server.dialect
         keys = dialect.item_keys or (("data_idx",) if dialect.session_key == "id" else ("id",))
         body = {self._key: session_id, **dict.fromkeys(keys, item), **dialect.extra}
@@ -174,44 +172,45 @@ class AgentGymClient(EnvClient):
         task = answer.get("task_description")
         if isinstance(task, str) and task not in step.observation:
             step.observation = f"{task}\n{step.observation}"
-        # SciWorld's reset looks around, which may pay already. A reset has no turn, so the first step hands it on.
-        paid = answer.get("reward")
-        self._paid[session_id] = [float(paid) if isinstance(paid, int | float) and math.isfinite(paid) else 0.0]
+        # SciWorld's reset looks around, which may earn a reward. A reset is no turn, so the first step adds it.
+        reward = answer.get("reward")
+        reset_reward = float(reward) if isinstance(reward, int | float) and math.isfinite(reward) else 0.0
+        self._rewards[session_id] = [reset_reward]
         return step
 
     async def step(self, session_id: int, action: str) -> Step:
-        paid = self._paid.pop(session_id, [0.0])
+        rewards = self._rewards.pop(session_id, [0.0])
         answer, where = await self._call("/step", {self._key: session_id, "action": action})
         step = self._step(answer, where)
-        self._paid[session_id] = paid = [*paid, step.reward]
-        if len(paid) == 2:
-            step.reward += paid[0]
+        self._rewards[session_id] = rewards = [*rewards, step.reward]
+        if len(rewards) == 2:
+            step.reward += rewards[0]
         if step.done and "success" not in step.info:
             # Rewards such as 0.07 are rounded, and so is their sum.
-            step.info["success"] = math.fsum(paid) >= self._server.dialect.success_at - SUM_ERROR
+            step.info["success"] = math.fsum(rewards) >= self._server.dialect.success_at - SUM_TOLERANCE
         return step
 
     async def close(self, session_id: int, timeout_s: float | None = None) -> None:
-        """Close the session, or keep it for the next `create` where the server cannot close."""
+        """Close the session, or keep it for the next `create` if the server has no /close."""
         server = self._server
-        went_well = self._paid.pop(session_id, None) is not None
+        is_reusable = self._rewards.pop(session_id, None) is not None
         try:
             if server.has_close is not False:
                 path = f"{server.prefixes[0]}/close"
-                answer = await self._any_answer("POST", path, {self._key: session_id}, timeout_s)
+                answer = await self._exchange("POST", path, {self._key: session_id}, timeout_s)
                 if answer.status not in _NO_SUCH_PATH or server.has_close:
                     self._read(answer, path, plain_text=True)
                     server.has_close = True
                     return
                 server.has_close = False
-            if went_well:
+            if is_reusable:
                 server.idle.append(session_id)
         finally:
             server.in_use.discard(session_id)
 
     async def actions(self, session_id: int) -> list[str]:
         path = f"{self._server.prefixes[0]}/available_actions?{self._key}={session_id}"
-        answer = await self._any_answer("GET", path)
+        answer = await self._exchange("GET", path)
         actions = None if answer.status in _NO_SUCH_PATH else self._read(answer, path)
         if not isinstance(actions, list) or not all(isinstance(action, str) for action in actions):
             raise wire.NotSupported(f"{self.url}{path} does not list actions: this AgentGym server offers none")
@@ -257,11 +256,11 @@ class AgentGymClient(EnvClient):
             return wire.read_answer(answer.body, where)
         except EnvError:
             if plain_text and not answer.body.lstrip().startswith(b"{"):
-                return answer.body.decode(errors="replace")  # one server says a bare `closed`
+                return answer.body.decode(errors="replace")  # one server answers with a bare `closed`
             raise
 
     def _step(self, answer: Any, where: str) -> Step:
-        """`observation` or `state`; `reward`; `done`, or `terminated` and `truncated`."""
+        """Read a step: `observation` or `state`; `reward`; `done`, or `terminated` and `truncated`."""
         if not isinstance(answer, dict):
             raise EnvError(f"{where} must answer with an object, got {answer!r:.80}")
         observation = answer["observation"] if "observation" in answer else answer.get("state")
@@ -279,10 +278,10 @@ class AgentGymClient(EnvClient):
 
 
 def read_items(text: str, env: str | None = None, url: str | None = None) -> list[int]:
-    """Items of `0-373`, of `0-9,20`, or of a JSON file: numbers, or AgentGym's `[{"item_id": "babyai_12"}]`.
+    """Read items from `0-373`, `0-9,20` or a JSON file of numbers or AgentGym's `[{"item_id": "babyai_12"}]`.
 
-    Bare numbers are items of the environment as it is played: by AgentGym's server if `url` is one. AgentGym's ids
-    become items of this package's environments; ConfigError if they cannot, or if they name another one than `env`.
+    Bare numbers are items of the environment that is played; if `url` is AgentGym's server, of that server.
+    AgentGym's ids are translated to items of this package. ConfigError if there is no such item or `env` differs.
     """
     if re.fullmatch(r"\s*\d+(\s*-\s*\d+)?(\s*,\s*\d+(\s*-\s*\d+)?)*\s*", text):
         items: list[int] = []
@@ -297,27 +296,27 @@ def read_items(text: str, env: str | None = None, url: str | None = None) -> lis
 
 
 def _read_task_list(path: Path, env: str | None, *, published: bool) -> list[int]:
-    needed = f"items {str(path)!r}: expected numbers such as 0-373 or 0-9,20, or the path of a JSON list of items"
+    expected = f"items {str(path)!r}: expected numbers such as 0-373 or 0-9,20, or the path of a JSON list of items"
     if not path.is_file():
-        raise ConfigError(needed)
+        raise ConfigError(expected)
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ConfigError(f"{needed}: {error}") from None
+        raise ConfigError(f"{expected}: {error}") from None
     if not isinstance(rows, list):
-        raise ConfigError(f"{needed}: it holds a {type(rows).__name__}")
+        raise ConfigError(f"{expected}: it holds a {type(rows).__name__}")
     items = []
     for row in rows:
         name = row.get("task", row.get("item_id")) if isinstance(row, dict) else row
         parts = re.fullmatch(r"(?:(.*)([_/]))?(\d+)", str(name))
         if parts is None or isinstance(name, bool):
-            raise ConfigError(f"{needed}: {row!r:.80} is no item")
-        named, number = (parts[1] or "").lower().replace("_", ""), int(parts[3])
-        if env is not None and named != env and (named in catalog.CATALOG or named in KNOWN):
-            raise ConfigError(f"items {str(path)!r}: {name} is an item of {named}, these are to be items of {env}")
-        if published and named == env and named in catalog.CATALOG and parts[2] == "_":
+            raise ConfigError(f"{expected}: {row!r:.80} is not an item")
+        item_env, number = (parts[1] or "").lower().replace("_", ""), int(parts[3])
+        if env is not None and item_env != env and (item_env in catalog.CATALOG or item_env in KNOWN_DIALECTS):
+            raise ConfigError(f"items {str(path)!r}: needs items of {env}, but {name} is an item of {item_env}")
+        if published and item_env == env and item_env in catalog.CATALOG and parts[2] == "_":
             try:
-                number = catalog.published_item(named, number)
+                number = catalog.published_item(item_env, number)
             except ConfigError as error:
                 raise ConfigError(f"items {str(path)!r}: {error}") from None
         items.append(number)

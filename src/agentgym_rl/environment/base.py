@@ -1,4 +1,4 @@
-"""What an environment is: text in, text out, deterministic given the item."""
+"""The environment interface: text in, text out, deterministic given the item."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from agentgym_rl.types import Step
 
 
 class TextEnv(Protocol):
-    """A small, single-use game. One instance plays one item at a time; `reset` starts another.
+    """A text game. One instance plays one item at a time; `reset` starts another.
 
-    An action that is malformed or impossible is answered in the game's own words with `info["valid"] = False`;
-    raising is for a broken environment and ends the episode as an error.
+    `step` answers a malformed or impossible action with an observation and `info["valid"] = False`.
+    An exception means that the environment is broken, and ends the episode as an error.
     """
 
     name: ClassVar[str]
     instruction: ClassVar[str]
-    """Rules and action format, told to the agent once as the system message. Lives here, not in clients."""
+    """Rules and action format. The agent gets them once, as the system message."""
     splits: ClassVar[Mapping[str, range]]
     """Disjoint ranges of items, at least `train` and `test`."""
     subsets: ClassVar[tuple[str, ...]]
     """Names of the subsets items may belong to."""
     cheap: ClassVar[bool]
-    """True when a step takes under a few milliseconds and never blocks: it then runs without a thread hop."""
+    """Whether a step takes at most a few milliseconds and never blocks. If so, it runs without a thread."""
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        """Subsets that `item` belongs to."""
+        """Return the subsets that `item` belongs to."""
         ...
 
     def reset(self, item: int) -> str:
@@ -42,17 +42,17 @@ class TextEnv(Protocol):
 @runtime_checkable
 class HasActions(Protocol):
     def actions(self) -> list[str]:
-        """Actions that make sense now, in the form step() takes."""
+        """Return the actions that make sense now, in the form that step() takes."""
         ...
 
 
 @runtime_checkable
 class HasOracle(Protocol):
     def oracle(self) -> str:
-        """The next action of a solution from the present state.
+        """Return the next action of a solution from the present state.
 
-        A class whose oracle knows one way only, and fails once it was left, says `oracle_recovers = False`: then it is
-        never asked for demonstrations with mistakes.
+        A class whose oracle follows one fixed path and fails off that path sets `oracle_recovers = False`.
+        Such an oracle is not used for demonstrations with injected mistakes.
         """
         ...
 
@@ -60,24 +60,24 @@ class HasOracle(Protocol):
 @runtime_checkable
 class HasThought(Protocol):
     def thought(self) -> str:
-        """What leads to the action that oracle() gives now, from what the player has seen."""
+        """Return the reasoning behind the current oracle() action, using only what the player has seen."""
         ...
 
 
 @runtime_checkable
 class HasStateKey(Protocol):
     def state_key(self) -> str:
-        """Equal keys mean the same state (of the same item)."""
+        """Return a key of the state. Equal keys mean equal states of the same item."""
         ...
 
 
 @runtime_checkable
 class HasAgentGymNumbers(Protocol):
-    """An environment whose items AgentGym plays, too, under numbers of its own."""
+    """An environment whose items AgentGym has too, under other numbers."""
 
     @classmethod
     def agentgym_item(cls, number: int) -> int:
-        """Return the item that AgentGym's server of this environment, set up like this one, calls `number`."""
+        """Return the item that AgentGym's server calls `number`, given the same settings of the environment."""
         ...
 
     @classmethod
@@ -89,5 +89,5 @@ class HasAgentGymNumbers(Protocol):
 @runtime_checkable
 class HasRender(Protocol):
     def render(self) -> str | bytes:
-        """A picture for people: an SVG or HTML string, or PNG bytes."""
+        """Return a picture for people: an SVG or HTML string, or PNG bytes."""
         ...

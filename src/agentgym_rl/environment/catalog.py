@@ -1,4 +1,4 @@
-"""Which environments there are, and which items of them belong to a split and a subset."""
+"""The catalog of environments, and the items of each split and subset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Entry:
     """One line of the catalog."""
 
     loader: Callable[[], type[TextEnv]]
-    """Imports the environment when it is asked for, so that heavy packages stay out of everyone else's start."""
+    """Imports the environment on first use, so that its packages do not slow down other commands."""
     summary: str
     package: str
     """Top-level module it needs beyond this package's own dependencies."""
@@ -25,7 +25,7 @@ class Entry:
     licence: str
     """Licence of the data or game behind it."""
     check: Callable[[], object] = object
-    """Raises ConfigError when it cannot be played here for want of something that is no package."""
+    """Raises ConfigError if something is missing that pip cannot install, such as Chromium."""
 
 
 def _textcraft() -> type[TextEnv]:
@@ -144,12 +144,12 @@ CATALOG: dict[str, Entry] = {
 
 
 def load(name: str) -> type[TextEnv]:
-    """The class of environment `name`; ConfigError when it is unknown or its packages are missing."""
+    """Return the class of environment `name`. Raise ConfigError if it is unknown or its packages are missing."""
     if name not in CATALOG:
         known = ", ".join(sorted(CATALOG))
         raise ConfigError(f"unknown environment {name!r}: known are {known}{did_you_mean(name, CATALOG)}")
     entry = CATALOG[name]
-    if find_spec(entry.package) is None:  # asked first: an environment may import it as late as in its constructor
+    if find_spec(entry.package) is None:  # checked first: an environment may import it only in its constructor
         raise ConfigError(
             f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
         )
@@ -161,8 +161,8 @@ def published_item(name: str, number: int) -> int:
     env_class = load(name)
     if not issubclass(env_class, HasAgentGymNumbers):
         raise ConfigError(
-            f"{name}_{number} is an item of AgentGym's {name}, whose games are not numbered (or not made) as those "
-            f"here: choose items by their number here, such as 0-99, or play AgentGym's own server at "
+            f"{name}_{number} is an item of AgentGym's {name}, whose games or numbers differ from this package's: "
+            f"choose items by their number here, such as 0-99, or play AgentGym's own server at "
             f"agentgym+http://HOST:PORT/{name}"
         )
     return env_class.published_item(number)
@@ -180,7 +180,7 @@ def require_names(env_class: type[TextEnv], split: str, subset: str | None = Non
 
 
 def items(env_class: type[TextEnv], split: str, subset: str | None = None) -> Sequence[int]:
-    """Items of a split, ascending: the range itself (nothing is listed), or with a subset a tuple made once."""
+    """Return the items of a split, ascending: its range, or with a subset a cached tuple."""
     require_names(env_class, split, subset)
     return env_class.splits[split] if subset is None else _subset_items(env_class, split, subset)
 
@@ -191,7 +191,7 @@ def _subset_items(env_class: type[TextEnv], split: str, subset: str) -> tuple[in
 
 
 def class_of(factory: Callable[[], TextEnv]) -> type[TextEnv]:
-    """The class behind a factory: itself, what a partial makes, or that of an instance made to look at."""
+    """Return the class behind a factory: a class itself, the class of a partial, or that of a new instance."""
     if isinstance(factory, partial):
         return class_of(factory.func)
     if isinstance(factory, type):

@@ -1,10 +1,10 @@
 """The asynchronous client of one environment server.
 
-Every call has a deadline over all it does. It is tried again only where that is safe: when no connection could be made,
-so nothing was sent, and when the server says it is full. A step that was sent and not answered is never sent twice.
+Every call has one deadline, retries included. A call is retried only if that is safe: if no connection was made and
+nothing was sent, or if the server is full. A step that was sent and not answered is never sent twice.
 
-`EnvClient` is the seam for other dialects: a class with the same methods (create, reset, step, close, info, ...) that
-writes and reads other fields can stand in its place; the pool knows nothing of the wire. `agentgym.py` has one.
+Other protocols plug in here: a class with the methods of `EnvClient` (create, reset, step, close, info, ...) can
+replace it, because the pool does not depend on the wire format. `agentgym.py` has such a class.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import urlencode
 import orjson
 
 from agentgym_rl.environment import wire
-from agentgym_rl.environment.connection import Answer, BrokeOff, CannotConnect, Connection
+from agentgym_rl.environment.connection import Answer, CannotConnect, Connection, ConnectionBroken
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 from agentgym_rl.types import Step
 
@@ -29,9 +29,9 @@ MAX_DELAY_S = 2.0
 
 
 class EnvClient:
-    """Speaks to one environment: `http://host:port/textcraft`, or `http://host:port` of a server that has just one.
+    """Client of one environment: `http://host:port/textcraft`, or `http://host:port` if the server has only one.
 
-    It has one connection, and calls take turns: give every session that plays at the same time a client of its own.
+    All calls share one connection, one at a time. Sessions that run concurrently need a client each.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout_s: float = 60.0) -> None:
@@ -48,19 +48,19 @@ class EnvClient:
         self.drop()
 
     def drop(self) -> None:
-        """Close the connection; another call opens another."""
+        """Close the connection. The next call opens a new one."""
         self._connection.drop()
 
     async def create(self, wait_timeout_s: float | None = None, owner: str = "") -> int:
-        """Id of a new session; asks again for up to `wait_timeout_s` while the server is full. It ends with the hold of
-        its `owner`, if there is one."""
+        """Return the id of a new session. While the server is full, retry for up to `wait_timeout_s`.
+        The session ends with the hold of its `owner`, if there is one."""
         give_up_at = time.monotonic() + (self.timeout_s if wait_timeout_s is None else wait_timeout_s)
         delay_s = FIRST_DELAY_S
         while True:
             try:
                 return await self._create(owner)
             except wire.Full:
-                # Jitter, so that many who wait for room do not all come back at once.
+                # Jitter, so that waiting clients do not all retry at once.
                 pause_s = delay_s * random.uniform(0.5, 1.5)
                 if time.monotonic() + pause_s > give_up_at:
                     raise
@@ -74,7 +74,7 @@ class EnvClient:
         return int(answer["id"])
 
     async def reset(self, session_id: int, item: int) -> Step:
-        # `data_idx` is for servers of earlier versions; here it would be AgentGym's number of the item.
+        # `data_idx` is for servers of earlier versions. Without `item` it would be AgentGym's number of the item.
         answer = await self._json("POST", "/reset", {"id": session_id, "item": item, "data_idx": item})
         return wire.read_step(answer, f"{self.url}/reset")
 
@@ -98,7 +98,7 @@ class EnvClient:
         return str(await self._json("GET", f"/oracle?id={session_id}"))
 
     async def advice(self, session_id: int) -> tuple[str, str]:
-        """(thought, action) of the oracle; a server that knows no thoughts answers with the action alone."""
+        """Return thought and action of the oracle. The thought is empty if the server has none."""
         path = f"/oracle?id={session_id}&thought=true"
         answer = await self._json("GET", path)
         if isinstance(answer, str):
@@ -127,7 +127,7 @@ class EnvClient:
             query = urlencode({"split": split, "offset": len(items)} | ({"subset": subset} if subset else {}))
             try:
                 answer = await self._json("GET", f"/items?{query}")
-            except wire.BadRequest as error:  # no such split or subset: a mistake of the user, as in process
+            except wire.BadRequest as error:  # no such split or subset: a ConfigError, as in a LocalPool
                 raise ConfigError(str(error)) from error
             if not isinstance(answer, dict) or not isinstance(answer.get("items"), list):
                 raise EnvError(f"{self.url}/items must answer with items and total, got {answer!r:.80}")
@@ -143,31 +143,31 @@ class EnvClient:
         return wire.read_answer((await self._request(method, path, body, timeout_s)).body, self.url + path)
 
     async def _request(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Answer:
-        """The answer, if it is 200; anything else is an exception."""
-        answer = await self._any_answer(method, path, body, timeout_s)
+        """Return the answer if its status is 200; raise otherwise."""
+        answer = await self._exchange(method, path, body, timeout_s)
         if answer.status != 200:
             raise wire.error_from(answer.status, answer.body, self.url + path)
         return answer
 
-    async def _any_answer(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Answer:
-        """The answer, whatever its status."""
+    async def _exchange(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Answer:
+        """Return the answer with any status."""
         where = self.url + path
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         try:
             content = b"" if body is None else orjson.dumps(body)
         except TypeError as error:
-            raise EnvError(f"{where} cannot be asked what JSON cannot carry: {error}") from None
+            raise EnvError(f"the request to {where} cannot be written as JSON: {error}") from None
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._send(method, path, content)
+                return await self._send_with_retries(method, path, content)
         except TimeoutError:
             raise EnvTimeout(f"{where} did not answer within its deadline of {timeout_s:g} s") from None
-        except BrokeOff as error:
-            raise EnvUnavailable(f"{where} broke off before it answered: {error}") from error
+        except ConnectionBroken as error:
+            raise EnvUnavailable(f"{where} did not send a complete HTTP answer: {error}") from error
         except CannotConnect as error:
             raise EnvUnavailable(f"{where} cannot be reached ({error}): is the server running?") from error
 
-    async def _send(self, method: str, path: str, content: bytes) -> Answer:
+    async def _send_with_retries(self, method: str, path: str, content: bytes) -> Answer:
         for attempt in range(1, CONNECT_ATTEMPTS):
             try:
                 return await self._connection.request(method, path, content)

@@ -1,7 +1,7 @@
-"""One kept-alive HTTP/1.1 connection: the little of HTTP that an environment's client needs, done fast.
+"""One keep-alive HTTP/1.1 connection with the few features that an environment client needs.
 
-A general client costs over a millisecond of processor time a call, ten times what the server needs to answer; with
-hundreds of sessions that is what a rollout would wait for. Left out on purpose: redirects, cookies, proxies, HTTP/2.
+A general HTTP client takes over a millisecond of CPU time per call, ten times the server's share. With hundreds of
+sessions a rollout would wait for that. There are no redirects, cookies, proxies or HTTP/2.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from urllib.parse import urlsplit
 from agentgym_rl.errors import ConfigError, EnvUnavailable
 
 KEEPALIVE_S = 4.0
-"""An idle connection is dropped before the server drops it (uvicorn's default is 5 s): a request that races with the
-server's close fails, and could not be sent again safely."""
+"""Seconds after which an idle connection is not reused. The server closes it a little later (uvicorn after 5 s), and
+a request that races with that close fails and cannot be repeated safely."""
 MAX_HEAD_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 24
-"""Of an answer; a longer one is an error, and the rest of it is not read."""
+"""Largest body of an answer. A longer one is an error, and the rest of it is not read."""
 
 
 class CannotConnect(EnvUnavailable):
-    """No connection could be made, so nothing was sent: safe to try again."""
+    """No connection was made and nothing was sent, so a retry is safe."""
 
 
-class BrokeOff(EnvUnavailable):
-    """The connection ended, or what came is not HTTP, after the request may have been sent."""
+class ConnectionBroken(EnvUnavailable):
+    """The connection ended, or the answer is not HTTP, after the request may have been sent."""
 
 
 @dataclass(slots=True)
@@ -42,22 +42,22 @@ class Answer:
 
 @cache
 def tls() -> ssl.SSLContext:
-    """Made once: reading the certificates takes longer than an episode of a cheap game."""
+    """Return the TLS settings, made once: reading the certificates takes longer than an episode of a cheap game."""
     return ssl.create_default_context()
 
 
 class Connection:
-    """Requests are made one after the other. The caller sets the deadline; a cancelled request drops the connection."""
+    """Sends one request at a time. The caller sets the deadline; a cancelled request drops the connection."""
 
     def __init__(self, url: str, token: str | None = None) -> None:
-        needed = f"an environment's address looks like http://127.0.0.1:36001/textcraft, got {url!r}"
+        message = f"an environment's address looks like http://127.0.0.1:36001/textcraft, got {url!r}"
         try:
             parts = urlsplit(url)
             port = parts.port
         except ValueError:
-            raise ConfigError(needed) from None
+            raise ConfigError(message) from None
         if parts.scheme not in ("http", "https") or not parts.hostname or not re.fullmatch(r"[!-~]+", url):
-            raise ConfigError(needed)
+            raise ConfigError(message)
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             raise ConfigError("a token is made of printable ASCII characters without spaces")
         self._tls = tls() if parts.scheme == "https" else None
@@ -74,29 +74,29 @@ class Connection:
         async with self._lock:
             reader, writer = await self._open()
             try:
-                writer.write(self.head(method, path, len(content)) + content)
+                writer.write(self.request_head(method, path, len(content)) + content)
                 await writer.drain()
                 answer, reusable = await _read(reader)
             except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
                 self.drop()
-                raise BrokeOff(str(error) or type(error).__name__) from error
+                raise ConnectionBroken(str(error) or type(error).__name__) from error
             except BaseException:
-                self.drop()  # half an answer may be under way: the next request must not read it
+                self.drop()  # the rest of this answer may still arrive: the next request must not read it
                 raise
-            # After an exception uvicorn closes the connection without saying so: another request would be lost.
+            # After an exception uvicorn closes the connection unannounced: another request would be lost.
             if reusable and answer.status < 500:
                 self._idle_since = time.monotonic()
             else:
                 self.drop()
             return answer
 
-    def head(self, method: str, path: str, size: int) -> bytes:
-        """Of a request with a body of so many bytes."""
+    def request_head(self, method: str, path: str, size: int) -> bytes:
+        """Return the head of a request whose body has `size` bytes."""
         lines = f"{method} {self._prefix}{path} HTTP/1.1\r\n{self._headers}Content-Length: {size}\r\n\r\n"
         return lines.encode("latin-1")
 
-    async def open_with(self, protocol: Callable[[], asyncio.Protocol]) -> None:
-        """Another connection to the same server, for somebody else to use."""
+    async def open_protocol(self, protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Open another connection to the same server, driven by `protocol`."""
         await asyncio.get_running_loop().create_connection(protocol, self._host, self._port, ssl=self._tls)
 
     def drop(self) -> None:
@@ -120,7 +120,7 @@ class Connection:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[Answer, bool]:
-    """An answer, and whether the connection can be used again."""
+    """Return an answer, and whether the connection can be used again."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     first, *lines = head.split("\r\n")
     status = re.fullmatch(r"HTTP/1\.([01]) (\d{3})(?: .*)?", first)
@@ -135,13 +135,13 @@ async def _read(reader: asyncio.StreamReader) -> tuple[Answer, bool]:
     elif status[2] == "204":
         body = b""
     else:
-        body = await _read_to_the_end(reader)
+        body = await _read_until_eof(reader)
         reusable = False
     return Answer(int(status[2]), headers.get("content-type", ""), body), reusable
 
 
-async def _read_to_the_end(reader: asyncio.StreamReader) -> bytes:
-    """A body without a stated length ends with the connection; one read returns only what has come so far."""
+async def _read_until_eof(reader: asyncio.StreamReader) -> bytes:
+    """Return a body without a stated length, which ends with the connection. A single read may return less."""
     body = bytearray()
     while part := await reader.read(MAX_HEAD_BYTES):
         body += part
@@ -152,15 +152,15 @@ async def _read_to_the_end(reader: asyncio.StreamReader) -> bytes:
 
 async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
     chunks: list[bytes] = []
-    room = MAX_BODY_BYTES
+    bytes_left = MAX_BODY_BYTES
     while True:
         size = _size((await reader.readuntil(b"\r\n")).split(b";")[0].decode("latin-1").strip(), 16)
         if size == 0:
             while await reader.readuntil(b"\r\n") != b"\r\n":  # trailers
                 pass
             return b"".join(chunks)
-        room -= size
-        if room < 0:
+        bytes_left -= size
+        if bytes_left < 0:
             raise ValueError(f"the answer is over {MAX_BODY_BYTES} bytes")
         chunks.append(await reader.readexactly(size))
         await reader.readexactly(2)

@@ -1,8 +1,8 @@
-"""How AgentGym's own clients speak to this server: what they call the session and the item, and what they read.
+"""Dialects of AgentGym's own clients: their field names of session and item, and the fields they read.
 
-Requests of this package name the item `item`, those of AgentGym's clients `data_idx`, `game`, `seed`, `idx` or `id`.
-So one path serves both: a session that was reset in AgentGym's words is answered in them until its next reset.
-Where AgentGym's numbers name the same games as here, they are translated; otherwise they are this server's own.
+This package's requests name the item `item`; AgentGym's clients call it `data_idx`, `game`, `seed`, `idx` or `id`.
+So one path serves both. A session that was reset with AgentGym's fields is answered with them until its next reset.
+AgentGym's item numbers are translated if they name the same games as here; otherwise they are this server's own.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ def _as_is(answer: Answer, env: TextEnv) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What AgentGym's client of one environment sends and reads beyond this server's protocol."""
+    """Fields that AgentGym's client of one environment sends and reads beyond this server's protocol."""
 
     item_key: str = ""
-    """Name of the item in /reset; empty if the client speaks this server's protocol as it is."""
-    created: Callable[[bytes, Answer], Any] = lambda raw, answer: answer
-    """Answer to /create, given the request's body."""
-    action: Callable[[str], str] = lambda text: text
-    """The action in what the client sends."""
+    """Name of the item in /reset. Empty if the client uses this server's protocol unchanged."""
+    after_create: Callable[[bytes, Answer], Any] = lambda raw, answer: answer
+    """Returns the answer to /create, given the request's body."""
+    read_action: Callable[[str], str] = lambda text: text
+    """Returns the action in the text that the client sends."""
     after_reset: Callable[[Answer, TextEnv], Any] = _as_is
     after_step: Callable[[Answer, TextEnv], Any] = _as_is
-    questions: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
-    """Further GET paths: a function of the environment, which must not change it and may be asked before a reset."""
+    queries: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    """Further GET paths. Each reads the environment without changing it, and works before a reset too."""
 
     def read_item(self, body: dict[str, Any], env_class: type[TextEnv]) -> tuple[int, bool]:
-        """Return the item of a /reset, and whether it was asked for in AgentGym's words."""
+        """Return the item of a /reset, and whether the request uses AgentGym's fields."""
         if "item" in body:
             return wire.integer(body, "item"), False
         if not self.item_key or self.item_key not in body or (self.item_key == "id" and "env_idx" not in body):
@@ -55,14 +55,14 @@ def session_id(body: dict[str, Any]) -> int:
     return wire.integer(body, "env_idx" if "env_idx" in body else "id")
 
 
-def created_session(answer: bytes) -> int:
-    """Return the session's id in an answer to /create, which may be the bare number."""
+def created_session_id(answer: bytes) -> int:
+    """Return the session id in an answer to /create, which may be a bare number."""
     created = orjson.loads(answer)
     return int(created["id"] if isinstance(created, dict) else created)
 
 
 def _bare_number(raw: bytes, answer: Answer) -> Any:
-    """SearchQA's client names an item already here and takes the whole answer for the session's number."""
+    """Return the bare session id to SearchQA's client, which sends an item here and reads the answer as the id."""
     try:
         body = orjson.loads(raw) if raw else None
     except orjson.JSONDecodeError:
@@ -71,13 +71,13 @@ def _bare_number(raw: bytes, answer: Answer) -> Any:
 
 
 def _in_points(answer: Answer, env: TextEnv) -> Answer:
-    """ScienceWorld pays up to 100 points where this package pays up to 1."""
+    """Scale rewards to ScienceWorld's 100 points. This package's rewards add up to 1."""
     points = answer["info"].get("score", round(100 * answer["score"]))
     return {**answer, "reward": round(100 * answer["reward"]), "score": points}
 
 
 def _with_description(answer: Answer, env: Any) -> Answer:
-    """The client itself puts the task before the first observation."""
+    """Add the task description, which the client itself puts before the first observation."""
     return {**_in_points(answer, env), "task_description": env.task_description, "observation": env.first_look}
 
 
@@ -86,9 +86,9 @@ def _with_endings(answer: Answer, env: TextEnv) -> Answer:
 
 
 def _fenced_action(text: str) -> str:
-    """The client sends the whole reply of a model; the action is what it puts between three backticks first."""
-    found = _FENCED.search(text)
-    return found[1].strip() if found else text
+    """Return the action in a whole model reply: the text of its first block in three backticks."""
+    block = _FENCED.search(text)
+    return block[1].strip() if block else text
 
 
 DIALECTS: dict[str, Dialect] = {
@@ -102,17 +102,17 @@ DIALECTS: dict[str, Dialect] = {
         after_step=_with_endings,
     ),
     "maze": Dialect("game"),
-    "wordle": Dialect("seed", questions={"/filtered_vocab": lambda env: env.vocabulary()}),
+    "wordle": Dialect("seed", queries={"/filtered_vocab": lambda env: env.vocabulary()}),
 }
-"""By environment. TextCraft's and BabyAI's clients speak this server's protocol as it is."""
+"""Dialects by environment. TextCraft's and BabyAI's clients use this server's protocol unchanged."""
 
 
 def dialect_of(env_class: type[TextEnv]) -> Dialect:
     return DIALECTS.get(env_class.name, Dialect())
 
 
-def ask(question: Callable[[Any], Any], env: TextEnv) -> Any:
+def run_query(query: Callable[[Any], Any], env: TextEnv) -> Any:
     try:
-        return question(env)
+        return query(env)
     except Exception as error:
         raise EnvError(f"{env.name} raised {type(error).__name__}: {error}") from error

@@ -1,8 +1,8 @@
-"""Action formats: how an agent writes its action, and how that becomes the text an environment takes.
+"""Action formats: how an agent writes its action, and how the reply is parsed into the environment's action.
 
-A reply without an action becomes `NO_ACTION`. No environment has such a command, so it answers in its own words that
-the action is invalid, the turn counts, and the agent can learn from it. The reply itself is not passed on: it could
-happen to contain a valid command, and the format would then be optional. Nothing here evaluates what a model wrote.
+A reply without an action becomes `NO_ACTION`. No environment has such a command, so it answers that the action is
+invalid, the turn counts, and the agent can learn from it. The reply itself is not passed on: it could contain a valid
+command by chance, and the format would then be optional. Nothing here evaluates model output as code.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from agentgym_rl.errors import ConfigError
 NO_ACTION = "(no action found)"
 
 MAX_JSON_ATTEMPTS = 64
-"""Opening braces tried per reply: a bound on the work that a hostile or broken reply can cause."""
+"""Opening braces tried per reply. This bounds the work that a hostile or broken reply can cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionFormat:
     explain: str
-    """Appended to the environment's instruction; empty when there is nothing to say."""
+    """Text appended to the environment's instruction. May be empty."""
     parse: Callable[[str], str]
-    """The agent's reply -> the environment's action."""
+    """Returns the environment's action in an agent's reply."""
 
 
 def parse_plain(reply: str) -> str:
@@ -38,9 +38,9 @@ _AFTER_ACTION = re.compile(r"^\s*\**(?:Thought|Observation):", re.MULTILINE)
 
 
 def parse_react(reply: str) -> str:
-    """`Thought: I need wood. Action: get 1 oak log` -> `get 1 oak log`; the last Action counts, Thought may be missing.
+    """Parse `Thought: I need wood. Action: get 1 oak log` to `get 1 oak log`. The Thought is optional.
 
-    What a model invents after its action (another Thought, an Observation of its own) is cut off.
+    The last Action counts. A Thought or Observation that the model invents after its action is cut off.
     """
     actions = list(_ACTION.finditer(reply))
     if not actions:
@@ -52,11 +52,11 @@ def parse_react(reply: str) -> str:
 
 
 def parse_function_call(reply: str) -> str:
-    """`{"name": "get", "arguments": {"item": "1 oak log"}}` -> `get 1 oak log`; the last call counts.
+    """Parse `{"name": "get", "arguments": {"item": "1 oak log"}}` to `get 1 oak log`. The last call counts.
 
-    Underscores in the name are spaces; the arguments' values follow in the order written, lists joined by commas.
-    Text around the JSON (thoughts, <tool_call> tags, a fence) does not matter; OpenAI's nesting under `function` and
-    arguments given as a JSON string are understood.
+    Underscores in the name become spaces. The argument values follow in the given order, lists joined by commas.
+    Text around the JSON (thoughts, <tool_call> tags, a fence) is ignored. OpenAI's nesting under `function` and
+    arguments as a JSON string are accepted.
     """
     command = NO_ACTION
     decoder = json.JSONDecoder()
@@ -75,7 +75,7 @@ def parse_function_call(reply: str) -> str:
 
 
 def _command(call: Any) -> str | None:
-    """The command a decoded call stands for, None when it is not a call."""
+    """Return the command of a decoded call, or None if it is not a call."""
     if isinstance(call, dict) and isinstance(call.get("function"), dict):
         call = call["function"]
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
@@ -101,7 +101,7 @@ _FENCE = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE |
 
 
 def parse_code(reply: str) -> str:
-    """The inside of the last complete fenced block."""
+    """Return the content of the last complete fenced block."""
     blocks = _FENCE.findall(reply)
     return (blocks[-1].strip() if blocks else "") or NO_ACTION
 

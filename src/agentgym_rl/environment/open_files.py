@@ -1,4 +1,4 @@
-"""Every session takes a socket, and systems begin with room for 1,024 open files: ask for what is needed."""
+"""The limit of open files: each session needs a socket, and the usual soft limit is 1,024."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ import sys
 
 logger = logging.getLogger(__name__)
 
-SPARE = 256
-"""Files a process has open besides its sessions."""
+OTHER_FILES = 256
+"""Open files of a process besides its sessions."""
 
 
 def allow_open_files(sessions: int, holds: int = 0) -> int:
-    """Raise this process's soft limit so that sockets of `sessions` and `holds` fit; returns how many files it may open
-    then.
+    """Raise this process's soft limit to fit the sockets of `sessions` and `holds`, and return the new limit.
 
-    What the hard limit does not allow is said in a warning: connections past it would be refused by the system.
+    Log a warning if the hard limit is lower than needed, because the system refuses connections above it.
     """
     if sys.platform == "win32":
-        return sessions + holds + SPARE  # no such limit
+        return sessions + holds + OTHER_FILES  # no such limit
     import resource
 
-    needed = sessions + holds + SPARE
+    needed = sessions + holds + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return soft if soft != resource.RLIM_INFINITY else needed

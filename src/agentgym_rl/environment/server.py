@@ -1,8 +1,7 @@
-"""The HTTP server: many sessions of one or several environments in one process. docs/protocol.md says what travels.
+"""The HTTP server: many sessions of environments in one process. docs/reference/protocol.md has the protocol.
 
-The four hot paths (create, reset, step, close) are answered by `Gate`, the outermost layer, straight from bytes to
-bytes; everything else is an ordinary FastAPI route. Routing and validating them in FastAPI costs more than a step of
-a cheap environment does.
+`Dispatcher`, the outermost layer, answers the four hot paths (create, reset, step, close) directly from bytes to bytes:
+FastAPI's routing and validation cost more than a step of a cheap environment. All other paths are FastAPI routes.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from agentgym_rl import __version__
+from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.environment import catalog, dialects, wire
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.types import Step
 
 logger = logging.getLogger(__name__)
 
 Handler = Callable[[bytes], Awaitable[bytes]]
 """Body in, body out."""
-TURNS_TO_HEAR = 5
-"""Of the loop, until what a connection has is read, its end is known and whoever waits for that is woken."""
+DISCONNECT_CHECK_ITERATIONS = 5
+"""Event-loop iterations before checking whether the client disconnected."""
 
 CAPABILITIES = {
     "actions": HasActions,
@@ -47,53 +46,53 @@ CAPABILITIES = {
 }
 MAX_ITEMS_PER_ANSWER = 100_000
 MAX_SESSIONS = 4096
-HOLDS = 1024
-"""Clients whose connections there is room for besides those of all sessions."""
+RESERVED_HOLDS = 1024
+"""Open files reserved for the holds of clients, besides those of all sessions."""
 HEARTBEAT_S = 15.0
-"""Between signs of life on a hold, so that no proxy takes it for dead."""
+"""Seconds between heartbeats on a hold, so that no proxy closes it as idle."""
 BODY_TIMEOUT_S = 30.0
-"""A client that announces a body and does not send it is dropped after this long."""
+"""Seconds to wait for the body of a request."""
 
 
 def hot_handlers(sessions: Sessions, env: str, env_class: type[TextEnv]) -> dict[str, Handler]:
-    """The paths a rollout spends its time in."""
+    """Return the handlers of the paths that a rollout calls most."""
     dialect = dialects.dialect_of(env_class)
 
     async def create(raw: bytes) -> bytes:
         # AgentGym's TextCraft client reads an observation here, before it has chosen an item.
-        waiting = Step("Reset this session with an item to begin.")
-        answer = wire.step_answer(waiting, 0.0, await sessions.create(env, wire.owner(raw)))
-        return wire.dump(dialect.created(raw, answer))
+        placeholder = Step("Reset this session with an item to begin.")
+        answer = wire.step_answer(placeholder, 0.0, await sessions.create(env, wire.owner(raw)))
+        return wire.dump(dialect.after_create(raw, answer))
 
     async def reset(raw: bytes) -> bytes:
         body = wire.read_body(raw)
         session_id = dialects.session_id(body)
-        item, in_agentgym_words = dialect.read_item(body, env_class)
+        item, uses_agentgym_fields = dialect.read_item(body, env_class)
         session = sessions.get(env, session_id)
         try:
             step = await session.reset(item)
-            session.in_agentgym_words = in_agentgym_words
+            session.uses_agentgym_fields = uses_agentgym_fields
         except EnvError as error:
-            sessions.failed(session_id, error)
+            sessions.record_failure(session_id, error)
             raise
         finally:
             sessions.touch(session_id)
         answer = wire.step_answer(step, session.score, session_id)
-        return wire.dump(dialect.after_reset(answer, session.environment) if in_agentgym_words else answer)
+        return wire.dump(dialect.after_reset(answer, session.environment) if uses_agentgym_fields else answer)
 
     async def step(raw: bytes) -> bytes:
         body = wire.read_body(raw)
         session_id, action = dialects.session_id(body), wire.text(body, "action")
         session = sessions.get(env, session_id)
         try:
-            step = await session.step(dialect.action(action) if session.in_agentgym_words else action)
+            step = await session.step(dialect.read_action(action) if session.uses_agentgym_fields else action)
         except EnvError as error:
-            sessions.failed(session_id, error)
+            sessions.record_failure(session_id, error)
             raise
         finally:
             sessions.touch(session_id)
         answer = wire.step_answer(step, session.score)
-        return wire.dump(dialect.after_step(answer, session.environment) if session.in_agentgym_words else answer)
+        return wire.dump(dialect.after_step(answer, session.environment) if session.uses_agentgym_fields else answer)
 
     async def close(raw: bytes) -> bytes:
         await sessions.close(env, dialects.session_id(wire.read_body(raw)))
@@ -102,45 +101,45 @@ def hot_handlers(sessions: Sessions, env: str, env_class: type[TextEnv]) -> dict
     return {"/create": create, "/reset": reset, "/step": step, "/close": close}
 
 
-def undoing_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
-    """What to do with an answer that nobody waits for any more: of a session only its opener knows the id."""
+def undo_handlers(sessions: Sessions, env: str) -> dict[str, Handler]:
+    """Return the handlers that undo a request whose client left before the answer. No other client knows the id."""
 
     async def create(answer: bytes) -> bytes:
-        await sessions.close(env, dialects.created_session(answer))
+        await sessions.close(env, dialects.created_session_id(answer))
         return b""
 
     return {"/create": create}
 
 
 async def hold(sessions: Sessions, raw: bytes, receive: Receive, send: Send) -> None:
-    """Answer, and go on answering until the client leaves or the server shuts down."""
+    """Send heartbeats until the client disconnects or the server shuts down."""
     owner = wire.text(wire.read_body(raw), "owner")
     if not owner:
-        raise wire.BadRequest("owner must not be empty: that is who sessions without one belong to")
+        raise wire.BadRequest("owner must not be empty: an empty owner marks sessions without one")
     with sessions.held(owner):
-        headers = [(b"content-type", b"text/plain"), (b"x-accel-buffering", b"no")]  # nginx would keep the first byte
+        headers = [(b"content-type", b"text/plain"), (b"x-accel-buffering", b"no")]  # nginx would buffer the first byte
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        left = asyncio.ensure_future(_disconnected(receive))
-        closing = asyncio.ensure_future(sessions.closing.wait())
+        disconnected = asyncio.ensure_future(_wait_for_disconnect(receive))
+        shutdown = asyncio.ensure_future(sessions.shutting_down.wait())
         try:
-            while not (left.done() or closing.done()):
+            while not (disconnected.done() or shutdown.done()):
                 await send({"type": "http.response.body", "body": b"\n", "more_body": True})
-                await asyncio.wait((left, closing), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((disconnected, shutdown), timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
             await send({"type": "http.response.body", "body": b""})
         finally:
-            left.cancel()
-            closing.cancel()
+            disconnected.cancel()
+            shutdown.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class Gate:
-    """The outermost layer: Host and Origin, token, size limit, hot paths, holds; the rest goes to the FastAPI app.
+class Dispatcher:
+    """The outermost ASGI layer: checks Host, Origin, token and size, and answers the hot paths and holds.
 
-    Without a token the server is on loopback, where every page of the web can reach it through a browser.
+    Without a token the server listens on loopback, where any web page can reach it through the user's browser.
     """
 
     def __init__(
@@ -148,17 +147,17 @@ class Gate:
         app: ASGIApp,
         sessions: Sessions,
         handlers: Mapping[str, Handler],
-        undoing: Mapping[str, Handler],
+        undo_handlers: Mapping[str, Handler],
         token: str | None,
         max_request_bytes: int,
     ) -> None:
         self._app, self._sessions = app, sessions
         self._hold_paths = {"/hold", *(f"/{env}/hold" for env in sessions.environments)}
-        self._handlers, self._undoing = handlers, undoing
+        self._handlers, self._undo_handlers = handlers, undo_handlers
         self._authorization = f"Bearer {token}".encode() if token else None
         self._max_request_bytes = max_request_bytes
         self._accepted_host: str | None = None
-        """Host header of the last request; most requests come from one kind of client and need no second look."""
+        """Host header of the last accepted request. Most requests repeat it, and it is not checked again."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -181,15 +180,15 @@ class Gate:
         if origin is not None or fetch_site is not None or host != self._accepted_host:
             status, reason = refusal(scope["method"], host, origin, fetch_site, self._authorization is None)
             if status:
-                await answer(send, status, wire.error_body(ConfigError(reason)))
+                await send_answer(send, status, wire.error_body(ConfigError(reason)))
                 return
             self._accepted_host = host
         if self._authorization and not hmac.compare_digest(authorization, self._authorization):
             detail = wire.error_body(ConfigError("a valid bearer token is needed: send Authorization: Bearer TOKEN"))
-            await answer(send, 401, detail, (b"www-authenticate", b"Bearer"))
+            await send_answer(send, 401, detail, (b"www-authenticate", b"Bearer"))
             return
         if content_length > self._max_request_bytes:
-            await answer(send, 413, wire.error_body(self._too_large(str(content_length))))
+            await send_answer(send, 413, wire.error_body(self._too_large(str(content_length))))
             return
         handler = self._handlers.get(scope["path"]) if scope["method"] == "POST" else None
         is_hold = scope["method"] == "POST" and scope["path"] in self._hold_paths
@@ -202,17 +201,18 @@ class Gate:
                 await hold(self._sessions, raw, receive, send)
                 return
             body = await handler(raw)
-            if (undo := self._undoing.get(scope["path"])) is not None and await has_left(receive):
+            if (undo := self._undo_handlers.get(scope["path"])) is not None and await client_disconnected(receive):
                 await undo(body)
         except (EnvError, ConfigError) as error:
-            await answer(send, wire.STATUS.get(type(error), 500), wire.error_body(error))
+            await send_answer(send, wire.STATUS.get(type(error), 500), wire.error_body(error))
         except TimeoutError:
-            await answer(send, 408, wire.error_body(TimeoutError(f"the body did not come within {BODY_TIMEOUT_S:g} s")))
+            late = TimeoutError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s")
+            await send_answer(send, 408, wire.error_body(late))
         except Exception as error:
             logger.exception("%s failed", scope["path"])
-            await answer(send, 500, wire.error_body(RuntimeError(f"{type(error).__name__}: {error}")))
+            await send_answer(send, 500, wire.error_body(RuntimeError(f"{type(error).__name__}: {error}")))
         else:
-            await answer(send, 200, body)
+            await send_answer(send, 200, body)
 
     async def _body(self, receive: Receive) -> bytes:
         async with asyncio.timeout(BODY_TIMEOUT_S):
@@ -230,21 +230,21 @@ class Gate:
 
 
 class EnvironmentApp(FastAPI):
-    """FastAPI behind a gate. Not a middleware of it: what FastAPI does around those costs as much as a step."""
+    """FastAPI behind a dispatcher. FastAPI's own middleware would cost as much as a step of a cheap environment."""
 
-    gate: Gate
+    dispatcher: Dispatcher
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self.gate(scope, receive, send)
+        await self.dispatcher(scope, receive, send)
 
-    async def inner(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def call_fastapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__(scope, receive, send)
 
 
-async def has_left(receive: Receive) -> bool:
-    """Whether the client of a request that was read has closed its connection."""
+async def client_disconnected(receive: Receive) -> bool:
+    """Return whether the client has closed its connection. Call this after the request body was read."""
     next_message = asyncio.ensure_future(receive())
-    for _ in range(TURNS_TO_HEAR):
+    for _ in range(DISCONNECT_CHECK_ITERATIONS):
         await asyncio.sleep(0)
     if not next_message.done():
         next_message.cancel()
@@ -252,7 +252,7 @@ async def has_left(receive: Receive) -> bool:
     return (await next_message)["type"] == "http.disconnect"
 
 
-async def answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
+async def send_answer(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:
     lines = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
     if status == 429:
         lines.append((b"retry-after", b"1"))
@@ -265,17 +265,17 @@ def json_response(value: Any) -> Response:
 
 
 def _session_id(id: int | None = None, env_idx: int | None = None) -> int:  # noqa: A002, the protocol's names
-    named = env_idx if id is None else id
-    if named is None:
+    session_id = env_idx if id is None else id
+    if session_id is None:
         raise wire.BadRequest("the query must name a session: id=NUMBER")
-    return named
+    return session_id
 
 
 SessionId = Annotated[int, Depends(_session_id)]
 
 
 def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRouter:
-    """Everything about one environment that is not hot."""
+    """Return the routes of one environment, except for the hot paths."""
     router = APIRouter()
 
     @router.get("/info")
@@ -299,7 +299,7 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
         offset: Annotated[int, Query(ge=0)] = 0,
         limit: Annotated[int, Query(ge=1, le=MAX_ITEMS_PER_ANSWER)] = MAX_ITEMS_PER_ANSWER,
     ) -> Response:
-        # In a thread: listing a subset looks at every item of the split once.
+        # In a thread: listing a subset checks every item of the split once.
         selected = await asyncio.to_thread(catalog.items, env_class, split, subset)
         return json_response({"items": list(selected[offset : offset + limit]), "total": len(selected)})
 
@@ -317,8 +317,8 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
     async def oracle(id: SessionId, thought: bool = False) -> Response:  # noqa: A002
         if not thought:
             return json_response(await ask(id, LocalSession.oracle))
-        words, action = await ask(id, LocalSession.advice)
-        return json_response({"thought": words, "action": action})
+        reasoning, action = await ask(id, LocalSession.advice)
+        return json_response({"thought": reasoning, "action": action})
 
     @router.get("/state_key")
     async def state_key(id: SessionId) -> Response:  # noqa: A002
@@ -331,31 +331,31 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
             media_type = "image/png"
         else:
             media_type = "image/svg+xml" if picture.lstrip().startswith(("<svg", "<?xml")) else "text/html"
-        # What an environment draws may hold text of a model: it must not run anything in the browser.
+        # A picture may contain text of a model: it must not run anything in the browser.
         policy = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; sandbox"
         headers = {"content-security-policy": policy, "x-content-type-options": "nosniff"}
         return Response(picture, media_type=media_type, headers=headers)
 
-    def add_question(path: str, question: Callable[[TextEnv], Any]) -> None:
+    def add_query(path: str, query: Callable[[TextEnv], Any]) -> None:
         @router.get(path)
-        async def answer_question(id: SessionId) -> Response:  # noqa: A002
-            return json_response(dialects.ask(question, sessions.get(env, id).environment))
+        async def answer_query(id: SessionId) -> Response:  # noqa: A002
+            return json_response(dialects.run_query(query, sessions.get(env, id).environment))
 
-    for path, question in dialects.dialect_of(env_class).questions.items():
-        add_question(path, question)
+    for path, query in dialects.dialect_of(env_class).queries.items():
+        add_query(path, query)
 
-    async def ask(session_id: int, question: Callable[[LocalSession], Awaitable[Any]]) -> Any:
+    async def ask(session_id: int, method: Callable[[LocalSession], Awaitable[Any]]) -> Any:
         try:
-            return await question(sessions.get(env, session_id))
+            return await method(sessions.get(env, session_id))
         except EnvError as error:
-            sessions.failed(session_id, error)
+            sessions.record_failure(session_id, error)
             raise
 
     return router
 
 
 def server_routes(sessions: Sessions) -> APIRouter:
-    """What concerns the whole server."""
+    """Return the routes of the whole server."""
     router = APIRouter()
 
     @router.get("/health")
@@ -389,7 +389,7 @@ def create_app(
     step_timeout_s: float = 60.0,
     max_request_bytes: int = 1 << 20,
 ) -> FastAPI:
-    """The server as an ASGI app: each environment under its name, and at the root too when there is just one."""
+    """Return the server as an ASGI app. Each environment is under its name; a single one is at the root too."""
     if not environments:
         raise ConfigError("a server needs at least one environment: name one")
     if max_sessions < 1 or min(idle_timeout_s, step_timeout_s) <= 0 or max_request_bytes < 1:
@@ -409,13 +409,13 @@ def create_app(
         title="AgentGym-RL environments", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     handlers: dict[str, Handler] = {}
-    undoing: dict[str, Handler] = {}
+    undo: dict[str, Handler] = {}
     for env, factory in environments.items():
         env_class = catalog.class_of(factory)
         for prefix in (f"/{env}", "") if len(environments) == 1 else (f"/{env}",):
             app.include_router(env_routes(sessions, env, env_class), prefix=prefix)
             handlers |= {prefix + path: handler for path, handler in hot_handlers(sessions, env, env_class).items()}
-            undoing |= {prefix + path: handler for path, handler in undoing_handlers(sessions, env).items()}
+            undo |= {prefix + path: handler for path, handler in undo_handlers(sessions, env).items()}
     app.include_router(server_routes(sessions))
     for env in environments:
         app.include_router(server_routes(sessions), prefix=f"/{env}")
@@ -426,19 +426,19 @@ def create_app(
 
     for kind in (EnvError, ConfigError, Exception):
         app.add_exception_handler(kind, refuse)
-    app.gate = Gate(app.inner, sessions, handlers, undoing, token, max_request_bytes)
+    app.dispatcher = Dispatcher(app.call_fastapi, sessions, handlers, undo, token, max_request_bytes)
     app.state.sessions = sessions
     return app
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; ConfigError when the address cannot be had."""
+    """Return a bound socket. Raise ConfigError if the address is not available."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"port {port} on {host} is in use: choose another port or end its user") from None
+            raise ConfigError(f"port {port} on {host} is in use: choose another port or stop its process") from None
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from None
     except OverflowError:
         raise ConfigError(f"a port is a number from 0 to 65535, got {port}") from None
@@ -453,9 +453,9 @@ def serve(
     announce: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> None:
-    """Serve environments of the catalog until interrupted; `options` are those of create_app.
+    """Serve environments of the catalog until interrupted. `options` are those of create_app.
 
-    `announce` is called once requests are answered: with a line for each environment and its address, then `ready`.
+    When the server is ready, `announce` gets one line per environment with its address, then `ready`.
     """
     if not token and not is_loopback(host):
         raise ConfigError(
@@ -476,7 +476,7 @@ def run(
     **options: Any,
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
-    allow_open_files(options.get("max_sessions", MAX_SESSIONS), HOLDS)
+    allow_open_files(options.get("max_sessions", MAX_SESSIONS), RESERVED_HOLDS)
     server = uvicorn_server(create_app(environments, **options))
     server.on_ready = on_ready
     with contextlib.suppress(KeyboardInterrupt), listener:
@@ -492,7 +492,7 @@ class Server(uvicorn.Server):
             self.on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.config.app.state.sessions.closing.set()  # type: ignore[union-attr]
+        self.config.app.state.sessions.shutting_down.set()  # type: ignore[union-attr]
         await super().shutdown(sockets)
 
 

@@ -1,4 +1,4 @@
-"""The sessions of a server: who has which, and when they end."""
+"""The sessions of a server: their ids, owners, holds and deadlines."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import EnvError, EnvTimeout
 
 SHUTDOWN_GRACE_S = 10.0
-"""How long a shutdown waits for calls in threads to come back, so that their environments are closed too."""
-GRACE_S = 30.0
-"""After somebody's hold has ended, until his sessions are closed: a connection that merely broke is back by then."""
+"""Seconds a shutdown waits for calls in threads to return, so that their environments are closed too."""
+HOLD_GRACE_S = 30.0
+"""Seconds from the end of an owner's last hold until its sessions are closed. A client can reconnect meanwhile."""
 
 LARGEST_ID = (1 << 53) - 1
-"""Ids are random, so that nobody can guess another's, and integers that JSON readers of every language hold exactly."""
+"""Largest session id. Ids are random, so that no client can guess another's, and exact in every JSON reader."""
 
 
 class Sessions:
-    """Every session of the server by id, and what became of them."""
+    """Every open session of the server by id, and counts of how sessions ended."""
 
     def __init__(
         self,
@@ -42,18 +42,18 @@ class Sessions:
         self._open: dict[int, tuple[str, LocalSession]] = {}
         self._last_used: dict[int, float] = {}
         self._owner: dict[int, str] = {}
-        """Of a session, where it has one."""
+        """Owners by session id. A session may have none."""
         self._holds: Counter[str] = Counter()
-        self._leaving: dict[str, asyncio.TimerHandle] = {}
-        """Owners whose last hold has ended, but not their time to come back."""
-        self._closings: set[asyncio.Task[None]] = set()
-        self.closing = asyncio.Event()
-        """The server shuts down: whoever holds something is let go."""
-        self._opening = 0
+        self._grace_timers: dict[str, asyncio.TimerHandle] = {}
+        """Timers of owners whose last hold has ended and who may still reconnect."""
+        self._close_tasks: set[asyncio.Task[None]] = set()
+        self.shutting_down = asyncio.Event()
+        """Set when the server shuts down. Holds end then."""
+        self._num_opening = 0
 
     @property
     def num_open(self) -> int:
-        return len(self._open) + self._opening
+        return len(self._open) + self._num_opening
 
     def num_open_of(self, env: str) -> int:
         return sum(name == env for name, _ in self._open.values())
@@ -61,14 +61,14 @@ class Sessions:
     async def create(self, env: str, owner: str = "") -> int:
         if self.num_open >= self.max_sessions:
             raise wire.Full(f"all {self.max_sessions} sessions are in use: close one, or try again later")
-        self._opening += 1
+        self._num_opening += 1
         try:
             session = await LocalSession.open(env, self.environments[env], self.step_timeout_s)
         except EnvError as error:
             self._count(error)
             raise
         finally:
-            self._opening -= 1
+            self._num_opening -= 1
         session_id = secrets.randbelow(LARGEST_ID) + 1
         self._open[session_id] = (env, session)
         self._last_used[session_id] = time.monotonic()
@@ -79,9 +79,9 @@ class Sessions:
 
     @contextlib.contextmanager
     def held(self, owner: str) -> Iterator[None]:
-        """While somebody holds the sessions of an owner."""
-        if (leaving := self._leaving.pop(owner, None)) is not None:
-            leaving.cancel()
+        """Keep the sessions of `owner` open inside the block, and for HOLD_GRACE_S after it."""
+        if (timer := self._grace_timers.pop(owner, None)) is not None:
+            timer.cancel()
         self._holds[owner] += 1
         try:
             yield
@@ -89,17 +89,18 @@ class Sessions:
             self._holds[owner] -= 1
             if not self._holds[owner]:
                 del self._holds[owner]
-                if not self.closing.is_set():
-                    self._leaving[owner] = asyncio.get_running_loop().call_later(GRACE_S, self._let_go, owner)
+                if not self.shutting_down.is_set():
+                    loop = asyncio.get_running_loop()
+                    self._grace_timers[owner] = loop.call_later(HOLD_GRACE_S, self._end_grace, owner)
 
-    def _let_go(self, owner: str) -> None:
-        del self._leaving[owner]
-        task = asyncio.create_task(self._close_those_of(owner))
-        self._closings.add(task)
-        task.add_done_callback(self._closings.discard)
+    def _end_grace(self, owner: str) -> None:
+        del self._grace_timers[owner]
+        task = asyncio.create_task(self._close_sessions_of(owner))
+        self._close_tasks.add(task)
+        task.add_done_callback(self._close_tasks.discard)
 
-    async def _close_those_of(self, owner: str) -> None:
-        for session_id in [session_id for session_id, of in self._owner.items() if of == owner]:
+    async def _close_sessions_of(self, owner: str) -> None:
+        for session_id in [session_id for session_id, name in self._owner.items() if name == owner]:
             if session_id in self._open:
                 _, session = self._open[session_id]
                 self._forget(session_id)
@@ -107,7 +108,7 @@ class Sessions:
                 await session.close()
 
     def touch(self, session_id: int) -> None:
-        """A call has ended: a session is idle from then on, however long the call took."""
+        """Restart the idle time of a session. Call this when a call ends, so that long calls do not count as idle."""
         if session_id in self._open:
             self._last_used[session_id] = time.monotonic()
 
@@ -115,7 +116,7 @@ class Sessions:
         name, session = self._open.get(session_id, ("", None))
         if session is None or name != env:
             raise wire.NoSuchSession(
-                f"no {env} session has the id {session_id}: it was closed, idle too long or never was"
+                f"no {env} session has the id {session_id}: it was closed, was idle too long or never existed"
             )
         self._last_used[session_id] = time.monotonic()
         return session
@@ -126,14 +127,14 @@ class Sessions:
         self.counts["closed"] += 1
         await session.close()
 
-    def failed(self, session_id: int, error: EnvError) -> None:
-        """Count a failure; a session whose thread hangs is discarded, one that raised may be reset."""
+    def record_failure(self, session_id: int, error: EnvError) -> None:
+        """Count a failure. Discard a session whose thread hangs; one that raised can be reset."""
         self._count(error)
         if isinstance(error, EnvTimeout):
             self._forget(session_id)
 
     async def reap(self) -> None:
-        """Close idle sessions, for ever."""
+        """Close idle sessions until cancelled."""
         while True:
             await asyncio.sleep(min(self.idle_timeout_s / 4, 15.0))
             oldest = time.monotonic() - self.idle_timeout_s
@@ -152,7 +153,7 @@ class Sessions:
         self.counts["closed"] += len(sessions)
         await asyncio.gather(*(session.close() for session in sessions))
         deadline = time.monotonic() + SHUTDOWN_GRACE_S
-        while any(session.ending for session in sessions) and time.monotonic() < deadline:  # noqa: ASYNC110, threads do not set events of a loop that ends
+        while any(session.is_closing for session in sessions) and time.monotonic() < deadline:  # noqa: ASYNC110, threads do not set events of a loop that ends
             await asyncio.sleep(0.02)
 
     def _forget(self, session_id: int) -> None:

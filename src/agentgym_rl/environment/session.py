@@ -1,9 +1,9 @@
-"""One environment being played in this process, guarded: every answer is checked and every failure is an EnvError.
+"""A session of one environment in this process. Every answer is checked and every failure is an EnvError.
 
-A cheap environment runs inline on the event loop, so that an episode never depends on thread timing. Any other gets a
-thread of its own, in which all its calls are made (some libraries insist on one thread), and a deadline on each call.
-A thread cannot be killed: one that hangs is abandoned, closes its environment if it ever comes back, and being a
-daemon does not keep the process alive. An environment with too many abandoned threads is not opened again.
+A cheap environment runs inline on the event loop, so that an episode never depends on thread timing. Any other gets
+its own thread for all its calls (some libraries require that) and a deadline for each call. A thread cannot be killed:
+a hung one is abandoned, and closes its environment if its call ever returns. As a daemon it does not keep the process
+alive. An environment with too many abandoned threads is not opened again.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ Outcome = tuple[Any, BaseException | None]
 
 
 class Worker:
-    """A daemon thread that makes the calls of one environment, in order."""
+    """A daemon thread that runs the calls of one environment, in order."""
 
     hung: ClassVar[dict[str, set[Worker]]] = {}
-    """By environment: workers that were abandoned; those that came back are removed when the next one is made."""
+    """Abandoned workers by environment. Those that have ended since are removed when the next worker starts."""
 
     def __init__(self, name: str) -> None:
         stuck = self.hung[name] = {worker for worker in self.hung.get(name, set()) if worker.alive}
         if len(stuck) >= MAX_HUNG_THREADS:
             raise EnvError(
-                f"{name} is not opened again: {len(stuck)} of its calls missed their deadline and never came back, "
-                "each in a thread that cannot be ended. Give the environment time-outs of its own, or serve it in a "
-                "process that can be restarted"
+                f"{name} is not opened again: {len(stuck)} of its calls missed their deadline and never returned, "
+                "each in a thread that cannot be killed. Add timeouts to the environment, or serve it in a process "
+                "that can be restarted"
             )
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -59,20 +59,20 @@ class Worker:
         while (job := self._jobs.get()) is not None:
             job()
 
-    def post(self, job: Callable[[], None]) -> None:
+    def submit(self, job: Callable[[], None]) -> None:
         self._jobs.put(job)
 
     def stop(self) -> None:
-        """End the thread after what was posted before."""
+        """End the thread after the jobs submitted so far."""
         self._jobs.put(None)
 
     def abandon(self) -> None:
-        """Count the thread among the hung ones until it ends."""
+        """Count the thread as hung until it ends."""
         self.stop()
         self.hung[self._name].add(self)
 
     async def call(self, function: Callable[..., Any], *arguments: Any) -> Outcome:
-        """(value, None) or (None, what it raised)."""
+        """Run `function` in the thread and return (value, None) or (None, exception)."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Outcome] = loop.create_future()
 
@@ -84,47 +84,47 @@ class Worker:
             outcome: Outcome
             try:
                 outcome = (function(*arguments), None)
-            except BaseException as error:  # the thread must survive whatever an environment raises
+            except BaseException as error:  # the thread must survive any exception of an environment
                 outcome = (None, error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits for the outcome
                 loop.call_soon_threadsafe(deliver, outcome)
 
-        self.post(job)
+        self.submit(job)
         return await future
 
 
 class LocalSession:
-    """One environment being played. Concurrent calls are served one after the other."""
+    """One environment being played. Concurrent calls run one after the other."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self.name = name
         self.instruction = ""
         self.observation = ""
-        """The last one."""
+        """The last observation."""
         self._rewards: list[float] = []
-        """Since the last reset."""
+        """Rewards since the last reset."""
         self.hung = False
         self.closed = False
         self._timeout_s = timeout_s
         self._lock = asyncio.Lock()
         self._worker: Worker | None = None
         self._not_playing = "was not reset"
-        """Why step() is refused; empty while an episode is running."""
+        """Reason why step() is refused. Empty while an episode is running."""
         self._started = False
-        self.in_agentgym_words = False
-        """Whether the last reset was asked for as AgentGym's clients do, who then read other fields."""
+        self.uses_agentgym_fields = False
+        """Whether the last reset came from an AgentGym client, which reads other fields of the answers."""
         self._env: TextEnv
-        self._states: HasStateKey | None = None
+        self._keyed_env: HasStateKey | None = None
 
     @classmethod
-    async def open(cls, name: str, factory: Callable[[], TextEnv], timeout_s: float, explain: str = "") -> LocalSession:
-        """Make the environment, inline when its class says it is cheap; `explain` is appended to the instruction."""
+    async def open(cls, name: str, factory: Callable[[], TextEnv], timeout_s: float) -> LocalSession:
+        """Create the environment, inline if its class is cheap."""
         session = cls(name, timeout_s)
         if not getattr(factory, "cheap", False):
             session._worker = Worker(name)
 
         def make() -> None:
-            session._env = factory()  # here and not after the wait, so that a late one is still closed
+            session._env = factory()  # set in the thread, so that one created after the deadline is still closed
 
         try:
             await session._call("create", make)
@@ -133,16 +133,16 @@ class LocalSession:
                 session._worker.stop()
             raise
         env = session._env
-        if session._worker is not None and env.cheap:  # a factory that is no class could not say so before
+        if session._worker is not None and env.cheap:  # known only now if the factory is not a class
             session._worker.stop()
             session._worker = None
-        session._states = env if isinstance(env, HasStateKey) else None
+        session._keyed_env = env if isinstance(env, HasStateKey) else None
         session.instruction = env.instruction
         return session
 
     @property
     def environment(self) -> TextEnv:
-        """To look at; calls that change it go through the session."""
+        """The environment, for reading only. Calls that change it go through the session."""
         return self._env
 
     @property
@@ -151,7 +151,7 @@ class LocalSession:
 
     @property
     def score(self) -> float:
-        """Sum of rewards since the last reset, rounded once: rewards that add up to 1 score 1."""
+        """Sum of rewards since the last reset, rounded once, so that rewards that add up to 1 score exactly 1."""
         return math.fsum(self._rewards)
 
     def check_started(self) -> None:
@@ -206,13 +206,13 @@ class LocalSession:
         return answer
 
     async def close(self) -> None:
-        """Close the environment and its thread; never raises, never waits for a thread that hangs."""
+        """Close the environment and its thread. Never raise, and never wait for a hung thread."""
         if self.closed:
             return
         self.closed = True
         if self.hung:
             return
-        # Not behind the lock: whoever holds it waits for this very environment.
+        # Without the lock: the call that holds it is waiting for this environment.
         if self.busy:
             self._abandon()
             return
@@ -223,8 +223,8 @@ class LocalSession:
             self._worker.stop()
 
     @property
-    def ending(self) -> bool:
-        """Closed, but its thread still has a call to come back from before it closes the environment."""
+    def is_closing(self) -> bool:
+        """Whether the session is closed while its thread still runs a call or closes the environment."""
         return self.closed and self._worker is not None and self._worker.alive
 
     def _reset(self, item: int) -> Step:
@@ -235,9 +235,9 @@ class LocalSession:
         return self._with_state(checked_step(self._env.step(text), f"{self.name}.step()"))
 
     def _with_state(self, step: Step) -> Step:
-        if self._states is not None and "state_key" not in step.info:
-            # A new dict: the environment may hand out the same one every time.
-            step.info = {**step.info, "state_key": self._key(self._states)}
+        if self._keyed_env is not None and "state_key" not in step.info:
+            # A new dict: the environment may return the same one every time.
+            step.info = {**step.info, "state_key": self._key(self._keyed_env)}
         return step
 
     def _key(self, env: HasStateKey) -> str:
@@ -249,50 +249,50 @@ class LocalSession:
     def _thought(self, env: HasOracle) -> str:
         return self._text("thought", env.thought()) if isinstance(env, HasThought) else ""
 
-    def _text(self, what: str, answer: Any) -> str:
+    def _text(self, method: str, answer: Any) -> str:
         if not isinstance(answer, str):
-            raise EnvError(f"{self.name}.{what}() must return a string, got {answer!r:.80}")
+            raise EnvError(f"{self.name}.{method}() must return a string, got {answer!r:.80}")
         return answer
 
-    async def _ask(self, what: str, capability: type, question: Callable[[Any], Value], ended: bool = False) -> Value:
-        """Answer of an optional method; `ended`: also after the episode is over."""
+    async def _ask(self, method: str, capability: type, call: Callable[[Any], Value], ended: bool = False) -> Value:
+        """Return the answer of an optional method. `ended` allows it after the end of the episode too."""
         async with self._lock:
             if not isinstance(self._env, capability):
-                raise NotSupported(f"{self.name} has no {what}()")
+                raise NotSupported(f"{self.name} has no {method}()")
             if self._not_playing and not (ended and self._started):
                 raise NotPlaying(f"this {self.name} session {self._not_playing}: reset it")
-            return await self._call(what, question, self._env)
+            return await self._call(method, call, self._env)
 
-    async def _call(self, what: str, function: Callable[..., Value], *arguments: Any) -> Value:
-        """Run `function`, inline or in the thread; what it raises becomes an EnvError unless it is a ConfigError."""
+    async def _call(self, method: str, function: Callable[..., Value], *arguments: Any) -> Value:
+        """Run `function`, inline or in the thread. Any exception but ConfigError becomes an EnvError."""
         if self.hung:
-            raise EnvTimeout(f"this {self.name} session missed a deadline and was given up: open another")
+            raise EnvTimeout(f"this {self.name} session missed a deadline and was abandoned: open another")
         if self._worker is None:
             try:
                 return function(*arguments)
             except (EnvError, ConfigError):
                 raise
-            except BaseException as error:  # nothing is awaited here: not even a CancelledError is meant for us
-                if isinstance(error, KeyboardInterrupt) and _by_signal(error):
+            except BaseException as error:  # nothing is awaited here, so even a CancelledError is the environment's
+                if isinstance(error, KeyboardInterrupt) and _raised_by_signal(error):
                     raise
-                raise EnvError(f"{self.name}.{what} raised {type(error).__name__}: {error}") from error
+                raise EnvError(f"{self.name}.{method} raised {type(error).__name__}: {error}") from error
         try:
             async with asyncio.timeout(self._timeout_s):
                 value, raised = await self._worker.call(function, *arguments)
         except TimeoutError:
             self._abandon()
-            raise EnvTimeout(f"{self.name}.{what} took longer than its deadline of {self._timeout_s:g} s") from None
+            raise EnvTimeout(f"{self.name}.{method} took longer than its deadline of {self._timeout_s:g} s") from None
         except asyncio.CancelledError:
-            self._abandon()  # the call goes on in its thread: the state is unknown
+            self._abandon()  # the call continues in its thread, so the state is unknown
             raise
         if isinstance(raised, EnvError | ConfigError):
             raise raised
         if raised is not None:
-            raise EnvError(f"{self.name}.{what} raised {type(raised).__name__}: {raised}") from raised
+            raise EnvError(f"{self.name}.{method} raised {type(raised).__name__}: {raised}") from raised
         return value
 
     def _abandon(self) -> None:
-        """Give the thread up; if it ever comes back it closes its environment and ends."""
+        """Abandon the thread. If its call ever returns, it closes its environment and ends."""
         self.hung = True
         if self._worker is None:
             return
@@ -302,17 +302,17 @@ class LocalSession:
                 with contextlib.suppress(BaseException):
                     self._env.close()
 
-        if not self.closed or self.busy:  # else it is close() itself that hangs
-            self._worker.post(close)
+        if not self.closed or self.busy:  # otherwise close() itself hangs
+            self._worker.submit(close)
         self._worker.abandon()
 
 
-def _by_signal(error: KeyboardInterrupt) -> bool:
-    """Whether Ctrl-C was pressed, or the environment itself raised it."""
+def _raised_by_signal(error: KeyboardInterrupt) -> bool:
+    """Return whether Ctrl-C raised the exception rather than the environment itself."""
     if threading.current_thread() is not threading.main_thread():
         return False
     handler = signal.getsignal(signal.SIGINT)
-    if handler is signal.default_int_handler:  # leaves no trace: cannot be told
+    if handler is signal.default_int_handler:  # leaves no frame in the traceback: assume Ctrl-C
         return True
     function = getattr(handler, "func", handler)
     code = getattr(getattr(function, "__func__", function), "__code__", None)

@@ -1,7 +1,7 @@
-"""What travels between server and client: bodies, answers, and which error is which status code.
+"""The wire format between server and client: request bodies, answers, and the status code of each error.
 
-Bodies are checked by hand: three fields do not need a model class, and /step is the hot path of every rollout.
-Unknown fields are ignored, as AgentGym's servers do.
+Bodies are checked by hand because they have three fields and /step is the hot path of every rollout.
+Unknown fields are ignored, as in AgentGym's servers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentgym_rl.types import MAX_REWARD, Step
 
 
 class BadRequest(EnvError):
-    """A body that does not fit, or an item the environment does not have."""
+    """A malformed body, or an item that the environment does not have."""
 
 
 class NotPlaying(EnvError):
@@ -23,7 +23,7 @@ class NotPlaying(EnvError):
 
 
 class NotSupported(EnvError):
-    """The environment does not offer this."""
+    """The environment does not implement this optional method."""
 
 
 class TooLarge(BadRequest):
@@ -31,11 +31,11 @@ class TooLarge(BadRequest):
 
 
 class NoSuchSession(EnvUnavailable):
-    """An id that was never given, or whose session was closed."""
+    """An unknown session id, or the id of a closed session."""
 
 
 class Full(EnvUnavailable):
-    """The server has no room for another session."""
+    """The server has reached its limit of sessions."""
 
 
 STATUS: dict[type[Exception], int] = {
@@ -50,7 +50,7 @@ STATUS: dict[type[Exception], int] = {
     EnvUnavailable: 503,
     EnvTimeout: 504,
 }
-"""The server's status code of each error, and the client's error for each status code."""
+"""HTTP status code of each error. The client maps the codes back to errors."""
 
 _ERRORS: dict[int, type[Exception]] = {code: error for error, code in STATUS.items() if error is not ConfigError}
 _ERRORS[401] = ConfigError
@@ -61,7 +61,7 @@ def error_body(error: Exception) -> bytes:
 
 
 def error_from(status: int, body: bytes, where: str) -> Exception:
-    """The exception a client raises for an answer that is not 200."""
+    """Return the exception that a client raises for an answer other than 200."""
     try:
         detail = orjson.loads(body)["detail"]
     except (ValueError, TypeError, KeyError):
@@ -85,28 +85,28 @@ def read_body(raw: bytes) -> dict[str, Any]:
 def integer(body: dict[str, Any], field: str) -> int:
     value = body.get(field)
     if type(value) is not int:  # a bool is an int to isinstance
-        raise BadRequest(f"{field!r} must be an integer, got {_shown(body, field)}")
+        raise BadRequest(f"{field!r} must be an integer, got {_describe_field(body, field)}")
     return value
 
 
 def text(body: dict[str, Any], field: str) -> str:
     value = body.get(field)
     if type(value) is not str:
-        raise BadRequest(f"{field!r} must be a string, got {_shown(body, field)}")
+        raise BadRequest(f"{field!r} must be a string, got {_describe_field(body, field)}")
     return value
 
 
 def owner(raw: bytes) -> str:
-    """Of a session that is created; whatever else such a body holds has always been ignored."""
+    """Return the owner in the body of /create, or an empty string. Everything else in the body is ignored."""
     try:
         body = orjson.loads(raw) if raw else None
     except orjson.JSONDecodeError:
         return ""
-    found = body.get("owner") if isinstance(body, dict) else None
-    return found if isinstance(found, str) else ""
+    name = body.get("owner") if isinstance(body, dict) else None
+    return name if isinstance(name, str) else ""
 
 
-def _shown(body: dict[str, Any], field: str) -> str:
+def _describe_field(body: dict[str, Any], field: str) -> str:
     return f"{body[field]!r:.80}" if field in body else "nothing"
 
 
@@ -130,7 +130,7 @@ def dump(answer: Any) -> bytes:
     try:
         return orjson.dumps(answer)
     except TypeError as error:
-        raise EnvError(f"the environment answered what JSON cannot carry: {error}") from error
+        raise EnvError(f"the environment's answer cannot be written as JSON: {error}") from error
 
 
 def read_answer(raw: bytes, where: str) -> Any:
@@ -154,21 +154,21 @@ def read_step(answer: Any, where: str) -> Step:
 
 
 def checked_step(step: Any, where: str) -> Step:
-    """`step` if it is what an environment may answer: a string, a finite number, a bool, a JSON object."""
+    """Return `step` after checking its types: a string, a finite number, a bool, a JSON object."""
     if not isinstance(step, Step):
         raise EnvError(f"{where} must return a Step, got {type(step).__name__}")
     if not isinstance(step.observation, str):
-        raise EnvError(f"{where} must observe a string, got {type(step.observation).__name__}")
-    # Written so that NaN is caught.
+        raise EnvError(f"{where} must return a string as observation, got {type(step.observation).__name__}")
+    # `not ... <=` rather than `>`, so that NaN is rejected too.
     if isinstance(step.reward, bool) or not isinstance(step.reward, int | float) or not abs(step.reward) <= MAX_REWARD:
-        raise EnvError(f"{where} must pay a finite number, got {step.reward!r:.80}: at most ±{MAX_REWARD:g}")
+        raise EnvError(f"{where} must return a finite reward of at most ±{MAX_REWARD:g}, got {step.reward!r:.80}")
     if not isinstance(step.done, bool):
-        raise EnvError(f"{where} must say done with a bool, got {type(step.done).__name__}")
+        raise EnvError(f"{where} must return a bool as done, got {type(step.done).__name__}")
     if not isinstance(step.info, dict):
-        raise EnvError(f"{where} must give info as a dict, got {type(step.info).__name__}")
+        raise EnvError(f"{where} must return a dict as info, got {type(step.info).__name__}")
     if step.info:
         try:
             orjson.dumps(step.info)
         except TypeError as error:
-            raise EnvError(f"{where} must give info that JSON can carry: {error}") from error
+            raise EnvError(f"{where} must return an info that JSON can represent: {error}") from error
     return step

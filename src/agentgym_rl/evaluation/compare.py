@@ -1,4 +1,4 @@
-"""Does A beat B? Paired by item, because items differ far more than agents do."""
+"""Paired comparison of two evaluations. Items are paired because they differ far more than agents do."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from agentgym_rl.evaluation.statistics import mcnemar_exact, mean_interval, sign
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One evaluation, read."""
+    """One of the two evaluations of a comparison."""
 
     name: str
     folder: Path
     plans: tuple[TaskPlan, ...]
     samples: int
     turns: tuple[int, ...]
-    """Horizons; empty when each scenario has its own."""
+    """Horizons, or empty if each scenario has its own."""
     outcomes: dict[tuple[str, int], list[Outcome]]
-    """By item, of the horizon compared."""
+    """Outcomes at the compared horizon, by environment and item."""
     errors: int
-    """Episodes that failed: they are on no side."""
+    """Number of failed episodes. The comparison leaves them out."""
     horizons: dict[str, int]
-    """By environment, the turns allowed."""
+    """Turns allowed, by environment."""
 
 
 def load_side(folder: Path, max_turns: int | None = None) -> Side:
-    """An evaluation at one of its horizons, the longest by default."""
+    """Read an evaluation at one of its horizons, by default the longest."""
     row = read_evaluation(folder)
     config = row["config"]
     plans = tuple(TaskPlan.from_json(plan) for plan in config["tasks"])
@@ -50,22 +50,22 @@ def load_side(folder: Path, max_turns: int | None = None) -> Side:
     for (env, item, _), attempts in sorted(read_records(folder).items()):
         if (env, item) not in allowed:
             raise ConfigError(
-                f"{folder} has an episode of {env} item {item}, which was not to be played: remove its line"
+                f"{folder} has an episode of {env} item {item}, which is not among its tasks: remove its line"
             )
-        found = _first(attempts, allowed[env, item])
-        if found is None:
+        outcome = _first_outcome(attempts, allowed[env, item])
+        if outcome is None:
             errors += 1
         else:
-            outcomes.setdefault((env, item), []).append(found)
+            outcomes.setdefault((env, item), []).append(outcome)
     horizons = {plan.env: horizon or plan.max_turns for plan in plans}
     return Side(config["agent"]["name"], folder, plans, config["samples"], turns, outcomes, errors, horizons)
 
 
 def compare(first: Side, second: Side) -> dict[str, Any]:
-    """Paired comparison per scenario and over all items; refuses what is not the same items.
+    """Compare two evaluations per scenario and over all shared items. Raise ConfigError if they share none.
 
-    {"first", "second", "notes": [...], "own_data": [name], "scenarios": {name: numbers}, "all": numbers}. Of the
-    same name, the first is called (A) and the second (B).
+    Return {"first", "second", "notes": [...], "own_data": [name], "scenarios": {name: numbers}, "all": numbers}. If
+    both have the same name, (A) and (B) are appended.
     """
     _require_same_data(first, second)
     if first.name == second.name:
@@ -73,12 +73,12 @@ def compare(first: Side, second: Side) -> dict[str, Any]:
     shared = [key for key in first.outcomes if key in second.outcomes]
     if not shared:
         raise ConfigError(
-            f"{first.folder} and {second.folder} have no item in common that both played to an end: evaluate both on "
-            "the same tasks"
+            f"{first.folder} and {second.folder} have no item in common that both finished: evaluate both on the "
+            "same tasks"
         )
     scenario_of = {(plan.env, item): plan.scenario for plan in first.plans for item in plan.items}
-    here = {scenario_of[key] for key in shared}
-    scenarios = [name for name in dict.fromkeys(plan.scenario for plan in first.plans) if name in here]
+    played = {scenario_of[key] for key in shared}
+    scenarios = [name for name in dict.fromkeys(plan.scenario for plan in first.plans) if name in played]
     return {
         "first": {"name": first.name, "folder": str(first.folder), "horizons": first.horizons},
         "second": {"name": second.name, "folder": str(second.folder), "horizons": second.horizons},
@@ -94,11 +94,10 @@ def compare(first: Side, second: Side) -> dict[str, Any]:
 def _numbers(first: Side, second: Side, keys: Sequence[tuple[str, int]]) -> dict[str, Any]:
     successes = [(_rate(first.outcomes[key]), _rate(second.outcomes[key])) for key in keys]
     rewards = [(_reward(first.outcomes[key]), _reward(second.outcomes[key])) for key in keys]
-    gained = [b - a for a, b in successes]
     numbers: dict[str, Any] = {
         "items": len(keys),
-        "success": _difference(successes, gained),
-        "reward": _difference(rewards, [b - a for a, b in rewards]),
+        "success": _difference(successes),
+        "reward": _difference(rewards),
     }
     if all(len(side.outcomes[key]) == 1 for side in (first, second) for key in keys):
         only_first = sum(a > b for a, b in successes)
@@ -113,8 +112,9 @@ def _numbers(first: Side, second: Side, keys: Sequence[tuple[str, int]]) -> dict
     return numbers
 
 
-def _difference(pairs: Sequence[tuple[float, float]], differences: Sequence[float]) -> dict[str, float]:
-    """Second minus first: mean, 95% paired bootstrap interval, p-value of the paired sign-flip test."""
+def _difference(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """Return second minus first: mean, 95% paired bootstrap interval and p-value of the paired sign-flip test."""
+    differences = [b - a for a, b in pairs]
     low, high = mean_interval(differences)
     return {
         "first": math.fsum(a for a, _ in pairs) / len(pairs),
@@ -127,7 +127,7 @@ def _difference(pairs: Sequence[tuple[float, float]], differences: Sequence[floa
 
 
 def _require_same_data(first: Side, second: Side) -> None:
-    """Equal item numbers are the same items only if they come from the same data."""
+    """Raise ConfigError if an environment was played on different data, where item numbers mean other items."""
     data = {plan.env: plan.data for plan in first.plans if plan.items}
     for plan in second.plans:
         if plan.items and data.get(plan.env, plan.data) != plan.data:
@@ -139,19 +139,19 @@ def _require_same_data(first: Side, second: Side) -> None:
 
 def _notes(first: Side, second: Side, shared: Sequence[tuple[str, int]]) -> list[str]:
     notes = []
-    asked = {side.name: {(p.env, item) for p in side.plans for item in p.items} for side in (first, second)}
-    if asked[first.name] != asked[second.name]:
-        counts = ", ".join(f"{name} has {len(items)}" for name, items in asked.items())
+    requested = {side.name: {(p.env, item) for p in side.plans for item in p.items} for side in (first, second)}
+    if requested[first.name] != requested[second.name]:
+        counts = ", ".join(f"{name} has {len(items)}" for name, items in requested.items())
         notes.append(f"the items differ ({counts}): compared on the {len(shared)} that both have")
     for side in (first, second):
-        absent = len(asked[side.name]) - len(side.outcomes)
-        if absent:
-            notes.append(f"{side.name}: {absent} of {len(asked[side.name])} items failed or were not played")
+        missing = len(requested[side.name]) - len(side.outcomes)
+        if missing:
+            notes.append(f"{side.name}: {missing} of {len(requested[side.name])} items failed or were not played")
         if side.errors:
-            some = "1 episode" if side.errors == 1 else f"{side.errors} episodes"
-            notes.append(f"{side.name}: {some} ended as errors and are left out")
+            episodes = "1 episode" if side.errors == 1 else f"{side.errors} episodes"
+            notes.append(f"{side.name}: {episodes} ended as errors and are left out")
     if first.samples != second.samples:
-        notes.append(f"samples of each item: {first.name} has {first.samples}, {second.name} has {second.samples}")
+        notes.append(f"samples per item: {first.name} has {first.samples}, {second.name} has {second.samples}")
     for env, turns in first.horizons.items():
         other = second.horizons.get(env, turns)
         if other != turns:
@@ -159,8 +159,8 @@ def _notes(first: Side, second: Side, shared: Sequence[tuple[str, int]]) -> list
     return notes
 
 
-def _first(attempts: Sequence[Record], max_turns: int) -> Outcome | None:
-    return next((outcome for record in attempts if (outcome := record.under(max_turns)) is not None), None)
+def _first_outcome(attempts: Sequence[Record], max_turns: int) -> Outcome | None:
+    return next((outcome for record in attempts if (outcome := record.at_horizon(max_turns)) is not None), None)
 
 
 def _rate(outcomes: Sequence[Outcome]) -> float:
@@ -172,7 +172,7 @@ def _reward(outcomes: Sequence[Outcome]) -> float:
 
 
 def verdict(numbers: Mapping[str, Any], first: str, second: str, level: float = 0.05) -> str:
-    """One sentence about success."""
+    """Return one sentence that says which agent has the higher success rate, or that neither has."""
     difference = numbers["success"]
     p = numbers["mcnemar"]["p"] if "mcnemar" in numbers else difference["p"]
     if p >= level:

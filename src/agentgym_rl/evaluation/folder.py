@@ -1,10 +1,11 @@
-"""The folder of one evaluation. Killed at any moment, the same command goes on with it.
+"""The folder of one evaluation. After a kill at any moment, the same command resumes it.
 
-    <root>/eval.json                  what was asked (config), how it stands, the results
+    <root>/eval.json                  config (what is measured), settings, state and results
     <root>/report.md, turns.png       written at the end
-    <root>/trajectories/<env>.jsonl   every attempt at every episode, one line each, as a run keeps them
+    <root>/trajectories/<env>.jsonl   every attempt at every episode, one line each, in the format of a run
 
-A line is appended with one write, so a kill leaves at most one torn line, the last; it is dropped and played again.
+Each line is appended with one write, so a kill leaves at most one torn line, the last. A resumed evaluation drops that
+line and plays its episode again.
 """
 
 from __future__ import annotations
@@ -13,22 +14,19 @@ import errno
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from agentgym_rl.agent.engines.openai import Tokens
+from agentgym_rl.common.files import lock_folder, write_atomically
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.evaluation.checks import require_whole
 from agentgym_rl.evaluation.plan import Episode
 from agentgym_rl.evaluation.records import Record, record_from_row, record_of, usage_to_json
+from agentgym_rl.evaluation.schema import require_valid
 from agentgym_rl.types import Trajectory
-
-if sys.platform != "win32":
-    import fcntl
 
 FORMAT = 1
 _FIELDS = {"config", "settings", "state", "started", "seconds", "results"}
@@ -36,30 +34,35 @@ Key = tuple[str, int, int]
 
 
 class Folder:
-    """Writes one evaluation; use as a context manager."""
+    """The writer of one evaluation. Use it as a context manager."""
 
     def __init__(self, root: Path, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """`config` says what is measured and must be the saved one if there is one; `settings` may differ."""
+        """Create the folder, or resume its evaluation if `config` equals the saved one. `settings` may differ."""
         self.root = root
         self.records: dict[Key, list[Record]] = {}
-        """Every attempt on disk, by episode, in order."""
-        self._row: dict[str, Any] = {"format": FORMAT, "state": "running", "config": _plain(config), "results": None}
-        self._row |= {"settings": _plain(settings), "started": round(time.time(), 3), "seconds": 0.0}
-        with writing(root):
+        """Every attempt on disk, in order, by episode key."""
+        self._row: dict[str, Any] = {
+            "format": FORMAT,
+            "state": "running",
+            "config": _as_json(config),
+            "results": None,
+        }
+        self._row |= {"settings": _as_json(settings), "started": round(time.time(), 3), "seconds": 0.0}
+        with explain_write_errors(root):
             self._open()
 
     def _open(self) -> None:
         root = self.root
-        saved = _saved(root)
+        saved = _read_saved(root)
         if saved is not None:
             _require_same(root, saved["config"], self._row["config"])
             self._row |= {name: saved[name] for name in ("started", "seconds", "results")}
         self.resumed = saved is not None
         self._began = time.monotonic() - self._row["seconds"]
         self.trajectories_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(root)
+        self._lock = lock_folder(root)
         for path in sorted(self.trajectories_dir.glob("*.jsonl")):
-            for record in _read_and_mend(path):
+            for record in _read_and_repair(path):
                 self.records.setdefault(record.key, []).append(record)
         self.save()
 
@@ -68,14 +71,14 @@ class Folder:
         return self.root / "trajectories"
 
     def finished(self, key: Key) -> bool:
-        """Played to an end that counts. An episode of which only failures are known is played again."""
+        """Return whether an attempt at the episode ended without an error. If all failed, it is played again."""
         return any(not record.failed for record in self.records.get(key, ()))
 
     def write(
         self, episode: Episode, trajectory: Trajectory, attempt: int, usage: Sequence[Tokens] | None, step: int
     ) -> Record:
-        """Append one attempt. `step` is the training step of the weights, 0 where there is none."""
-        beside = {
+        """Append one attempt. `step` is the training step of the weights, or 0."""
+        metadata = {
             "step": step,
             "kind": "eval",
             "sample": episode.sample,
@@ -83,10 +86,10 @@ class Folder:
             "columns": episode.columns,
             "usage": usage_to_json(usage),
         }
-        line = f"{json.dumps(beside)[:-1]}, {trajectory.to_json()[1:]}\n"
+        line = f"{json.dumps(metadata)[:-1]}, {trajectory.to_json()[1:]}\n"
         path = self.trajectories_dir / f"{episode.task.env}.jsonl"
         data = line.encode()
-        with writing(path), path.open("ab", buffering=0) as file:
+        with explain_write_errors(path), path.open("ab", buffering=0) as file:
             if file.write(data) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         record = record_of(trajectory, episode.sample, attempt, episode.columns, usage)
@@ -94,16 +97,16 @@ class Folder:
         return record
 
     def save(self, results: Sequence[Mapping[str, Any]] | None = None, state: str | None = None) -> None:
-        """Replace eval.json; what is not given stays as it was."""
+        """Replace eval.json. A value that is not given remains unchanged."""
         if results is not None:
-            self._row["results"] = _plain(results)
+            self._row["results"] = _as_json(results)
         if state is not None:
             self._row["state"] = state
         self._row |= {"seconds": round(time.monotonic() - self._began, 1), "updated": round(time.time(), 3)}
         self._row |= {"pid": os.getpid(), "host": platform.node()}
         path = self.root / "eval.json"
-        with writing(path):
-            write_atomically(path, json.dumps(self._row, indent=1, ensure_ascii=False) + "\n")
+        with explain_write_errors(path):
+            write_atomically(path, (json.dumps(self._row, indent=1, ensure_ascii=False) + "\n").encode())
 
     @property
     def row(self) -> dict[str, Any]:
@@ -121,72 +124,62 @@ class Folder:
 
 
 def default_root(parent: Path, name: str, config: Mapping[str, Any]) -> Path:
-    """The folder to evaluate into: `parent/name`, or `name-2` and so on if that holds something else. One that holds an
-    evaluation of the same `config` is gone on with."""
+    """Return the folder to evaluate into: `parent/name`, or `name-2` and so on if that holds something else.
+
+    A folder that holds an evaluation of the same `config` is returned, to be resumed.
+    """
     number = 1
     while True:
         root = parent / (name if number == 1 else f"{name}-{number}")
         try:
-            saved = _saved(root)
+            saved = _read_saved(root)
         except ConfigError:
             number += 1
             continue
-        if saved is None or saved["config"] == _plain(config):
+        if saved is None or saved["config"] == _as_json(config):
             return root
         number += 1
 
 
 def read_evaluation(root: Path) -> dict[str, Any]:
-    """The content of an evaluation's eval.json; ConfigError when there is none."""
-    row = _saved(root)
+    """Return the content of an evaluation's eval.json. Raise ConfigError if there is none."""
+    row = _read_saved(root)
     if row is None:
         raise ConfigError(f"{root} holds no evaluation (eval.json is missing): give the folder of `agentgym-rl eval`")
     if row["results"] is None:
         raise ConfigError(f"{root} holds an evaluation without results yet: run its command again to finish it")
-    require_whole(root / "eval.json", row)
+    require_valid(root / "eval.json", row)
     return row
 
 
 def read_records(root: Path) -> dict[Key, list[Record]]:
-    """Every attempt of an evaluation, by episode; the folder is left as it is."""
-    found: dict[Key, list[Record]] = {}
+    """Return every attempt of an evaluation by episode key, without changing the folder."""
+    records: dict[Key, list[Record]] = {}
     for path in sorted((root / "trajectories").glob("*.jsonl")):
         for record in _read(path)[0]:
-            found.setdefault(record.key, []).append(record)
-    return found
+            records.setdefault(record.key, []).append(record)
+    return records
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """What the disk refuses is said in one line."""
+def explain_write_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError into a ConfigError of one line."""
     try:
         yield
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written ({error.strerror or error}): choose another place with --out, or mend that"
+            f"{path} cannot be written ({error.strerror or error}): fix that, or choose another folder with --out"
         ) from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _read(path: Path) -> tuple[list[Record], int]:
-    """The whole lines of a file, and where the last of them ends."""
+    """Return the records of a file's complete lines, and the byte offset at which they end."""
     records: list[Record] = []
     end = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                break  # Torn by a kill: always the last.
+                break  # a torn line, always the last
             try:
                 row = json.loads(line)
                 records.append(record_from_row(row, Trajectory.from_json(line.decode())))
@@ -199,7 +192,7 @@ def _read(path: Path) -> tuple[list[Record], int]:
     return records, end
 
 
-def _read_and_mend(path: Path) -> list[Record]:
+def _read_and_repair(path: Path) -> list[Record]:
     records, end = _read(path)
     if end < path.stat().st_size:
         with path.open("r+b") as file:
@@ -207,28 +200,28 @@ def _read_and_mend(path: Path) -> list[Record]:
     return records
 
 
-def _saved(root: Path) -> dict[str, Any] | None:
+def _read_saved(root: Path) -> dict[str, Any] | None:
     path = root / "eval.json"
     if not path.is_file():
-        # A kill before eval.json was written leaves an empty folder and hidden files; all else is somebody's.
+        # A kill before eval.json was written leaves only hidden files and an empty trajectories folder.
         foreign = [p for p in root.glob("[!.]*") if p.name != "trajectories"] if root.is_dir() else []
         played = any((root / "trajectories").glob("*")) if root.is_dir() else False
         if foreign or played or (root.exists() and not root.is_dir()):
-            raise ConfigError(f"{root} is there and holds no evaluation (no eval.json): choose another folder")
+            raise ConfigError(f"{root} exists and holds no evaluation (no eval.json): choose another folder")
         return None
     try:
         row = json.loads(path.read_text(encoding="utf-8"))
-        known = isinstance(row, dict) and row.get("format") == FORMAT and row.keys() >= _FIELDS
-        known = known and isinstance(row["config"], dict)
+        is_valid = isinstance(row, dict) and row.get("format") == FORMAT and row.keys() >= _FIELDS
+        is_valid = is_valid and isinstance(row["config"], dict)
     except ValueError as error:
         raise ConfigError(f"{path} is not readable JSON ({error}): choose another folder") from error
-    if not known:
+    if not is_valid:
         raise ConfigError(f"{path} is not an evaluation of this version (format {FORMAT}): choose another folder")
     return row
 
 
 def _require_same(root: Path, saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    old, new = _flat(saved), _flat(given)
+    old, new = _flatten(saved), _flatten(given)
     changed = [
         f"{name} (saved {_short(old.get(name, 'nothing'))}, given {_short(new.get(name, 'nothing'))})"
         for name in dict.fromkeys([*old, *new])
@@ -237,45 +230,27 @@ def _require_same(root: Path, saved: Mapping[str, Any], given: Mapping[str, Any]
     if changed:
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise ConfigError(
-            f"{root} holds an evaluation with other settings: {', '.join(changed[:4])}{more}: give the saved ones to "
-            "go on with it, or choose another folder with --out"
+            f"{root} holds an evaluation with other settings: {', '.join(changed[:4])}{more}: give the saved "
+            "settings to resume it, or choose another folder with --out"
         )
 
 
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, Mapping):
-        return {k: v for name, part in value.items() for k, v in _flat(part, f"{prefix}.{name}".strip(".")).items()}
+        return {k: v for name, part in value.items() for k, v in _flatten(part, f"{prefix}.{name}".strip(".")).items()}
     if isinstance(value, list) and value and all(isinstance(part, Mapping) for part in value):
-        names = [f"{prefix}.{part.get('name', place)}" for place, part in enumerate(value)]
-        return {k: v for name, part in zip(names, value, strict=True) for k, v in _flat(part, name).items()}
+        names = [f"{prefix}.{part.get('name', position)}" for position, part in enumerate(value)]
+        return {k: v for name, part in zip(names, value, strict=True) for k, v in _flatten(part, name).items()}
     return {prefix: value}
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     if isinstance(value, list) and len(text) > 40:
-        return f"{len(value)} of them, {text[:24]}…"
+        return f"{len(value)} values, {text[:24]}…"
     return text if len(text) <= 60 else f"{text[:57]}…"
 
 
-def _plain(value: Any) -> Any:
-    """As JSON will give it back, so that the saved and the given can be compared."""
+def _as_json(value: Any) -> Any:
+    """Return `value` as JSON reads it back, so that it can be compared with a saved value."""
     return json.loads(json.dumps(value))
-
-
-def _lock(root: Path) -> BinaryIO | None:
-    """Held while a process writes here; the system drops it with the process, however that ends."""
-    if sys.platform == "win32":
-        return None
-    file = (root / ".lock").open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
-        raise ConfigError(
-            f"another process is evaluating into {root}: wait for it, or choose another folder"
-        ) from error
-    except OSError:  # Some cluster file systems have no locks.
-        file.close()
-        return None
-    return file

@@ -1,4 +1,4 @@
-"""From episodes to the numbers of a table. docs/evaluation.md defines each of them."""
+"""Metrics of an evaluation, computed from its episodes. docs/reference/evaluation.md defines each of them."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from agentgym_rl.evaluation.suites import coverage
 
 Key = tuple[str, int, int]
 Attempts = Mapping[Key, Sequence[Record]]
-"""Every attempt at every episode."""
-CAUSES_KEPT, CAUSE_LENGTH = 5, 300
-"""Of what episodes failed with: so many texts, so many characters of each."""
+"""Every attempt, by episode key."""
+MAX_CAUSES, MAX_CAUSE_LENGTH = 5, 300
+"""Number of error texts that a cell keeps, and the characters kept of each."""
 INTERVALS = (
-    "95% intervals: Wilson score over items for success and pass@k (with several samples an item, of the effective "
-    "size); percentile bootstrap over items for reward; MOVER from the scenarios' intervals for the mean."
+    "95% intervals: Wilson score over items for success and pass@k (with the effective sample size if items have "
+    "several samples); percentile bootstrap over items for reward; MOVER on the scenarios' intervals for the mean."
 )
 
 
 def results(
     plans: Sequence[TaskPlan], attempts: Attempts, samples: int, turns: Sequence[int] | None, prices: Prices | None
 ) -> list[dict[str, Any]]:
-    """One entry a horizon, shortest first; a single one with `max_turns` None when each scenario has its own.
+    """Return one entry per horizon, shortest first, or one entry with `max_turns` None if each scenario has its own.
 
     `{"max_turns", "tasks": {"TextCraft/Depth 1": cell}, "scenarios": {"TextCraft": cell}, "overall": {...} or None}`
     """
@@ -43,9 +43,9 @@ def _result(
     for plan in plans:
         tasks[plan.key] = _cell([plan], attempts, samples, horizon, prices)
     for name in dict.fromkeys(plan.scenario for plan in plans):
-        own = [plan for plan in plans if plan.scenario == name]
-        cell = _cell(own, attempts, samples, horizon, prices)
-        scenarios[name] = cell and cell | {"coverage": coverage(own)}
+        scenario_plans = [plan for plan in plans if plan.scenario == name]
+        cell = _cell(scenario_plans, attempts, samples, horizon, prices)
+        scenarios[name] = cell and cell | {"coverage": coverage(scenario_plans)}
     return {
         "max_turns": horizon,
         "tasks": tasks,
@@ -58,7 +58,7 @@ def _result(
 def _cell(
     plans: Sequence[TaskPlan], attempts: Attempts, samples: int, horizon: int | None, prices: Prices | None
 ) -> dict[str, Any] | None:
-    """The numbers of one column over the items of `plans`; None when there is nothing to play."""
+    """Return the metrics of one column over the items of `plans`, or None if there are no items."""
     turns_of = {(plan.env, item): horizon or plan.max_turns for plan in plans for item in plan.items}
     if not turns_of:
         return None
@@ -66,19 +66,19 @@ def _cell(
     with_errors: list[float] = []
     unplayed = 0
     causes: list[str] = []
-    spent: list[tuple[Record, int]] = []
+    all_attempts: list[tuple[Record, int]] = []
     for (env, item), allowed in turns_of.items():
         scored: list[Outcome] = []
-        failed = 0  # of this item
+        failed = 0  # samples of this item
         for sample in range(samples):
-            tried = attempts.get((env, item, sample), ())
-            spent += [(record, allowed) for record in tried]
-            found = next((outcome for record in tried if (outcome := record.under(allowed)) is not None), None)
-            if found is not None:
-                scored.append(found)
-            elif tried:
+            records = attempts.get((env, item, sample), ())
+            all_attempts += [(record, allowed) for record in records]
+            outcome = next((end for record in records if (end := record.at_horizon(allowed)) is not None), None)
+            if outcome is not None:
+                scored.append(outcome)
+            elif records:
                 failed += 1
-                causes.append(" ".join(tried[-1].error.split())[:CAUSE_LENGTH])
+                causes.append(" ".join(records[-1].error.split())[:MAX_CAUSE_LENGTH])
             else:
                 unplayed += 1
         if scored:
@@ -89,9 +89,9 @@ def _cell(
     counts: dict[str, Any] = {"items": len(turns_of), "episodes": len(played), "errors": len(causes)}
     counts |= {"unplayed": unplayed, "causes": _most_common(Counter(causes))}
     if not played:
-        return {**counts, "success": None, **_costs(spent, prices)}
+        return {**counts, "success": None, **_costs(all_attempts, prices)}
     scores = _scores(outcomes, samples) | {"success_errors_as_failures": _mean(with_errors)}
-    return {**counts, **scores, **_costs(spent, prices)}
+    return {**counts, **scores, **_costs(all_attempts, prices)}
 
 
 def _scores(outcomes: list[list[Outcome]], samples: int) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def _scores(outcomes: list[list[Outcome]], samples: int) -> dict[str, Any]:
         scores["samples"] = samples
         scores[f"avg@{samples}"] = success
         for k in _powers(samples):
-            # Items with failed samples may have too few for this k; they are left out of it.
+            # An item with failed samples may have fewer than k. pass@k leaves it out.
             enough = [scored for scored in outcomes if len(scored) >= k]
             values = [pass_at_k(len(scored), sum(o.success for o in scored), k) for scored in enough]
             if values:
@@ -118,41 +118,43 @@ def _scores(outcomes: list[list[Outcome]], samples: int) -> dict[str, Any]:
     return scores
 
 
-def _costs(spent: Sequence[tuple[Record, int]], prices: Prices | None) -> dict[str, Any]:
-    """Tokens per episode that counts; money over all attempts, failed ones included: it was paid."""
-    answers = [tokens for record, allowed in spent for tokens in record.tokens_under(allowed)]
+def _costs(attempts: Sequence[tuple[Record, int]], prices: Prices | None) -> dict[str, Any]:
+    """Return tokens per scored episode, and the cost of all attempts. Failed attempts were paid for too."""
+    answers = [tokens for record, allowed in attempts for tokens in record.tokens_at_horizon(allowed)]
     if not answers:
-        # No answer costs nothing; who needs none (oracle, random play) has no cost at all.
-        asked = prices is not None and any(record.tokens is not None for record, _ in spent)
-        return {"prompt_tokens": None, "sampled_tokens": None, "cost_usd": 0.0 if asked else None, "unreported": 0}
+        # An API agent without answers costs 0. The oracle and random play have no cost.
+        priced = prices is not None and any(record.tokens is not None for record, _ in attempts)
+        return {"prompt_tokens": None, "sampled_tokens": None, "cost_usd": 0.0 if priced else None, "unreported": 0}
     unreported = sum(not tokens.reported for tokens in answers)
-    good = [(record, allowed) for record, allowed in spent if record.under(allowed) is not None]
-    counted = [tokens for record, allowed in good for tokens in record.tokens_under(allowed)]
-    known = good and not any(not tokens.reported for tokens in counted)
+    scored = [(record, allowed) for record, allowed in attempts if record.at_horizon(allowed) is not None]
+    counted = [tokens for record, allowed in scored for tokens in record.tokens_at_horizon(allowed)]
+    known = scored and not any(not tokens.reported for tokens in counted)
     return {
-        "prompt_tokens": sum(tokens.prompt for tokens in counted) / len(good) if known else None,
-        "sampled_tokens": sum(tokens.completion for tokens in counted) / len(good) if known else None,
+        "prompt_tokens": sum(tokens.prompt for tokens in counted) / len(scored) if known else None,
+        "sampled_tokens": sum(tokens.completion for tokens in counted) / len(scored) if known else None,
         "cost_usd": math.fsum(prices.cost(tokens) for tokens in answers) if prices else None,
         "unreported": unreported,
     }
 
 
 def _overall(plans: Sequence[TaskPlan], scenarios: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Plain mean over the scenarios played; None unless there are several, each played as a whole, and no environment
-    is without a result."""
+    """Return the unweighted mean over the played scenarios.
+
+    Return None if there are fewer than two, one was played in part, or an environment has no result.
+    """
     played = {name: cell["success"] for name, cell in scenarios.items() if cell and cell["success"]}
-    environments = {plan.env for plan in plans if plan.scenario in played}
+    played_environments = {plan.env for plan in plans if plan.scenario in played}
     in_part = any(cell["coverage"] == "part" for cell in scenarios.values() if cell)
-    if len(played) < 2 or in_part or any(plan.env not in environments for plan in plans):
+    if len(played) < 2 or in_part or any(plan.env not in played_environments for plan in plans):
         return None
     interval = combined_interval([(rate["value"], rate["low"], rate["high"]) for rate in played.values()])
-    own = any(plan.own_data for plan in plans if plan.scenario in played)
+    own_data = any(plan.own_data for plan in plans if plan.scenario in played)
     success = _with_interval(_mean(rate["value"] for rate in played.values()), interval)
-    return {"success": success, "scenarios": list(played), "own_data": own}
+    return {"success": success, "scenarios": list(played), "own_data": own_data}
 
 
 def _totals(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Counts over everything. An item counts in each scenario it is in."""
+    """Return the sums over all scenarios. An item counts once in each scenario that contains it."""
     totals: dict[str, Any] = {
         name: sum(cell[name] for cell in cells) for name in ("items", "episodes", "errors", "unplayed", "unreported")
     }
@@ -164,11 +166,11 @@ def _totals(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _most_common(causes: Counter[str]) -> dict[str, int]:
-    return dict(causes.most_common(CAUSES_KEPT))
+    return dict(causes.most_common(MAX_CAUSES))
 
 
 def _powers(samples: int) -> list[int]:
-    """1, 2, 4, ... and the number of samples itself."""
+    """Return 1, 2, 4, ... below `samples`, and `samples` itself."""
     powers = [2**i for i in range(samples.bit_length()) if 2**i < samples]
     return [*powers, samples]
 
@@ -178,5 +180,5 @@ def _with_interval(value: float, interval: tuple[float, float]) -> dict[str, flo
 
 
 def _mean(values: Iterable[float]) -> float:
-    found = [float(value) for value in values]
-    return math.fsum(found) / len(found)
+    floats = [float(value) for value in values]
+    return math.fsum(floats) / len(floats)

@@ -1,4 +1,4 @@
-"""What is to be played, resolved down to item numbers: with the agent it is an evaluation's identity."""
+"""The plan of an evaluation, down to item numbers. Together with the agent it identifies the evaluation."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class TaskPlan:
     subset: str | None
     items: tuple[int, ...]
     max_turns: int
-    """The longest horizon that is played."""
+    """Longest horizon played."""
     style: str
     max_context: int
     data: str
-    """What the items are, in words."""
+    """Description of the items, for the report."""
     own_data: bool = False
-    """True where the questions or sites are ours and stand in for those of a published benchmark."""
+    """True if this project's own questions or sites replace those of a published benchmark."""
     missing: str = ""
-    """Why it is not played; empty when it is."""
+    """Reason why the task is not played, or an empty string."""
     heading: str = ""
 
     @property
@@ -49,11 +49,11 @@ class Episode:
 
     task: Task
     sample: int
-    """Which of the k samples of the item."""
+    """Index among the k samples of the item."""
     limits: Limits
     style: str
     columns: tuple[str, ...]
-    """Keys of the columns it counts in: an item may belong to several subsets."""
+    """Keys of the table columns it counts in. An item may belong to several subsets."""
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -61,19 +61,19 @@ class Episode:
 
 
 def episodes_of(plans: Iterable[TaskPlan], samples: int, max_new_tokens: int) -> list[Episode]:
-    """Every episode once, all first samples before the second ones, so that a stopped evaluation covers all items."""
-    columns: dict[tuple[str, int], list[TaskPlan]] = {}
+    """Return every episode once, first samples first, so that a stopped evaluation covers all items."""
+    plans_by_item: dict[tuple[str, int], list[TaskPlan]] = {}
     for plan in plans:
         for item in plan.items:
-            columns.setdefault((plan.env, item), []).append(plan)
+            plans_by_item.setdefault((plan.env, item), []).append(plan)
     return [
         Episode(
             Task(env, item),
             sample,
-            Limits(found[0].max_turns, max_new_tokens, found[0].max_context),
-            found[0].style,
-            tuple(plan.key for plan in found),
+            Limits(item_plans[0].max_turns, max_new_tokens, item_plans[0].max_context),
+            item_plans[0].style,
+            tuple(plan.key for plan in item_plans),
         )
         for sample in range(samples)
-        for (env, item), found in columns.items()
+        for (env, item), item_plans in plans_by_item.items()
     ]

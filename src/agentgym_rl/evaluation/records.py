@@ -1,7 +1,7 @@
-"""What is kept in memory of an episode, and how it would have gone under a shorter horizon.
+"""Record of an episode in memory, and its outcome at a shorter horizon.
 
-No agent is told the horizon, so an episode of 32 turns is, turn by turn, what it would have been with 8 allowed. All
-horizons of an evaluation are read off the episodes of the longest.
+No agent knows the horizon. The first 8 turns of an episode with 32 allowed are therefore those of an episode with 8.
+All horizons of an evaluation are computed from the episodes of the longest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from agentgym_rl.types import StopReason, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An episode that was played to an end which counts."""
+    """The result of an episode that ended without an error."""
 
     success: bool
     reward: float
@@ -36,11 +36,11 @@ class Record:
     stop: StopReason
     success: bool
     rewards: tuple[float, ...]
-    """One a turn."""
+    """One reward per turn."""
     answered: int
-    """Turns that the environment answered: all, or all but the last where that is what failed."""
+    """Turns that the environment answered: all, or all but the last if that step failed."""
     tokens: tuple[Tokens, ...] | None
-    """One a reply; None where nothing is sampled (oracle, random play)."""
+    """Token counts of each reply. None if nothing is sampled (oracle, random play)."""
     error: str
     seconds: float
     columns: tuple[str, ...]
@@ -53,15 +53,15 @@ class Record:
     def failed(self) -> bool:
         return self.stop is StopReason.ERROR
 
-    def under(self, max_turns: int) -> Outcome | None:
-        """How it ended with `max_turns` allowed; None when that cannot be told, because it failed before."""
+    def at_horizon(self, max_turns: int) -> Outcome | None:
+        """Return the outcome with `max_turns` allowed, or None if the episode failed before."""
         if self.answered > max_turns or (self.failed and self.answered == max_turns):
             return Outcome(False, math.fsum(self.rewards[:max_turns]), max_turns, True)
         if self.failed:
             return None
         return Outcome(self.success, math.fsum(self.rewards), len(self.rewards), self.stop.truncated)
 
-    def tokens_under(self, max_turns: int) -> tuple[Tokens, ...]:
+    def tokens_at_horizon(self, max_turns: int) -> tuple[Tokens, ...]:
         return (self.tokens or ())[:max_turns]
 
 
@@ -72,9 +72,9 @@ def record_of(
     columns: Sequence[str],
     usage: Sequence[Tokens] | None,
 ) -> Record:
-    """`usage` is what an API said it took; a local model's tokens are counted here, the same way."""
+    """Make a record. `usage` is what an API reported; a local model's tokens are counted in the same way."""
     stop = trajectory.stop or StopReason.ERROR
-    # An observation is recorded even if nobody answers it, so a reply at the end is one that got none.
+    # Every observation is recorded. A reply at the end is therefore one without an observation.
     unanswered = stop is StopReason.ERROR and trajectory.messages and trajectory.messages[-1].role == "assistant"
     return Record(
         trajectory.task.env,
@@ -85,15 +85,15 @@ def record_of(
         trajectory.success,
         tuple(trajectory.rewards),
         trajectory.num_turns - bool(unanswered),
-        tuple(usage) if usage is not None else _counted(trajectory),
+        tuple(usage) if usage is not None else _count_tokens(trajectory),
         trajectory.error or "",
         trajectory.seconds,
         tuple(columns),
     )
 
 
-def _counted(trajectory: Trajectory) -> tuple[Tokens, ...] | None:
-    """What each reply read and sampled: the prompt is all that came before, as an API would bill it."""
+def _count_tokens(trajectory: Trajectory) -> tuple[Tokens, ...] | None:
+    """Return prompt and sampled tokens of each reply. As an API bills it, the prompt is all text before the reply."""
     before, counted = 0, []
     for message in trajectory.messages:
         if message.logprobs is not None:
@@ -115,5 +115,5 @@ def usage_from_json(rows: Any) -> list[Tokens] | None:
 
 
 def record_from_row(row: Mapping[str, Any], trajectory: Trajectory) -> Record:
-    """From a line of a trajectory file: what `folder.Folder.write` put beside the episode."""
+    """Make a record from a line of a trajectory file, with the metadata that `folder.Folder.write` added."""
     return record_of(trajectory, row["sample"], row["attempt"], row["columns"], usage_from_json(row["usage"]))

@@ -1,6 +1,6 @@
-"""The tables: rows are agents, columns are scenarios with their tasks and an overall. Built from eval.json alone.
+"""Tables of a report, built from eval.json alone. Rows are agents; columns are scenarios, their tasks and an overall.
 
-A `Grid` is a table as plain text; Markdown and the terminal draw the same ones.
+A `Grid` is a table of plain text. The Markdown page and the terminal draw the same grids.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from agentgym_rl.evaluation.metrics import INTERVALS
 from agentgym_rl.evaluation.plan import TaskPlan
 from agentgym_rl.evaluation.suites import Coverage, coverage
 
-MISSING = "–"
-OWN = "†"
-OWN_NOTE = f"{OWN} our own data, which stand in for the benchmark's: not comparable with published results."
-PUBLISHED = "‡"
-PARTLY = "*"
-PARTLY_NOTE = f"{PARTLY} played in part: rates are over the tasks that were played, and there is no overall."
-FEWER = "§"
-FEWER_NOTE = f"{FEWER} over fewer items than the suite has: its tasks weigh differently in this overall."
+NO_VALUE = "–"
+OWN_DATA_MARK = "†"
+OWN_DATA_NOTE = f"{OWN_DATA_MARK} own data, not the benchmark's: not comparable with published results."
+PUBLISHED_MARK = "‡"
+PARTIAL_MARK = "*"
+PARTIAL_NOTE = f"{PARTIAL_MARK} played in part: rates cover the tasks that were played, and there is no overall."
+FEWER_ITEMS_MARK = "§"
+FEWER_ITEMS_NOTE = f"{FEWER_ITEMS_MARK} fewer items than in the suite: its tasks have other weights in this overall."
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
     text: str
-    small: str = ""
-    """An interval, or a mark's words."""
+    detail: str = ""
+    """Second line, such as an interval."""
 
 
 @dataclass(slots=True)
@@ -53,23 +53,23 @@ class Entry:
     overall: Mapping[str, Any] | None
     plans: tuple[TaskPlan, ...] = ()
     by_turns: tuple[Mapping[str, Any], ...] = ()
-    """Results of every horizon, where there are several."""
+    """Results of every horizon, if there are several."""
     total: Mapping[str, Any] = field(default_factory=dict)
     unpriced: bool = False
-    """An API's, whose prices were not given: what it cost is not known."""
+    """True for an API agent without prices, whose cost is therefore unknown."""
 
     @property
     def own(self) -> set[str]:
-        """Scenarios played on our own data."""
+        """Scenarios played on this project's own data."""
         return {plan.scenario for plan in self.plans if plan.own_data and plan.items}
 
 
 def entry_of(evaluation: Mapping[str, Any]) -> Entry:
-    """From the content of an eval.json: the longest horizon is the one in the tables."""
+    """Make an entry from the content of an eval.json. The tables show the longest horizon."""
     results, agent = evaluation["results"], evaluation["config"]["agent"]
     last = results[-1]
     return Entry(
-        # A folder may come from somebody else, and its name goes to a terminal.
+        # The folder may come from another user, and the name is printed to a terminal.
         "".join(character if character.isprintable() else " " for character in agent["name"]),
         False,
         last["tasks"],
@@ -83,9 +83,9 @@ def entry_of(evaluation: Mapping[str, Any]) -> Entry:
 
 
 def published_entries(scenarios: Iterable[str]) -> tuple[str, list[Entry]]:
-    """(source, rows): results of other models as their paper gives them. They come without intervals.
+    """Return (source, entries): results of other models as published, without intervals.
 
-    ConfigError where none of the scenarios that they are to stand beside is one of theirs.
+    Raise ConfigError if no published result covers any of `scenarios`.
     """
     data = json.loads(files("agentgym_rl.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
     entries = []
@@ -95,70 +95,70 @@ def published_entries(scenarios: Iterable[str]) -> tuple[str, list[Entry]]:
             for scenario, percent in zip(data["scenarios"], percents, strict=True)
         }
         entries.append(Entry(name, True, {}, rates, None))
-    here = dict.fromkeys(scenarios)
-    if not any(scenario in data["scenarios"] for scenario in here):
+    wanted = dict.fromkeys(scenarios)
+    if not any(scenario in data["scenarios"] for scenario in wanted):
         raise ConfigError(
-            f"published results are of {', '.join(data['scenarios'])}, this is {', '.join(here)}: leave --compare out"
+            f"published results cover {', '.join(data['scenarios'])}, not {', '.join(wanted)}: leave --compare out"
         )
     return data["source"], entries
 
 
 def grids(entries: Sequence[Entry]) -> list[Grid]:
-    """Every table of a report."""
+    """Return every table of a report."""
     plans = list({plan.key: plan for entry in entries for plan in entry.plans}.values())
     scenarios = list(dict.fromkeys(plan.scenario for plan in plans))
     own = {scenario for entry in entries for scenario in entry.own}
     ours = [entry for entry in entries if not entry.published]
-    found = []
+    tables = []
     if len(scenarios) > 1:
         with_result = [name for name in scenarios if any(entry.scenarios.get(name) for entry in entries)]
-        found.append(_summary(entries, with_result, own))
+        tables.append(_summary(entries, with_result, own))
     for scenario in scenarios:
         columns = [plan for plan in plans if plan.scenario == scenario]
         if any(plan.items for plan in columns):
-            # Published rows have one number a scenario: where that is in the summary it is not repeated.
-            found.append(_scenario(ours if len(scenarios) > 1 else entries, scenario, columns, own))
-    found += [_numbers(entry) for entry in ours]
-    found += [_turns(entry) for entry in ours if entry.by_turns]
-    return found
+            # Published rows have one number per scenario. If it is in the summary it is not repeated.
+            tables.append(_scenario(ours if len(scenarios) > 1 else entries, scenario, columns, own))
+    tables += [_numbers(entry) for entry in ours]
+    tables += [_turns(entry) for entry in ours if entry.by_turns]
+    return tables
 
 
 def notes(entries: Sequence[Entry], source: str = "") -> list[str]:
-    """What a reader has to know to read the tables rightly."""
-    lines = [f"Success is in percent of the episodes that ended. {INTERVALS}"]
+    """Return the notes below the tables: errors, data, missing tasks and the meaning of the marks."""
+    lines = [f"Success is the percentage of episodes that ended without an error. {INTERVALS}"]
     ours = [entry for entry in entries if not entry.published]
     for entry in ours:
         if entry.total["errors"]:
             lines.append(
-                f"{entry.name}: {counted(entry.total['errors'], 'episode')} ended as errors. They are left out of "
+                f"{entry.name}: {pluralize(entry.total['errors'], 'episode')} ended as errors. They are left out of "
                 "every rate; eval.json also has the success rate that counts them as failures. Run the command again "
                 "to retry them."
             )
             lines += [f"{entry.name}: {count} × {cause}" for cause, count in entry.total.get("causes", {}).items()]
         if entry.total["unplayed"]:
-            lines.append(f"{entry.name}: {counted(entry.total['unplayed'], 'episode')} not played yet.")
+            lines.append(f"{entry.name}: {pluralize(entry.total['unplayed'], 'episode')} not played yet.")
         if entry.total["unreported"]:
-            answers = counted(entry.total["unreported"], "answer")
-            lines.append(f"{entry.name}: {answers} came without usage: tokens and cost lack them.")
+            answers = pluralize(entry.total["unreported"], "answer")
+            lines.append(f"{entry.name}: {answers} reported no usage: tokens and cost do not include them.")
         if entry.unpriced:
-            lines.append(f"{entry.name}: cost is not known, run it again with --price-prompt and --price-completion.")
+            lines.append(f"{entry.name}: cost is unknown, run it again with --price-prompt and --price-completion.")
     lines += _differences(ours)
     lines += _data_notes([plan for entry in ours for plan in entry.plans])
     if any(plan.own_data for entry in ours for plan in entry.plans if plan.items):
-        lines.append(OWN_NOTE)
+        lines.append(OWN_DATA_NOTE)
     kinds = {_coverage(entry, name, _columns(ours, name)) for entry in ours for name in entry.scenarios}
-    lines += [note for kind, note in (("part", PARTLY_NOTE), ("fewer items", FEWER_NOTE)) if kind in kinds]
+    lines += [note for kind, note in (("part", PARTIAL_NOTE), ("fewer items", FEWER_ITEMS_NOTE)) if kind in kinds]
     if source:
-        lines.append(f"{PUBLISHED} published, not measured here ({source}): on other items and with other prompts.")
+        lines.append(f"{PUBLISHED_MARK} published, not measured here ({source}): other items, other prompts.")
     return lines
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _differences(entries: Sequence[Entry]) -> list[str]:
-    """Columns whose rows were not played on the same items with the same turns: they cannot simply be read across."""
+    """Return a note for each scenario whose rows differ in items, turns or data and cannot be compared directly."""
     lines = []
     for scenario in dict.fromkeys(plan.scenario for entry in entries for plan in entry.plans):
         rows = [[p for p in entry.plans if p.items and p.scenario == scenario] for entry in entries]
@@ -168,21 +168,21 @@ def _differences(entries: Sequence[Entry]) -> list[str]:
             "turns": {frozenset(p.max_turns for p in plans) for plans in rows},
             "data": {frozenset(p.data for p in plans) for plans in rows},
         }
-        differing = [kind for kind, some in kinds.items() if len(some) > 1]
+        differing = [kind for kind, values in kinds.items() if len(values) > 1]
         if differing:
-            what = " and ".join(differing)
-            lines.append(f"{scenario}: the rows differ in {what}; agentgym-rl compare pairs what they share.")
+            names = " and ".join(differing)
+            lines.append(f"{scenario}: the rows differ in {names}; agentgym-rl compare pairs the items they share.")
     return lines
 
 
 def _data_notes(plans: Sequence[TaskPlan]) -> list[str]:
-    """What each scenario was played on and with how many turns, and what was not played and why."""
+    """Return the data and turns of each scenario, and the tasks that were not played with the reason."""
     played: dict[str, None] = {}
     for plan in (plan for plan in plans if plan.items):
-        chosen = f"the split {plan.split!r}" if plan.split else "items chosen by number"
-        usual = plan.split in ("test", "official")
-        words = [plan.data, *([] if usual else [chosen]), f"{counted(plan.max_turns, 'turn')} allowed"]
-        played[f"{plan.scenario}{f' {OWN}' if plan.own_data else ''}: {'; '.join(words)}."] = None
+        selection = f"the split {plan.split!r}" if plan.split else "items chosen by number"
+        is_test_split = plan.split in ("test", "official")
+        parts = [plan.data, *([] if is_test_split else [selection]), f"{pluralize(plan.max_turns, 'turn')} allowed"]
+        played[f"{plan.scenario}{f' {OWN_DATA_MARK}' if plan.own_data else ''}: {'; '.join(parts)}."] = None
     missing: dict[tuple[str, str], dict[str, None]] = {}
     for plan in plans:
         if plan.missing:
@@ -192,8 +192,8 @@ def _data_notes(plans: Sequence[TaskPlan]) -> list[str]:
 
 
 def _summary(entries: Sequence[Entry], scenarios: Sequence[str], own: set[str]) -> Grid:
-    marked = [f"{name} {OWN}" if name in own else name for name in scenarios]
-    grid = Grid("Success, %", ["agent", *marked, "mean"])
+    labels = [f"{name} {OWN_DATA_MARK}" if name in own else name for name in scenarios]
+    grid = Grid("Success, %", ["agent", *labels, "mean"])
     for entry in entries:
         cells = [_overall(entry, scenario, _columns(entries, scenario)) for scenario in scenarios]
         grid.rows.append([_name(entry), *cells, _mean(entry, entries)])
@@ -201,38 +201,40 @@ def _summary(entries: Sequence[Entry], scenarios: Sequence[str], own: set[str]) 
 
 
 def _overall(entry: Entry, scenario: str, columns: Collection[str]) -> Cell:
-    """A part's rate would be read as the whole scenario's, above published ones: it is not shown."""
+    """Return the overall of a scenario, or no value if it was played in part: a reader would take it for the whole."""
     cell = _rate(entry.scenarios.get(scenario))
     kind = _coverage(entry, scenario, columns)
     if kind == "part":
-        return Cell(f"{MISSING} {PARTLY}")
-    return Cell(f"{cell.text} {FEWER}", cell.small) if kind == "fewer items" and cell.text != MISSING else cell
+        return Cell(f"{NO_VALUE} {PARTIAL_MARK}")
+    if kind == "fewer items" and cell.text != NO_VALUE:
+        return Cell(f"{cell.text} {FEWER_ITEMS_MARK}", cell.detail)
+    return cell
 
 
 def _coverage(entry: Entry, scenario: str, columns: Collection[str] = ()) -> Coverage:
-    """Of the scenario as a whole; `columns` are the names of its tasks in the table."""
+    """Return how much of the scenario was played. `columns` are the names of its tasks in the table."""
     plans = [plan for plan in entry.plans if plan.scenario == scenario]
     return coverage(plans, columns) if any(plan.items for plan in plans) else "whole"
 
 
 def _columns(entries: Sequence[Entry], scenario: str) -> set[str]:
-    """Names of a scenario's tasks that any of the entries played."""
+    """Return the names of a scenario's tasks that at least one entry played."""
     return {plan.name for entry in entries for plan in entry.plans if plan.scenario == scenario and plan.items}
 
 
 def _mean(entry: Entry, entries: Sequence[Entry]) -> Cell:
-    """A mean over fewer scenarios than another row's would invite a wrong comparison: it is not shown."""
+    """Return the mean over scenarios, or no value if another row has a mean over more scenarios."""
     if entry.overall is None:
-        return Cell(MISSING)
-    everything = {name for other in entries if other.overall for name in other.overall["scenarios"]}
-    if everything != set(entry.overall["scenarios"]):
-        return Cell(MISSING)
+        return Cell(NO_VALUE)
+    all_scenarios = {name for other in entries if other.overall for name in other.overall["scenarios"]}
+    if all_scenarios != set(entry.overall["scenarios"]):
+        return Cell(NO_VALUE)
     cell = _rate(entry.overall)
-    return Cell(f"{cell.text} {OWN}", cell.small) if entry.overall["own_data"] else cell
+    return Cell(f"{cell.text} {OWN_DATA_MARK}", cell.detail) if entry.overall["own_data"] else cell
 
 
 def _scenario(entries: Sequence[Entry], scenario: str, plans: Sequence[TaskPlan], own: set[str]) -> Grid:
-    title = f"{scenario} {OWN}" if scenario in own else scenario
+    title = f"{scenario} {OWN_DATA_MARK}" if scenario in own else scenario
     several = len(plans) > 1 or any(entry.published for entry in entries)
     grid = Grid(title, ["agent", *(plan.heading or plan.name for plan in plans), *(["overall"] if several else [])])
     columns = _columns(entries, scenario)
@@ -242,26 +244,26 @@ def _scenario(entries: Sequence[Entry], scenario: str, plans: Sequence[TaskPlan]
         cells = [_rate(entry.tasks.get(plan.key)) for plan in plans]
         name = _name(entry)
         if several and _coverage(entry, scenario, columns) == "part":
-            name = Cell(f"{name.text} {PARTLY}")
+            name = Cell(f"{name.text} {PARTIAL_MARK}")
         grid.rows.append([name, *cells, *([_overall(entry, scenario, columns)] if several else [])])
     return grid
 
 
-def marked(entry: Entry, scenario: str) -> str:
-    """A scenario's name where it heads a row of one evaluation."""
-    marks = [OWN] * (scenario in entry.own) + [PARTLY] * (_coverage(entry, scenario) == "part")
+def scenario_label(entry: Entry, scenario: str) -> str:
+    """Return a scenario's name with its marks, as the heading of a row."""
+    marks = [OWN_DATA_MARK] * (scenario in entry.own) + [PARTIAL_MARK] * (_coverage(entry, scenario) == "part")
     return " ".join([scenario, *marks])
 
 
 def _numbers(entry: Entry) -> Grid:
-    """Everything else, one line a scenario; with a single scenario one line a task as well."""
-    lines = {marked(entry, name): cell for name, cell in entry.scenarios.items()}
+    """Return the other metrics, one line per scenario. With a single scenario, add one line per task."""
+    lines = {scenario_label(entry, name): cell for name, cell in entry.scenarios.items()}
     if len(entry.scenarios) == 1 and len(entry.tasks) > 1:
         lines = {key.partition("/")[2]: cell for key, cell in entry.tasks.items()}
         (scenario,) = entry.scenarios
-        lines[marked(entry, scenario)] = entry.scenarios[scenario]
+        lines[scenario_label(entry, scenario)] = entry.scenarios[scenario]
     played = {name: cell for name, cell in lines.items() if cell}
-    # pass@1 is avg@k once more.
+    # pass@1 equals avg@k.
     rates = [name for cell in played.values() for name in cell if name.startswith(("avg@", "pass@"))]
     columns = [name for name in dict.fromkeys(rates) if name != "pass@1"]
     with_tokens = any(cell["prompt_tokens"] is not None for cell in played.values())
@@ -288,25 +290,25 @@ def _turns(entry: Entry) -> Grid:
     for scenario in entry.scenarios:
         if entry.scenarios[scenario]:
             cells = [_rate(result["scenarios"][scenario]) for result in entry.by_turns]
-            grid.rows.append([Cell(marked(entry, scenario)), *cells])
+            grid.rows.append([Cell(scenario_label(entry, scenario)), *cells])
     if entry.overall:
-        mean = f"mean {OWN}" if entry.overall["own_data"] else "mean"
+        mean = f"mean {OWN_DATA_MARK}" if entry.overall["own_data"] else "mean"
         grid.rows.append([Cell(mean), *(_rate(result["overall"]) for result in entry.by_turns)])
     return grid
 
 
 def markdown(entries: Sequence[Entry], source: str = "", title: str = "Evaluation") -> str:
-    """The report as a page."""
-    parts = [f"# {escaped(title)}"]
-    parts += [f"## {escaped(grid.title)}\n\n{_markdown_table(grid)}" for grid in grids(entries)]
-    parts.append("## Notes\n\n" + "\n".join(f"- {escaped(line)}" for line in notes(entries, source)))
+    """Return the report as a Markdown page."""
+    parts = [f"# {escape_markdown(title)}"]
+    parts += [f"## {escape_markdown(grid.title)}\n\n{_markdown_table(grid)}" for grid in grids(entries)]
+    parts.append("## Notes\n\n" + "\n".join(f"- {escape_markdown(line)}" for line in notes(entries, source)))
     return "\n\n".join(parts) + "\n"
 
 
-def escaped(text: str) -> str:
-    """As Markdown that shows just this text: names and errors come from models' folders and from servers."""
+def escape_markdown(text: str) -> str:
+    """Escape text for Markdown. Names and errors come from model folders and servers and are not trusted."""
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    # An underscore within a word means nothing to Markdown.
+    # Markdown ignores an underscore within a word.
     return re.sub(r"[\\`*\[\]|#~]|(?<!\w)_|_(?!\w)", r"\\\g<0>", text)
 
 
@@ -314,44 +316,44 @@ def _markdown_table(grid: Grid) -> str:
     def line(cells: Sequence[str]) -> str:
         return f"| {' | '.join(cells)} |"
 
-    headings = [escaped(heading.replace("-\n", "").replace("\n", " ")) for heading in grid.headings]
-    body = [[escaped(f"{c.text} ({c.small})" if c.small else c.text) for c in row] for row in grid.rows]
+    headings = [escape_markdown(heading.replace("-\n", "").replace("\n", " ")) for heading in grid.headings]
+    body = [[escape_markdown(f"{c.text} ({c.detail})" if c.detail else c.text) for c in row] for row in grid.rows]
     return "\n".join([line(headings), line(["---"] + ["---:"] * (len(headings) - 1)), *map(line, body)])
 
 
 def _name(entry: Entry) -> Cell:
-    return Cell(f"{entry.name} {PUBLISHED}") if entry.published else Cell(entry.name)
+    return Cell(f"{entry.name} {PUBLISHED_MARK}") if entry.published else Cell(entry.name)
 
 
 def _rate(cell: Mapping[str, Any] | None) -> Cell:
     if not cell or not cell["success"]:
-        return Cell(MISSING)
+        return Cell(NO_VALUE)
     rate = cell["success"]
-    small = f"{100 * rate['low']:.0f}–{100 * rate['high']:.0f}" if "low" in rate else ""
-    return Cell(f"{100 * rate['value']:.1f}", small)
+    detail = f"{100 * rate['low']:.0f}–{100 * rate['high']:.0f}" if "low" in rate else ""
+    return Cell(f"{100 * rate['value']:.1f}", detail)
 
 
 def _reward(reward: Mapping[str, float] | None) -> Cell:
     if reward is None:
-        return Cell(MISSING)
+        return Cell(NO_VALUE)
     return Cell(f"{reward['value']:.3g}", f"{reward['low']:.2g} to {reward['high']:.2g}")
 
 
 def _number(value: float | None, digits: int) -> Cell:
-    return Cell(MISSING if value is None else f"{value:,.{digits}f}")
+    return Cell(NO_VALUE if value is None else f"{value:,.{digits}f}")
 
 
 def _dollars(cell: Mapping[str, Any]) -> Cell:
     if cell["cost_usd"] is None:
-        return Cell(MISSING)
+        return Cell(NO_VALUE)
     at_least = bool(cell["unreported"])
-    return Cell(f"{'≥ ' if at_least else ''}{dollars(cell['cost_usd'], down=at_least)}")
+    return Cell(f"{'≥ ' if at_least else ''}{format_dollars(cell['cost_usd'], down=at_least)}")
 
 
-def dollars(amount: float, *, down: bool = False) -> str:
-    """`$1,234.50`, `$0.0725`, `$0.000006`, `$0`: two digits that say something, never an exponent.
+def format_dollars(amount: float, *, down: bool = False) -> str:
+    """Format an amount with two significant digits and no exponent: `$1,234.50`, `$0.0725`, `$0.000006`, `$0`.
 
-    `down`: a lower bound, which rounding must not raise.
+    `down` rounds down, for a lower bound.
     """
     if amount == 0:
         return "$0"

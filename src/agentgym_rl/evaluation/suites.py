@@ -1,7 +1,7 @@
-"""Suites: named tasks mapped onto environments, splits and subsets. The 27 tasks of AgentGym-RL are one.
+"""Suites: named tasks mapped to environments, splits and subsets. The 27 tasks of AgentGym-RL are one suite.
 
-What a task is played on (`data`) is found out where the environment is wired: a named question set needs the user's
-data, and our own questions or sites are never shown under the name of a published benchmark without saying so.
+The data of a task are resolved by commands/evaluate.py. A named question set needs the user's data. Results on this
+project's own questions or sites are always marked as such.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Coverage = Literal["whole", "fewer items", "part"]
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """How the tasks of one environment are evaluated."""
+    """Evaluation settings shared by the tasks of one environment."""
 
     name: str
     env: str
     max_turns: int
-    """Of the published evaluation."""
+    """Turns allowed in the published evaluation."""
     style: str
-    """As in this environment's recipes."""
+    """Style of this environment's recipes."""
     max_context: int = 8192
 
 
@@ -36,9 +36,9 @@ class SuiteTask:
     name: str
     subset: str
     num_items: int
-    """In the published test set. Where ours has more, so many are taken, evenly spaced."""
+    """Items in the published test set. If the environment has more, this many are taken, evenly spaced."""
     heading: str = ""
-    """Over a narrow column; the name when empty."""
+    """Heading of a narrow column. Empty: the name."""
 
     @property
     def key(self) -> str:
@@ -52,10 +52,10 @@ BABYAI = Scenario("BabyAI", "babyai", 20, "react")
 SCIWORLD = Scenario("SciWorld", "sciworld", 30, "react", 14336)
 BUILT_IN_WEB = Scenario("Web, built-in sites", "webarena", 15, "react", 14336)
 BUILT_IN_SEARCH = Scenario("Search, built-in questions", "searchqa", 10, "act", 14336)
-"""These two are not published scenarios: they stand in where the sites or the question sets are not there."""
+"""Unpublished scenarios. These two replace WebArena and Deep search if their sites or question sets are missing."""
 
 AGENTGYM_27: tuple[SuiteTask, ...] = (
-    # 15/15/10/10 are published for Shopping, CMS, Map and GitLab with Reddit; the last ten are shared out.
+    # Published: Shopping 15, CMS 15, Map 10, GitLab and Reddit together 10. Those ten are split evenly.
     SuiteTask(WEBARENA, "Shopping", "Shopping", 15),
     SuiteTask(WEBARENA, "CMS", "CMS", 15),
     SuiteTask(WEBARENA, "Map", "Map", 10),
@@ -84,7 +84,7 @@ AGENTGYM_27: tuple[SuiteTask, ...] = (
     SuiteTask(SCIWORLD, "Chemistry-Mix", "Chemistry-Mix", 5, "Chem.-\nMix"),
     SuiteTask(SCIWORLD, "Lifespan", "Lifespan", 15),
 )
-STAND_INS: dict[str, tuple[SuiteTask, ...]] = {
+SUBSTITUTES: dict[str, tuple[SuiteTask, ...]] = {
     "webarena": tuple(
         SuiteTask(BUILT_IN_WEB, task.name, task.subset, task.num_items)
         for task in AGENTGYM_27
@@ -96,33 +96,35 @@ STAND_INS: dict[str, tuple[SuiteTask, ...]] = {
         SuiteTask(BUILT_IN_SEARCH, "three hops", "hop3", 50),
     ),
 }
-"""By environment: played beside the empty columns of what is not there, under names of their own."""
+"""Substitute tasks by environment, played under their own names if the data of the suite's tasks are missing."""
 
 SUITES: dict[str, tuple[SuiteTask, ...]] = {"agentgym-27": AGENTGYM_27}
 
 
 def evenly_spaced(items: Sequence[int], count: int) -> list[int]:
-    """`count` of the items in order, from the first on and equally far apart: subsets are often sorted by difficulty
-    or type. `evenly_spaced(range(10), 4)` is [0, 2, 5, 7]."""
+    """Return `count` of the items, from the first on and evenly spaced, because subsets are often sorted by difficulty.
+
+    `evenly_spaced(range(10), 4)` is [0, 2, 5, 7].
+    """
     if count >= len(items):
         return list(items)
-    return [items[place * len(items) // count] for place in range(count)]
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def coverage(plans: Sequence[TaskPlan], columns: Collection[str] = ()) -> Coverage:
-    """Say how much of one scenario was played: its overall may stand beside that of the whole scenario, or not.
+    """Return how much of one scenario was played, which decides whether its overall rate is comparable.
 
-    `part`: some of its tasks only. `fewer items`: every task, but of some fewer items than the suite has, so that the
-    tasks weigh differently in the overall. `columns`: names of all tasks in the table, by which a scenario that is in
-    no suite is measured.
+    `part`: not all of its tasks. `fewer items`: every task, but some with fewer items than in the suite, so that the
+    tasks have other weights in the overall. `columns` are the names of all tasks in the table. They define a whole
+    scenario if no suite contains it.
     """
     played = [plan for plan in plans if plan.items]
-    known = {(plan.scenario, plan.env) for plan in plans}
+    scenarios = {(plan.scenario, plan.env) for plan in plans}
     tasks = [
         task
-        for suite in (*SUITES.values(), *STAND_INS.values())
+        for suite in (*SUITES.values(), *SUBSTITUTES.values())
         for task in suite
-        if (task.scenario.name, task.scenario.env) in known
+        if (task.scenario.name, task.scenario.env) in scenarios
     ]
     whole_split = any(plan.split and plan.subset is None for plan in played)
     items = {plan.subset: len(plan.items) for plan in played}

@@ -1,4 +1,4 @@
-"""The same tables in a terminal, narrow or wide."""
+"""Tables of a report or a comparison in a terminal of any width."""
 
 from __future__ import annotations
 
@@ -13,48 +13,47 @@ from rich.table import Table
 from rich.text import Text
 
 from agentgym_rl.evaluation.compare import verdict
-from agentgym_rl.evaluation.report import OWN, OWN_NOTE, Cell, Entry, Grid, grids, notes
+from agentgym_rl.evaluation.report import OWN_DATA_MARK, OWN_DATA_NOTE, Cell, Entry, Grid, grids, notes
 
 
 def print_report(console: Console, entries: Sequence[Entry], source: str = "") -> None:
     for grid in grids(entries):
         console.print(Text(f"\n{grid.title}", "bold"))
-        for part in _fitting(grid, console.width):
+        for part in _fit_width(grid, console.width):
             console.print(part)
     for line in notes(entries, source):
         console.print(Padding(Text(line, "dim"), (0, 0, 0, 2)))
 
 
-def _fitting(grid: Grid, room: int) -> list[Table]:
-    """The grid as one table; in a narrow terminal its headings are broken between words, and what then still does not
-    fit beside the names goes into a table below."""
+def _fit_width(grid: Grid, width: int) -> list[Table]:
+    """Return the grid as one table. For a narrow terminal, wrap headings, then split it into several tables."""
     columns = range(len(grid.headings))
-    whole = [max(_width(grid, column), *map(cell_len, grid.headings[column].split("\n"))) for column in columns]
-    if sum(whole) + 2 * len(whole) <= room:
-        return [_drawn(grid, columns, whole)]
+    full_widths = [max(_width(grid, column), *map(cell_len, grid.headings[column].split("\n"))) for column in columns]
+    if sum(full_widths) + 2 * len(full_widths) <= width:
+        return [_draw_table(grid, columns, full_widths)]
     widths = [_width(grid, column) for column in columns]
     parts: list[list[int]] = [[0]]
     used = widths[0] + 2
     for column in columns[1:]:
-        if len(parts[-1]) > 1 and used + widths[column] + 2 > room:
+        if len(parts[-1]) > 1 and used + widths[column] + 2 > width:
             parts.append([0])
             used = widths[0] + 2
         parts[-1].append(column)
         used += widths[column] + 2
-    return [_drawn(grid, part, widths) for part in parts]
+    return [_draw_table(grid, part, widths) for part in parts]
 
 
 def _width(grid: Grid, column: int) -> int:
-    """Of the longest word of the heading and of the longest line of a cell."""
+    """Return the width of the longest word of the heading or line of a cell."""
     cells = [row[column] for row in grid.rows]
-    texts = [*grid.headings[column].split(), *(cell.text for cell in cells), *(cell.small for cell in cells)]
+    texts = [*grid.headings[column].split(), *(cell.text for cell in cells), *(cell.detail for cell in cells)]
     return max(map(cell_len, texts), default=0)
 
 
-def _drawn(grid: Grid, columns: Sequence[int], widths: Sequence[int]) -> Table:
+def _draw_table(grid: Grid, columns: Sequence[int], widths: Sequence[int]) -> Table:
     table = _table()
     for column in columns:
-        # A name longer than the terminal is the only thing that may still have to be folded.
+        # Only a name longer than the terminal may still have to be folded.
         width = widths[column] if column else None
         table.add_column(grid.headings[column], justify="right" if column else "left", width=width, overflow="fold")
     for row in grid.rows:
@@ -68,8 +67,8 @@ def _table() -> Table:
 
 def _cell(cell: Cell, *, leading: bool) -> Text:
     text = Text(cell.text, "cyan" if leading else "")
-    if cell.small:
-        text.append(f"\n{cell.small}", "dim")
+    if cell.detail:
+        text.append(f"\n{cell.detail}", "dim")
     return text
 
 
@@ -79,11 +78,11 @@ def print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
         console.print(Text(f"  {comparison[side]['name']}: {comparison[side]['folder']}", "dim"))
     grid = Grid("", ["", "items", first, second, "difference", "95% interval", "p", "test"])
     own = comparison["own_data"]
-    lines = {f"{name} {OWN}" if name in own else name: cell for name, cell in comparison["scenarios"].items()}
+    lines = {f"{name} {OWN_DATA_MARK}" if name in own else name: cell for name, cell in comparison["scenarios"].items()}
     rows = {**lines, "all items": comparison["all"]} if len(lines) > 1 else lines
     for name, numbers in rows.items():
-        grid.rows += _compared(name, numbers)
-    for part in _fitting(grid, console.width):
+        grid.rows += _comparison_rows(name, numbers)
+    for part in _fit_width(grid, console.width):
         console.print(part)
     if "mcnemar" in comparison["all"]:
         m = comparison["all"]["mcnemar"]
@@ -95,13 +94,13 @@ def print_comparison(console: Console, comparison: Mapping[str, Any]) -> None:
             )
         )
     if own:
-        console.print(Text(f"  {OWN_NOTE}", "dim"))
+        console.print(Text(f"  {OWN_DATA_NOTE}", "dim"))
     for note in comparison["notes"]:
         console.print(Text.assemble(("  ! ", "bold yellow"), note))
     console.print(Text.assemble(("\n● ", "cyan"), (verdict(comparison["all"], first, second), "bold")))
 
 
-def _compared(name: str, numbers: Mapping[str, Any]) -> list[list[Cell]]:
+def _comparison_rows(name: str, numbers: Mapping[str, Any]) -> list[list[Cell]]:
     success, reward = numbers["success"], numbers["reward"]
     exact = "mcnemar" in numbers
     texts = [

@@ -1,1 +1,1 @@
-"""From one process to many: ranks that learn together, engines and environments on other machines."""
+"""Scales a run from one process to many: learner ranks, and engines and environments on other machines."""

@@ -1,6 +1,6 @@
-"""Whether the nodes of a cluster see the folders of a run, whose paths are absolute.
+"""Checks that the nodes of a cluster see the folders of a run.
 
-The driver and learner ranks write to one directory; what a node writes to a disk of its own nobody finds again.
+The driver and learner ranks write to one directory. Files on a node's own disk would be lost.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from pathlib import Path
 from agentgym_rl.errors import ConfigError
 
 Ask = Callable[[Callable[[str], str | None], str], Awaitable[dict[str, str | None]]]
-"""Calls a function with a path on every other node; what each answered, by the node's name."""
+"""Calls a function with a path on every other node and returns the answers by the node's name."""
 
 
 async def require_shared(folder: Path, ask: Ask) -> None:
-    """That every node reads what is written into `folder` here. A folder of that name on a disk of its own is not
-    enough, so each must read a word that nobody can know."""
-    with _marked(folder) as (path, word):
-        blind = [node for node, found in (await ask(text_of, str(path))).items() if found != word]
-    if blind:
+    """Raise ConfigError unless every node reads what is written into `folder` here. A local folder of the same name is
+    not enough, so each node must read a random word."""
+    with _marker(folder) as (path, word):
+        failed = [node for node, text in (await ask(read_text, str(path))).items() if text != word]
+    if failed:
         raise ConfigError(
-            f"every node of the cluster must see the run directory {folder}, {', '.join(blind)} "
-            f"{'does' if len(blind) == 1 else 'do'} not: set run_dir to a folder on a file system that all share"
+            f"every node of the cluster must see the run directory {folder}, {', '.join(failed)} "
+            f"{'does' if len(failed) == 1 else 'do'} not: set run_dir to a folder on a file system that all share"
         )
 
 
 async def require_same(folder: Path, ask: Ask) -> None:
-    """That every node has the model in `folder`, the same file or a copy."""
-    own = weights_of(str(folder))
-    other = [node for node, found in (await ask(weights_of, str(folder))).items() if found != own]
-    if other:
+    """Raise ConfigError unless every node has the model in `folder`, the same files or a copy."""
+    own = list_model_files(str(folder))
+    failed = [node for node, files in (await ask(list_model_files, str(folder))).items() if files != own]
+    if failed:
         raise ConfigError(
-            f"every node of the cluster must see the model in {folder}, {', '.join(other)} "
-            f"{'has' if len(other) == 1 else 'have'} another or none: copy it there, or use a disk that all share"
+            f"every node of the cluster must see the model in {folder}, {', '.join(failed)} "
+            f"{'has' if len(failed) == 1 else 'have'} another or none: copy it there, or use a disk that all share"
         )
 
 
-def text_of(path: str) -> str | None:
-    """Of a file, on the node where this is called; None where it is not there."""
+def read_text(path: str) -> str | None:
+    """Return a file's text on the calling node, or None if there is no such file."""
     with contextlib.suppress(OSError):
         return Path(path).read_text()
     return None
 
 
-def weights_of(folder: str) -> str | None:
-    """Names and sizes of a model's files; None where there is no such folder."""
+def list_model_files(folder: str) -> str | None:
+    """Return names and sizes of a model's files, or None if there is no such folder."""
     if not Path(folder).is_dir():
         return None
     files = sorted([*Path(folder).glob("*config.json"), *Path(folder).glob("*.safetensors")])
@@ -55,8 +55,8 @@ def weights_of(folder: str) -> str | None:
 
 
 @contextlib.contextmanager
-def _marked(folder: Path) -> Iterator[tuple[Path, str]]:
-    """A file with a random word, under a name that no node has looked for before: file systems remember misses."""
+def _marker(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Create a file with a random word and a new name, because file systems cache failed lookups."""
     path, word = folder / f".seen-by-all-{uuid.uuid4().hex}", uuid.uuid4().hex
     path.write_text(word)
     try:

@@ -1,30 +1,30 @@
-"""Whether a run fits: bytes on each device and on each node's host, by what they are for. No third packages.
+"""Memory estimate of a run: bytes on each device and on each host, by purpose. Standard library only.
 
-Formulas, with P parameters, D learner ranks, b bytes of a weight as passes use it (4 or 2), T tokens of a micro-batch,
+Formulas, with P parameters, D learner ranks, b bytes of a weight in a pass (4 or 2), T tokens of a micro-batch,
 H hidden size, I intermediate size, L layers, l parameters of one layer, E those of embedding and head, N and K query
 and key/value heads of width w:
 
     learner, alone in float32      4P weights + 4P gradients + 8P moments
     learner, alone in bfloat16     2P weights + 2P gradients (4P over several passes) + 6P moments and lower halves
-    learner, sharded over D ranks  (4P + 4P + 8P) / D; and while a pass goes
-                                   b (2l + E) gathered weights: a layer, the next one, and what belongs to no layer
-                                   b (l + E) gradients before they are spread: the root's wait for the end of the pass
+    learner, sharded over D ranks  (4P + 4P + 8P) / D; and during a pass
+                                   b (2l + E) gathered weights: a layer, the next one, and the root outside of layers
+                                   b (l + E) gradients before they are sharded: the root's last until the pass ends
                                    4 max(l, E) bytes of float32 that are being summed over ranks, one group at a time
     activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers
     head                           a chunk of logits in float32, 160 MB at most, and its gradient
     engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold, and a layer's share
                                    of that once more while the cache grows
     engine, vLLM                   its memory_share of the whole device, which must hold bP weights, one episode and its
-                                   buffers; what weights, buffers and a cache of a given size take more than that; and
-                                   its process, since it starts only where its share is free when CUDA is up
-    reference                      bP / D, and whole before it is spread;    critic: another learner, without the head
+                                   buffers; the excess of weights, buffers and a cache of a given size over it; and
+                                   its process, because vLLM starts only if its share is free after CUDA has started
+    reference                      bP / D, and whole before it is sharded;   critic: another learner, without the head
     warm start                     a learner without reference and critic, before there are engines
     weights, colocated             (4 + 2b) V, and 2b V more for vLLM, with V parameters of the embedding: gathered in
-                                   float32, in the engine's type, in the room it is lent in (a bucket's size at least),
-                                   and as vLLM keeps it twice
+                                   float32, in the engine's type, in the shared buffer (at least a bucket), and vLLM's
+                                   two copies
     host                           `on_each_host`
 
-They are estimates: allocators and libraries take a share of their own, for which `RESERVE` is set aside.
+These are estimates. `RESERVE` covers allocators and libraries.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from typing import Literal
 
 GIB = 1 << 30
 RESERVE = 0.08
-"""Share of a device that frameworks and fragmentation take."""
-CONTEXT = 1 * GIB
-"""Of a process on a GPU: the driver's own, and buffers of libraries."""
-HEAD_CHUNK = 4 * (40 << 20)
-"""Bytes of logits held at once."""
-PASSING = ("gradients", "gathered", "whole gradients", "summed gradients", "activations")
-"""What a learner holds only while it works."""
+"""Share of a device lost to frameworks and fragmentation."""
+PROCESS_BYTES = 1 * GIB
+"""GPU memory of a process: the driver's context and buffers of libraries."""
+HEAD_CHUNK_BYTES = 4 * (40 << 20)
+"""Bytes of logits in memory at once."""
+TEMPORARY_PARTS = ("gradients", "gathered", "whole gradients", "summed gradients", "activations")
+"""Parts that a learner needs only while it learns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Shape:
     tied: bool = False
     """The head is the embedding."""
     parameters: int = 0
-    """0: counted from the rest."""
+    """0: computed from the other fields."""
     positions: int = 0
-    """Tokens that it can read at once; 0: not said."""
+    """Maximum context in tokens; 0: unknown."""
 
     @property
     def width(self) -> int:
@@ -90,79 +90,79 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a recipe asks of memory."""
+    """Settings of a recipe that determine its memory."""
 
     shape: Shape
     dtype_bytes: int
-    """Of a weight as passes use it: 4 for float32, 2 for bfloat16."""
+    """Bytes of a weight in a pass: 4 for float32, 2 for bfloat16."""
     learners: int = 1
     engines: int = 1
     distributed: bool = False
-    """Engines are processes of their own; else they share the learner's weights."""
+    """Engines are separate processes; else they share the learner's weights."""
     colocated: bool = True
     """Learner and engine share a device."""
     reference: bool = False
     critic: bool = False
     overlap: bool = False
-    """The engine has weights of its own, to play while the learner works, or because it is vLLM."""
+    """The engine has its own weights, to play while the learner works, or because it is vLLM."""
     trained: int | None = None
     """Trained parameters (LoRA); None for all."""
     micro_batch_tokens: int = 16384
     checkpoint_activations: bool = False
     sessions: int = 256
-    """Episodes that one engine holds at once."""
+    """Episodes that one engine plays at once."""
     context: int = 8192
-    """Tokens of each at most."""
+    """Maximum tokens of an episode."""
     engine: Literal["native", "vllm", "elsewhere"] = "native"
-    """elsewhere: servers with memory of their own."""
+    """elsewhere: servers with their own memory."""
     engine_bytes: int = 2
-    """Of a weight in vLLM."""
+    """Bytes of a weight in vLLM."""
     memory_share: float = 0.4
-    """vLLM's, of a device."""
+    """vLLM's share of a device."""
     cache_bytes: int | None = None
-    """vLLM's cache, where it is set."""
+    """Size of vLLM's cache, if set."""
     replicas: int = 1
-    """vLLMs on the device of one process."""
+    """vLLM engines on the device of one process."""
     tensor_parallel: int = 1
-    """Devices that one vLLM is spread over."""
+    """Devices of one vLLM engine."""
     bucket_bytes: int = 256 << 20
-    """Of weights on their way."""
+    """Size of the buckets in which weights are sent."""
     warm_start: tuple[int, bool] | None = None
     """(micro_batch_tokens, checkpoint_activations) of the imitation before RL."""
     gpu: bool = True
-    """The device is one; else its memory is the host's."""
+    """The device is a GPU; else its memory is the host's."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """Bytes on one device, by what they are for."""
+    """Bytes on one device, by purpose."""
 
     parts: dict[str, int] = field(default_factory=dict)
     problem: str = ""
-    """Why it cannot work, whatever room there is."""
+    """Why the run cannot work, however large the device is."""
     budget: int = 0
-    """Of the bytes, those that somebody keeps to by himself: no reserve is needed for them."""
+    """Bytes of a part that limits itself (vLLM's share), for which no reserve is needed."""
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
 
     def fits(self, device_bytes: int) -> bool:
-        rest = (device_bytes - self.budget) * (1.0 - RESERVE)
-        return not self.problem and self.total - self.budget <= rest
+        usable = (device_bytes - self.budget) * (1.0 - RESERVE)
+        return not self.problem and self.total - self.budget <= usable
 
 
 def learner_memory(d: Demand) -> Memory:
-    """On one learner's device."""
+    """Return the memory of a learner on its device."""
     shape, b = d.shape, d.dtype_bytes
     parts: dict[str, int] = {}
-    if d.trained is not None:  # frozen weights whole on every rank, adapters in float32 with everything
+    if d.trained is not None:  # whole frozen weights on every rank; float32 adapters with gradients and moments
         parts["weights"] = b * shape.count + 4 * d.trained
         parts["gradients"], parts["optimizer"] = 4 * d.trained, 8 * d.trained
     elif d.distributed:
         parts["weights"] = 4 * shape.count // d.learners
         parts["gradients"], parts["optimizer"] = 4 * shape.count // d.learners, 8 * shape.count // d.learners
-        # Gathered as a pass goes: two layers (the next is fetched while one works), and what belongs to no layer.
+        # A pass gathers two layers (one computes while the next is fetched), and the root outside of layers.
         layer, root = shape.layer_parameters, shape.embedding_parameters
         parts["gathered"] = b * (2 * layer + root)
         parts["whole gradients"] = b * (layer + root)
@@ -176,21 +176,21 @@ def learner_memory(d: Demand) -> Memory:
     if d.critic:
         trained = d.trained if d.trained is not None else shape.count - shape.embedding_parameters // 2
         parts["critic"] = 16 * trained // (d.learners if d.distributed and d.trained is None else 1)
-    parts["activations"] = activation_bytes(d) + 2 * HEAD_CHUNK
-    parts["process"] = CONTEXT if d.gpu else 0
+    parts["activations"] = activation_bytes(d) + 2 * HEAD_CHUNK_BYTES
+    parts["process"] = PROCESS_BYTES if d.gpu else 0
     return Memory(parts)
 
 
 def warm_start_memory(d: Demand) -> Memory:
-    """On one learner's device, while it imitates."""
+    """Return the memory of a learner on its device during the warm start."""
     assert d.warm_start is not None
     tokens, checkpoint = d.warm_start
-    plain = replace(d, reference=False, critic=False)
-    return learner_memory(replace(plain, micro_batch_tokens=tokens, checkpoint_activations=checkpoint))
+    imitation = replace(d, reference=False, critic=False)
+    return learner_memory(replace(imitation, micro_batch_tokens=tokens, checkpoint_activations=checkpoint))
 
 
 def activation_bytes(d: Demand) -> int:
-    """Kept for the backward pass of one micro-batch."""
+    """Return the bytes kept for the backward pass of one micro-batch."""
     shape, tokens, b = d.shape, d.micro_batch_tokens, d.dtype_bytes
     attention = shape.width * (2 * shape.heads + 2 * shape.kv_heads)
     layer = tokens * b * (4 * shape.hidden + attention + 3 * shape.intermediate)
@@ -200,110 +200,110 @@ def activation_bytes(d: Demand) -> int:
 
 
 def engine_memory(d: Demand, device_bytes: int = 0) -> Memory:
-    """On one engine's device; without weights where it shares the learner's."""
+    """Return the memory of an engine on its device, without weights if it shares the learner's."""
     shape, b = d.shape, d.dtype_bytes
     per_token = 2 * shape.layers * shape.kv_heads * shape.width
     if d.engine == "elsewhere":
         return Memory()
     if d.engine == "vllm":
-        heads = max(1, shape.kv_heads // d.tensor_parallel)  # on each device; fewer than devices are there twice
+        heads = max(1, shape.kv_heads // d.tensor_parallel)  # per device; fewer heads than devices are replicated
         return _vllm_memory(d, per_token // shape.kv_heads * heads * d.engine_bytes * d.context, device_bytes)
     own = d.distributed or d.overlap
     cache = per_token * b * d.sessions * d.context
     parts = {"weights": b * shape.count if own else 0, "KV cache": cache, "growing cache": cache // shape.layers}
-    return Memory(parts | {"process": CONTEXT if d.gpu and d.distributed else 0})
+    return Memory(parts | {"process": PROCESS_BYTES if d.gpu and d.distributed else 0})
 
 
 def _vllm_memory(d: Demand, episode: int, device_bytes: int) -> Memory:
-    """`episode`: bytes of cache without which it refuses to start."""
-    process = CONTEXT if d.gpu else 0
-    least = d.engine_bytes * d.shape.count // d.tensor_parallel + process  # weights, and its own buffers
+    """Return vLLM's memory. `episode`: bytes of cache without which it refuses to start."""
+    process = PROCESS_BYTES if d.gpu else 0
+    fixed = d.engine_bytes * d.shape.count // d.tensor_parallel + process  # weights and vLLM's buffers
     share = int(d.memory_share * device_bytes)
-    problem, more = "", 0
+    problem, excess = "", 0
     if d.cache_bytes is not None:
-        # Its share is then no limit, but it still refuses to start where less than that is free.
-        more = max(0, least + d.cache_bytes - share)
+        # The share is then no limit, but vLLM still refuses to start if less is free.
+        excess = max(0, fixed + d.cache_bytes - share)
         if d.cache_bytes < episode:
             problem = (
                 f"engine.kv_cache_gib = {d.cache_bytes / GIB:.3g} cannot hold one episode of {d.context} tokens, which "
                 f"takes {episode / GIB:.3g} GiB"
             )
-    elif share < least + episode:
+    elif share < fixed + episode:
         problem = (
             f"engine.memory_share = {d.memory_share:g} is {share / GIB:.1f} GiB, and vLLM needs "
-            f"{(least + episode) / GIB:.1f} GiB for weights and one episode of {d.context} tokens"
+            f"{(fixed + episode) / GIB:.1f} GiB for weights and one episode of {d.context} tokens"
         )
     count = 1 if d.distributed else d.replicas
-    parts = {"vLLM's share": share, "beyond its share": more, "process": process}
+    parts = {"vLLM's share": share, "beyond its share": excess, "process": process}
     return Memory({name: size * count for name, size in parts.items()}, problem, share * count)
 
 
 def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
-    """What each kind of device must hold: {"learner": ..., "engine": ...}, or both on "device", where those of one pair
-    take turns: an engine gives its cache back while the learner works (vLLM everything), which has neither gradients
-    nor activations while it does not. Before that come a warm start and the loading of the reference."""
+    """Return the memory of each kind of device: {"learner": ..., "engine": ...}, or "device" if a pair shares one. The
+    pair takes turns: while the learner works, the engine frees its cache (vLLM everything); while it does not, it has
+    no gradients and no activations. A warm start and the loading of the reference come first."""
     learner, engine = learner_memory(d), engine_memory(d, device_bytes)
-    found: dict[str, Memory] = {}
+    devices: dict[str, Memory] = {}
     if d.warm_start is not None:
-        found["device, warm start" if d.colocated else "learner, warm start"] = warm_start_memory(d)
+        devices["device, warm start" if d.colocated else "learner, warm start"] = warm_start_memory(d)
     learners = {f"learner {name}": size for name, size in learner.parts.items()}
     engines = {f"engine {name}": size for name, size in engine.parts.items()}
     if not d.distributed:
-        return found | {"device": Memory(learners | engines, engine.problem, engine.budget)}
-    whole = {"reference, whole": d.dtype_bytes * d.shape.count} if d.reference and d.trained is None else {}
+        return devices | {"device": Memory(learners | engines, engine.problem, engine.budget)}
+    reference = {"reference, whole": d.dtype_bytes * d.shape.count} if d.reference and d.trained is None else {}
     if not d.colocated:
-        if whole:
-            found["learner, loading"] = Memory(whole | {"process": CONTEXT * d.gpu})
-        return found | {"learner": learner} | ({"engine": engine} if engine.parts else {})
-    if whole:
-        beside = {"engine weights": engine.parts.get("weights", 0)}
-        found["device, loading"] = Memory(whole | beside | {"processes": 2 * CONTEXT * d.gpu})
-    asleep = {name: size for name, size in engines.items() if name in ("engine weights", "engine process")}
+        if reference:
+            devices["learner, loading"] = Memory(reference | {"process": PROCESS_BYTES * d.gpu})
+        return devices | {"learner": learner} | ({"engine": engine} if engine.parts else {})
+    if reference:
+        engine_weights = {"engine weights": engine.parts.get("weights", 0)}
+        devices["device, loading"] = Memory(reference | engine_weights | {"processes": 2 * PROCESS_BYTES * d.gpu})
+    sleeping = {name: size for name, size in engines.items() if name in ("engine weights", "engine process")}
     if d.engine == "vllm":
-        asleep = {"engine process": CONTEXT * d.gpu}
-    kept = {name: size for name, size in learners.items() if name.removeprefix("learner ") not in PASSING}
-    found["device, learning"] = Memory(learners | asleep)
+        sleeping = {"engine process": PROCESS_BYTES * d.gpu}
+    kept = {name: size for name, size in learners.items() if name.removeprefix("learner ") not in TEMPORARY_PARTS}
+    devices["device, learning"] = Memory(learners | sleeping)
     if d.gpu:
-        kept["learner weights on their way"] = _lent_bytes(d)
-    found["device, playing"] = Memory(kept | engines, engine.problem, engine.budget)
-    return found
+        kept["learner weights on their way"] = _in_transit_bytes(d)
+    devices["device, playing"] = Memory(kept | engines, engine.problem, engine.budget)
+    return devices
 
 
-def _lent_bytes(d: Demand) -> int:
-    """Beside an engine that is awake: the largest tensor, wherever it is at once. Frozen weights are whole already, but
-    for vLLM, which is sent them in float32 with the adapters inside."""
+def _in_transit_bytes(d: Demand) -> int:
+    """Return the bytes of all simultaneous copies of the largest tensor while weights are sent. Frozen weights need no
+    gathering, except for vLLM, which receives them in float32 with merged adapters."""
     largest = d.shape.vocabulary * d.shape.hidden
     gathered = 4 + d.dtype_bytes if d.trained is None else 4 if d.engine == "vllm" else 0
-    room = max(_sent_bytes(d) * largest, d.bucket_bytes)
-    return largest * gathered + room + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
+    buffer = max(_sent_bytes(d) * largest, d.bucket_bytes)
+    return largest * gathered + buffer + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
 
 
 def _sent_bytes(d: Demand) -> int:
-    """Of a weight on its way to an engine."""
+    """Return the bytes of one weight when it is sent to an engine."""
     return 4 if d.trained is not None and d.engine == "vllm" else d.dtype_bytes
 
 
 def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:
-    """What nodes of so many processes of a kind need of their own memory, beside environments.
+    """Return the host memory of nodes with `per_node` processes of a kind, without environments.
 
-    Every rank loads the whole model in float32 (LoRA: as passes use it), and the reference or a copy for the critic
-    beside it, before its part goes to the device. Weights on their way to engines are on each node in two versions, old
-    and new; the first rank's copy of a checkpoint is a third. On another node than the first rank's a vLLM copies what
-    it takes out of Ray's store, whose memory its worker cannot read; one that shares its device leaves its weights here
-    while it sleeps. The native engine loads its first weights here.
+    Every rank loads the whole model in float32 (LoRA: in the type of passes), and the reference or a copy for the
+    critic, before its shard goes to the device. A node holds two versions of weights sent to engines, old and new; the
+    first rank's copy of a checkpoint is a third. A vLLM on another node copies weights out of Ray's store, which its
+    worker cannot read. A vLLM that shares its device keeps its weights on the host while it sleeps. The native engine
+    loads its first weights on the host.
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
         return {"host, loading": Memory({"weights": b * shape.count})} if d.gpu else {}
     ranks, engines = min(d.learners, per_node), min(d.engines, max(1, per_node // d.tensor_parallel))
     one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines * d.tensor_parallel)
-    each = 4 * shape.count if d.trained is None else b * shape.count
-    copied = b * shape.count if d.reference else 0
+    rank_bytes = 4 * shape.count if d.trained is None else b * shape.count
+    copy_bytes = b * shape.count if d.reference else 0
     if d.critic:
-        copied = max(copied, 4 * (shape.count - shape.embedding_parameters // 2))
-    load = {f"weights of {ranks} ranks": each * ranks}
+        copy_bytes = max(copy_bytes, 4 * (shape.count - shape.embedding_parameters // 2))
+    load = {f"weights of {ranks} ranks": rank_bytes * ranks}
     if d.trained is None:
-        load["reference or critic"] = copied * ranks
+        load["reference or critic"] = copy_bytes * ranks
     store = {"weights on their way": 2 * _sent_bytes(d) * shape.count}
     learning = store | {"checkpoint": b * shape.count}
     copies = _sent_bytes(d) * shape.count * engines if d.engine == "vllm" and not one_node else 0
@@ -330,17 +330,18 @@ def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Mem
     }
 
 
-def table(found: dict[str, Memory], room: int | None) -> tuple[list[str], bool]:
-    """(lines to print, whether all of it fits). Nothing is known to be too large where `room` is not known."""
+def table(devices: dict[str, Memory], available: int | None) -> tuple[list[str], bool]:
+    """Return (lines to print, whether everything fits). Without `available` bytes everything fits."""
     lines, all_fit = [], True
-    for kind, memory in found.items():
+    for kind, memory in devices.items():
         if not memory.total and not memory.problem:
             continue
         line = f"{kind}: {memory.total / GIB:.1f} GiB"
-        if room is not None:
-            fits = memory.fits(room)
+        if available is not None:
+            fits = memory.fits(available)
             all_fit = all_fit and fits
-            line += f" of {room / GIB:.0f} GiB, {'fits' if fits else 'does not fit'} (less {RESERVE:.0%} in reserve)"
+            verdict = "fits" if fits else "does not fit"
+            line += f" of {available / GIB:.0f} GiB, {verdict} (less {RESERVE:.0%} in reserve)"
         lines.append(f"{line}: {memory.problem}" if memory.problem else line)
         lines += [f"    {name:26} {size / GIB:8.2f} GiB" for name, size in memory.parts.items() if size]
     return lines, all_fit

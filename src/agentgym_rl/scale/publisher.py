@@ -1,9 +1,9 @@
-"""Versions of the weights from ranks to engines, over three ways.
+"""Sends versions of the weights from ranks to engines, in one of three ways.
 
-An engine that shares a device with a rank is lent them there (agent/engines/lending.py): every rank gathers all tensors
-anyway. The others read memory of the node, where all of them are on that of the first rank, or buckets from Ray's
-object store. Those two last, a version that was lent is nowhere but in engines: so while these play the first rank
-writes it too, for whichever engine dies and is started again.
+An engine that shares a device with a rank gets them there (transport/device.py), because every rank gathers all tensors
+anyway. The other engines map host memory, if all of them are on the first rank's node, or read buckets from Ray's
+object store. Weights sent on a device exist only in the engines. So the first rank also writes them to one of the other
+two places while episodes are played, for an engine that dies and restarts.
 """
 
 from __future__ import annotations
@@ -13,200 +13,197 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from agentgym_rl.agent.engines.lending import Door, LentWeights
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.scale.board import Published
 from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.shared_state import Published
 from agentgym_rl.scale.watch import require_none_failed
+from agentgym_rl.transport.device import DeviceWeights, Endpoint
 
-LEND = "AGENTGYM_RL_LEND"
-"""Environment variable of the driver: `never`, or `always`: on CPUs too, which is there for tests."""
-POLITE_S = 60.0
-"""Granted to a process to say why another one failed."""
-
-
-class EngineGone(Exception):
-    """It died, or cannot be reached, and will be back."""
+LEND_VARIABLE = "AGENTGYM_RL_LEND"
+"""Environment variable of the driver: `never`, or `always`, which includes CPUs and is meant for tests."""
+REPORT_TIMEOUT_S = 60.0
+"""Seconds that a process has to report why another one failed."""
 
 
-class Reach(Protocol):
-    """What can be asked of a run's processes."""
+class EngineLost(Exception):
+    """The engine died or cannot be reached. It will be restarted."""
+
+
+class EngineLink(Protocol):
+    """Calls to a run's ranks, engines and shared state."""
 
     plan: Plan
 
-    def ask_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """Begin `method(*arguments[rank])` on every rank, after all that was asked of them before."""
+    def start_on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        """Start `method(*arguments[rank])` on every rank, after all earlier calls."""
         ...
 
-    async def answers_of(self, asked: list[Any]) -> list[Any]: ...
+    async def results_of(self, calls: list[Any]) -> list[Any]: ...
 
-    async def ask_engine(self, index: int, method: str, *arguments: Any) -> Any:
-        """EngineGone, or EngineError if it cannot do it."""
+    async def call_engine(self, index: int, method: str, *arguments: Any) -> Any:
+        """Return the engine's answer. Raises EngineLost, or EngineError if the call failed."""
         ...
 
-    async def engine_back(self, index: int) -> None: ...
+    async def wait_for_engine(self, index: int) -> None: ...
 
-    async def on_board(self, method: str, *arguments: Any) -> Any: ...
-
-
-def lends(plan: Plan) -> bool:
-    """Whether ranks and engines are to look for each other on devices."""
-    said = os.environ.get(LEND, "")
-    if said not in ("", "never", "always"):
-        raise ConfigError(f"{LEND} = {said!r}: set it to never or always, or not at all")
-    return plan.layout == "colocated" and (said == "always" or (said == "" and plan.device == "cuda"))
+    async def call_state(self, method: str, *arguments: Any) -> Any: ...
 
 
-def pairs(ranks: Sequence[str], doors: Mapping[int, Door]) -> dict[int, int]:
-    """{engine: rank on its device}. Where several ranks are on one they take turns."""
-    found: dict[int, int] = {}
-    for index, door in sorted(doors.items()):
-        there = [rank for rank, device in enumerate(ranks) if device == door.device]
-        if there:
-            found[index] = min(there, key=lambda rank: list(found.values()).count(rank))
-    return found
+def shares_device_memory(plan: Plan) -> bool:
+    """Return whether ranks send weights to engines on their own device."""
+    setting = os.environ.get(LEND_VARIABLE, "")
+    if setting not in ("", "never", "always"):
+        raise ConfigError(f"{LEND_VARIABLE} must be never, always or unset, got {setting!r}")
+    return plan.layout == "colocated" and (setting == "always" or (setting == "" and plan.device == "cuda"))
+
+
+def match_engines(rank_devices: Sequence[str], endpoints: Mapping[int, Endpoint]) -> dict[int, int]:
+    """Return {engine: rank on its device}. Ranks that share a device serve its engines in turn."""
+    matches: dict[int, int] = {}
+    for index, endpoint in sorted(endpoints.items()):
+        ranks = [rank for rank, device in enumerate(rank_devices) if device == endpoint.device]
+        if ranks:
+            matches[index] = min(ranks, key=lambda rank: list(matches.values()).count(rank))
+    return matches
 
 
 class Publisher:
-    """Of one run."""
+    """Publishes the weights of one run."""
 
-    def __init__(self, reach: Reach) -> None:
-        self._reach = reach
+    def __init__(self, link: EngineLink) -> None:
+        self._link = link
         self.version = -1
-        self.behind: dict[int, asyncio.Task[None]] = {}
-        """Engines that missed an update, and who waits for each to be back."""
+        self.outdated: dict[int, asyncio.Task[None]] = {}
+        """Engines that missed an update, with the task that waits for each to return."""
         self.one_node = False
-        """Whether engines and the first rank are on one."""
-        self._devices: list[str] = []
-        """Of ranks."""
-        self._whole: asyncio.Future[Published] | None = None
-        """The last version, for engines that were not lent it."""
+        """Whether all engines are on the first rank's node."""
+        self._rank_devices: list[str] = []
+        self._full_copy: asyncio.Future[Published] | None = None
+        """The last version outside of engines."""
 
     def tasks(self) -> Iterator[asyncio.Future[Any]]:
-        yield from self.behind.values()
-        if self._whole is not None:
-            yield self._whole
+        yield from self.outdated.values()
+        if self._full_copy is not None:
+            yield self._full_copy
 
     async def publish(self, version: int) -> str:
-        """When this returns every engine samples with the learner's weights; one that is down asks for them later.
-        Says how they went."""
-        require_none_failed(self.behind.values())
-        if self._whole is not None:
-            await self._whole
-        doors, gone = await self._expecting(version) if lends(self._reach.plan) else ({}, [])
-        lenders = {i: (rank, doors[i]) for i, rank in pairs(self._devices, doors).items()}
-        rest = [i for i in range(self._reach.plan.engines) if i not in lenders and i not in gone]
-        probe = (await self._on_ranks("call", ("probe",)))[0] if lenders else None
-        ways = {}
-        if rest or not lenders:
-            published = await self._write(version, self._ask_to_write(version, probe))
-            self._whole = asyncio.get_running_loop().create_future()
-            self._whole.set_result(published)
-            await asyncio.gather(*(self._load(i, published) for i in rest))
-            ways[published.way] = rest
+        """Load the learner's weights into every engine that is up; the others load them when they return.
+        Return a description of how the weights were sent."""
+        require_none_failed(self.outdated.values())
+        if self._full_copy is not None:
+            await self._full_copy
+        endpoints, lost = await self._open_endpoints(version) if shares_device_memory(self._link.plan) else ({}, [])
+        on_device = {i: (rank, endpoints[i]) for i, rank in match_engines(self._rank_devices, endpoints).items()}
+        others = [i for i in range(self._link.plan.engines) if i not in on_device and i not in lost]
+        probe = (await self._on_ranks("call", ("probe",)))[0] if on_device else None
+        routes = {}
+        if others or not on_device:
+            published = await self._write(version, self._start_writing(version, probe))
+            self._full_copy = asyncio.get_running_loop().create_future()
+            self._full_copy.set_result(published)
+            await asyncio.gather(*(self._load(i, published) for i in others))
+            routes[published.route] = others
         else:
-            await self._reach.on_board("publish", Published(version, "", None, [], probe))
-        if lenders:
-            gone += await self._lend(version, probe, lenders)
-            ways["on the device that each shares with a learner"] = list(lenders)
-        if lenders and not rest:
-            # Asked now, so that ranks do it before they learn on.
-            self._whole = asyncio.create_task(self._write(version, self._ask_to_write(version, probe)))
-        for index in gone:
-            self._load_later(index, version)
+            await self._link.call_state("publish", Published(version, "", None, [], probe))
+        if on_device:
+            lost += await self._send_on_device(version, probe, on_device)
+            routes["on the device that each shares with a learner"] = list(on_device)
+        if on_device and not others:
+            # Started now, so that ranks write the weights before they change them.
+            self._full_copy = asyncio.create_task(self._write(version, self._start_writing(version, probe)))
+        for index in lost:
+            self._load_when_back(index, version)
         self.version = version
-        return _told(ways)
+        return _describe(routes)
 
-    async def _expecting(self, version: int) -> tuple[dict[int, Door], list[int]]:
-        """({engine: its door}, engines that are gone)."""
-        if not self._devices:
-            self._devices = await self._on_ranks("device")
-        engines = range(self._reach.plan.engines)
-        asked = [self._reach.ask_engine(i, "expect", version) for i in engines]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        gone = [i for i, door in enumerate(found) if isinstance(door, EngineGone)]
-        for error in found:
-            if isinstance(error, BaseException) and not isinstance(error, EngineGone):
+    async def _open_endpoints(self, version: int) -> tuple[dict[int, Endpoint], list[int]]:
+        """Return ({engine: its endpoint}, lost engines)."""
+        if not self._rank_devices:
+            self._rank_devices = await self._on_ranks("device")
+        engines = range(self._link.plan.engines)
+        calls = [self._link.call_engine(i, "open_endpoint", version) for i in engines]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        lost = [i for i, answer in enumerate(answers) if isinstance(answer, EngineLost)]
+        for error in answers:
+            if isinstance(error, BaseException) and not isinstance(error, EngineLost):
                 raise error
-        return {i: door for i, door in enumerate(found) if isinstance(door, Door)}, gone
+        return {i: answer for i, answer in enumerate(answers) if isinstance(answer, Endpoint)}, lost
 
-    async def _lend(self, version: int, probe: Any, lenders: dict[int, tuple[int, Door]]) -> list[int]:
-        """Returns which engines died meanwhile."""
-        size = self._reach.plan.bucket_mb << 20
-        doors: list[list[Door]] = [[] for _ in self._devices]
-        for rank, door in lenders.values():
-            doors[rank].append(door)
-        asked = self._reach.ask_ranks("lend", [(version, size, some) for some in doors])
-        ranks = asyncio.create_task(self._reach.answers_of(asked))
-        loads = {
-            i: asyncio.create_task(self._taken(i, Published(version, "", None, [], probe, LentWeights(door, version))))
-            for i, (_, door) in lenders.items()
-        }
-        taken = asyncio.gather(*loads.values())
+    async def _send_on_device(self, version: int, probe: Any, engines: dict[int, tuple[int, Endpoint]]) -> list[int]:
+        """Return the engines that died meanwhile."""
+        bucket_bytes = self._link.plan.bucket_mb << 20
+        endpoints: list[list[Endpoint]] = [[] for _ in self._rank_devices]
+        for rank, endpoint in engines.values():
+            endpoints[rank].append(endpoint)
+        calls = self._link.start_on_ranks("send_weights", [(version, bucket_bytes, served) for served in endpoints])
+        ranks = asyncio.create_task(self._link.results_of(calls))
+        loads = {}
+        for i, (_, endpoint) in engines.items():
+            published = Published(version, "", None, [], probe, DeviceWeights(endpoint, version))
+            loads[i] = asyncio.create_task(self._loaded(i, published))
+        loaded = asyncio.gather(*loads.values())
         try:
-            await asyncio.wait({ranks, taken}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({ranks, loaded}, return_when=asyncio.FIRST_COMPLETED)
             # An engine may fail because its rank died, or while its rank waits for it.
-            failed = taken.done() and taken.exception() is not None
-            await asyncio.wait({ranks}, timeout=POLITE_S if failed else None)
-            left_out = {name: why for some in (ranks.result() if ranks.done() else []) for name, why in some.items()}
-            await asyncio.wait({taken}, timeout=POLITE_S if left_out else None)
-            if not taken.done():
+            failed = loaded.done() and loaded.exception() is not None
+            await asyncio.wait({ranks}, timeout=REPORT_TIMEOUT_S if failed else None)
+            skipped = {name: why for result in (ranks.result() if ranks.done() else []) for name, why in result.items()}
+            await asyncio.wait({loaded}, timeout=REPORT_TIMEOUT_S if skipped else None)
+            if not loaded.done():
                 (index, *_) = (i for i, load in loads.items() if not load.done())
-                why = left_out.get(lenders[index][1].name, "it takes longer than an engine that was not served")
-                raise EngineError(f"engine {index} was not lent weights {version}: {why}")
-            return [i for i, alive in zip(loads, taken.result(), strict=True) if not alive]
+                why = skipped.get(engines[index][1].name, "it did not finish after another engine was skipped")
+                raise EngineError(f"engine {index} did not get weights {version}: {why}")
+            return [i for i, alive in zip(loads, loaded.result(), strict=True) if not alive]
         finally:
             for task in (ranks, *loads.values()):
                 task.cancel()
-            await asyncio.gather(ranks, *loads.values(), taken, return_exceptions=True)
+            await asyncio.gather(ranks, *loads.values(), loaded, return_exceptions=True)
 
-    async def _taken(self, index: int, published: Published) -> bool:
-        """Whether the engine is alive, and then has these weights or later ones."""
+    async def _loaded(self, index: int, published: Published) -> bool:
+        """Return whether the engine is alive and has these weights or later ones."""
         try:
-            found = await self._reach.ask_engine(index, "load", published)
-        except EngineGone:
+            version = await self._link.call_engine(index, "load", published)
+        except EngineLost:
             return False
-        if found < published.version and published.lent is not None:
-            return False  # it died since it opened its door, and is back already
-        if found < published.version:
-            raise EngineError(
-                f"engine {index} should have taken version {published.version} of the weights, it has {found}"
-            )
+        if version < published.version and published.on_device is not None:
+            return False  # it restarted after it had opened its endpoint
+        if version < published.version:
+            raise EngineError(f"engine {index} needs version {published.version} of the weights, it has {version}")
         return True
 
     async def _load(self, index: int, published: Published) -> None:
-        if not await self._taken(index, published):
-            self._load_later(index, published.version)
+        if not await self._loaded(index, published):
+            self._load_when_back(index, published.version)
 
-    def _load_later(self, index: int, version: int) -> None:
-        """Started again it asks the board; if it was only out of reach, it has to be told."""
-        if (earlier := self.behind.get(index)) is not None:
+    def _load_when_back(self, index: int, version: int) -> None:
+        """Load the weights later. A restarted engine fetches them itself, one that was only unreachable does not."""
+        if (earlier := self.outdated.get(index)) is not None:
             require_none_failed([earlier])
-            earlier.cancel()  # it would wait for the same engine, with weights that are old
-        self.behind[index] = asyncio.create_task(self._loaded_when_back(index, version))
+            earlier.cancel()  # it waits for the same engine, with older weights
+        self.outdated[index] = asyncio.create_task(self._wait_and_load(index, version))
 
-    async def _loaded_when_back(self, index: int, version: int) -> None:
-        await self._reach.engine_back(index)
-        if version >= self.version:  # greater while other engines still take it
-            assert self._whole is not None
-            await self._load(index, await asyncio.shield(self._whole))
+    async def _wait_and_load(self, index: int, version: int) -> None:
+        await self._link.wait_for_engine(index)
+        if version >= self.version:  # greater while other engines still load it
+            assert self._full_copy is not None
+            await self._load(index, await asyncio.shield(self._full_copy))
 
-    def _ask_to_write(self, version: int, probe: Any) -> list[Any]:
-        arguments = (version, self._reach.plan.bucket_mb << 20, self.one_node, probe)
-        return self._reach.ask_ranks("put_weights", [arguments] * self._reach.plan.learners)
+    def _start_writing(self, version: int, probe: Any) -> list[Any]:
+        arguments = (version, self._link.plan.bucket_mb << 20, self.one_node, probe)
+        return self._link.start_on_ranks("put_weights", [arguments] * self._link.plan.learners)
 
-    async def _write(self, version: int, asked: list[Any]) -> Published:
-        """Where every engine can read it, and the board says so."""
-        published = (await self._reach.answers_of(asked))[0]
-        await self._reach.on_board("publish", published)
+    async def _write(self, version: int, calls: list[Any]) -> Published:
+        """Wait until every engine can read the weights, and publish where they are."""
+        published = (await self._link.results_of(calls))[0]
+        await self._link.call_state("publish", published)
         return published
 
     async def _on_ranks(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
-        return await self._reach.answers_of(self._reach.ask_ranks(method, [arguments] * self._reach.plan.learners))
+        return await self._link.results_of(self._link.start_on_ranks(method, [arguments] * self._link.plan.learners))
 
 
-def _told(ways: Mapping[str, list[int]]) -> str:
-    """Of which engines, where there are several ways."""
-    if len(ways) == 1:
-        return next(iter(ways))
-    return "; ".join(f"{', '.join(map(str, indices))} {way}" for way, indices in ways.items())
+def _describe(routes: Mapping[str, list[int]]) -> str:
+    """Return the route, with its engines if there are several routes."""
+    if len(routes) == 1:
+        return next(iter(routes))
+    return "; ".join(f"{', '.join(map(str, indices))} {route}" for route, indices in routes.items())

@@ -1,14 +1,14 @@
-"""Ray: where the processes of a run are started, found, and started again. Only this file imports ray.
+"""The Ray actors of a run: starts, finds and restarts them. Only this file imports ray.
 
-    driver          runs training.rl.train_rl with handles in place of learner and engine, and asks hosts for groups
-    learners        one rank each; all of them do the same call at the same time
-    engines         sample; when one dies it is started again and fetches the current weights from the board
+    driver          runs training.rl.train_rl with handles in place of learner and engine, and sends groups to hosts
+    learners        one rank each; all of them run the same call at the same time
+    engines         sample; a restarted engine fetches the current weights
     env hosts       play whole groups with agent.rollout.rollout, next to their sessions; each turn is one call to an
                     engine, always the same one for a trajectory as long as it lives
-    board           which weights are current, and what has befallen engines
+    shared state    the current weights and worker failures
 
-What they do is handed in by cluster.py: a function that makes a rank's learner, an engine, a host's player. A prompt is
-the whole conversation, so a call that an engine's death cut off is sent to another engine as it was.
+run/backend_ray.py passes functions that make a rank's learner, an engine and a host's player. A prompt is the whole
+conversation, so a call that an engine's death interrupted is sent unchanged to another engine.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from agentgym_rl.agent.engines.handover import HostMemories
-from agentgym_rl.agent.engines.lending import Door, device_id, lend
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
-from agentgym_rl.scale.board import Board, Published
+from agentgym_rl.scale.host_scheduler import HostScheduler
 from agentgym_rl.scale.plan import Plan, bundles
-from agentgym_rl.scale.publisher import EngineGone, Publisher
-from agentgym_rl.scale.ranks import join, leave
-from agentgym_rl.scale.routing import Homes
-from agentgym_rl.scale.turns import Turns
-from agentgym_rl.scale.watch import LOOK_S, Nodes, Threads, reaching, sigterm_stays_ours, unless_one_fails
-from agentgym_rl.scale.weights import Receiver, Staging, buckets
+from agentgym_rl.scale.process_group import join, leave
+from agentgym_rl.scale.publisher import EngineLost, Publisher
+from agentgym_rl.scale.routing import SessionRouter
+from agentgym_rl.scale.shared_state import Published, SharedState
+from agentgym_rl.scale.watch import POLL_INTERVAL_S, Nodes, Threads, connecting, keep_sigterm_handler, unless_one_fails
+from agentgym_rl.transport.buckets import EngineAdapter, Staging, buckets
+from agentgym_rl.transport.device import Endpoint, device_id, send_weights
+from agentgym_rl.transport.host_memory import HostMemories
 from agentgym_rl.types import Completion, Group, Sampling
 
 NAMESPACE = "agentgym-rl"
-"""Actors find each other by name: a handle among what an actor is made with may be gone when it is made again."""
-RETRY_S = 0.25
-"""Between looks at a worker that is being started again."""
-POLITE_S = 10.0
-"""Granted to a worker to close what it holds."""
-MOST_DEATHS = 5
-"""Of workers under one and the same call: it may be what they die of. How long ago it was first made says nothing."""
+"""Namespace in which actors find each other by name: a handle passed at start may be invalid after a restart."""
+RETRY_INTERVAL_S = 0.25
+"""Seconds between polls of a worker that is being restarted."""
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds that a worker has to close its resources."""
+MAX_DEATHS = 5
+"""Give up on a call after this many workers died while running it."""
 
 
 class LearnerRank:
-    """One rank. `make(rank, size)` gives an object with the methods that `call` names."""
+    """One learner rank. `make(rank, size)` returns an object with the methods that `call` names."""
 
     def __init__(self, make: Callable[[int, int], Any], rank: int, size: int) -> None:
         self._make, self._rank, self._size = make, rank, size
@@ -61,15 +61,15 @@ class LearnerRank:
         self._memories, self._staging = HostMemories(), Staging()
 
     def address(self) -> str:
-        """Where the ranks can meet, for the first of them."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return f"tcp://{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
+        """Return an address at which the ranks can meet. Called on the first rank."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"tcp://{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"
 
     def begin(self, address: str, device: str) -> None:
         if device == "cuda":
-            device = "cuda:0"  # Ray shows this process its own device only
-        # However long ranks wait for each other: that one died is heard of from Ray.
+            device = "cuda:0"  # Ray shows this process only its own device
+        # A long timeout is harmless, because Ray reports a dead rank.
         join(self._rank, self._size, address, device)
         self._work = self._make(self._rank, self._size)
 
@@ -77,20 +77,20 @@ class LearnerRank:
         return getattr(self._work, method)(*arguments)
 
     def put_weights(self, version: int, bucket_bytes: int, one_node: bool, probe: Any = None) -> Published | None:
-        """The whole state from rank 0, for engines on its node or anywhere; the others take part in it."""
+        """Write the whole state from rank 0, for engines on its node or anywhere. Gathering takes every rank."""
         first, whole = self._rank == 0, self._work.whole_state()
         host = self._memories.fill(whole) if first and one_node else None
-        made = buckets(whole, bucket_bytes, keep=first, staging=self._staging)  # of what was not read yet
-        refs = [ray.put(bucket) for bucket in made]
+        # An iterator: after `fill` there is nothing left to put into buckets.
+        refs = [ray.put(bucket) for bucket in buckets(whole, bucket_bytes, keep=first, staging=self._staging)]
         probe = self._work.probe() if probe is None else probe
         return Published(version, node_id(), host, refs, probe) if first else None
 
     def device(self) -> str:
         return device_id()
 
-    def lend(self, version: int, bucket_bytes: int, doors: list[Door]) -> dict[str, str]:
-        """The whole state to engines on this device. Says which doors were not served, and why."""
-        return lend(self._work.whole_state(), version, doors, bucket_bytes)
+    def send_weights(self, version: int, bucket_bytes: int, endpoints: list[Endpoint]) -> dict[str, str]:
+        """Send the whole state to engines on this device. Returns {endpoint's name: why} of those that failed."""
+        return send_weights(self._work.whole_state(), version, endpoints, bucket_bytes)
 
     def node(self) -> str:
         return node_id()
@@ -103,103 +103,102 @@ class LearnerRank:
 
 
 class EngineReplica:
-    """An engine. `make()` gives its Receiver (scale/weights.py), whose `engine` samples."""
+    """An engine. `make()` returns its EngineAdapter (transport/buckets.py), whose `engine` samples."""
 
-    def __init__(self, make: Callable[[], Receiver], board: str, index: int) -> None:
-        self._seat: Any = make()
-        self._board = ray.get_actor(board, NAMESPACE)
+    def __init__(self, make: Callable[[], EngineAdapter], state: str, index: int) -> None:
+        self._adapter: Any = make()
+        self._state = ray.get_actor(state, NAMESPACE)
         self._name = f"engine {index}"
-        self._fresh = asyncio.Event()
+        self._has_weights = asyncio.Event()
         self._loading: asyncio.Lock | None = None
-        self._resting = False
-        self._door: Door | None = None
-        self._seat.engine.version = -1  # whatever it was made with, it has not been told to use it
+        self._sleeping = False
+        self._endpoint: Endpoint | None = None
+        self._adapter.engine.version = -1  # its first weights have not been published
 
     async def begin(self) -> int:
-        """Fetch the current weights if there are any; returns how many tokens it can hold."""
+        """Fetch the current weights if there are any. Returns the maximum context in tokens."""
         await self._fetch()
-        return self._seat.engine.max_context
+        return self._adapter.engine.max_context
 
-    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str, least: int = 0) -> Completion:
-        """With version `least` of the weights or a later one."""
-        if not self._fresh.is_set() or self._seat.version < least:
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str, oldest: int = 0) -> Completion:
+        """Sample with version `oldest` of the weights or a later one."""
+        if not self._has_weights.is_set() or self._adapter.version < oldest:
             await self._fetch()
-        await self._fresh.wait()
-        async with self._or_again():
-            if self._resting:  # a step that learned nothing brings no weights
+        await self._has_weights.wait()
+        async with self._exit_if_died():
+            if self._sleeping:  # a step without an update publishes no weights
                 await self._wake()
-            return await self._seat.engine.generate(prompt_ids, sampling, session)
+            return await self._adapter.engine.generate(prompt_ids, sampling, session)
 
     async def release(self, session: str) -> None:
-        await self._seat.engine.release(session)
+        await self._adapter.engine.release(session)
 
     async def load(self, published: Published) -> int:
-        """Take a version, unless it has it or there is a newer one by now; returns the version it has."""
+        """Load a version unless the engine has it or a newer one exists. Returns the version it has."""
         version = published.version
         self._loading = self._loading or asyncio.Lock()
-        async with self._loading, self._or_again():
-            if version > self._seat.version and published.is_for(self._door):
-                again = not self._fresh.is_set() and ray.get_runtime_context().was_current_actor_reconstructed
-                if again:  # perhaps nobody needed it while it was away
-                    self._board.report.remote(self._name, "engine_lost", "died")
-                async with published.arrived(node_id()) as arrived:
-                    if arrived is None:
-                        return self._seat.version
-                    if hopeless := await self._board.loading.remote(self._name):
-                        raise EngineError(hopeless)
-                    if slow := await self._seat.load(arrived, version, published.probe):
-                        self._board.report.remote(self._name, "weights_slow", slow)
-                self._board.loaded.remote(self._name)
-                self._resting = False
-                if again:
-                    message = f"was started again and has version {version} of the weights"
-                    self._board.report.remote(self._name, "engine_started", message)
-                self._fresh.set()
-        return self._seat.version
+        async with self._loading, self._exit_if_died():
+            if version > self._adapter.version and published.is_for(self._endpoint):
+                restarted = not self._has_weights.is_set() and ray.get_runtime_context().was_current_actor_reconstructed
+                if restarted:  # no call may have noticed the death
+                    self._state.report.remote(self._name, "engine_lost", "died")
+                async with published.source(node_id()) as source:
+                    if source is None:
+                        return self._adapter.version
+                    if fatal_error := await self._state.start_load.remote(self._name):
+                        raise EngineError(fatal_error)
+                    if warning := await self._adapter.load(source, version, published.probe):
+                        self._state.report.remote(self._name, "weights_slow", warning)
+                self._state.loaded.remote(self._name)
+                self._sleeping = False
+                if restarted:
+                    message = f"was restarted and has version {version} of the weights"
+                    self._state.report.remote(self._name, "engine_started", message)
+                self._has_weights.set()
+        return self._adapter.version
 
-    async def expect(self, version: int) -> Door:
-        """Be ready to be lent it by a rank on the same device."""
+    async def open_endpoint(self, version: int) -> Endpoint:
+        """Prepare to load the version from a rank on the same device."""
         self._loading = self._loading or asyncio.Lock()
-        async with self._loading, self._or_again():
-            if version <= self._seat.version:
-                raise EngineError(f"has version {self._seat.version} of the weights, {version} is not newer")
-            self._door = await self._seat.expect()
-            self._resting = False
-            return self._door
+        async with self._loading, self._exit_if_died():
+            if version <= self._adapter.version:
+                raise EngineError(f"has version {self._adapter.version} of the weights, {version} is not newer")
+            self._endpoint = await self._adapter.open_endpoint()
+            self._sleeping = False
+            return self._endpoint
 
-    async def rest(self) -> None:
-        """Leave the device to the learner it is shared with, until weights or a request come."""
+    async def sleep(self) -> None:
+        """Free device memory for the learner that shares it, until weights or a request arrive."""
         self._loading = self._loading or asyncio.Lock()
-        async with self._loading, self._or_again():
-            await self._seat.rest()
-            self._resting = True
+        async with self._loading, self._exit_if_died():
+            await self._adapter.sleep()
+            self._sleeping = True
 
     async def _wake(self) -> None:
         self._loading = self._loading or asyncio.Lock()
         async with self._loading:
-            if self._resting:
-                await self._seat.wake()
-                self._resting = False
+            if self._sleeping:
+                await self._adapter.wake()
+                self._sleeping = False
 
     @contextlib.asynccontextmanager
-    async def _or_again(self) -> AsyncIterator[None]:
-        """An engine around processes of its own (vLLM's) may outlive them. Then this process ends too, so that Ray
-        starts another, and whoever waits for an answer finds a dead engine like any other."""
+    async def _exit_if_died(self) -> AsyncIterator[None]:
+        """Exit if the engine's own processes (vLLM's) died, so that Ray restarts this actor like any dead engine."""
         try:
             yield
         except Exception as error:
-            if self._seat.died:
-                message = f"lost the processes it samples with and is started again ({error})"
-                await self._board.report.remote(self._name, "engine_lost", message)
-                await self._board.failed.remote(self._name, str(error))
+            if self._adapter.died:
+                message = f"lost its own processes and is restarted ({error})"
+                await self._state.report.remote(self._name, "engine_lost", message)
+                await self._state.failed.remote(self._name, str(error))
                 os._exit(1)
             raise
 
     async def _fetch(self) -> None:
         tried = -1
-        while (published := await self._board.published.remote()) is not None:
-            if published.coming:
-                await asyncio.sleep(RETRY_S)
+        while (published := await self._state.published.remote()) is not None:
+            if published.pending:
+                await asyncio.sleep(RETRY_INTERVAL_S)
                 continue
             if await self.load(published) >= published.version:
                 return
@@ -211,41 +210,41 @@ class EngineReplica:
         return node_id()
 
     async def close(self) -> None:
-        await self._seat.engine.close()
+        await self._adapter.engine.close()
 
     async def pid(self) -> int:
         return os.getpid()
 
 
 class RemoteEngine:
-    """Engines behind one: every trajectory stays with one of them, the one with fewest when it came.
+    """Several engines as one: each trajectory uses the engine that had the fewest when it started.
 
-    When that dies its trajectories move to others and their calls are sent again.
+    If that engine dies, its trajectories move to others and their calls are sent again.
     """
 
-    def __init__(self, replicas: list[Any], board: Any, timeout_s: float, first: int = 0) -> None:
-        self._replicas, self._board, self._timeout_s = replicas, board, timeout_s
-        self._homes = Homes(len(replicas), first)
+    def __init__(self, replicas: list[Any], state: Any, timeout_s: float, first: int = 0) -> None:
+        self._replicas, self._state, self._timeout_s = replicas, state, timeout_s
+        self._router = SessionRouter(len(replicas), first)
         self._down: dict[int, asyncio.Task[None]] = {}
-        """Replicas that died, and who waits for each to be back."""
-        self.version = self._least = 0
+        """Replicas that died, with the task that waits for each to return."""
+        self.version = self._oldest = 0
 
     def at_least(self, version: int) -> RemoteEngine:
-        """The same engines. One that was out of the driver's reach when `version` was published fetches it first."""
-        same = copy.copy(self)
-        same._least = version
-        return same
+        """Return a copy whose engines fetch `version` first if they missed it."""
+        clone = copy.copy(self)
+        clone._oldest = version
+        return clone
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         deaths = 0
         while True:
-            index = self._homes.of(session, self._down)
+            index = self._router.engine_of(session, self._down)
             try:
-                completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session, self._least)
+                completion = await self._replicas[index].generate.remote(prompt_ids, sampling, session, self._oldest)
             except RayActorError as error:
-                self._homes.leave(session)
+                self._router.remove(session)
                 deaths += 1
-                await self._lost(index, error, deaths)
+                await self._replica_lost(index, error, deaths)
                 continue
             except RayTaskError as error:
                 raise EngineError(f"engine {index}: {error.cause}") from error
@@ -253,32 +252,32 @@ class RemoteEngine:
             return completion
 
     async def release(self, session: str) -> None:
-        index = self._homes.leave(session)
+        index = self._router.remove(session)
         if index is not None and index not in self._down:
-            self._replicas[index].release.remote(session)  # nobody waits for it
+            self._replicas[index].release.remote(session)  # not awaited
 
     async def update_weights(self, source: Any, version: int) -> None:
-        raise EngineError("a host's engines are given their weights by the learners, not by the host")
+        raise EngineError("engines of an environment host get their weights from the learners: do not update them here")
 
     async def close(self) -> None:
-        self._homes.clear()
+        self._router.clear()
 
-    async def _lost(self, index: int, error: RayActorError, deaths: int) -> None:
+    async def _replica_lost(self, index: int, error: RayActorError, deaths: int) -> None:
         if index not in self._down:
-            self._down[index] = asyncio.create_task(self._back(index))
-            message = "died; what it was sampling is sampled again by another, or by itself when it is back"
-            await self._board.report.remote(f"engine {index}", "engine_lost", message)
-        if deaths >= MOST_DEATHS:
-            raise EngineError(f"{deaths} engines in a row died of one prompt, or while they had it: {error}") from error
-        await asyncio.sleep(RETRY_S)  # others of its node die with it, and are heard of by then
-        give_up_at = time.monotonic() + self._timeout_s
+            self._down[index] = asyncio.create_task(self._wait_for_replica(index))
+            message = "died; its unfinished requests are sampled again by another engine or after its restart"
+            await self._state.report.remote(f"engine {index}", "engine_lost", message)
+        if deaths >= MAX_DEATHS:
+            raise EngineError(f"{deaths} engines in a row died while they had one prompt: {error}") from error
+        await asyncio.sleep(RETRY_INTERVAL_S)  # other engines of a lost node are known by then
+        deadline = time.monotonic() + self._timeout_s
         while len(self._down) == len(self._replicas):
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 raise EngineError(f"no engine came back within {self._timeout_s:g} s: {error}") from error
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
 
-    async def _back(self, index: int) -> None:
-        await answers(self._replicas[index])
+    async def _wait_for_replica(self, index: int) -> None:
+        await wait_until_alive(self._replicas[index])
         del self._down[index]
 
 
@@ -286,38 +285,38 @@ def node_id() -> str:
     return ray.get_runtime_context().get_node_id()
 
 
-async def answers(actor: Any) -> None:
-    """Returns when an actor that died is there again."""
+async def wait_until_alive(actor: Any) -> None:
+    """Return after a dead actor has restarted."""
     while True:
         try:
             await actor.pid.remote()
         except RayActorError:
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(RETRY_INTERVAL_S)
         else:
             return
 
 
-async def made(name: str, call: Any) -> Any:
-    """What an actor's first call gives. One that cannot be made at all is not waited for: it says why in a line."""
+async def first_call(name: str, call: Any) -> Any:
+    """Return the result of an actor's first call. Raises WorkerLost with a one-line reason if it cannot start."""
     try:
         return await call.remote()
     except RayActorError as error:
         if not error.actor_init_failed:
             raise
-        reason = str(error).strip().splitlines()[-1].partition(": ")[2]  # under Ray's words and a traceback
-        raise WorkerLost(f"{name} could not be made: {reason}") from None
+        reason = str(error).strip().splitlines()[-1].partition(": ")[2]  # the last line of the traceback
+        raise WorkerLost(f"{name} could not be created: {reason}") from None
     except RayTaskError as error:
-        raise WorkerLost(f"{name} could not begin: {error.cause}") from error
+        raise WorkerLost(f"{name} could not start: {error.cause}") from error
 
 
 class EnvHost:
-    """Plays groups. `make(engine)` gives an object with `play(job)`, `num_open` and `close()`."""
+    """An actor that plays groups. `make(engine)` returns an object with `play(job)`, `num_open` and `close()`."""
 
     def __init__(
-        self, make: Callable[[Any], Any], engines: list[str], board: str, timeout_s: float, first: int
+        self, make: Callable[[Any], Any], engines: list[str], state: str, timeout_s: float, first: int
     ) -> None:
         replicas = [ray.get_actor(name, NAMESPACE) for name in engines]
-        self._player = make(RemoteEngine(replicas, ray.get_actor(board, NAMESPACE), timeout_s, first))
+        self._player = make(RemoteEngine(replicas, ray.get_actor(state, NAMESPACE), timeout_s, first))
 
     async def play(self, job: Any) -> Group:
         return await self._player.play(job)
@@ -333,76 +332,75 @@ class EnvHost:
 
 
 class RayApp:
-    """The actors of one run: learners are started first, the others when there is a model. `close` ends them."""
+    """The actors of one run. Learners start first, the others when there is a model. `close` ends them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.learners: list[Any] = []
         self.engines: list[Any] = []
         self.hosts: list[Any] = []
-        self.room = 0
+        self.max_context = 0
         self._groups: list[Any] = []
-        self._places: dict[str, list[dict[str, Any]]] = {}
+        self._placements: dict[str, list[dict[str, Any]]] = {}
         self._started_ray = False
         self._events: list[dict[str, Any]] = []
-        self._turns = Turns(plan.env_hosts, plan.episodes_per_host, plan.worker_timeout_s)
+        self._scheduler = HostScheduler(plan.env_hosts, plan.episodes_per_host, plan.worker_timeout_s)
         self._down: dict[int, asyncio.Task[None]] = {}
-        """Hosts that died, and who waits for each to be back."""
+        """Hosts that died, with the task that waits for each to return."""
         self._threads, self._nodes, self.weights = Threads(), Nodes(), Publisher(self)
 
     def connect(self) -> None:
-        """Join the cluster, or start one, and decide by what it has."""
+        """Join or start a cluster, and choose the device by its resources."""
         if not ray.is_initialized():
             self._join()
         self.plan = self.plan.decided(ray.cluster_resources())
 
     async def start_learners(self, make_learner: Callable[[int, int], Any]) -> None:
-        """And reserve the places of all."""
+        """Reserve the resources of all actors and start the learners."""
         plan = self.plan
-        places = self._places = await self._threads.run(self._reserve)
+        placements = self._placements = await self._threads.run(self._reserve)
         self.learners = [
             ray.remote(LearnerRank)
-            .options(**places["learner"][rank], max_restarts=0, max_concurrency=1)
+            .options(**placements["learner"][rank], max_restarts=0, max_concurrency=1)
             .remote(make_learner, rank, plan.learners)
             for rank in range(plan.learners)
         ]
         address = await self.learners[0].address.remote()
-        begun = [rank.begin.remote(address, plan.device) for rank in self.learners]
-        await self._threads.run(self._finish, begun)
+        calls = [rank.begin.remote(address, plan.device) for rank in self.learners]
+        await self._threads.run(self._finish, calls)
 
-    async def start_players(self, make_engine: Callable[[], Receiver], make_player: Callable[[Any], Any]) -> None:
-        plan, places = self.plan, self._places
-        again: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
-        names = {role: f"{uuid.uuid4().hex[:8]}-{role}" for role in ("board", "engine")}
-        named = {"namespace": NAMESPACE}
-        # Beside the driver: it lives as long as the run does, whatever becomes of other nodes.
+    async def start_players(self, make_engine: Callable[[], EngineAdapter], make_player: Callable[[Any], Any]) -> None:
+        plan, placements, prefix = self.plan, self._placements, uuid.uuid4().hex[:8]
+        state, engines = f"{prefix}-state", [f"{prefix}-engine-{i}" for i in range(self.plan.engines)]
+        restart: dict[str, Any] = {"max_restarts": -1, "max_task_retries": 0}
+        common: dict[str, Any] = {"namespace": NAMESPACE}
+        # On the driver's node, so that it lives as long as the run when other nodes fail.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        board = ray.remote(Board).options(name=names["board"], **named, num_cpus=0, scheduling_strategy=here)
-        self.board: Any = board.remote()
+        actor = ray.remote(SharedState).options(name=state, **common, num_cpus=0, scheduling_strategy=here)
+        self.state: Any = actor.remote()
         self.engines = [
             ray.remote(EngineReplica)
-            .options(name=f"{names['engine']}-{i}", **named, **places["engine"][i], **again, max_concurrency=10_000)
-            .remote(make_engine, names["board"], i)
-            for i in range(plan.engines)
+            .options(name=name, **common, **placements["engine"][i], **restart, max_concurrency=10_000)
+            .remote(make_engine, state, i)
+            for i, name in enumerate(engines)
         ]
-        engines = [f"{names['engine']}-{i}" for i in range(plan.engines)]
         self.hosts = [
             ray.remote(EnvHost)
-            .options(**places["env_host"][i], **again, max_concurrency=10_000)
-            .remote(make_player, engines, names["board"], plan.worker_timeout_s, i * plan.engines // plan.env_hosts)
+            .options(**placements["env_host"][i], **restart, max_concurrency=10_000)
+            .remote(make_player, engines, state, plan.worker_timeout_s, i * plan.engines // plan.env_hosts)
             for i in range(plan.env_hosts)
         ]
         try:
-            await asyncio.gather(*(made(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
-            rooms = await asyncio.gather(*(made(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines)))
+            await asyncio.gather(*(first_call(f"environment host {i}", host.pid) for i, host in enumerate(self.hosts)))
+            starts = (first_call(f"engine {i}", engine.begin) for i, engine in enumerate(self.engines))
+            self.max_context = min(await asyncio.gather(*starts))
         except RayActorError:
-            await self.on_board("pid")
+            await self.call_state("pid")
             raise
-        self.room = min(rooms)
         self._nodes.changes(ray.nodes())
-        beside = await self.learners[0].node.remote()
-        nodes = await asyncio.gather(*(engine.node.remote() for engine in self.engines))
-        self.weights.one_node = set(nodes) == {beside} and hasattr(os, "memfd_create")
+        learner_node = await self.learners[0].node.remote()
+        engine_nodes = await asyncio.gather(*(engine.node.remote() for engine in self.engines))
+        self.weights.one_node = set(engine_nodes) == {learner_node} and hasattr(os, "memfd_create")
 
     def _join(self) -> None:
         plan = self.plan
@@ -412,38 +410,38 @@ class RayApp:
             options |= {
                 "address": "local",
                 "include_dashboard": False,
-                "num_cpus": max(os.cpu_count() or 1, plan.cpus_in_all()),
+                "num_cpus": max(os.cpu_count() or 1, plan.total_cpus()),
                 "object_store_memory": None if store is None else store << 20,
             }
         else:
             options["address"] = plan.address
-        # Ray starts workers at a low priority, where anything else on the machine would starve them.
+        # Ray starts workers at a low priority, at which other processes of the machine would starve them.
         os.environ.setdefault("RAY_worker_niceness", "0")
-        os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "60")  # 5 are few on a machine that is busy
-        with reaching(plan.address), sigterm_stays_ours():
+        os.environ.setdefault("RAY_gcs_rpc_server_connect_timeout_s", "60")  # Ray's 5 s are too short on a busy machine
+        with connecting(plan.address), keep_sigterm_handler():
             ray.init(**options)
         self._started_ray = True
 
     def _reserve(self) -> dict[str, list[dict[str, Any]]]:
-        """Options that put each actor into its bundle. Learners sit close together; the rest is spread."""
-        lacking = self.plan.lacking(ray.cluster_resources())
-        if lacking and self.plan.address is None:  # no node will be added to what was started for this run
-            raise ConfigError(f"{lacking}: ask for fewer, use layout = 'colocated', or set scale.address to a cluster")
-        found: dict[str, list[dict[str, Any]]] = {}
+        """Return options that put each actor into its bundle. Learners are packed, the others are spread."""
+        shortage = self.plan.shortage(ray.cluster_resources())
+        if shortage and self.plan.address is None:  # a cluster started for this run gets no more nodes
+            raise ConfigError(f"{shortage}: ask for fewer, use layout = 'colocated', or set scale.address to a cluster")
+        options: dict[str, list[dict[str, Any]]] = {}
         for roles, strategy in self.plan.placement():
-            together = bundles(roles)
-            group = placement_group(together, strategy=strategy)
+            requested = bundles(roles)
+            group = placement_group(requested, strategy=strategy)
             self._groups.append(group)
             if not self._threads.until(group.wait, self.plan.worker_timeout_s):
                 total = {kind: ray.cluster_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
                 free = {kind: ray.available_resources().get(kind, 0.0) for kind in ("CPU", "GPU")}
                 raise WorkerLost(
-                    f"the cluster has no room for {len(together)} x {together[0]} ({', '.join(roles)}) after "
-                    f"{self.plan.worker_timeout_s:g} s: {self.plan.lacking(total) or f'{free} of {total} are free'}; "
+                    f"the cluster cannot reserve {len(requested)} x {requested[0]} ({', '.join(roles)}) within "
+                    f"{self.plan.worker_timeout_s:g} s: {self.plan.shortage(total) or f'{free} of {total} are free'}; "
                     "ask for fewer, or add nodes"
                 )
             for role, needs in roles.items():
-                found[role] = [
+                options[role] = [
                     {
                         "num_cpus": need.get("CPU", 0.0),
                         "num_gpus": need.get("GPU", 0.0),
@@ -451,43 +449,43 @@ class RayApp:
                     }
                     for i, need in enumerate(needs)
                 ]
-        return found
+        return options
 
     # Learners: the same call on all ranks at once.
 
     def on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        """`method(*arguments[rank])` on every rank. A rank that dies takes the run with it, at once."""
-        refs = [rank.call.remote(method, *some) for rank, some in zip(self.learners, arguments, strict=True)]
+        """Call `method(*arguments[rank])` on every rank. Raises WorkerLost as soon as a rank dies."""
+        refs = [rank.call.remote(method, *values) for rank, values in zip(self.learners, arguments, strict=True)]
         return self._finish(refs)
 
     def on_all(self, method: str, *arguments: Any) -> list[Any]:
-        """The same on every rank; what is large travels once to each node."""
+        """Call `method(*arguments)` on every rank. Large arguments are sent once to each node."""
         return self.on_ranks(method, [tuple(ray.put(argument) for argument in arguments)] * len(self.learners))
 
     async def wait_for_all(self, method: str, *arguments: Any) -> list[Any]:
-        """Likewise, where the run may be stopped meanwhile."""
+        """Call `on_all` in a thread, so that the run can be stopped meanwhile."""
         return await self._threads.run(self.on_all, method, *arguments)
 
-    def rest_engines(self) -> None:
-        """Before ranks learn on devices that they share with engines; nothing is played meanwhile."""
-        for ref in [engine.rest.remote() for engine in self.engines]:
-            with contextlib.suppress(RayActorError):  # one that died holds nothing, and asks for weights when back
+    def sleep_engines(self) -> None:
+        """Free the devices that ranks share with engines. Call only while no episode is played."""
+        for ref in [engine.sleep.remote() for engine in self.engines]:
+            with contextlib.suppress(RayActorError):  # a dead engine uses no memory and fetches weights later
                 ray.get(ref)
 
     def _finish(self, refs: list[Any]) -> list[Any]:
         waiting = list(refs)
         while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_S)
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=POLL_INTERVAL_S)
             self._threads.require_open()
             try:
                 ray.get(done)
             except (RayActorError, RayTaskError) as error:
-                raise self._why(refs, error) from error
+                raise self._failure(refs, error) from error
         return ray.get(refs)
 
-    def _why(self, refs: list[Any], error: Exception) -> Exception:
-        """One rank's death shows on the others as a broken connection, perhaps first: find the one that died."""
-        ray.wait(refs, num_returns=len(refs), timeout=POLITE_S)
+    def _failure(self, refs: list[Any], error: Exception) -> Exception:
+        """Return the error to raise. The other ranks may report a broken connection first: find the one that died."""
+        ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT_S)
         dead = []
         for rank, ref in enumerate(refs):
             try:
@@ -503,83 +501,83 @@ class RayApp:
 
     # Weights: learner -> engines (scale/publisher.py).
 
-    def ask_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
-        return [getattr(rank, method).remote(*some) for rank, some in zip(self.learners, arguments, strict=True)]
+    def start_on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
+        return [getattr(rank, method).remote(*values) for rank, values in zip(self.learners, arguments, strict=True)]
 
-    async def answers_of(self, asked: list[Any]) -> list[Any]:
-        return await self._threads.run(self._finish, asked)
+    async def results_of(self, calls: list[Any]) -> list[Any]:
+        return await self._threads.run(self._finish, calls)
 
-    async def ask_engine(self, index: int, method: str, *arguments: Any) -> Any:
+    async def call_engine(self, index: int, method: str, *arguments: Any) -> Any:
         try:
             return await getattr(self.engines[index], method).remote(*arguments)
         except RayActorError as error:
-            await self.on_board("pid")
-            raise EngineGone(str(error)) from error
+            await self.call_state("pid")
+            raise EngineLost(str(error)) from error
         except RayTaskError as error:
             raise EngineError(f"engine {index}: {error.cause}") from error
 
-    async def engine_back(self, index: int) -> None:
-        await answers(self.engines[index])
+    async def wait_for_engine(self, index: int) -> None:
+        await wait_until_alive(self.engines[index])
 
     # Groups: driver -> host.
 
     async def play(self, job: Any, episodes: int) -> Group:
-        """One group of so many, by the host with fewest. If its host dies it is played again from the start by another:
-        what the dead one had of it is nowhere, so nothing is twice in a batch."""
+        """Play a group on the host with the fewest episodes. If the host dies, another plays the group from the start;
+        the dead host's episodes are lost, so no episode is in a batch twice."""
         deaths = 0
         while True:
-            async with self._turns.host(episodes) as index:
+            async with self._scheduler.host(episodes) as index:
                 try:
                     return await unless_one_fails(self.hosts[index].play.remote(job), self.weights.tasks)
                 except RayActorError as error:
-                    await self.on_board("pid")
+                    await self.call_state("pid")
                     self._host_lost(index)
                     deaths += 1
-                    if deaths >= MOST_DEATHS:
-                        message = f"{deaths} environment hosts in a row died of one group, or while they had it"
-                        raise WorkerLost(f"{message}, {index} at last: {error}") from error
+                    if deaths >= MAX_DEATHS:
+                        message = f"{deaths} environment hosts in a row died while they played one group"
+                        raise WorkerLost(f"{message}, the last was host {index}: {error}") from error
                 except RayTaskError as error:
                     raise (error.cause if isinstance(error.cause, Exception) else error) from None
-            await asyncio.sleep(RETRY_S)  # others of its node die with it, and are heard of by then
+            await asyncio.sleep(RETRY_INTERVAL_S)  # other hosts of a lost node are known by then
 
     def _host_lost(self, index: int) -> None:
-        if self._turns.lost(index):
-            self._down[index] = asyncio.create_task(self._host_back(index))
-            message = f"environment host {index} died; the groups it had are played again"
+        if self._scheduler.mark_lost(index):
+            self._down[index] = asyncio.create_task(self._wait_for_host(index))
+            message = f"environment host {index} died; its groups are played again"
             self._events.append({"kind": "env_host_lost", "message": message})
 
-    async def _host_back(self, index: int) -> None:
-        await answers(self.hosts[index])
-        self._events.append({"kind": "env_host_started", "message": f"environment host {index} was started again"})
-        await self._turns.back(index)
+    async def _wait_for_host(self, index: int) -> None:
+        await wait_until_alive(self.hosts[index])
+        self._events.append({"kind": "env_host_started", "message": f"environment host {index} was restarted"})
+        await self._scheduler.mark_back(index)
 
     async def events(self) -> list[dict[str, Any]]:
         nodes = self._nodes.changes(await asyncio.to_thread(ray.nodes))
         events, self._events = self._events, []
-        return nodes + events + await self.on_board("drain")
+        return nodes + events + await self.call_state("drain")
 
-    async def on_board(self, method: str, *arguments: Any) -> Any:
-        """What it answers. Engines and hosts call it too: to whoever calls them its death looks like theirs."""
+    async def call_state(self, method: str, *arguments: Any) -> Any:
+        """Call the shared state. Engines and hosts call it too, so their calls may fail because it died."""
         try:
-            return await getattr(self.board, method).remote(*arguments)
+            return await getattr(self.state, method).remote(*arguments)
         except RayActorError as error:
             raise WorkerLost(
-                "the board died, by which engines learn of new weights: run the same command with --resume"
+                "the actor that tells engines of new weights died: run the same command with --resume"
             ) from error
 
     async def close(self) -> None:
-        """Close what actors hold, end them, give their places back."""
+        """Close the actors' resources, end them and release their reservations."""
         waiting = (*self._down.values(), *self.weights.tasks())
         for task in waiting:
             task.cancel()
-        await asyncio.gather(*waiting, return_exceptions=True)  # what they failed of has been told, or something worse
+        await asyncio.gather(*waiting, return_exceptions=True)  # their errors have been reported already
         if not ray.is_initialized():
             return
         await self._threads.close()
-        polite = [actor.close.remote() for actor in (*self.hosts, *self.engines)]
-        if polite:
-            await asyncio.to_thread(ray.wait, polite, num_returns=len(polite), timeout=POLITE_S)
-        for actor in (*self.hosts, *self.engines, *self.learners, *([self.board] if hasattr(self, "board") else [])):
+        closing = [actor.close.remote() for actor in (*self.hosts, *self.engines)]
+        if closing:
+            await asyncio.to_thread(ray.wait, closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        for actor in (*self.hosts, *self.engines, *self.learners, *([self.state] if hasattr(self, "state") else [])):
             ray.kill(actor)
         for group in self._groups:
             remove_placement_group(group)
@@ -588,13 +586,14 @@ class RayApp:
 
 
 async def on_other_nodes(timeout_s: float, function: Callable[[str], Any], path: str) -> dict[str, Any]:
-    """What `function(path)` gives on every node but the driver's, by the node's address and id."""
+    """Return `function(path)` of every node but the driver's, by the node's address and id."""
     nodes = [node for node in await asyncio.to_thread(ray.nodes) if node["Alive"] and node["NodeID"] != node_id()]
     task: Any = ray.remote(num_cpus=0)(function)
-    places = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-    calls = asyncio.gather(*(task.options(scheduling_strategy=place).remote(path) for place in places))
+    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
+    calls = asyncio.gather(*(task.options(scheduling_strategy=strategy).remote(path) for strategy in strategies))
     try:
-        found = await asyncio.wait_for(calls, timeout_s)
+        answers = await asyncio.wait_for(calls, timeout_s)
     except (RayError, TimeoutError) as error:
         raise WorkerLost(f"not every node answered within {timeout_s:g} s: {error}") from error
-    return {f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})": one for node, one in zip(nodes, found, strict=True)}
+    names = [f"{node['NodeManagerAddress']} ({node['NodeID'][:8]})" for node in nodes]
+    return dict(zip(names, answers, strict=True))

@@ -1,31 +1,31 @@
-"""Which engine a trajectory's turns go to: the one that holds its keys and values."""
+"""Routes the turns of a trajectory to the engine that holds its KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
 
-class Homes:
-    """Every session stays where it came to: with the engine that then had fewest of this host's."""
+class SessionRouter:
+    """Assigns each session to the engine with the fewest sessions of this host, and keeps it there."""
 
     def __init__(self, engines: int, first: int = 0) -> None:
-        """`first`: where this host begins among equally busy ones; if all began with the same, that had most."""
-        self._engines, self._first = engines, first
-        self._home: dict[str, int] = {}
+        """`first`: tie-break offset, so that hosts do not all pick the same engine."""
+        self._num_engines, self._first = engines, first
+        self._engine_of: dict[str, int] = {}
 
-    def of(self, session: str, down: Collection[int]) -> int:
-        """Its engine; a new session's is none of those that are `down`, unless all are."""
-        if session not in self._home:
-            counts = [0] * self._engines
-            for index in self._home.values():
+    def engine_of(self, session: str, down: Collection[int]) -> int:
+        """Return the session's engine. A new session avoids engines that are `down`, unless all are."""
+        if session not in self._engine_of:
+            counts = [0] * self._num_engines
+            for index in self._engine_of.values():
                 counts[index] += 1
-            up = [i for i in range(self._engines) if i not in down] or list(range(self._engines))
-            self._home[session] = min(up, key=lambda i: (counts[i], (i - self._first) % self._engines))
-        return self._home[session]
+            up = [i for i in range(self._num_engines) if i not in down] or list(range(self._num_engines))
+            self._engine_of[session] = min(up, key=lambda i: (counts[i], (i - self._first) % self._num_engines))
+        return self._engine_of[session]
 
-    def leave(self, session: str) -> int | None:
-        """The engine it had."""
-        return self._home.pop(session, None)
+    def remove(self, session: str) -> int | None:
+        """Forget the session and return its engine."""
+        return self._engine_of.pop(session, None)
 
     def clear(self) -> None:
-        self._home.clear()
+        self._engine_of.clear()

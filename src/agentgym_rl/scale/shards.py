@@ -1,7 +1,7 @@
-"""A learner's tensors on disk, each rank writing its own part, readable by any number of ranks.
+"""Sharded checkpoints of a learner: each rank writes its part, any number of ranks can read them.
 
 <folder>/tensors/     torch.distributed.checkpoint: optimizer moments, a critic's parameters
-<folder>/rest.pt      everything of the state that is no tensor, and the names of those that are
+<folder>/rest.pt      the rest of the state, and the names of the tensors
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import SHARDS
 
 SEPARATOR = "\x1f"
-"""Between the keys of a nested dict; no parameter has it in its name."""
-ALL_SEE_IT = "the run directory must be on a file system that all nodes see"
+"""Separator of the keys of a nested dict. No parameter has it in its name."""
+NEEDS_SHARED_DISK = "the run directory must be on a file system that all nodes see"
 
 
 def save_shards(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a nested dict. Every rank calls this with its own part of the same tensors; the folder is shared, and the
-    one that it is in must be there: made here it might be on a disk that no other rank sees."""
+    """Write a nested dict. Every rank calls this with its own shards. The parent folder must exist: a rank that created
+    it might do so on a disk that no other rank sees."""
     tensors: dict[str, Tensor] = {}
     rest = _split(state, (), tensors)
     if not folder.parent.is_dir():
-        raise ConfigError(f"{folder.parent} is not on {socket.gethostname()}: {ALL_SEE_IT}")
+        raise ConfigError(f"{folder.parent} does not exist on {socket.gethostname()}: {NEEDS_SHARED_DISK}")
     folder.mkdir(exist_ok=True)
     if tensors:
         dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder / "tensors"), no_dist=not dist.is_initialized())
-    # Last, because it may fail on this rank alone: nobody waits for it any more.
+    # Last, because it may fail on this rank alone while no other rank waits for it.
     if _rank() == 0:
         torch.save({"rest": rest, "names": sorted(tensors)}, folder / "rest.pt")
 
 
 def require_written(checkpoint: Path, *, shards: bool) -> None:
-    """That what all ranks wrote is in the folder that this process sees, each part of its full length."""
+    """Raise ConfigError if this process does not see every rank's files in full length."""
     model = checkpoint / "model"
     needed = {} if (model / "adapter_config.json").is_file() else {model / "config.json": 1}
     if shards:
@@ -52,13 +52,13 @@ def require_written(checkpoint: Path, *, shards: bool) -> None:
         if rest.is_file() and torch.load(rest, weights_only=True)["names"]:
             needed |= {tensors / name: length for name, length in _lengths(tensors).items()}
     for path, length in needed.items():
-        there = path.stat().st_size if path.is_file() else 0
-        if there < length:
-            raise ConfigError(f"{path} has {there} of the {length} bytes at least that ranks wrote: {ALL_SEE_IT}")
+        size = path.stat().st_size if path.is_file() else 0
+        if size < length:
+            raise ConfigError(f"{path} needs at least {length} bytes that ranks wrote, got {size}: {NEEDS_SHARED_DISK}")
 
 
 def _lengths(tensors: Path) -> dict[str, int]:
-    """Bytes that each file must have, by what the first rank knows of all."""
+    """Return the minimum size of each file according to the checkpoint's metadata."""
     lengths = {".metadata": 1}
     if (tensors / ".metadata").is_file():
         for part in FileSystemReader(tensors).read_metadata().storage_data.values():
@@ -67,25 +67,24 @@ def _lengths(tensors: Path) -> dict[str, int]:
 
 
 def load_shards(folder: Path, like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Any]:
-    """What `save_shards` wrote. `like(name, shape)` gives a tensor that is spread over ranks as this one is to be, or
-    None for a plain one."""
+    """Load what `save_shards` wrote. `like(name, shape)` returns a tensor with the wanted sharding, or None."""
     if not (folder / "rest.pt").is_file():
         raise ConfigError(f"{folder} holds no sharded state: rest.pt is missing")
     saved = torch.load(folder / "rest.pt", weights_only=True)
     reader = FileSystemReader(folder / "tensors")
     tensors: dict[str, Any] = {}
     if saved["names"]:
-        found = reader.read_metadata().state_dict_metadata
+        metadata = reader.read_metadata().state_dict_metadata
         for name in saved["names"]:
-            meta = found[name]
+            meta = metadata[name]
             assert isinstance(meta, TensorStorageMetadata)
             tensors[name] = _empty(name, meta, like)
         dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     return _join(saved["rest"], (), tensors)
 
 
-def spread(state: Mapping[str, Any], like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Any]:
-    """A state of whole tensors, as one process writes it, spread over this process's ranks."""
+def shard_state(state: Mapping[str, Any], like: Callable[[str, torch.Size], Tensor | None]) -> dict[str, Any]:
+    """Shard a state of whole tensors, as one process writes it, over the ranks."""
     tensors: dict[str, Tensor] = {}
     rest = _split(state, (), tensors)
     for name, value in tensors.items():
@@ -98,17 +97,17 @@ def spread(state: Mapping[str, Any], like: Callable[[str, torch.Size], Tensor | 
 def like_learner(
     optimizers: Mapping[str, list[Tensor]], parameters: Mapping[str, Mapping[str, Tensor]]
 ) -> Callable[[str, torch.Size], Tensor | None]:
-    """How a learner's state is spread: what an optimizer keeps of its n-th parameter as that is, if it has its shape,
-    and parameters by name as they are. Keys are places in the state, such as critic.optimizer."""
+    """Return a `like` for a learner's state. An optimizer's tensors are sharded as the parameter with that index, if it
+    has their shape; parameters are sharded as they are. Keys are places in the state, such as critic.optimizer."""
 
     def like(name: str, shape: torch.Size) -> Tensor | None:
         keys = name.split(SEPARATOR)
-        for place, some in optimizers.items():
+        for place, trained in optimizers.items():
             depth = len(place.split("."))
             if keys[:depth] == place.split("."):
-                numbers = [int(key) for key in keys[depth:] if key.isdigit()]
-                found = [some[n] for n in numbers if n < len(some)]
-                return found[0] if found and found[0].shape == shape else None
+                indices = [int(key) for key in keys[depth:] if key.isdigit()]
+                candidates = [trained[i] for i in indices if i < len(trained)]
+                return candidates[0] if candidates and candidates[0].shape == shape else None
         for place, named in parameters.items():
             depth = len(place.split("."))
             if keys[:depth] == place.split("."):
@@ -126,11 +125,11 @@ def _empty(name: str, meta: TensorStorageMetadata, like: Callable[[str, torch.Si
 
 
 def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
-    """The nested value with a mark in place of each tensor, which goes into `tensors`."""
+    """Return the nested value with a marker in place of each tensor, which goes into `tensors`."""
     if isinstance(value, Tensor):
         name = SEPARATOR.join(path)
         tensors[name] = value.detach()
-        return _Mark
+        return _TENSOR_MARKER
     if isinstance(value, Mapping):
         return {key: _split(item, (*path, str(key)), tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -138,11 +137,11 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any
     return value
 
 
-_Mark = "\x1ftensor"
+_TENSOR_MARKER = "\x1ftensor"
 
 
 def _join(value: Any, path: tuple[str, ...], tensors: Mapping[str, Tensor]) -> Any:
-    if isinstance(value, str) and value == _Mark:
+    if isinstance(value, str) and value == _TENSOR_MARKER:
         return tensors[SEPARATOR.join(path)]
     if isinstance(value, Mapping):
         return {key: _join(item, (*path, str(key)), tensors) for key, item in value.items()}

@@ -1,5 +1,4 @@
-"""What the driver of a cluster keeps in view: whether one is there, SIGTERM, threads that wait for workers, nodes that
-come and go."""
+"""Monitoring by a cluster's driver: the connection, SIGTERM, threads that wait for workers, nodes."""
 
 from __future__ import annotations
 
@@ -16,38 +15,37 @@ from typing import Any, cast
 
 from agentgym_rl.errors import ConfigError, WorkerLost
 
-REACH_S = 30.0
-"""Granted to a cluster's head to take a connection."""
-NEW_TASKS_S = 10.0
-"""Between looks whether there are others to watch."""
-LOOK_S = 0.5
-"""Between looks of a thread that waits whether the run is being closed."""
+CONNECT_TIMEOUT_S = 30.0
+"""Seconds that a cluster's head has to accept a connection."""
+TASKS_POLL_INTERVAL_S = 10.0
+"""Seconds between checks for new tasks to watch."""
+POLL_INTERVAL_S = 0.5
+"""Seconds between a waiting thread's checks whether the run is closing."""
 
 
 @contextmanager
-def sigterm_stays_ours() -> Iterator[None]:
-    """Ray, when it starts, makes SIGTERM end its processes under the run, which could then write nothing down: from
-    Python, which is not let, and from C++, after which the handler is put back."""
-    ordinary = signal.signal
+def keep_sigterm_handler() -> Iterator[None]:
+    """Keep the run's SIGTERM handler while Ray starts. Ray would end its processes on SIGTERM before the run can save.
+    Its Python call is blocked; its C++ handler is replaced again afterwards."""
+    original = signal.signal
 
-    def keep(number: Any, handler: Any) -> Any:
-        return signal.getsignal(number) if number == signal.SIGTERM else ordinary(number, handler)
+    def ignore_sigterm(number: Any, handler: Any) -> Any:
+        return signal.getsignal(number) if number == signal.SIGTERM else original(number, handler)
 
-    signal.signal = cast("Any", keep)
+    signal.signal = cast("Any", ignore_sigterm)
     try:
         yield
     finally:
-        signal.signal = ordinary
-        ours = signal.getsignal(signal.SIGTERM)
-        if ours is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, ours)
+        signal.signal = original
+        handler = signal.getsignal(signal.SIGTERM)
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
             if signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
-                signal.alarm(0)  # set by the C++ handler, where SIGTERM came to it, to abort in 3 s
+                signal.alarm(0)  # the C++ handler sets an alarm that aborts 3 s after SIGTERM
 
 
 class Threads:
-    """Waits for workers, in threads. A task that is cancelled leaves its thread behind, and Ray must not be shut down
-    under it."""
+    """Threads that wait for workers. A cancelled task leaves its thread running, so wait before Ray shuts down."""
 
     def __init__(self) -> None:
         self._closing = False
@@ -60,11 +58,11 @@ class Threads:
         return await asyncio.shield(call)
 
     def until(self, done: Callable[[float], bool], timeout_s: float = float("inf")) -> bool:
-        """Whether `done`, which waits for so many seconds at most, was true in time. Closing ends it."""
-        give_up_at = time.monotonic() + timeout_s
-        while not done(max(0.0, min(LOOK_S, give_up_at - time.monotonic()))):
+        """Call `done(seconds to wait)` until it is true. Return False after the timeout; raise if the run closes."""
+        deadline = time.monotonic() + timeout_s
+        while not done(max(0.0, min(POLL_INTERVAL_S, deadline - time.monotonic()))):
             self.require_open()
-            if time.monotonic() >= give_up_at:
+            if time.monotonic() >= deadline:
                 return False
         return True
 
@@ -73,57 +71,57 @@ class Threads:
             raise WorkerLost("the run was closed while it waited for its workers")
 
     async def close(self) -> None:
-        """Returns when no thread waits any more."""
+        """Return after every thread has ended."""
         self._closing = True
         await asyncio.gather(*self._running, return_exceptions=True)
 
 
 def require_none_failed(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """What nobody waits for must not fail unseen."""
+    """Raise the error of a failed task that nothing awaits."""
     for task in tasks:
         if task.done() and not task.cancelled():
             task.result()
 
 
 async def unless_one_fails(call: Awaitable[Any], tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> Any:
-    """What is waited for; or, as soon as one of the `tasks` fails, its error, since it may never come then."""
-    answer = asyncio.ensure_future(_of(call))
+    """Return the call's result, or raise as soon as one of the `tasks` fails: the call might then never end."""
+    answer = asyncio.ensure_future(_await(call))
     try:
         while not answer.done():
             require_none_failed(tasks())
             others = [task for task in tasks() if not task.done()]
-            await asyncio.wait({answer, *others}, timeout=NEW_TASKS_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, *others}, timeout=TASKS_POLL_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED)
         return answer.result()
     finally:
         answer.cancel()
 
 
-async def _of(call: Awaitable[Any]) -> Any:
+async def _await(call: Awaitable[Any]) -> Any:
     return await call
 
 
 class Nodes:
-    """Those of the cluster, and which came and went."""
+    """The cluster's nodes and their changes."""
 
     def __init__(self) -> None:
-        self._there: dict[str, str] | None = None
+        self._alive: dict[str, str] | None = None
 
     def changes(self, nodes: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Events, from what `ray.nodes()` says; none of the first time."""
-        there = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
-        before, self._there = self._there, there
+        """Return events since the last call, from the answer of `ray.nodes()`. The first call returns none."""
+        alive = {node["NodeID"]: node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+        before, self._alive = self._alive, alive
         if before is None:
             return []
-        lost = [f"node {name[:8]} ({before[name]}) is gone, and what ran there" for name in before if name not in there]
-        came = [f"node {name[:8]} ({there[name]}) was added" for name in there if name not in before]
+        lost = [f"node {name[:8]} ({before[name]}) and its processes are gone" for name in before if name not in alive]
+        added = [f"node {name[:8]} ({alive[name]}) was added" for name in alive if name not in before]
         return [{"kind": "node_lost", "message": message} for message in lost] + [
-            {"kind": "node_added", "message": message} for message in came
+            {"kind": "node_added", "message": message} for message in added
         ]
 
 
 @contextmanager
-def reaching(address: str | None) -> Iterator[None]:
-    """Around the connection to a cluster, or the start of one (None): what fails of an address is said in a line."""
+def connecting(address: str | None) -> Iterator[None]:
+    """Turn a failed connection to `address` into a one-line error. None means that Ray is started here."""
     if address is None:
         yield
         return
@@ -134,23 +132,23 @@ def reaching(address: str | None) -> Iterator[None]:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
             f"scale.address = {address!r}: {first_line} (`ray start` on this machine joins it "
-            f"to a cluster, no address starts Ray for the run{_about_a_token()})"
+            f"to a cluster, no address starts Ray for the run{_token_hint()})"
         ) from error
 
 
-def _about_a_token() -> str:
-    """Ray asks for one where it finds one, and says so only to who knows."""
+def _token_hint() -> str:
+    """Return a hint if Ray has a token file: the cluster then asks for the token without saying so."""
     if "RAY_AUTH_MODE" in os.environ or not (Path.home() / ".ray" / "auth_token").is_file():
         return ""
-    return "; ~/.ray/auth_token is there, so the cluster may ask for it: try RAY_AUTH_MODE=token"
+    return "; ~/.ray/auth_token exists, so the cluster may require it: try RAY_AUTH_MODE=token"
 
 
 def require_cluster(address: str) -> None:
-    """Ray itself would look for a cluster that is not there for a minute, without a word."""
+    """Raise ConfigError if no cluster answers. Ray itself would search for a minute without a message."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdigit()):
-        return  # auto, or a name that Ray knows what to do with
+        return  # `auto`, or a name that Ray resolves
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACH_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
     except (OSError, OverflowError) as error:
         raise ConfigError(f"scale.address = {address!r}: no Ray cluster answers there ({error})") from error

@@ -1,7 +1,7 @@
-"""Advantage estimators: what a batch of episodes was paid in, one advantage per action token out.
+"""Advantage estimators: from the rewards of a batch of episodes to one advantage per action token.
 
-Pure functions in a plain dict. K turns and A action tokens of one episode. A reward belongs to a turn, a turn to its
-sampled tokens: no reward can fall on a token outside the loss.
+Pure functions in a plain dict. Shapes: K turns and A action tokens of one episode. A reward belongs to a turn, and a
+turn to its sampled tokens, so no token outside the loss gets a reward.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ EPSILON = 1e-6
 
 @dataclass(slots=True)
 class Episode:
-    """All an estimator sees of one trajectory."""
+    """The input of an estimator for one trajectory."""
 
     group: int
-    """Episodes of one task share it."""
+    """Number of the group, shared by the episodes of one task."""
     rewards: list[float]
-    """K."""
+    """K: reward of each turn."""
     lengths: list[int]
     """K: action tokens of each turn; they add up to A."""
     states: list[str | None] = field(default_factory=list)
-    """K: equal keys mean that the reply was given in the same state; None or empty where nobody can tell."""
+    """K: key of the state in which each reply was given; None or empty if unknown."""
     penalties: list[float] = field(default_factory=list)
-    """A: what is taken off the reward at each token (KL in the reward); empty for nothing."""
+    """A: penalty subtracted from the reward at each token (KL in the reward); empty for none."""
     values: list[float] = field(default_factory=list)
     """A: the critic's value of the state before each token; empty without a critic."""
     last_value: float = 0.0
-    """The critic's value of the state the episode was truncated in; 0 where it truly ended."""
+    """The critic's value of the state in which the episode was truncated; 0 if the episode ended."""
 
     @property
     def turn_rewards(self) -> list[float]:
-        """K: rewards less the penalties of their tokens."""
+        """K: rewards minus the penalties of their tokens."""
         if not self.penalties:
             return list(self.rewards)
         ends = _ends(self.lengths)
@@ -52,70 +52,72 @@ class Episode:
 
 @dataclass(slots=True)
 class Estimate:
-    """Of each episode, in order."""
+    """Results of an estimator, one list per episode."""
 
     advantages: list[list[float]]
     """A each."""
     returns: list[list[float]] = field(default_factory=list)
-    """A each: what the critic should have said; empty without a critic."""
+    """A each: regression targets of the critic; empty without a critic."""
 
 
 Estimator = Callable[[list[Episode], RLSettings], Estimate]
+Baseline = Callable[[Sequence[float], Sequence[int]], list[float]]
+"""(returns of a group, the episode of each) -> returns relative to a baseline."""
 
 
 def grpo(episodes: list[Episode], settings: RLSettings) -> Estimate:
-    """A = (G - mean G) / (std G + eps) over the group; without the division it is Dr. GRPO.
+    """Return A = (G - mean G) / (std G + eps) over the group. Without the division it is Dr. GRPO.
 
     outcome: G is an episode's total, the same for all its turns. turns: G is a turn's discounted reward to go, compared
-    with those of all turns of the group (process supervision). anchor: see `anchor_advantages`. std is that of a
-    sample. Shao et al. 2024 (arXiv 2402.03300), Liu et al. 2025 (arXiv 2503.20783).
+    with all turns of the group (process supervision). anchor: see `anchor_advantages`. std is the sample standard
+    deviation. Shao et al. 2024 (arXiv 2402.03300), Liu et al. 2025 (arXiv 2503.20783).
     """
 
-    def centre(returns: Sequence[float], owners: Sequence[int]) -> list[float]:
+    def standardise(returns: Sequence[float], owners: Sequence[int]) -> list[float]:
         return _standardise(returns, settings.normalize_std)
 
-    return _by_group(episodes, settings, centre)
+    return _by_group(episodes, settings, standardise)
 
 
 def rloo(episodes: list[Episode], settings: RLSettings) -> Estimate:
-    """A_i = G_i - mean of the other episodes' G. Ahmadian et al. 2024 (arXiv 2402.14740).
+    """Return A_i = G_i - mean of the other episodes' G. Ahmadian et al. 2024 (arXiv 2402.14740).
 
-    outcome, turns and anchor as in `grpo`; the baseline of a turn is the mean over all turns of the other episodes.
+    outcome, turns and anchor as in `grpo`. The baseline of a turn is the mean over all turns of the other episodes.
     """
     return _by_group(episodes, settings, _leave_one_out)
 
 
 def reinforce_plus_plus(episodes: list[Episode], settings: RLSettings) -> Estimate:
-    """Reward to go at every token, less the KL penalties to go, standardised over all action tokens of the batch.
+    """Return each token's reward to go minus the KL penalties to go, standardised over the batch's action tokens.
 
-    Hu et al. 2025 (arXiv 2501.03262). There is no group: one episode a task will do.
+    Hu et al. 2025 (arXiv 2501.03262). There are no groups: one episode per task is enough.
     """
     return Estimate(whiten([_rewards_to_go(episode, settings) for episode in episodes]))
 
 
 def reinforce_plus_plus_baseline(episodes: list[Episode], settings: RLSettings) -> Estimate:
-    """As REINFORCE++, after the mean over the group has been taken off. Hu et al. 2025 (arXiv 2501.03262), section 3.
+    """Subtract the group mean, then standardise as REINFORCE++. Hu et al. 2025 (arXiv 2501.03262), section 3.
 
-    A group whose returns are all equal is 0 before the batch is standardised; the batch mean may still move it.
+    A group with equal returns is 0 before the batch is standardised; the batch mean may still shift it.
     """
 
-    def centre(returns: Sequence[float], owners: Sequence[int]) -> list[float]:
+    def subtract_mean(returns: Sequence[float], owners: Sequence[int]) -> list[float]:
         return _standardise(returns, divide=False)
 
-    return Estimate(whiten(_by_group(episodes, settings, centre).advantages))
+    return Estimate(whiten(_by_group(episodes, settings, subtract_mean).advantages))
 
 
 def ppo(episodes: list[Episode], settings: RLSettings) -> Estimate:
-    """Generalised advantage estimation over action tokens; observations take no part.
+    """Return generalised advantages over action tokens; observations are skipped.
 
     delta_t = r_t + d_t V_{t+1} - V_t,  A_t = delta_t + d_t lambda A_{t+1},  returns = A + V. d_t is token_discount
-    within a turn and turn_discount at its end (both 1 for outcome, which pays at the last token). After the last token
-    comes `last_value`. Schulman et al. 2016 (arXiv 1506.02438), 2017 (arXiv 1707.06347).
+    within a turn and turn_discount at its end (both 1 for outcome, which pays at the last token). The value after the
+    last token is `last_value`. Schulman et al. 2016 (arXiv 1506.02438), 2017 (arXiv 1707.06347).
     """
     gae = two_level_gae if settings.credit == "two_level" else token_gae
-    raw = [gae(episode, settings) for episode in episodes]
-    returns = [[a + v for a, v in zip(some, e.values, strict=True)] for some, e in zip(raw, episodes, strict=True)]
-    return Estimate(whiten(raw) if settings.normalize_std else raw, returns)
+    advantages = [gae(episode, settings) for episode in episodes]
+    returns = [[a + v for a, v in zip(own, e.values, strict=True)] for own, e in zip(advantages, episodes, strict=True)]
+    return Estimate(whiten(advantages) if settings.normalize_std else advantages, returns)
 
 
 ESTIMATORS: dict[str, Estimator] = {
@@ -128,7 +130,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def token_gae(episode: Episode, settings: RLSettings) -> list[float]:
-    """One recursion over all action tokens of an episode (see `ppo`)."""
+    """Return GAE as one recursion over all action tokens of an episode (see `ppo`)."""
     rewards, discounts = _token_rewards(episode, settings)
     advantages = [0.0] * len(rewards)
     following, next_value = 0.0, episode.last_value
@@ -140,7 +142,7 @@ def token_gae(episode: Episode, settings: RLSettings) -> list[float]:
 
 
 def two_level_gae(episode: Episode, settings: RLSettings) -> list[float]:
-    """GAE over turns, whose lambda-return is then the reward at the end of a GAE over the tokens of each turn.
+    """Return GAE over turns, whose lambda-return is the final reward of a GAE over the tokens of each turn.
 
     With V_k the value before a turn's first token, target_k = r_k + gamma (V_{k+1} + lambda A_{k+1}) and
     A_k = target_k - V_k; within the turn delta_t = V_{t+1} - V_t, and target_k - V_t at its last token. After the
@@ -148,86 +150,80 @@ def two_level_gae(episode: Episode, settings: RLSettings) -> list[float]:
     """
     gamma, lam = settings.turn_discount, settings.turn_lambda
     advantages: list[float] = [0.0] * len(episode.values)
-    beyond = episode.last_value
+    next_return = episode.last_value
     for reward, length, end in reversed(
         list(zip(episode.rewards, episode.lengths, _ends(episode.lengths), strict=True))
     ):
-        target = reward + gamma * beyond
-        if not length:  # nothing was sampled in this turn: what it was paid belongs to what came before
-            beyond = target
+        target = reward + gamma * next_return
+        if not length:  # no token was sampled in this turn: its reward goes to the turn before
+            next_return = target
             continue
-        inside, ahead = 0.0, target
+        advantage, next_value = 0.0, target
         for t in reversed(range(end - length, end)):
             discount = 1.0 if t == end - 1 else settings.token_discount
             penalty = episode.penalties[t] if episode.penalties else 0.0
-            inside = discount * ahead - penalty - episode.values[t] + discount * settings.gae_lambda * inside
-            advantages[t], ahead = inside, episode.values[t]
-        first, paid = episode.values[end - length], math.fsum(episode.penalties[end - length : end])
-        beyond = first + lam * (target - paid - first)
+            delta = discount * next_value - penalty - episode.values[t]
+            advantage = delta + discount * settings.gae_lambda * advantage
+            advantages[t], next_value = advantage, episode.values[t]
+        first, penalties = episode.values[end - length], math.fsum(episode.penalties[end - length : end])
+        next_return = first + lam * (target - penalties - first)
     return advantages
 
 
-def anchor_advantages(
-    episodes: list[Episode], settings: RLSettings, centre: Callable[[Sequence[float], Sequence[int]], list[float]]
-) -> list[list[float]]:
-    """K each: a turn's discounted reward to go compared with those of turns that the group took in the same state.
+def anchor_advantages(episodes: list[Episode], settings: RLSettings, baseline: Baseline) -> list[list[float]]:
+    """Compare each turn's discounted reward to go with those of the group's turns in the same state; K each.
 
-    A state met once says nothing: 0. Feng et al. 2025, GiGPO (arXiv 2505.10978).
+    A state that occurs once gives 0. Feng et al. 2025, GiGPO (arXiv 2505.10978).
     """
-    found: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
+    turns_by_state: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
     for i, episode in enumerate(episodes):
         returns = _discounted(episode.turn_rewards, settings.turn_discount)
         for k, (state, value) in enumerate(zip(episode.states, returns, strict=False)):
             if state is not None:
-                found[state].append((i, k, value))
+                turns_by_state[state].append((i, k, value))
     advantages = [[0.0] * len(episode.rewards) for episode in episodes]
-    for turns in found.values():
+    for turns in turns_by_state.values():
         if len(turns) > 1:
-            # Within a state every turn is compared with every other, the same episode's included.
-            for (i, k, _), a in zip(turns, centre([v for *_, v in turns], range(len(turns))), strict=True):
+            # Within a state every turn counts as an episode, so turns of the same episode are compared too.
+            for (i, k, _), a in zip(turns, baseline([v for *_, v in turns], range(len(turns))), strict=True):
                 advantages[i][k] = a
     return advantages
 
 
 def whiten(values: list[list[float]]) -> list[list[float]]:
-    """(x - mean) / (std + eps) over all tokens of the batch; a batch of equal values becomes 0."""
-    everything = [x for some in values for x in some]
-    standard = iter(_standardise(everything, divide=True))
-    return [[next(standard) for _ in some] for some in values]
+    """Return (x - mean) / (std + eps) over all tokens of the batch. A batch of equal values becomes 0."""
+    standard = iter(_standardise([x for row in values for x in row], divide=True))
+    return [[next(standard) for _ in row] for row in values]
 
 
-def _by_group(
-    episodes: list[Episode],
-    settings: RLSettings,
-    centre: Callable[[Sequence[float], Sequence[int]], list[float]],
-) -> Estimate:
-    """Compare returns within each group by `centre(returns, episode of each)` and hand them to tokens."""
+def _by_group(episodes: list[Episode], settings: RLSettings, baseline: Baseline) -> Estimate:
+    """Subtract a baseline from the returns of each group and assign the results to tokens."""
     per_turn: list[list[float]] = [[] for _ in episodes]
     for members in _groups(episodes):
         group = [episodes[i] for i in members]
-        if len(group) < 2:  # its turns would be compared with each other, which says nothing about what to do
-            found = [[0.0] * len(group[0].rewards)]
+        if len(group) < 2:  # comparing an episode's turns with each other says nothing about what to do
+            advantages = [[0.0] * len(group[0].rewards)]
         elif settings.credit == "turns":
             returns = [_discounted(e.turn_rewards, settings.turn_discount) for e in group]
-            owners = [i for i, some in enumerate(returns) for _ in some]
-            flat = iter(centre([g for some in returns for g in some], owners))
-            found = [[next(flat) for _ in some] for some in returns]
+            owners = [i for i, row in enumerate(returns) for _ in row]
+            flat = iter(baseline([g for row in returns for g in row], owners))
+            advantages = [[next(flat) for _ in row] for row in returns]
         else:
-            whole = centre([e.total for e in group], range(len(group)))
-            found = [[a] * len(e.rewards) for a, e in zip(whole, group, strict=True)]
+            totals = baseline([e.total for e in group], range(len(group)))
+            advantages = [[a] * len(e.rewards) for a, e in zip(totals, group, strict=True)]
         if settings.credit == "anchor" and len(group) > 1:
-            anchored = anchor_advantages(group, settings, centre)
-            found = [
-                [a + settings.anchor_weight * b for a, b in zip(some, others, strict=True)]
-                for some, others in zip(found, anchored, strict=True)
+            anchored = anchor_advantages(group, settings, baseline)
+            advantages = [
+                [a + settings.anchor_weight * b for a, b in zip(row, anchored_row, strict=True)]
+                for row, anchored_row in zip(advantages, anchored, strict=True)
             ]
-        for i, some in zip(members, found, strict=True):
-            per_turn[i] = some
-    return Estimate([_to_tokens(some, e.lengths) for some, e in zip(per_turn, episodes, strict=True)])
+        for i, row in zip(members, advantages, strict=True):
+            per_turn[i] = row
+    return Estimate([_to_tokens(row, e.lengths) for row, e in zip(per_turn, episodes, strict=True)])
 
 
 def _standardise(values: Sequence[float], divide: bool) -> list[float]:
-    # Equal values leave rounding noise behind the mean, which the division would blow up.
+    # Equal values minus their mean leave rounding noise, which the division would amplify.
     if len(values) < 2 or max(values) - min(values) < EPSILON:
         return [0.0] * len(values)
     mean = math.fsum(values) / len(values)
@@ -237,14 +233,14 @@ def _standardise(values: Sequence[float], divide: bool) -> list[float]:
 
 
 def _leave_one_out(values: Sequence[float], owners: Sequence[int]) -> list[float]:
-    """Each value less the mean of those with another owner; 0 where there is none."""
+    """Subtract from each value the mean of those with another owner. Return 0 if there are none."""
     if not values or max(values) - min(values) < EPSILON:
         return [0.0] * len(values)
     total, count = math.fsum(values), len(values)
     own: dict[int, list[float]] = defaultdict(list)
     for value, owner in zip(values, owners, strict=True):
         own[owner].append(value)
-    sums = {owner: (math.fsum(some), len(some)) for owner, some in own.items()}
+    sums = {owner: (math.fsum(own_values), len(own_values)) for owner, own_values in own.items()}
     return [
         value - (total - sums[owner][0]) / (count - sums[owner][1]) if count > sums[owner][1] else 0.0
         for value, owner in zip(values, owners, strict=True)
@@ -259,25 +255,25 @@ def _groups(episodes: list[Episode]) -> Iterable[list[int]]:
 
 
 def _discounted(rewards: list[float], discount: float) -> list[float]:
-    """K: G_k = r_k + discount * G_{k+1}."""
-    returns, ahead = [0.0] * len(rewards), 0.0
+    """Return G_k = r_k + discount * G_{k+1}, K."""
+    returns, following = [0.0] * len(rewards), 0.0
     for k in reversed(range(len(rewards))):
-        ahead = rewards[k] + discount * ahead
-        returns[k] = ahead
+        following = rewards[k] + discount * following
+        returns[k] = following
     return returns
 
 
 def _rewards_to_go(episode: Episode, settings: RLSettings) -> list[float]:
     rewards, discounts = _token_rewards(episode, settings)
-    ahead = 0.0
+    following = 0.0
     for t in reversed(range(len(rewards))):
-        ahead = rewards[t] + discounts[t] * ahead
-        rewards[t] = ahead
+        following = rewards[t] + discounts[t] * following
+        rewards[t] = following
     return rewards
 
 
 def _token_rewards(episode: Episode, settings: RLSettings) -> tuple[list[float], list[float]]:
-    """(A rewards, A discounts to the next token). A turn pays at its last token; outcome pays all at the very last."""
+    """Return (A rewards, A discounts to the next token). A turn pays at its last token, outcome at the very last."""
     count, outcome = sum(episode.lengths), settings.credit == "outcome"
     rewards = [-p for p in episode.penalties] or [0.0] * count
     discounts = [1.0 if outcome else settings.token_discount] * count
@@ -288,7 +284,7 @@ def _token_rewards(episode: Episode, settings: RLSettings) -> tuple[list[float],
         if length:
             rewards[end - 1] += reward
             discounts[end - 1] = settings.turn_discount
-        elif end:  # nothing was sampled in this turn: it pays the token before it, where there is one
+        elif end:  # no token was sampled in this turn: its reward goes to the token before, if there is one
             rewards[end - 1] += discounts[end - 1] * reward
             discounts[end - 1] *= settings.turn_discount
     return rewards, discounts
@@ -299,7 +295,7 @@ def _to_tokens(per_turn: list[float], lengths: list[int]) -> list[float]:
 
 
 def _ends(lengths: list[int]) -> list[int]:
-    """K: index after the last token of each turn."""
+    """Return the index after the last token of each turn, K."""
     ends, end = [], 0
     for length in lengths:
         end += length

@@ -1,8 +1,8 @@
-"""AgentEvol: explore, keep what succeeded, retrain from the base model, repeat. Xi et al. 2024 (arXiv 2406.04151).
+"""AgentEvol: explore, keep successes, retrain from the base model, repeat. Xi et al. 2024 (arXiv 2406.04151).
 
-A round plays training items with the model so far, keeps the episodes that were paid enough, adds the expert data, and
-fine-tunes the *base* model on all of it, so that mistakes of one round are not carried into the next. The rounds
-themselves are driven by `offline.py`; here is what they choose.
+A round plays training items with the current model, keeps the episodes with enough reward, adds the expert data, and
+fine-tunes the *base* model on all of it. Mistakes of one round are not carried into the next. run/offline.py runs the
+rounds; this module selects the episodes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from agentgym_rl.types import Group, Task, Trajectory
 
 
 def keep(groups: list[Group], settings: AgentEvolSettings, seed: int | str) -> list[Trajectory]:
-    """Episodes paid at least `min_reward`, at most `keep_per_item` of each item.
+    """Return episodes with a reward of at least `min_reward`, at most `keep_per_item` of each item.
 
-    Which ones are taken depends on the episodes and the seed, not on their order.
+    The choice depends on the episodes and the seed, not on their order.
     """
     by_task: dict[Task, list[Trajectory]] = {}
     for group in groups:

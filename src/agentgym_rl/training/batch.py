@@ -1,4 +1,4 @@
-"""From the groups of a step to the samples to learn from, with their advantages and weights."""
+"""Turn the groups of a step into samples with advantages and weights."""
 
 from __future__ import annotations
 
@@ -19,35 +19,35 @@ _OVERLONG = (StopReason.LENGTH, StopReason.MAX_CONTEXT)
 
 @dataclass(slots=True)
 class Batch:
-    """The samples of one step and how they came about."""
+    """The samples of one step, with one entry per sample in each list."""
 
     samples: list[Sample] = field(default_factory=list)
-    """Those to run through the model."""
+    """Samples to run through the model."""
     episodes: list[Episode] = field(default_factory=list)
-    """What the estimator is told of each sample."""
+    """Input of the estimator for each sample."""
     truncated: list[bool] = field(default_factory=list)
-    """By sample: the episode did not truly end, so that there is something to bootstrap from."""
+    """True if the episode was truncated, so that PPO can bootstrap."""
     unread: list[bool] = field(default_factory=list)
-    """By sample: the state it was truncated in has no tokens, so that a critic cannot look at it."""
+    """True if the state it was truncated in has no tokens, so that the critic cannot read it."""
     masked: list[bool] = field(default_factory=list)
-    """By sample: compared with, but not trained on."""
+    """True if the sample counts in the comparison but is not trained on."""
     weights: list[float] = field(default_factory=list)
     """Loss weight of every action token of each sample; set by `estimate`."""
     zero_variance_groups: int = 0
     groups: int = 0
     """Groups with at least one usable trajectory."""
     parts: list[list[int]] = field(default_factory=list)
-    """Samples of each update of a pass, where that was decided for several ranks together; else `learn` decides."""
+    """Indices of the samples of each update, if chosen for several ranks together; else `learn` chooses."""
 
 
 def equal_rewards(group: Group) -> bool:
-    """True when no episode of the group did better than another, so that a comparison says nothing."""
+    """Return whether all usable episodes of the group have the same reward, so that comparing them says nothing."""
     rewards = [t.reward for t in group.usable]
     return not rewards or max(rewards) - min(rewards) < EPSILON
 
 
 def to_sample(trajectory: Trajectory, *, keep_tail: bool = False) -> Sample:
-    """What was sampled, token for token. `keep_tail` keeps what came after the last reply, for a critic to look at."""
+    """Return the sampled tokens of a trajectory. `keep_tail` keeps the tokens after the last reply, for a critic."""
     mask = trajectory.loss_mask
     end = len(mask) if keep_tail else len(mask) - (mask[::-1].index(True) if True in mask else 0)
     replies = [m for m in trajectory.messages if m.logprobs is not None]
@@ -62,9 +62,9 @@ def to_sample(trajectory: Trajectory, *, keep_tail: bool = False) -> Sample:
 
 
 def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limits] | None = None) -> Batch:
-    """Usable trajectories as samples; failed ones and those in which nothing was sampled are left out.
+    """Return usable trajectories as samples. Failed episodes and those without a sampled token are skipped.
 
-    `limits` by environment is needed for the penalty on overlong replies only.
+    Only the penalty on overlong replies needs `limits`, by environment.
     """
     batch = Batch()
     for number, group in enumerate(groups):
@@ -91,16 +91,17 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
 
 
 def _ends_unread(trajectory: Trajectory) -> bool:
-    """Whether the last observation did not fit into the context, or did not come in time. The sample then ends with a
-    whole reply, after which no token is ever sampled, so that the critic never learns the value of that position."""
+    """Return whether the last observation did not fit into the context or did not arrive before the deadline.
+
+    The sample then ends with a whole reply. No token is ever sampled there, so the critic learns no value for it."""
     last = trajectory.messages[-1]
     return trajectory.stop is StopReason.TIMEOUT or (last.role != "assistant" and not last.token_ids)
 
 
 def _value_after(episode: Episode, settings: RLSettings) -> float:
-    """Return the value V' after the last reply by the one that the critic learns, before its last token: V = r + d V'.
+    """Return the value V' after the last reply, from the critic's value V before its last token: V = r + d V'.
 
-    With credit by outcome rewards are paid at the end of an episode only, and V' is V.
+    With credit "outcome" rewards are paid at the end of an episode only, and V' is V.
     """
     value, discount = episode.values[-1], settings.turn_discount
     if settings.credit == "outcome":
@@ -109,16 +110,16 @@ def _value_after(episode: Episode, settings: RLSettings) -> float:
 
 
 def overlong_penalty(tokens: int, max_new_tokens: int, settings: RLSettings) -> float:
-    """0 up to max_new_tokens - buffer, then rising to 1 at max_new_tokens. Yu et al. 2025, DAPO (arXiv 2503.14476)."""
+    """Return 0 up to max_new_tokens - buffer tokens, rising to 1 at max_new_tokens. DAPO (arXiv 2503.14476)."""
     buffer = min(settings.overlong_buffer, max_new_tokens)
     return min(1.0, max(0.0, (tokens - (max_new_tokens - buffer)) / buffer))
 
 
 def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
-    """The batch with advantages and weights, less what there is nothing to learn from.
+    """Return the batch with advantages and weights, without the samples that teach nothing.
 
-    For ppo the samples hold values; for KL in the reward they hold old and reference log-probabilities, and `kl_coef`
-    is its weight now.
+    For ppo the samples must hold values. For KL in the reward, weighted by `kl_coef`, they must hold old and reference
+    log-probabilities.
     """
     ends = zip(batch.samples, batch.episodes, batch.truncated, batch.unread, strict=True)
     for sample, episode, truncated, unread in ends:
@@ -129,16 +130,16 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
         episode.last_value = 0.0
         if truncated and settings.bootstrap and sample.values:
             episode.last_value = _value_after(episode, settings) if unread else sample.last_value
-    found = ESTIMATORS[settings.algorithm](batch.episodes, settings)
-    for sample, advantages in zip(batch.samples, found.advantages, strict=True):
+    estimated = ESTIMATORS[settings.algorithm](batch.episodes, settings)
+    for sample, advantages in zip(batch.samples, estimated.advantages, strict=True):
         sample.advantages = advantages
-    for sample, returns in zip(batch.samples, found.returns, strict=False):
+    for sample, returns in zip(batch.samples, estimated.returns, strict=False):
         sample.returns = returns
     flat = _flat_groups(batch)
     trained = [i for i, masked in enumerate(batch.masked) if not masked]
     dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ("grpo", "rloo") else set()
     if settings.resample_rounds and settings.zero_variance == "drop":
-        # Groups that were made up for do not count: else the loss would shrink with every round (DAPO).
+        # Replaced groups do not count, or the loss would shrink with every round (DAPO).
         trained = [i for i in trained if batch.episodes[i].group not in dropped]
     weights = token_weights([batch.samples[i] for i in trained], settings.aggregate, settings.aggregate_length)
     kept = [(i, w) for i, w in zip(trained, weights, strict=True) if batch.episodes[i].group not in dropped]
@@ -155,16 +156,15 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
 
 
 def _flat_groups(batch: Batch) -> set[int]:
-    """Groups in which no token has an advantage: nothing of theirs is better or worse than expected."""
+    """Return the groups in which every advantage is 0."""
     largest: dict[int, float] = {}
     for episode, sample in zip(batch.episodes, batch.samples, strict=True):
-        found = max(abs(a) for a in sample.advantages)
-        largest[episode.group] = max(largest.get(episode.group, 0.0), found)
+        largest[episode.group] = max(largest.get(episode.group, 0.0), *map(abs, sample.advantages))
     return {group for group, advantage in largest.items() if advantage < EPSILON}
 
 
 def token_weights(samples: list[Sample], aggregate: str, aggregate_length: int = 1) -> list[float]:
-    """Weight of each action token, by sample.
+    """Return the weight of an action token of each sample.
 
     token: 1 / all action tokens. trajectory: 1 / (samples * own tokens). constant: 1 / (samples * aggregate_length).
     """
@@ -179,7 +179,7 @@ def token_weights(samples: list[Sample], aggregate: str, aggregate_length: int =
 
 
 def shuffled_parts(count: int, minibatches: int, seed: int) -> list[list[int]]:
-    """Which samples each update of a pass learns from: equal shares in a seeded order."""
+    """Return the sample indices of each update of a pass: equal shares in a seeded order."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     parts = min(minibatches, count)
@@ -187,18 +187,19 @@ def shuffled_parts(count: int, minibatches: int, seed: int) -> list[list[int]]:
 
 
 def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[list[Batch], list[list[int]]]:
-    """(a share of every mini-batch for each of `size` ranks, of about equal length; which samples each share has).
+    """Return (one share of the batch per rank, the sample indices of each share).
 
-    Weights stay those of the whole batch, so that what the shares give adds up to what the whole would.
+    Every rank gets a share of about equal length of every mini-batch. Weights remain those of the whole batch, so that
+    losses and gradients add up over ranks.
     """
     shares = [Batch(groups=batch.groups, zero_variance_groups=batch.zero_variance_groups) for _ in range(size)]
     indices: list[list[int]] = [[] for _ in range(size)]
     for part in shuffled_parts(len(batch.samples), minibatches, seed):
         split = balanced([len(batch.samples[i].token_ids) for i in part], size)
-        for share, known, chosen in zip(shares, indices, split, strict=True):
-            share.parts.append(list(range(len(known), len(known) + len(chosen))))
-            known += [part[i] for i in chosen]
-    for share, known in zip(shares, indices, strict=True):
-        share.samples = [batch.samples[i] for i in known]
-        share.weights = [batch.weights[i] for i in known]
+        for share, share_indices, chosen in zip(shares, indices, split, strict=True):
+            share.parts.append(list(range(len(share_indices), len(share_indices) + len(chosen))))
+            share_indices += [part[i] for i in chosen]
+    for share, share_indices in zip(shares, indices, strict=True):
+        share.samples = [batch.samples[i] for i in share_indices]
+        share.weights = [batch.weights[i] for i in share_indices]
     return shares, indices

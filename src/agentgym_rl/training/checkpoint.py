@@ -1,10 +1,10 @@
-"""Checkpoints: written whole or not at all, the last k kept.
+"""Checkpoints: written atomically, the last k kept.
 
 checkpoints/step_000010/
-    model/        a Hugging Face folder, usable as it is; with LoRA the adapters alone, in peft's format
+    model/        a Hugging Face folder, ready to use; with LoRA the adapters alone, in peft's format
     trainer.pt    optimizer, random states, schedules, data position
-    shards/       written by several ranks: the optimizer, in place of what trainer.pt would have of it
-    files.json    the size of every file: what is missing or cut short is noticed before a run resumes from it
+    shards/       with several ranks: the optimizer state, which trainer.pt then lacks
+    files.json    the size of every file, so that missing or truncated files are noticed before a run resumes
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NAME = re.compile(r"step_(\d{6,})")
 
 
 def save_checkpoint(root: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any], keep: int) -> Path:
-    """Write `root/step_<step>`, whole or not at all."""
+    """Write `root/step_<step>` atomically and return its path."""
     with staged(root, step, keep) as folder:
         export(model, tokenizer, folder / "model")
         save_state(folder, step, state)
@@ -44,13 +44,15 @@ def checkpoint_path(root: Path, step: int) -> Path:
 
 @contextmanager
 def staged(root: Path, step: int, keep: int) -> Iterator[Path]:
-    """A temporary folder to write a checkpoint into; flushed to disk and renamed at the end, then old ones are removed.
-    If writing fails nothing of it stays, and the checkpoints before it do. One of the same step is renamed aside and
-    removed last, so that a kill at any moment leaves one of the two whole."""
+    """Yield a temporary folder for a checkpoint. At the end flush it to disk, rename it and remove old checkpoints.
+
+    If writing fails, the folder is removed and earlier checkpoints remain. A checkpoint of the same step is renamed
+    first and removed last, so that a kill at any moment leaves one of the two complete.
+    """
     final = checkpoint_path(root, step)
     temporary, aside = root / f".{final.name}.tmp", root / f".{final.name}.old"
     put_back(root)
-    for leftover in root.glob(".step_*.tmp"):  # of a process that was killed
+    for leftover in root.glob(".step_*.tmp"):  # from a process that was killed
         shutil.rmtree(leftover)
     temporary.mkdir(parents=True)
     try:
@@ -68,12 +70,12 @@ def staged(root: Path, step: int, keep: int) -> Iterator[Path]:
     if aside.exists():
         shutil.rmtree(aside.rename(temporary))
     for old in list_checkpoints(root)[:-keep] if keep else []:
-        doomed = old.rename(root / f".{old.name}.tmp")  # half removed it must not pass for a checkpoint
-        shutil.rmtree(doomed)
+        removed = old.rename(root / f".{old.name}.tmp")  # half removed, it must not look like a checkpoint
+        shutil.rmtree(removed)
 
 
 def put_back(root: Path) -> None:
-    """Finish what a kill interrupted: a checkpoint that was renamed aside and not yet replaced returns to its name."""
+    """Restore the name of a checkpoint that `staged` renamed but did not replace because it was killed."""
     for aside in root.glob(".step_*.old"):
         final = root / aside.name.removeprefix(".").removesuffix(".old")
         if final.exists():
@@ -83,7 +85,7 @@ def put_back(root: Path) -> None:
 
 
 def missing_from(folder: Path) -> str:
-    """Say what a checkpoint lacks; an empty string if it is complete."""
+    """Return what a checkpoint lacks, or an empty string if it is complete."""
     try:
         sizes = json.loads((folder / FILES).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -100,7 +102,7 @@ def missing_from(folder: Path) -> str:
 
 
 def _missing_from_unlisted(folder: Path) -> str:
-    """The same for a checkpoint of an earlier version, which has no list of its files."""
+    """Return what a checkpoint of an earlier version lacks, which has no files.json."""
     if not (folder / "trainer.pt").is_file():
         return "trainer.pt is missing"
     if not any((folder / "model" / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -117,65 +119,64 @@ def _list_files(folder: Path) -> None:
 
 
 def save_state(folder: Path, step: int, state: dict[str, Any]) -> None:
-    """trainer.pt, with this process's random states."""
+    """Write trainer.pt, with this process's random states."""
     torch.save(state | {"step": step, "random": _random_state()}, folder / "trainer.pt")
 
 
-def no_room(error: BaseException) -> str | None:
-    """What was said where writing failed because the disk took no more; None for any other failure. Torch and
-    safetensors say so in words only."""
+def disk_full_reason(error: BaseException) -> str | None:
+    """Return the message of an error caused by a full disk, or None for any other error.
+
+    Torch and safetensors report a full disk in the text of the error only.
+    """
     causes: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and cause not in causes:  # what came from another process may be its own cause
+    while cause is not None and cause not in causes:  # an error from another process may be its own cause
         causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    words = (
-        "No space left",
-        "File too large",
-        "quota exceeded",
-        "file write failed",
-        "unexpected pos",
-        "iostream error",
-    )
-    for known in causes:
-        lines = str(known).splitlines() or [""]
-        said = [line.strip() for line in lines if any(word in line for word in words)]
-        if said or getattr(known, "errno", None) in full:
-            return said[-1] if said else lines[0]
+    disk_full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    phrases = ["No space left", "File too large", "quota exceeded", "file write failed"]
+    phrases += ["unexpected pos", "iostream error"]
+    for cause in causes:
+        lines = str(cause).splitlines() or [""]
+        matches = [line.strip() for line in lines if any(phrase in line for phrase in phrases)]
+        if matches or getattr(cause, "errno", None) in disk_full:
+            return matches[-1] if matches else lines[0]
     return None
 
 
+no_room = disk_full_reason
+
+
 def export(model: Any, tokenizer: Any, folder: Path) -> None:
-    """A Hugging Face folder that AutoModelForCausalLM and AutoTokenizer load."""
+    """Write a Hugging Face folder that AutoModelForCausalLM and AutoTokenizer load."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def export_checkpoint(root: Path, step: int | None, folder: Path) -> None:
-    """Copy the model of one checkpoint, the last by default, out of a run."""
-    found = list_checkpoints(root)
-    wanted = [path for path in found if step is None or path.name == f"step_{step:06d}"]
-    if not wanted:
-        there = ", ".join(path.name for path in found) or "none"
-        raise ConfigError(f"{root} has no checkpoint{'' if step is None else f' of step {step}'}: there is {there}")
+    """Copy the model of one checkpoint, by default the last, to `folder`."""
+    checkpoints = list_checkpoints(root)
+    matches = [path for path in checkpoints if step is None or path.name == f"step_{step:06d}"]
+    if not matches:
+        names = ", ".join(path.name for path in checkpoints) or "none"
+        raise ConfigError(f"{root} has no checkpoint{'' if step is None else f' of step {step}'}: there is {names}")
     if folder.exists():
         raise ConfigError(f"{folder} exists already: choose another folder")
-    source = wanted[-1] / "model"
+    source = matches[-1] / "model"
     for path in source.rglob("*"):
         if not path.resolve().is_relative_to(root.resolve()) or not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"{path} leads out of the run or is no file: an export copies what is in the checkpoint")
+            raise ConfigError(f"{path} points outside the run or is not a file: remove it from the checkpoint")
     shutil.copytree(source, folder)
 
 
 def list_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints, oldest first."""
-    found = [(int(m[1]), path) for path in root.glob("step_*") if (m := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    """Return the checkpoints, oldest first."""
+    numbered = [(int(m[1]), path) for path in root.glob("step_*") if (m := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(numbered)]
 
 
 def load_state(folder: Path) -> dict[str, Any]:
-    """Trainer state of a checkpoint; also puts the random states back."""
+    """Return the trainer state of a checkpoint and restore the random states."""
     if not (folder / "trainer.pt").is_file():
         raise ConfigError(f"{folder} is not a checkpoint: trainer.pt is missing")
     state = torch.load(folder / "trainer.pt", weights_only=True)

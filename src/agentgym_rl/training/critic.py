@@ -1,4 +1,4 @@
-"""PPO's critic: a decoder with a scalar head that says what a state is worth.
+"""PPO's critic: a decoder with a scalar head that estimates the value of a state.
 
 Shapes: A action tokens, B rows of a micro-batch, H hidden size.
 """
@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from agentgym_rl.training.learner import Updater
 from agentgym_rl.training.losses import value_loss
 from agentgym_rl.training.microbatch import MicroBatch
-from agentgym_rl.training.model import Lent, hidden_states, states_at_end, states_before_actions
+from agentgym_rl.training.model import ModelContext, hidden_states, states_at_end, states_before_actions
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import CriticSettings
 
 
 class ValueModel(nn.Module):
-    """A decoder under a linear head that begins at 0, so that a new critic says 0 everywhere."""
+    """A decoder with a linear head that starts at 0, so that a new critic returns 0 everywhere."""
 
-    def __init__(self, decoder: nn.Module, hidden_size: int, switch: Lent = nullcontext) -> None:
+    def __init__(self, decoder: nn.Module, hidden_size: int, switch: ModelContext = nullcontext) -> None:
         super().__init__()
         self.switch = switch
-        """Opened while the decoder is the critic's: it may be another's at other times (see lora.py)."""
+        """Context in which the decoder is the critic's. With LoRA the policy shares it (see lora.py)."""
         self.decoder = decoder
         self.head = nn.Linear(hidden_size, 1)
         nn.init.zeros_(self.head.weight)
@@ -37,15 +37,15 @@ class ValueModel(nn.Module):
         return self.head.weight.device
 
     def forward(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """(values of the states before the action tokens, A; values of the states after the last tokens, B)."""
+        """Return (values of the states before the action tokens, A; values of the states after the last tokens, B)."""
         hidden = hidden_states(self.decoder, micro)
-        read = (states_before_actions(hidden, micro), states_at_end(hidden, micro))
-        before, after = (self.head(states.to(self.head.weight.dtype)).squeeze(-1) for states in read)
+        positions = (states_before_actions(hidden, micro), states_at_end(hidden, micro))
+        before, after = (self.head(states.to(self.head.weight.dtype)).squeeze(-1) for states in positions)
         return before, after
 
 
 class Critic(Updater):
-    """Learns values by regression on returns."""
+    """Trains values by regression on returns."""
 
     def __init__(self, model: ValueModel, settings: CriticSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
         with model.switch():
@@ -59,11 +59,11 @@ class Critic(Updater):
             return self.model(micro)
 
     def learn(self, part: list[MicroBatch]) -> dict[str, float]:
-        """One update; metrics are weighted sums like a policy's."""
+        """Make one update. Return metrics as weighted sums, like the policy's."""
         with self.model.switch():
-            found = self.update(part, self._loss)
+            metrics = self.update(part, self._loss)
         names = {"loss": "value/loss", "grad/norm": "value/grad_norm", "value/error": "value/error"}
-        return {names[name]: value for name, value in found.items() if name in names}
+        return {names[name]: value for name, value in metrics.items() if name in names}
 
     def _loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         values_A, _ = self.model(micro)

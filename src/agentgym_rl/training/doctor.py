@@ -1,4 +1,4 @@
-"""The collapse doctor: watches a run's metrics step by step, or reads those of a finished one."""
+"""The collapse doctor: checks a run's metrics after each step, or those of a finished run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from agentgym_rl.training.symptoms import RULES, WINDOW, Rows, Severity, is_number
 
 QUIET_STEPS = 10
-"""A symptom has ceased when it has not shown for so many steps; a signal that wavers about a limit warns once."""
+"""Steps without a symptom before its finding ends. A signal that oscillates around a limit thus warns once."""
 
 SIGNALS: dict[str, str] = {
     "success/mean": "high",
@@ -34,31 +34,31 @@ SIGNALS: dict[str, str] = {
     "skipped": "low",
     "episodes/error": "low",
 }
-"""What a diagnosis shows, and which end of each is the good one; of some neither is."""
+"""Signals of a diagnosis, and whether high or low is good; empty if neither is."""
 
 
 @dataclass(slots=True)
 class Finding:
-    """A rule that began to hold."""
+    """A rule that fired."""
 
     step: int
-    """When it was noticed."""
+    """Step at which the rule fired."""
     rule: str
     severity: Severity
     message: str
     since: int
-    """When it began, as far as the metrics show."""
+    """Step at which the symptom began, as far as the metrics show."""
     until: int | None = None
-    """The last step it held at, once it has ceased."""
+    """Last step with the symptom; None while it lasts."""
 
     def line(self) -> dict[str, Any]:
-        """Its line in doctor.jsonl, written when it is noticed."""
+        """Return the line for doctor.jsonl, which is written when the rule fires."""
         names = ("step", "rule", "severity", "message", "since")
         return {name: getattr(self, name) for name in names}
 
 
 class Doctor:
-    """Hears of every step once, in order. Its state is a function of the rows, so a resumed run replays them."""
+    """Checks every step once, in order. Its state depends on the rows alone, so a resumed run replays them."""
 
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         self.findings: list[Finding] = []
@@ -70,27 +70,27 @@ class Doctor:
             self.observe(row)
 
     def observe(self, row: Mapping[str, Any]) -> list[Finding]:
-        """What begins with this step. `row` has `step` and the step's metrics."""
+        """Return the findings that begin with this step. `row` has `step` and the step's metrics."""
         self._rows.add(row)
         self.steps += 1
-        step, begun = int(row["step"]), []
+        step, new_findings = int(row["step"]), []
         for name, (severity, rule) in RULES.items():
             symptom = rule(self._rows)
             finding = self._open.get(name)
             if symptom is not None:
                 self._last_held[name] = step
                 if finding is None:
-                    begun.append(Finding(step, name, severity, symptom.message, symptom.since))
-                    self._open[name] = begun[-1]
+                    new_findings.append(Finding(step, name, severity, symptom.message, symptom.since))
+                    self._open[name] = new_findings[-1]
             elif finding is not None and step - self._last_held[name] >= QUIET_STEPS:
                 finding.until = self._last_held[name]
                 del self._open[name]
-        self.findings += begun
-        return begun
+        self.findings += new_findings
+        return new_findings
 
 
 def signals(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | None]]:
-    """First, best and last of every signal that the rows have: means over the first, the best and the last window."""
+    """Return the means of every signal over its first, best and last window."""
     table: dict[str, dict[str, float | None]] = {}
     for name, good in SIGNALS.items():
         values = [float(row[name]) for row in rows if is_number(row.get(name))]
@@ -104,7 +104,7 @@ def signals(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float | No
 
 
 def diagnose(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The diagnosis of a run: `steps`, `healthy`, `verdict`, `signals` and `findings`; ready for JSON."""
+    """Return the diagnosis of a run, ready for JSON: `steps`, `healthy`, `verdict`, `signals` and `findings`."""
     by_step = _by_step(rows)
     doctor = Doctor(by_step)
     findings = [finding.line() | {"until": finding.until} for finding in doctor.findings]
@@ -132,7 +132,7 @@ def _verdict(doctor: Doctor) -> str:
 
 
 def _by_step(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Rows that bear one step belong together."""
+    """Return one row per step, in order. Rows of the same step are merged."""
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
         merged.setdefault(int(row["step"]), {}).update(row)

@@ -1,7 +1,7 @@
 """Direct preference optimisation on pairs of whole episodes.
 
 Shapes: P pairs of a micro-batch, 2 for chosen and rejected, A action tokens in it. The log-probability of an episode is
-the sum over the tokens that were sampled in *all* of its turns; what the environment said is context and no more.
+the sum over the tokens sampled in *all* of its turns. Observations are context only.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from agentgym_rl.types import Group, Sample, Task, Trajectory
 
 @dataclass(slots=True)
 class Preference:
-    """Two episodes of one item, of which the first was paid more, and what the reference model makes of them."""
+    """Two episodes of one item, the first with the higher reward, and their log-probabilities under the reference."""
 
     chosen: Sample
     rejected: Sample
     chosen_reference: float
-    """Log-probability of the chosen episode's sampled tokens under the reference model, summed."""
+    """Sum of the reference model's log-probabilities over the sampled tokens of the chosen episode."""
     rejected_reference: float
 
     @property
@@ -41,9 +41,9 @@ class Preference:
 
 
 def build_pairs(groups: Iterable[Group], settings: DPOSettings, seed: int | str) -> list[tuple[Trajectory, Trajectory]]:
-    """(better, worse) episodes of one item with rewards at least `min_gap` apart, at most `pairs_per_item` of each.
+    """Return (better, worse) episodes of one item with rewards at least `min_gap` apart, up to `pairs_per_item` each.
 
-    Groups of the same item count as one. Which pairs are taken depends on the episodes and the seed, not their order.
+    Groups of the same item count as one. The choice depends on the episodes and the seed, not on their order.
     """
     by_task: dict[Task, list[Trajectory]] = {}
     for group in groups:
@@ -51,17 +51,17 @@ def build_pairs(groups: Iterable[Group], settings: DPOSettings, seed: int | str)
     pairs = []
     for task in sorted(by_task, key=lambda task: (task.env, task.item)):
         episodes = sorted(by_task[task], key=lambda t: (t.id, [m.content for m in t.messages]))
-        # Rewards are sums of decimals: a gap of 0.3 must not fail for being 0.29999.
-        far = [(a, b) for a, b in product(episodes, episodes) if a.reward - b.reward >= settings.min_gap - 1e-9]
-        count = min(settings.pairs_per_item, len(far))
-        pairs += random.Random(f"{seed}/{task.key}").sample(far, count)
+        # Rewards are sums of decimals: a gap of 0.3 may come out as 0.29999.
+        candidates = [(a, b) for a, b in product(episodes, episodes) if a.reward - b.reward >= settings.min_gap - 1e-9]
+        count = min(settings.pairs_per_item, len(candidates))
+        pairs += random.Random(f"{seed}/{task.key}").sample(candidates, count)
     return pairs
 
 
 def dpo_loss(
     policy_P2: Tensor, reference_P2: Tensor, beta: float, label_smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """(loss P, implicit rewards P2) of pairs; column 0 is the chosen episode, 1 the rejected one.
+    """Return (loss P, implicit rewards P2) of pairs. Column 0 is the chosen episode, 1 the rejected one.
 
     r(y) = beta (log pi(y) - log ref(y));  h = r(chosen) - r(rejected)
     loss = -(1 - e) log sigmoid(h) - e log sigmoid(-h)
@@ -77,54 +77,55 @@ def dpo_loss(
 def pair_batches(
     pairs: list[Preference], max_tokens: int, device: torch.device | str
 ) -> list[tuple[MicroBatch, list[Preference]]]:
-    """Micro-batches that hold both halves of a pair, because its loss needs both: sample 2i is the chosen half of the
-    i-th pair of the list beside it, 2i + 1 the rejected one. At most `max_tokens` tokens each, or one pair."""
+    """Return micro-batches that hold both halves of a pair, because its loss needs both.
 
+    Sample 2i is the chosen half of the i-th pair, 2i + 1 the rejected one. At most `max_tokens` tokens, or one pair.
+    """
     chunks: list[list[Preference]] = []
-    room = 0
+    free_tokens = 0
     for pair in sorted(pairs, key=lambda pair: pair.num_tokens, reverse=True):
-        if chunks and pair.num_tokens <= room:
+        if chunks and pair.num_tokens <= free_tokens:
             chunks[-1].append(pair)
         else:
             chunks.append([pair])
-            room = max_tokens
-        room -= pair.num_tokens
-    made = []
+            free_tokens = max_tokens
+        free_tokens -= pair.num_tokens
+    batches = []
     for chunk in chunks:
         halves = [sample for pair in chunk for sample in (pair.chosen, pair.rejected)]
         (micro,) = micro_batches(halves, [1.0] * len(halves), sum(pair.num_tokens for pair in chunk), device)
-        made.append((micro, chunk))
-    return made
+        batches.append((micro, chunk))
+    return batches
 
 
 @torch.no_grad()
 def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int, ranks: Ranks = ALONE) -> list[float]:
-    """Log-probability of each sample's trained tokens, summed. Every rank reads its share and knows all of them."""
+    """Return the summed log-probability of each sample's trained tokens. Ranks compute shares and exchange results."""
     check_plain_head(model)
     ranks.place(model)
     model.eval()
     mine = ranks.mine([len(s.token_ids) for s in samples])
     batches = micro_batches([samples[i] for i in mine], [1.0] * len(mine), max_tokens, model.device)
-    found: dict[str, float] = {}
+    by_index: dict[str, float] = {}
     for micro in batches:
         logprobs_A, _ = action_logprobs(model, micro, temperature=1.0)
         sums = torch.zeros(len(micro.indices), device=model.device).index_add_(0, micro.rows_A, logprobs_A)
-        found |= {str(mine[index]): value for index, value in zip(micro.indices, sums.tolist(), strict=True)}
+        by_index |= {str(mine[index]): value for index, value in zip(micro.indices, sums.tolist(), strict=True)}
     for micro in idle_passes(len(batches), ranks, model.device):
         action_logprobs(model, micro, temperature=1.0)
-    found = ranks.total(found)
-    return [found[str(i)] for i in range(len(samples))]
+    by_index = ranks.total(by_index)
+    return [by_index[str(i)] for i in range(len(samples))]
 
 
 def prefer(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, ranks: Ranks = ALONE) -> list[Preference]:
-    """Pairs with the log-probabilities of `model`, the reference: computed once, so it need not be kept."""
+    """Return the pairs with the log-probabilities of `model`, the reference, which is not needed afterwards."""
     halves = [sample for pair in pairs for sample in pair]
     logprobs = sequence_logprobs(model, halves, max_tokens, ranks)
     return [Preference(*pair, logprobs[2 * i], logprobs[2 * i + 1]) for i, pair in enumerate(pairs)]
 
 
 class DPO(Updater):
-    """`epochs` passes over the pairs in a seeded order. The number of updates made is all there is to resume."""
+    """`epochs` passes over the pairs in a seeded order. To resume, only the number of updates is needed."""
 
     def __init__(
         self, model: Any, pairs: list[Preference], settings: DPOSettings, seed: int | str, ranks: Ranks = ALONE
@@ -138,7 +139,7 @@ class DPO(Updater):
         super().__init__(model, settings.optimizer, self.total, ranks)
 
     def step(self) -> dict[str, float]:
-        """The next update."""
+        """Make the next update."""
         epoch, place = divmod(self.updates, self._updates_per_epoch)
         order = list(self._pairs)
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
@@ -147,12 +148,12 @@ class DPO(Updater):
         return self.prefer(batch) | {"epoch": epoch + 1.0, "pairs": float(len(batch))}
 
     def prefer(self, pairs: list[Preference]) -> dict[str, float]:
-        """One update on the mean loss of `pairs`, of which every rank takes its share."""
+        """Make one update on the mean loss of `pairs`, of which every rank takes its share."""
         mine = [pairs[i] for i in self.ranks.mine([pair.num_tokens for pair in pairs])]
         batches = pair_batches(mine, self.settings.micro_batch_tokens, self.model.device)
         batches += [(micro, []) for micro in idle_passes(len(batches), self.ranks, self.model.device)]
-        beside = {id(micro): chunk for micro, chunk in batches}
-        return self.update([micro for micro, _ in batches], lambda m: self._loss(m, beside[id(m)], len(pairs)))
+        pairs_of = {id(micro): chunk for micro, chunk in batches}
+        return self.update([micro for micro, _ in batches], lambda m: self._loss(m, pairs_of[id(m)], len(pairs)))
 
     def _loss(self, micro: MicroBatch, pairs: list[Preference], batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs_A, entropy_A = action_logprobs(self.model, micro, temperature=1.0)
@@ -175,7 +176,7 @@ class DPO(Updater):
             "dpo/rejected_logprob": policy_P2[:, 1],
         }
         share = {name: values_P.sum() / batch_size for name, values_P in metrics.items()}
-        # Every pair weighs the same, and so does every token of it in this mean.
+        # Every pair has the same weight, and so does every token within an episode.
         entropy_P = entropy_A.new_zeros(2 * len(pairs)).index_add(0, half_A, entropy_A)
         counts_P = torch.bincount(half_A, minlength=2 * len(pairs))
         share["entropy/mean"] = (entropy_P / counts_P).sum() / (2 * batch_size)

@@ -1,9 +1,8 @@
-"""ScalingInter-RL: how many turns an episode may take, as training goes on.
+"""ScalingInter-RL: schedules of the number of turns an episode may take.
 
-A horizon counts *finished* steps, so it is right on resume at any step of a stage: `turns` is what the next step plays
-under, `advance` is called once after each finished step, and the state saved with a checkpoint is all there is.
-Step s is 0-based. Stepwise with `turns=(2, 4, 8)` and `steps_per_stage=10` plays steps 0-9 under 2 turns, 10-19 under 4
-and every later step under 8.
+A horizon counts *finished* steps, so that a run can resume at any step of a stage. `turns` applies to the next step,
+and `advance` is called once after each finished step. Steps count from 0: stepwise with `turns=(2, 4, 8)` and
+`steps_per_stage=10` plays steps 0-9 with 2 turns, 10-19 with 4 and every later step with 8.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class Horizon(Protocol):
 
     @property
     def stage(self) -> int:
-        """0-based number of the stage the next step belongs to."""
+        """Stage of the next step, from 0."""
         ...
 
     def advance(self, success: float | None, truncated: float | None) -> None:
-        """One more step is finished; its success rate and the share of its episodes that ended at the horizon.
+        """Count a finished step. `truncated` is the share of its episodes that ended at the horizon.
 
-        None when no episode of this environment was played or none could be used.
+        Both are None if the step had no usable episode of this environment.
         """
         ...
 
@@ -40,7 +39,7 @@ class Horizon(Protocol):
 
 
 class _Counted:
-    """Schedules that depend on nothing but the number of finished steps."""
+    """Base of schedules that depend only on the number of finished steps."""
 
     def __init__(self) -> None:
         self.finished = 0
@@ -72,7 +71,7 @@ class StepwiseHorizon(_Counted):
 
 
 class LinearHorizon(_Counted):
-    """From `first` turns at step 0 to `last` at step `steps`, rounded down; `last` from there on."""
+    """From `first` turns at step 0 to `last` at step `steps`, rounded down; `last` afterwards."""
 
     def __init__(self, first: int, last: int, steps: int) -> None:
         super().__init__()
@@ -88,13 +87,12 @@ class LinearHorizon(_Counted):
 
 
 class AdaptiveHorizon:
-    """Expands when success has stalled under this horizon while episodes still run into it.
+    """Grows when success has stalled while episodes still end at the horizon.
 
-    After each finished step the stage's history is looked at. The next stage begins when all of these hold:
-    the stage has lasted at least two windows; the mean success of the last window exceeds the one before by less than
-    `min_gain`; and in the last window at least `min_truncated` of the episodes ended at the horizon. A stage that has
-    lasted `max_steps` (if not 0) ends in any case. The last stage never ends. A step in which this environment had no
-    usable episode says nothing and is not counted.
+    The next stage begins when all of these hold: the stage has lasted at least two windows; the mean success of the
+    last window exceeds the one before by less than `min_gain`; and in the last window at least `min_truncated` of the
+    episodes ended at the horizon. A stage also ends after `max_steps`, if not 0. The last stage never ends. A step
+    without a usable episode of this environment does not count.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class AdaptiveHorizon:
 
 
 def make_horizon(settings: HorizonSettings) -> Horizon:
-    """The schedule that `settings` describes."""
+    """Return the schedule that `settings` describe."""
     turns = tuple(settings.turns)
     if settings.kind == "linear":
         return LinearHorizon(turns[0], turns[1], settings.steps_per_stage)

@@ -1,4 +1,4 @@
-"""Updates: micro-batches and a loss in, one optimizer step out. Gradients accumulate over micro-batches.
+"""Updates: one optimizer step from micro-batches and a loss. Gradients accumulate over micro-batches.
 
 Shapes: A action tokens of a micro-batch.
 """
@@ -15,10 +15,10 @@ from torch import Tensor
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.batch import token_weights
+from agentgym_rl.training.device.optimizer import MasterAdamW, clip, collecting, gradients, make_optimizer
+from agentgym_rl.training.device.packed import capture_passes
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
-from agentgym_rl.training.optimizer import MasterAdamW, clip, collecting, gradients, make_optimizer
-from agentgym_rl.training.packed import capture_passes
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sample
@@ -28,7 +28,7 @@ MicroLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 
 
 class Updater:
-    """A model, its optimizer and its learning-rate schedule: everything an update needs but the loss."""
+    """A model with its optimizer and learning-rate schedule. Subclasses add the loss."""
 
     def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = ALONE) -> None:
         self.model, self.settings, self.total_updates, self.ranks = model, settings, total_updates, ranks
@@ -44,33 +44,35 @@ class Updater:
             capture_passes(model.get_decoder())
 
     def learning_rate(self, update: int) -> float:
-        """Of the 0-based update: a linear warm-up, then constant or decaying."""
+        """Return the learning rate of an update, counted from 0: a linear warm-up, then constant or decaying."""
         s = self.settings
         if update < s.warmup_steps:
             return s.lr * (update + 1) / s.warmup_steps
         progress = min(1.0, (update - s.warmup_steps) / max(1, self.total_updates - 1 - s.warmup_steps))
-        left = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
-        return s.lr * (s.min_lr_ratio + (1.0 - s.min_lr_ratio) * left[s.decay])
+        factor = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1.0 + math.cos(math.pi * progress))}
+        return s.lr * (s.min_lr_ratio + (1.0 - s.min_lr_ratio) * factor[s.decay])
 
     def micro_batches(self, samples: list[Sample], weights: list[float]) -> list[MicroBatch]:
-        """As many on every rank: where there are fewer, passes over nothing keep it in step. Those are of samples
-        without any action that are added to `samples`."""
-        made = micro_batches(samples, weights, self.settings.micro_batch_tokens, self.model.device)
-        for micro in idle_passes(len(made), self.ranks, self.model.device):
+        """Return the same number of micro-batches on every rank, padded with samples without actions.
+
+        The padding is also appended to `samples`.
+        """
+        batches = micro_batches(samples, weights, self.settings.micro_batch_tokens, self.model.device)
+        for micro in idle_passes(len(batches), self.ranks, self.model.device):
             micro.indices = [len(samples)]
-            samples.append(_idle())
-            made.append(micro)
-        return made
+            samples.append(_idle_sample())
+            batches.append(micro)
+        return batches
 
     def update(self, batches: list[MicroBatch], loss: MicroLoss) -> dict[str, float]:
-        """Add up the gradients of all micro-batches, clip, and step once."""
+        """Sum the gradients of all micro-batches, clip them, and make one optimizer step."""
         self.model.train()
         totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.model.device))
-        with collecting(self._optimizer, several=len(batches) > 1) as passed:
+        with collecting(self._optimizer, several=len(batches) > 1) as after_pass:
             for batch in batches:
                 value, metrics = loss(batch)
                 self.ranks.scaled(value).backward()
-                passed()
+                after_pass()
                 for name, tensor in {"loss": value, **metrics}.items():
                     totals[name] += tensor.detach()
         self.ranks.reduce_gradients(gradients(self._optimizer, self._parameters))
@@ -84,8 +86,8 @@ class Updater:
         self.ranks.require_equal(zip(self._names, self._parameters, strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
-        found = self.ranks.total({name: float(t) for name, t in totals.items()})
-        return found | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
+        summed = self.ranks.total({name: float(t) for name, t in totals.items()})
+        return summed | {"grad/norm": float(norm), "lr": lr, "skipped": skipped}
 
     def state(self) -> dict[str, Any]:
         return {"optimizer": self._optimizer.state_dict(), "updates": self.updates}
@@ -93,8 +95,8 @@ class Updater:
     def restore(self, state: dict[str, Any]) -> None:
         if isinstance(self._optimizer, MasterAdamW) != ("low" in state["optimizer"]):
             raise ConfigError(
-                "the checkpoint's optimizer is of another kind than this run's, which depends on model.dtype and, in "
-                "bfloat16, on whether there is [scale]: resume with both as they were"
+                "the checkpoint has another kind of optimizer than this run. It depends on model.dtype and, in "
+                "bfloat16, on [scale]: resume with both as they were"
             )
         self._optimizer.load_state_dict(state["optimizer"])
         self.updates = state["updates"]
@@ -119,15 +121,14 @@ class Imitator(Updater):
 
 
 def idle_passes(count: int, ranks: Ranks, device: torch.device | str) -> list[MicroBatch]:
-    """Over nothing, for a rank with `count` micro-batches to be in step with the one that has most."""
-    return [micro_batches([_idle()], [0.0], 2, device)[0] for _ in range(ranks.most(count) - count)]
+    """Return empty micro-batches, so that a rank with `count` makes as many passes as the rank with the most."""
+    return [micro_batches([_idle_sample()], [0.0], 2, device)[0] for _ in range(ranks.most(count) - count)]
 
 
-def _idle() -> Sample:
-    """Without any action."""
+def _idle_sample() -> Sample:
     return Sample(token_ids=[0, 0], loss_mask=[False, False])
 
 
 def freeze(model: Any) -> Any:
-    """The model with no gradients, in evaluation mode."""
+    """Turn off the model's gradients, set evaluation mode and return it."""
     return model.requires_grad_(False).eval()

@@ -1,8 +1,8 @@
-"""LoRA: small trained matrices beside frozen weights, through peft and saved in its format.
+"""LoRA through peft: small trained matrices next to frozen weights, saved in peft's format.
 
-The adapters live inside the transformers model, which stays the class it was: engine and learner need not know. The
-frozen weights serve everyone: the reference is the model with its adapters off (or, after a warm start, with a frozen
-copy of them), a critic is one more adapter.
+The adapters are inside the transformers model, whose class does not change, so engine and learner need no special
+code. All models share the frozen weights: the reference is the model with its adapters off (after a warm start, with a
+frozen copy of them), and the critic is one more adapter.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import LoraSettings
 
 POLICY, REFERENCE, CRITIC = "default", "reference", "critic"
-"""peft calls an adapter that nobody named `default`."""
+"""Names of the adapters. `default` is peft's name for an unnamed one."""
 
 
 def require_peft() -> None:
@@ -32,7 +32,7 @@ def require_peft() -> None:
 
 
 def add_adapter(model: Any, settings: LoraSettings, seed: int, name: str = POLICY) -> None:
-    """A new adapter, which changes nothing yet; it is active and trainable, everything else is frozen."""
+    """Add an adapter that starts as the identity. It is active and trainable; everything else is frozen."""
     require_peft()
     from peft import LoraConfig
 
@@ -40,7 +40,7 @@ def add_adapter(model: Any, settings: LoraSettings, seed: int, name: str = POLIC
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,
-        lora_dropout=0.0,  # the learner must see the distribution that was sampled from
+        lora_dropout=0.0,  # the learner must compute the distribution that was sampled from
         target_modules="all-linear" if targets == ("all-linear",) else list(targets),
         base_model_name_or_path=str(model.config._name_or_path),
     )
@@ -53,12 +53,12 @@ def add_adapter(model: Any, settings: LoraSettings, seed: int, name: str = POLIC
 
 
 def load_adapter(model: Any, folder: Path, name: str = POLICY) -> None:
-    """The adapter that a folder holds under a name; the policy's is trainable and stays active."""
+    """Load the adapter of a folder under a name. The policy's is trainable and remains active."""
     require_peft()
     with _quiet():
         try:
             model.load_adapter(str(folder), name, is_trainable=name == POLICY)
-            fits = _names_in(model, name) == _names_in_file(folder)
+            fits = _matrix_names(model, name) == _matrix_names_in_file(folder)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"the adapter in {folder} cannot be loaded: {str(error).splitlines()[0]}") from error
         except RuntimeError as error:
@@ -66,23 +66,23 @@ def load_adapter(model: Any, folder: Path, name: str = POLICY) -> None:
                 raise
             fits = False
     if not fits:
-        raise ConfigError(f"the adapter in {folder} is for a model of another shape: model.path is not what it was")
+        raise ConfigError(f"the adapter in {folder} is for a model of another shape: set model.path to its base model")
     model.set_adapter(POLICY)
 
 
-def _names_in(model: Any, name: str) -> set[str]:
-    """Of an adapter's matrices, as a file calls them."""
+def _matrix_names(model: Any, name: str) -> set[str]:
+    """Return the names of an adapter's matrices as in its file."""
     parts = (part for part, _ in model.named_parameters() if "lora_" in part and f".{name}" in part)
     return {part.replace(f".{name}", "") for part in parts}
 
 
-def _names_in_file(folder: Path) -> set[str]:
+def _matrix_names_in_file(folder: Path) -> set[str]:
     with safe_open(folder / "adapter_model.safetensors", "pt") as file:
         return {key.removeprefix("base_model.model.") for key in file.keys() if "lora_" in key}  # noqa: SIM118
 
 
 def copy_adapter(model: Any, settings: LoraSettings, name: str) -> None:
-    """One more adapter that begins as the policy's; the policy's stays active."""
+    """Add a copy of the policy's adapter under a name. The policy's remains active."""
     add_adapter(model, settings, 0, name)
     parameters = dict(model.named_parameters())
     with torch.no_grad():
@@ -93,20 +93,20 @@ def copy_adapter(model: Any, settings: LoraSettings, name: str) -> None:
 
 
 def require_mergeable(model: Any) -> None:
-    """ConfigError where `merged` cannot be right: of two layers that share their weights only one has an adapter."""
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if model.config.tie_word_embeddings and any(hasattr(end, "base_layer") for end in ends):
+    """Raise ConfigError if only one of two layers with shared weights has an adapter, so that `merged` is wrong."""
+    tied = model.get_input_embeddings(), model.get_output_embeddings()
+    if model.config.tie_word_embeddings and any(hasattr(layer, "base_layer") for layer in tied):
         raise ConfigError(
-            "model.lora.target_modules: with [scale] vLLM is sent weights with the adapters inside, and this model's "
-            "head shares its weights with the embedding: leave both out, or use engine.kind = 'native'"
+            "model.lora.target_modules: with [scale] vLLM gets weights with merged adapters, but this model's head "
+            "shares its weights with the embedding: leave both out, or use engine.kind = 'native'"
         )
 
 
 @torch.no_grad()
 def merged(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a model's state as one without adapters has it: what the policy's adds is in the weights.
+    """Yield a model's state with the policy's adapter merged into the weights.
 
-    Those are float32: rounded to bfloat16 most of them would not change at all by a small update.
+    Merged weights are float32: rounded to bfloat16, a small update would not change most of them.
     """
     for name, tensor in named:
         path, base, leaf = name.rpartition(".base_layer.")
@@ -120,11 +120,11 @@ def merged(model: Any, named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
 
 
 def merged_model(model: Any) -> Any:
-    """Return a model without adapters that computes what this one does, with the weights in their type."""
+    """Return an equivalent model without adapters, with float32 weights where adapters were merged."""
     config = copy.deepcopy(model.config)
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    if any(hasattr(end, "base_layer") for end in ends):
-        config.tie_word_embeddings = False  # what they shared, only one of them adapts
+    tied = model.get_input_embeddings(), model.get_output_embeddings()
+    if any(hasattr(layer, "base_layer") for layer in tied):
+        config.tie_word_embeddings = False  # only one of them has an adapter, so they differ now
     with torch.device("meta"):
         plain = type(model)(config)
     plain.load_state_dict(dict(merged(model, model.state_dict().items())), assign=True)
@@ -135,7 +135,7 @@ def merged_model(model: Any) -> Any:
 
 @torch.no_grad()
 def rounding_loss(model: Any, dtype: torch.dtype) -> float:
-    """Return how far merged weights in `dtype` are from exact ones, relative to what the adapters add (0.1 is 10%)."""
+    """Return the rounding error of merged weights in `dtype`, relative to the adapters' change (0.1 is 10%)."""
     added = lost = 0.0
     for layer in model.modules():
         if hasattr(layer, "base_layer") and hasattr(layer, "get_delta_weight"):
@@ -148,7 +148,7 @@ def rounding_loss(model: Any, dtype: torch.dtype) -> float:
 
 @contextmanager
 def adapter(model: Any, name: str | None) -> Iterator[Any]:
-    """The model under another adapter, or under none, for a while. Gradients are taken by the active one only."""
+    """Yield the model with another adapter active, or none. Only the active adapter gets gradients."""
     if name is None:
         model.disable_adapters()
     else:
@@ -163,7 +163,7 @@ def adapter(model: Any, name: str | None) -> Iterator[Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Several adapters in one model are what is wanted here; peft warns of them."""
+    """Silence peft's warning about several adapters in one model, which are intended here."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         yield

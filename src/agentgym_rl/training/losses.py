@@ -1,7 +1,7 @@
 """Losses over the action tokens of a batch: pure functions of flat tensors.
 
-Shapes: A action tokens; rows_A says which trajectory each belongs to. There are no masks here: what was not sampled
-never gets this far (see microbatch.py).
+Shapes: A action tokens; rows_A is the trajectory of each. There are no masks, because micro-batches hold action tokens
+only (see microbatch.py).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from agentgym_rl.training.settings import RLSettings
 
 PolicyLoss = Callable[[Tensor, Tensor, Tensor, Tensor, float, float], tuple[Tensor, Tensor]]
-"""(logprobs_A, old_logprobs_A, advantages_A, rows_A, clip_low, clip_high) -> (loss_A, where the clip bound)."""
+"""(logprobs_A, old_logprobs_A, advantages_A, rows_A, clip_low, clip_high) -> (loss_A, whether each was clipped)."""
 
 
 def clip(
     logprobs_A: Tensor, old_A: Tensor, advantages_A: Tensor, rows_A: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-min(r A, clip(r, 1 - low, 1 + high) A) with r = pi / pi_old of each token.
+    """Return -min(r A, clip(r, 1 - low, 1 + high) A) with r = pi / pi_old of each token.
 
     Schulman et al. 2017 (arXiv 1707.06347); high > low is DAPO's clip-higher, Yu et al. 2025 (arXiv 2503.14476).
     """
@@ -30,10 +30,10 @@ def clip(
 def gspo(
     logprobs_A: Tensor, old_A: Tensor, advantages_A: Tensor, rows_A: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """As `clip` with one ratio for all tokens of a trajectory: s = exp(mean log r), over all its turns.
+    """Return `clip`'s loss with one ratio for all tokens of a trajectory: s = exp(mean log r), over all its turns.
 
-    The token form, s * pi / sg(pi), takes an advantage per token and has the gradient of the sequence form where they
-    are equal. The published clip range is about 3e-4. Zheng et al. 2025 (arXiv 2507.18071).
+    The token form, s * pi / sg(pi), takes an advantage per token. If they are equal it has the gradient of the
+    sequence form. The published clip range is about 3e-4. Zheng et al. 2025 (arXiv 2507.18071).
     """
     ratio_A = sequence_means(logprobs_A - old_A, rows_A).detach().exp() * torch.exp(logprobs_A - logprobs_A.detach())
     return _clipped(ratio_A, advantages_A, clip_low, clip_high)
@@ -42,7 +42,7 @@ def gspo(
 def cispo(
     logprobs_A: Tensor, old_A: Tensor, advantages_A: Tensor, rows_A: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """-sg(clip(r, 1 - low, 1 + high)) A log pi: a far token's weight is bounded, its gradient never lost.
+    """Return -sg(clip(r, 1 - low, 1 + high)) A log pi, which bounds a token's weight but keeps its gradient.
 
     MiniMax 2025 (arXiv 2506.13585), which sets no lower bound (clip_low = 1).
     """
@@ -55,30 +55,30 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {"clip": clip, "gspo": gspo, "cispo": cis
 
 
 def value_loss(values_A: Tensor, old_values_A: Tensor, returns_A: Tensor, bound: float) -> Tensor:
-    """max((V - G)^2, (clip(V, V_old +- bound) - G)^2) / 2; bound 0 means none. As in PPO's own code."""
+    """Return max((V - G)^2, (clip(V, V_old +- bound) - G)^2) / 2, as in PPO's code. A bound of 0 means none."""
     error_A = (values_A - returns_A) ** 2
     if bound:
-        near_A = old_values_A + (values_A - old_values_A).clamp(-bound, bound)
-        error_A = torch.maximum(error_A, (near_A - returns_A) ** 2)
+        clipped_A = old_values_A + (values_A - old_values_A).clamp(-bound, bound)
+        error_A = torch.maximum(error_A, (clipped_A - returns_A) ** 2)
     return 0.5 * error_A
 
 
 def k1(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
-    """log(pi / ref): unbiased for KL(pi || ref), may be negative.
+    """Return log(pi / ref): unbiased for KL(pi || ref), may be negative.
 
-    Its own gradient is zero in expectation and would hold nothing, so as a loss it has the gradient of k2.
+    Its own gradient is zero in expectation, so it uses the gradient of k2.
     """
-    pull_A = k2(logprobs_A, reference_A)
-    return pull_A + (logprobs_A - reference_A - pull_A).detach()
+    k2_A = k2(logprobs_A, reference_A)
+    return k2_A + (logprobs_A - reference_A - k2_A).detach()
 
 
 def k2(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
-    """log(pi / ref)^2 / 2: biased, its gradient is that of KL(pi || ref) on samples from pi."""
+    """Return log(pi / ref)^2 / 2: biased, with the gradient of KL(pi || ref) on samples from pi."""
     return 0.5 * (logprobs_A - reference_A) ** 2
 
 
 def k3(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
-    """ref / pi - 1 - log(ref / pi): unbiased, never negative. Schulman 2020, 'Approximating KL divergence'."""
+    """Return ref / pi - 1 - log(ref / pi): unbiased, never negative. Schulman 2020, 'Approximating KL divergence'."""
     difference_A = (reference_A - logprobs_A).clamp(-20.0, 20.0)
     return torch.exp(difference_A) - 1.0 - difference_A
 
@@ -86,17 +86,19 @@ def k3(logprobs_A: Tensor, reference_A: Tensor) -> Tensor:
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
 
 Correction = Callable[[Tensor, Tensor, Tensor, RLSettings], Tensor]
-"""(learner's logprobs_A, sampler's logprobs_A, rows_A, settings) -> constant weights_A; equal policies give 1."""
+"""(learner's logprobs_A, sampler's logprobs_A, rows_A, settings) -> weights_A without gradient; 1 if both agree."""
 
 
 def token_truncated(learner_A: Tensor, sampler_A: Tensor, rows_A: Tensor, settings: RLSettings) -> Tensor:
-    """min(pi_learner / pi_sampler, importance_cap) of each token. Truncated importance sampling, Yao et al. 2025."""
+    """Return min(pi_learner / pi_sampler, importance_cap): truncated importance sampling, Yao et al. 2025."""
     return torch.exp((learner_A - sampler_A).detach().clamp(max=20.0)).clamp(max=settings.importance_cap)
 
 
 def sequence_mask(learner_A: Tensor, sampler_A: Tensor, rows_A: Tensor, settings: RLSettings) -> Tensor:
-    """As `token_truncated` in trajectories whose exp(mean log ratio) lies in [sequence_mask_low, sequence_mask_high]; 0
-    in the others, which are left out. Liu et al. 2025, 'When Speed Kills Stability' (geometric rejection)."""
+    """Return `token_truncated`, but 0 if a trajectory's exp(mean log ratio) is outside its bounds.
+
+    Geometric rejection, Liu et al. 2025, 'When Speed Kills Stability'.
+    """
     mean_A = sequence_means((learner_A - sampler_A).detach(), rows_A).exp()
     kept_A = (mean_A >= settings.sequence_mask_low) & (mean_A <= settings.sequence_mask_high)
     return token_truncated(learner_A, sampler_A, rows_A, settings) * kept_A
@@ -106,7 +108,7 @@ CORRECTIONS: dict[str, Correction] = {"token": token_truncated, "sequence_mask":
 
 
 def sequence_means(values_A: Tensor, rows_A: Tensor) -> Tensor:
-    """A: at every token the mean over its trajectory's tokens."""
+    """Return at every token the mean over its trajectory's tokens, A."""
     if not len(values_A):
         return values_A
     size = int(rows_A.max()) + 1

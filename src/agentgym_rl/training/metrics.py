@@ -1,4 +1,4 @@
-"""What is said of a step's episodes. docs/runs.md defines every name."""
+"""Metrics of a step's episodes. docs/reference/run-directory.md defines every name."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from statistics import fmean
 from agentgym_rl.types import Group, StopReason, Trajectory
 
 TURNS_SHOWN = 8
-"""Turns with a metric of their own; all later ones share one, so that a long horizon does not flood the log."""
+"""Turns with their own metric. All later turns share one, so that a long horizon does not flood the log."""
 WORDS_COMPARED = 64
-"""Of a long reply only the first and the last words are compared, half and half."""
+"""Words compared of a long reply: half from its start, half from its end."""
 
 CHANCE_REPLIES = 2.0
-"""Replies, as if added to a step's, that differ for no reason: where nearly all replies are equal, the few others do
-not make it look like dependence."""
+"""Pseudo-count of replies that differ by chance. A few different replies among equal ones are then no dependence."""
 
 
 def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> dict[str, float]:
-    """Means over the usable episodes of a step, for all environments together and, if the run has several, for each.
+    """Return means over the usable episodes of a step: over all environments and, if the run has several, for each.
 
-    `environments` are the run's: a step may have drawn tasks of one of them only.
+    `environments` are those of the run. A step may have tasks of only one of them.
     """
     trajectories = [t for g in groups for t in g.trajectories]
     usable = [t for g in groups for t in g.usable]
@@ -65,9 +64,9 @@ def _means(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 def surprise(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Minus the mean log-probability the sampler gave its tokens, of all turns and of each: its estimate of entropy.
+    """Return minus the sampler's mean log-probability, of all turns and of each: an estimate of the entropy.
 
-    It needs no learner, so it is there even in a step in which nothing could be learned.
+    It needs no learner, so it exists even for a step without an update.
     """
     logprobs: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
@@ -79,34 +78,33 @@ def surprise(trajectories: list[Trajectory]) -> dict[str, float]:
 
 
 def turn_name(turn: int) -> str:
-    """`turn_3`; `turn_9+` for the ninth and all later ones."""
+    """Return `turn_3` for turn 3, and `turn_9+` for the ninth and all later turns."""
     return f"turn_{turn}" if turn <= TURNS_SHOWN else f"turn_{TURNS_SHOWN + 1}+"
 
 
 def input_dependence(trajectories: list[Trajectory]) -> float | None:
-    """How much replies depend on what they answer: (D_other - D_same) / D_other, from texts alone.
+    """Return how much replies depend on their input: (D_other - D_same) / D_other, from the texts alone.
 
     D_same is the mean distance between two replies to the same input, D_other between two replies to different inputs
     of the same environment and turn (an agreement coefficient such as Krippendorff's alpha). An input is the task and
-    the observation answered; two tasks that show the same text, as a game's first screen does, are not compared.
-    A reply that is a function of its input gives 1, one drawn without looking 0 in expectation, whatever the number of
-    actions; the same reply to everything 0. None when no input came twice or there was only one.
+    the observation answered. Two tasks with the same text, such as a game's first screen, are not compared.
+    A reply that is a function of its input gives 1. Random replies give 0 in expectation, whatever the number of
+    actions, and so does one reply to everything. None if no input occurred twice or there was only one.
     """
     turns: dict[tuple[str, int], dict[_Input, _Sum]] = defaultdict(lambda: defaultdict(_Sum))
     for trajectory in trajectories:
         observation, turn = "", 0
         for message in trajectory.messages:
             if message.role == "assistant":
-                given = (trajectory.task.item, observation)
-                turns[trajectory.task.env, turn][given].add(_words(message.content))
+                turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.content))
                 turn += 1
             elif message.role == "user":
                 observation = message.content
-    compared = [result for inputs in turns.values() if (result := _compare(inputs))]
-    if not compared:
+    comparisons = [comparison for inputs in turns.values() if (comparison := _compare(inputs))]
+    if not comparisons:
         return None
-    gain = sum(replies * (same - other) for replies, same, other in compared)
-    return gain / (sum(replies * (1.0 - other) for replies, _, other in compared) + CHANCE_REPLIES)
+    gain = sum(replies * (same - other) for replies, same, other in comparisons)
+    return gain / (sum(replies * (1.0 - other) for replies, _, other in comparisons) + CHANCE_REPLIES)
 
 
 _Input = tuple[int, str]
@@ -114,7 +112,7 @@ _Input = tuple[int, str]
 
 
 class _Sum:
-    """A sum of unit vectors: its square holds the cosines of all their pairs, so that none has to be formed."""
+    """A sum of unit vectors. Its square is the sum of the cosines of all pairs, which need not be formed."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -133,26 +131,26 @@ class _Sum:
 
 
 def _compare(inputs: Mapping[_Input, _Sum]) -> tuple[int, float, float] | None:
-    """Of one turn: replies compared, mean cosine of two to the same input, mean cosine of two to different texts.
+    """Return (replies compared, mean cosine of replies to the same input, of replies to different texts) of a turn.
 
-    Only inputs that were answered twice or more take part, in both means, so that both are of the same replies.
+    Both means use only inputs with two or more replies, so that both are over the same replies.
     """
-    cells = {given: replies for given, replies in inputs.items() if replies.count > 1}
-    everything = _Sum()
+    cells = {key: replies for key, replies in inputs.items() if replies.count > 1}
+    total = _Sum()
     by_text: dict[str, _Sum] = defaultdict(_Sum)
     for (_, observation), replies in cells.items():
-        everything.add_sum(replies)
+        total.add_sum(replies)
         by_text[observation].add_sum(replies)
     if len(by_text) < 2:
         return None
-    same = sum((cell.square() - cell.count) / (cell.count - 1) for cell in cells.values()) / everything.count
-    pairs = everything.count**2 - sum(text.count**2 for text in by_text.values())
-    other = (everything.square() - sum(text.square() for text in by_text.values())) / pairs
-    return everything.count, same, other
+    same = sum((cell.square() - cell.count) / (cell.count - 1) for cell in cells.values()) / total.count
+    pairs = total.count**2 - sum(text.count**2 for text in by_text.values())
+    other = (total.square() - sum(text.square() for text in by_text.values())) / pairs
+    return total.count, same, other
 
 
 def _words(reply: str) -> dict[str, float]:
-    """A reply's words and pairs of words, each once and in order (sums must not depend on hashes), as a unit vector."""
+    """Return a reply's words and word pairs as a unit vector, in order, because sums must not depend on hashes."""
     words = reply.split()
     if len(words) > WORDS_COMPARED:
         words = words[: WORDS_COMPARED // 2] + words[-WORDS_COMPARED // 2 :]
@@ -165,21 +163,21 @@ def _replies(trajectory: Trajectory) -> list[str]:
 
 
 def _repeated(trajectories: list[Trajectory]) -> float:
-    """Share of replies, from the second on, that say the same as the reply before."""
+    """Return the share of replies, from the second on, that equal the reply before."""
     return _mean(a == b for t in trajectories for a, b in pairwise(_replies(t)))
 
 
 def _alternating(trajectories: list[Trajectory]) -> float:
-    """Share of replies, from the fourth on, that close a loop of two: A B A B."""
-    said = [_replies(t) for t in trajectories]
-    fours = (four for r in said for four in zip(r, r[1:], r[2:], r[3:], strict=False))
-    return _mean(a == c and b == d and a != b for a, b, c, d in fours)
+    """Return the share of replies, from the fourth on, that close a loop of two: A B A B."""
+    replies = [_replies(t) for t in trajectories]
+    windows = (window for r in replies for window in zip(r, r[1:], r[2:], r[3:], strict=False))
+    return _mean(a == c and b == d and a != b for a, b, c, d in windows)
 
 
 def _mean(values: Iterable[float]) -> float:
-    listed = [float(v) for v in values]
-    return fmean(listed) if listed else 0.0
+    numbers = [float(v) for v in values]
+    return fmean(numbers) if numbers else 0.0
 
 
-def _share(trajectories: list[Trajectory], holds: Callable[[Trajectory], bool]) -> float:
-    return _mean(holds(t) for t in trajectories)
+def _share(trajectories: list[Trajectory], condition: Callable[[Trajectory], bool]) -> float:
+    return _mean(condition(t) for t in trajectories)

@@ -1,7 +1,7 @@
-"""What an update needs of the other processes that learn beside it: here, where there are none, nothing.
+"""Collective operations of an update, for one process. scale/process_group.py has them for several.
 
-`scale/ranks.py` has the same for several processes. Every rank is given its share of a batch with the weights of the
-whole, so that losses, metrics and gradients add up over ranks.
+Every rank gets a share of the batch with the weights of the whole batch, so that losses, metrics and gradients add up
+over ranks.
 """
 
 from __future__ import annotations
@@ -13,41 +13,38 @@ from torch import Tensor
 
 
 class Ranks:
-    """One process that learns alone."""
+    """A learner of one process."""
 
     rank = 0
     size = 1
 
     def place(self, model: Any) -> None:
-        """Prepare a model, in place, before an optimizer sees its parameters; one that is prepared stays as it is."""
+        """Prepare a model in place before the optimizer reads its parameters. A second call does nothing."""
 
     def mine(self, lengths: Sequence[int]) -> list[int]:
-        """Which of samples of these lengths this rank takes."""
+        """Return the indices of this rank's samples, given the lengths of all."""
         return list(range(len(lengths)))
 
     def most(self, count: int) -> int:
-        """The largest `count` of any rank."""
+        """Return the largest `count` of any rank."""
         return count
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """What to call backward on."""
+        """Return the loss to call backward on."""
         return loss
 
     def reduce_gradients(self, gradients: Iterable[Tensor]) -> None:
-        """After the last backward of an update: make every rank's gradients, in place, the sum over ranks.
-
-        Not read if nothing is to be reduced here.
-        """
+        """Sum gradients over ranks in place, after an update's last backward. One process does not iterate them."""
 
     def require_equal(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Raise RuntimeError if ranks that hold whole copies of these tensors hold different ones."""
+        """Raise RuntimeError if the copies of a tensor differ between ranks."""
 
     def whole(self, value: Tensor) -> Tensor:
-        """A plain tensor from one that may be spread over ranks."""
+        """Return the full tensor of one that may be sharded over ranks."""
         return value
 
     def total(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Sums over ranks, by name; a rank may lack names that others have."""
+        """Return the sums over ranks by name. A rank may lack names that others have."""
         return metrics
 
 
@@ -55,7 +52,7 @@ ALONE = Ranks()
 
 
 def balanced(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Indices in `size` shares of about equal length in all: longest first, each to the share with least so far."""
+    """Split indices into `size` shares of about equal total length: longest first, each to the smallest share."""
     shares: list[list[int]] = [[] for _ in range(size)]
     loads = [0] * size
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

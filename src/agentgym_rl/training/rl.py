@@ -1,30 +1,30 @@
-"""Online RL, step by step: collect, learn, publish. It does not know who collects or what a model is."""
+"""The loop of online RL: collect episodes, learn from them, publish the weights. Independent of engine and model."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
 from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import episode_metrics
-from agentgym_rl.training.rl_learner import watched
+from agentgym_rl.training.rl_learner import policy_metrics
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import Collect, Group, Limits, Sample, StopReason, Task, Trajectory
 
-WATCHED = 32
-"""Episodes that the learner looks at in a step in which all groups ended alike."""
+MONITORED_EPISODES = 32
+"""Episodes that the learner assesses, for metrics only, in a step without anything to learn from."""
 
 
 class Learner(Protocol):
-    """What learns from a step's samples."""
+    """Interface of the learner."""
 
     @property
     def kl_coef(self) -> float: ...
@@ -34,34 +34,34 @@ class Learner(Protocol):
 
 @dataclass(slots=True)
 class Hooks:
-    """What happens around a step; wired by the caller."""
+    """Callbacks around a step. The first argument is the number of the step, from 1."""
 
     record: Callable[[int, list[Group]], None]
-    """Every episode of a step, before any filtering. Steps are numbered from 1 in what is written down."""
+    """Receives every episode of a step, before any filtering."""
     learned: Callable[[int, list[Sample]], None]
-    """What was trained on, with advantages and what the learner made of every token."""
+    """Receives the trained samples, with advantages and the learner's values of every token."""
     log: Callable[[int, dict[str, float | str]], None]
-    """A finished step's metrics."""
+    """Receives a finished step's metrics."""
     after_step: Callable[[int], Awaitable[None]]
-    """Called with the number of finished steps: checkpoints and evaluations."""
+    """Saves checkpoints and runs evaluations."""
 
 
 @dataclass(slots=True)
 class RLState:
-    """Where a run stands: everything but the model that a resumed run needs."""
+    """State that a run needs to resume, apart from the model."""
 
     tasks: TaskSource
     horizons: dict[str, Horizon]
     step: int = 0
     """Finished steps."""
     sampled: int = 0
-    """Tokens that were sampled in them, those of failed episodes too."""
+    """Tokens sampled in the finished steps, failed episodes included."""
     version: int = 0
-    """Of the weights that were published last: a step without anything to learn from publishes none."""
+    """Version of the last published weights. A step without anything to learn from publishes none."""
     played: list[Group] = field(default_factory=list)
-    """Under overlap: the next step's episodes, played with weights that are gone."""
+    """With overlap: the next step's episodes, already played with older weights."""
     played_s: float = 0.0
-    """How long playing them took."""
+    """Seconds it took to play them."""
 
     def state(self) -> dict[str, Any]:
         return {
@@ -83,12 +83,12 @@ class RLState:
         self.step, self.sampled = step, state["sampled"]
 
     def over(self, settings: RLSettings) -> bool:
-        """Whether the run has done all it was asked for."""
+        """Return whether the run has reached its steps or its token budget."""
         return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
 
 
 def expected_steps(settings: RLSettings, step: int, tokens: float) -> int:
-    """How many a run will have: as many as its tokens last for, if steps go on sampling what they did on average."""
+    """Return the expected number of steps: `steps`, or fewer if the token budget runs out at the average rate."""
     if not settings.token_budget or not tokens:
         return settings.steps
     return max(step, min(settings.steps, math.ceil(step * settings.token_budget / tokens)))
@@ -104,14 +104,11 @@ async def train_rl(
     hooks: Hooks,
     seed: int,
 ) -> None:
-    """Run until the state is `over`: enough steps, or enough tokens.
+    """Train until the state is `over`. `limits` are by environment; the horizon overrides their max_turns.
 
-    `limits` is by environment; max_turns is the horizon's to set.
-
-    With `overlap` the next step's episodes are played, under the weights of this one's, while the learner works in a
-    thread. The engine then needs weights of its own.
+    With `overlap` the learner works in a thread while the next step's episodes are played with the current weights.
+    The engine then needs its own copy of the weights.
     """
-
     while not state.over(settings):
         step, started = state.step, time.perf_counter()
         if not state.played:
@@ -119,36 +116,36 @@ async def train_rl(
         groups, rollout_s = state.played, state.played_s
         state.played = []
         hooks.record(step + 1, groups)
-        sampled = state.sampled + _sampled(groups)
+        sampled = state.sampled + _sampled_tokens(groups)
         metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons), "tokens/total": float(sampled)}
         _require_episodes(groups, step)
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
         _advance(state.horizons, groups)
         learning_since = time.perf_counter()
         if settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
-            # No task group: what fails shall come out as itself, not in a group of exceptions.
+            # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
             playing = asyncio.create_task(_play(step + 1, state, collect, limits, settings, seed))
             try:
-                found, samples = await asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed)
+                learned, samples = await asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed)
             except BaseException:
                 playing.cancel()
                 await asyncio.gather(playing, return_exceptions=True)
                 raise
             await playing
         else:
-            found, samples = _learn(groups, state, learner, limits, settings, seed)
+            learned, samples = _learn(groups, state, learner, limits, settings, seed)
         if samples:
             state.version += 1
             await publish(state.version)
         now = time.perf_counter()
-        metrics |= found | _times(rollout_s, now - learning_since, now - started, metrics)
+        metrics |= learned | _times(rollout_s, now - learning_since, now - started, metrics)
         hooks.learned(step + 1, samples)
         state.step, state.sampled = step + 1, sampled
         hooks.log(state.step, metrics)
         await hooks.after_step(state.step)
 
 
-def _sampled(groups: list[Group]) -> int:
+def _sampled_tokens(groups: list[Group]) -> int:
     replies = (m for g in groups for t in g.trajectories for m in t.messages if m.logprobs is not None)
     return sum(len(m.token_ids) for m in replies)
 
@@ -161,7 +158,7 @@ def _learn(
     settings: RLSettings,
     seed: int,
 ) -> tuple[dict[str, float | str], list[Sample]]:
-    """(metrics, what was trained on)."""
+    """Learn from a step's groups. Return (metrics, trained samples)."""
     batch = played = gather(groups, settings, limits)
     if settings.algorithm == "ppo" or settings.kl_in == "reward":
         learner.assess(batch.samples)
@@ -174,22 +171,22 @@ def _learn(
     }
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
-    if "mismatch/abs" not in metrics:  # nothing to learn from, or only the critic did: they are compared all the same
-        some = played.samples[:WATCHED]
-        learner.assess(some, own=True)
-        metrics |= watched(some)
+    if "mismatch/abs" not in metrics:  # no policy update: assess a few samples, so that the metrics are there
+        monitored = played.samples[:MONITORED_EPISODES]
+        learner.assess(monitored, own=True)
+        metrics |= policy_metrics(monitored)
     return metrics, batch.samples
 
 
 def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, float]:
-    """How many versions old the weights were that sampled each token. More than `bound` is an error, not a metric."""
+    """Return the age in versions of the weights that sampled each token. Raise EngineError if it exceeds `bound`."""
     ages = [version - v for sample in samples for v in sample.versions]
     if not ages:
         return {}
     if max(ages) > bound:
         raise EngineError(
-            f"episodes must be at most {bound} versions old, one was sampled by version {version - max(ages)} and the "
-            f"learner is at {version}: the engine did not take the last update"
+            f"episodes must be at most {bound} versions old, got one sampled by version {version - max(ages)} while "
+            f"the learner is at {version}: the engine did not load the last update"
         )
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
@@ -197,7 +194,7 @@ def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, flo
 async def _play(
     step: int, state: RLState, collect: Collect, limits: dict[str, Limits], settings: RLSettings, seed: int
 ) -> None:
-    """Play a step's groups into `state.played`. With resample_rounds, new ones make up for those of equal rewards."""
+    """Play a step's groups into `state.played`. With resample_rounds, new groups replace those with equal rewards."""
     started = time.perf_counter()
     groups: list[Group] = []
     wanted = settings.groups_per_step
@@ -214,7 +211,7 @@ async def _play(
 async def _collect(
     tasks: list[Task], collect: Collect, limits: dict[str, Limits], horizons: dict[str, Horizon], seed: int
 ) -> list[Group]:
-    """All environments at once, each under its own horizon."""
+    """Play the tasks of all environments concurrently, each under its own horizon."""
     environments = sorted({task.env for task in tasks})
     parts = await asyncio.gather(
         *(
@@ -236,7 +233,7 @@ def _require_episodes(groups: list[Group], step: int) -> None:
 
 
 def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:
-    """Tell each horizon how its environment went."""
+    """Update each horizon with the success and truncation rates of its environment."""
     for env, horizon in horizons.items():
         usable = [t for g in groups if g.task.env == env for t in g.usable]
         if usable:
@@ -247,7 +244,7 @@ def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:
 
 
 def _times(rollout_s: float, learn_s: float, step_s: float, metrics: Mapping[str, float | str]) -> dict[str, float]:
-    """Under overlap the rollout ran beside the step before, so that the parts add up to more than the step."""
+    """Return the time metrics. With overlap the rollout ran during the previous step, so the parts exceed the step."""
     sampled = float(metrics.get("tokens/sampled", 0.0))
     return {
         "time/rollout_s": rollout_s,
@@ -255,9 +252,3 @@ def _times(rollout_s: float, learn_s: float, step_s: float, metrics: Mapping[str
         "time/step_s": step_s,
         "tokens/sampled_per_s": sampled / rollout_s if rollout_s else 0.0,
     }
-
-
-def derive_seed(*parts: object) -> int:
-    """A stable 63-bit seed from anything that prints."""
-    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,4 +1,4 @@
-"""The learner of online RL: assesses samples, then makes one or more updates on them.
+"""The learner of online RL: it assesses samples and updates the policy on them.
 
 Shapes: A action tokens of a micro-batch.
 """
@@ -18,15 +18,15 @@ from agentgym_rl.training.batch import Batch, shuffled_parts
 from agentgym_rl.training.critic import Critic, ValueModel
 from agentgym_rl.training.learner import Updater, freeze
 from agentgym_rl.training.losses import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
+from agentgym_rl.training.metrics import turn_name
 from agentgym_rl.training.microbatch import MicroBatch
-from agentgym_rl.training.model import Lent, action_logprobs, check_plain_head
+from agentgym_rl.training.model import ModelContext, action_logprobs, check_plain_head
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Sample
 
 WEIGHTED = ("entropy/mean", "clip/fraction", "mismatch/abs", "mismatch/kl", "kl/reference", "importance/kept")
-MOST_TURNS = 8
-"""Turns with a metric of their own; later ones share one."""
+"""Metrics that are sums weighted by token weights."""
 
 
 class RLLearner(Updater):
@@ -37,13 +37,13 @@ class RLLearner(Updater):
         model: Any,
         settings: RLSettings,
         temperature: float,
-        reference: Lent | None = None,
+        reference: ModelContext | None = None,
         critic: ValueModel | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         check_plain_head(model)
         total = settings.steps * settings.updates_per_step
-        # Copies are made before the model is spread over ranks; what is handed in is the caller's to spread.
+        # Copy the model before it is sharded over ranks. The caller shards what it passes in.
         if settings.kl_coef == 0.0:
             reference = None
         elif reference is None:
@@ -55,7 +55,7 @@ class RLLearner(Updater):
         super().__init__(model, settings.optimizer, total, ranks)
         self._rl, self._temperature = settings, temperature
         self.kl_coef = settings.kl_coef
-        """Its weight now; `kl_target` moves it."""
+        """Current weight of the KL term; `kl_target` changes it."""
         self.steps = 0
         self._reference = reference
         self.critic: Critic | None = None
@@ -64,17 +64,17 @@ class RLLearner(Updater):
             self.critic = Critic(critic, settings.critic, total, ranks)
 
     def assess(self, samples: list[Sample], *, own: bool = False) -> None:
-        """Add to the samples what the estimator or the loss needs of the model before any update, where it is missing.
+        """Add what the estimator or the loss needs from the models before an update, to samples that lack it.
 
-        Log-probabilities of this policy if it will be updated more than once, KL is paid in the reward, or with `own`;
-        those of the reference if it is used, the critic's values if there is one. With `own` nothing but the first.
+        That is: this policy's log-probabilities, if it is updated more than once or KL is in the reward; the
+        reference's, if it is used; the critic's values, if there is one. With `own`: this policy's and nothing else.
         """
         old = own or self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
-        todo = [s for s in samples if not (s.old_logprobs if old else s.reference_logprobs or s.values)]
-        if not (old or self._reference or self.critic) or not self.ranks.most(len(todo)):
+        pending = [s for s in samples if not (s.old_logprobs if old else s.reference_logprobs or s.values)]
+        if not (old or self._reference or self.critic) or not self.ranks.most(len(pending)):
             return
-        for micro in self.micro_batches(todo, [0.0] * len(todo)):
-            rows = [todo[i] for i in micro.indices]
+        for micro in self.micro_batches(pending, [0.0] * len(pending)):
+            rows = [pending[i] for i in micro.indices]
             if old:
                 self.model.eval()
                 with torch.no_grad():
@@ -92,14 +92,14 @@ class RLLearner(Updater):
                     sample.last_value = value
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
-        """epochs x minibatches updates over one step's samples. `seed` orders the minibatches."""
+        """Make epochs x minibatches updates on one step's samples. `seed` orders the minibatches."""
         self.assess(batch.samples)
-        policy_waits = self.critic is not None and self.steps < self._rl.critic.warmup_steps
+        policy_frozen = self.critic is not None and self.steps < self._rl.critic.warmup_steps
         parts = self._minibatches(batch, seed)
         results = []
         for _ in range(self._rl.epochs):
             for samples, part in parts:
-                result = {} if policy_waits else self.update(part, lambda m, s=samples: self._loss(m, s))  # type: ignore[misc]
+                result = {} if policy_frozen else self.update(part, lambda m, s=samples: self._loss(m, s))  # type: ignore[misc]
                 if self.critic is not None:
                     result |= self.critic.learn(part)
                 results.append(result)
@@ -107,7 +107,7 @@ class RLLearner(Updater):
         metrics = _average(results) | by_turn(batch.samples)
         if self._reference is not None and "kl/reference" in metrics:
             metrics["kl/coef"] = self.kl_coef
-            self._steer_kl(metrics["kl/reference"])
+            self._adapt_kl_coef(metrics["kl/reference"])
         return metrics
 
     def state(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class RLLearner(Updater):
             self.critic.restore(state["critic"])
 
     def _minibatches(self, batch: Batch, seed: int) -> list[tuple[list[Sample], list[MicroBatch]]]:
-        """Equal shares of the samples; weights are scaled so that each share is normalised like a whole batch."""
+        """Return equal shares of the samples, with weights scaled so that each is normalised like a whole batch."""
         shares = batch.parts or shuffled_parts(len(batch.samples), self._rl.minibatches, seed)
         parts = []
         for share in shares:
@@ -135,7 +135,7 @@ class RLLearner(Updater):
         if len(micro.old_logprobs_A):
             old_A = micro.old_logprobs_A
         else:
-            # The only update is made by the policy that the samples are compared with: its old ones are its own.
+            # With a single update the policy is still the old one, so this pass has its log-probabilities.
             old_A = logprobs_A.detach()
             rows = [samples[i] for i in micro.indices]
             _put(rows, "old_logprobs", micro.by_row(logprobs_A))
@@ -166,8 +166,8 @@ class RLLearner(Updater):
             value = value - settings.entropy_coef * metrics["entropy/mean"]
         return value, metrics
 
-    def _steer_kl(self, measured: float) -> None:
-        """Move kl_coef in proportion to how far KL is from its target. Ziegler et al. 2019 (arXiv 1909.08593)."""
+    def _adapt_kl_coef(self, measured: float) -> None:
+        """Change kl_coef in proportion to the distance of KL from kl_target. Ziegler et al. (arXiv 1909.08593)."""
         target = self._rl.kl_target
         if target:
             error = max(-1.0, min(1.0, measured / target - 1.0))
@@ -175,12 +175,12 @@ class RLLearner(Updater):
 
 
 def _put(samples: list[Sample], name: str, values: list[list[float]]) -> None:
-    for sample, some in zip(samples, values, strict=True):
-        setattr(sample, name, some)
+    for sample, sample_values in zip(samples, values, strict=True):
+        setattr(sample, name, sample_values)
 
 
-def watched(samples: list[Sample]) -> dict[str, float]:
-    """What `learn` reports of the policy itself, of samples that were only assessed: means over their tokens."""
+def policy_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Return the policy's metrics that `learn` reports, as token means of samples that were only assessed."""
     gaps = [p - q for s in samples for p, q in zip(s.old_logprobs, s.logprobs, strict=True)]
     entropies = [entropy for s in samples for entropy in s.entropies]
     if not gaps:
@@ -193,21 +193,21 @@ def watched(samples: list[Sample]) -> dict[str, float]:
 
 
 def by_turn(samples: list[Sample]) -> dict[str, float]:
-    """Mean entropy and |learner - sampler| over each turn's tokens: `entropy/turn_1`, ...; late turns share a name."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Return mean entropy and |learner - sampler| of each turn's tokens: `entropy/turn_1`, ..., `entropy/turn_9+`."""
+    values_by_name: dict[str, list[float]] = defaultdict(list)
     for sample in samples:
         if not sample.entropies:
             continue
         gaps = (abs(p - q) for p, q in zip(sample.old_logprobs, sample.logprobs, strict=True))
         for turn, entropy, gap in zip(sample.turn_index, sample.entropies, gaps, strict=True):
-            name = f"turn_{turn + 1}" if turn < MOST_TURNS else f"turn_{MOST_TURNS + 1}+"
-            found[f"entropy/{name}"].append(entropy)
-            found[f"mismatch/{name}"].append(gap)
-    return {name: sum(values) / len(values) for name, values in sorted(found.items())}
+            name = turn_name(turn + 1)
+            values_by_name[f"entropy/{name}"].append(entropy)
+            values_by_name[f"mismatch/{name}"].append(gap)
+    return {name: sum(values) / len(values) for name, values in sorted(values_by_name.items())}
 
 
 def _average(results: list[dict[str, float]]) -> dict[str, float]:
-    """Mean over updates. Sums weighted by token weights become means over the tokens that were run (`covered`)."""
+    """Return the mean over updates. Divide the WEIGHTED sums by the weight of the tokens run (`covered`)."""
     names = sorted({name for result in results for name in result})
     means = {}
     for name in names:

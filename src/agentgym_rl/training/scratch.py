@@ -1,4 +1,4 @@
-"""A small model from nothing: a word tokenizer over the texts an environment speaks, and a Llama of any size."""
+"""A small model from scratch: a word tokenizer for the texts of an environment, and a Llama of any size."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from agentgym_rl.training.settings import ScratchSettings
 
 UNKNOWN, START, END = "<|unknown|>", "<|im_start|>", "<|im_end|>"
 
-# ChatML without line breaks, which the tokenizer does not know.
+# ChatML without line breaks, which the tokenizer drops.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
-FREQUENT = 0.0005
-"""Share of a text's words that a pair must make up to become one token."""
+MIN_PAIR_SHARE = 0.0005
+"""Smallest share of all words at which a pair becomes one token."""
 Lines = Counter[tuple[str, ...]]
-"""Words of each clause, and how often it was said: an environment repeats itself, so this is short."""
+"""Words of each clause and its count. It is short, because environments repeat their texts."""
 _WORD = r"[^\W\d_]+|\d"
 """Words and single digits."""
 
 
 def build_tokenizer(texts: Iterable[str], replies: Iterable[str] = ()) -> Any:
-    """One token per word and per phrase of words that never part (`in front of you`), so that sequences are short.
+    """Return a tokenizer with a token per word and per fixed phrase (`in front of you`), for short sequences.
 
-    Of punctuation only the marks that `replies` use are known, because they have to be said. Decoding joins tokens by
-    single spaces: enough for actions, which are words.
+    It knows only the punctuation that `replies` use, because the model has to write it. Decoding joins tokens by single
+    spaces, which is enough for actions.
     """
     marks = sorted({mark for reply in replies for mark in reply if not (mark.isalnum() or mark.isspace())})
     clauses = Counter(clause for text in texts for clause in re.split(r"[^\w ]", text))
@@ -42,7 +42,7 @@ def build_tokenizer(texts: Iterable[str], replies: Iterable[str] = ()) -> Any:
     for clause, count in clauses.items():
         lines[tuple(re.findall(_WORD, clause))] += count
     if not any(lines):
-        raise ConfigError("a tokenizer needs texts to learn its words from, got none")
+        raise ConfigError("a tokenizer needs texts to take its words from, got none")
     phrases = _phrases(lines)
     vocabulary = sorted({word for line in lines for word in line} | {"system", "user", "assistant"})
     tokens = [UNKNOWN, START, END, *vocabulary, *phrases, *marks]
@@ -62,42 +62,42 @@ def build_tokenizer(texts: Iterable[str], replies: Iterable[str] = ()) -> Any:
 
 
 def _phrases(lines: Lines) -> list[str]:
-    """Glue neighbouring words while one of the two hardly ever appears without the other, then frequent pairs.
+    """Join neighbouring words if one hardly ever appears without the other, then frequent pairs of single words.
 
-    The pairs are of single words that are left (`red ball`), so that a name is one token to look up and to say.
+    The second kind (`red ball`) makes a name one token.
     """
-    for choose in (_never_part, _frequent):
+    for choose in (_inseparable_pair, _frequent_pair):
         while pair := choose(lines):
-            glued: Lines = Counter()
+            joined: Lines = Counter()
             for line, count in lines.items():
-                glued[_glue(line, pair)] += count
-            lines = glued
+                joined[_join(line, pair)] += count
+            lines = joined
     return sorted({word for line in lines for word in line if " " in word})
 
 
-def _never_part(lines: Lines) -> tuple[str, str] | None:
-    """The most frequent pair of which one word appears almost only beside the other."""
+def _inseparable_pair(lines: Lines) -> tuple[str, str] | None:
+    """Return the most frequent pair of which one word appears almost only next to the other."""
     singles: Counter[str] = Counter()
     for line, times in lines.items():
         for word in line:
             singles[word] += times
-    counted = [
+    candidates = [
         (-count, a, b)
         for (a, b), count in _pairs(lines).items()
         if count >= 20 and a != b and count >= 0.995 * min(singles[a], singles[b])
     ]
-    return min(counted)[1:] if counted else None
+    return min(candidates)[1:] if candidates else None
 
 
-def _frequent(lines: Lines) -> tuple[str, str] | None:
-    """The most frequent pair of single words, if it makes up enough of the text."""
-    least = FREQUENT * sum(len(line) * times for line, times in lines.items())
-    counted = [(-n, a, b) for (a, b), n in _pairs(lines).items() if n >= least and " " not in a and " " not in b]
-    return min(counted)[1:] if counted else None
+def _frequent_pair(lines: Lines) -> tuple[str, str] | None:
+    """Return the most frequent pair of single words, if it is frequent enough."""
+    least = MIN_PAIR_SHARE * sum(len(line) * times for line, times in lines.items())
+    candidates = [(-n, a, b) for (a, b), n in _pairs(lines).items() if n >= least and " " not in a and " " not in b]
+    return min(candidates)[1:] if candidates else None
 
 
 def _pairs(lines: Lines) -> Counter[tuple[str, str]]:
-    """How often two words, no digits, stand side by side."""
+    """Count neighbouring words, without digits."""
     counts: Counter[tuple[str, str]] = Counter()
     for line, times in lines.items():
         for pair in pairwise(line):
@@ -106,7 +106,7 @@ def _pairs(lines: Lines) -> Counter[tuple[str, str]]:
     return counts
 
 
-def _glue(line: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
+def _join(line: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
     if pair[0] not in line:
         return line
     result: list[str] = []
@@ -119,7 +119,7 @@ def _glue(line: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 
 
 def build_model(settings: ScratchSettings, tokenizer: Any, seed: int) -> Any:
-    """Random weights from `seed`, fp32; the global random state is left as it was."""
+    """Return a model with random fp32 weights from `seed`. The global random state does not change."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
@@ -129,7 +129,7 @@ def build_model(settings: ScratchSettings, tokenizer: Any, seed: int) -> Any:
         num_key_value_heads=settings.num_heads,
         max_position_embeddings=settings.max_context,
         tie_word_embeddings=True,
-        # The usual 0.02 is for wide models: a narrow one would take most of its budget to leave uniform attention.
+        # The usual 0.02 is for wide models: a narrow one would spend most of its training on uniform attention.
         initializer_range=settings.hidden_size**-0.5,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,

@@ -1,4 +1,7 @@
-"""What a trainer can be told. Standard library only, so that the config file can be checked without torch."""
+"""Settings of the trainers. Standard library only, so that a recipe can be checked without torch.
+
+The docstring of each field is its entry in the reference of recipe keys.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,12 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 
-def _require(settings: Any, **least: float) -> None:
-    """ValueError, which a config check reports with its place, unless each named value is at least this."""
-    for name, smallest in least.items():
+def _require(settings: Any, **minimums: float) -> None:
+    """Raise ValueError if a named value is below its minimum. The config check adds the key's place."""
+    for name, minimum in minimums.items():
         value = getattr(settings, name)
-        if not value >= smallest:
-            raise ValueError(f"{name} must be at least {smallest:g}, got {value}")
+        if not value >= minimum:
+            raise ValueError(f"{name} must be at least {minimum:g}, got {value}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,31 +27,37 @@ class ScratchSettings:
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     hidden_size: int = 96
+    """Width of the hidden states. Must be a multiple of 2 * num_heads."""
     intermediate_size: int = 256
+    """Width of the feed-forward layers."""
     num_layers: int = 4
+    """Number of decoder layers."""
     num_heads: int = 4
+    """Attention heads per layer."""
     max_context: int = 2048
+    """Longest sequence in tokens. Raise it if whole episodes do not fit."""
 
     def __post_init__(self) -> None:
         _require(self, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, max_context=2)
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
-                f"hidden_size must be a multiple of 2 * num_heads (rotary embeddings pair up a head's width), "
+                f"hidden_size must be a multiple of 2 * num_heads (rotary embeddings need an even head width), "
                 f"got {self.hidden_size} and {self.num_heads} heads"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSettings:
-    """Low-rank adapters: only they are trained, saved and kept in optimizer memory."""
+    """LoRA adapters. Only the adapters are trained, saved and held in optimizer memory."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     rank: int = 16
+    """Rank of the adapter matrices. A higher rank can learn more and costs more memory."""
     alpha: float = 32.0
-    """Their product is scaled by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the layers that get one, such as ["q_proj", "v_proj"]; all-linear for all but the head."""
+    """Layers that get an adapter, such as ["q_proj", "v_proj"]. "all-linear" means every linear layer but the head."""
 
     def __post_init__(self) -> None:
         _require(self, rank=1, alpha=0)
@@ -58,32 +67,37 @@ class LoraSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW with warm-up."""
+    """AdamW with warm-up, decay and gradient clipping."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     lr: float = 1e-6
+    """Peak learning rate. Lower it if entropy, KL or gradient norms run away."""
     warmup_steps: int = 0
-    """Updates over which the rate rises linearly from lr / warmup_steps to lr."""
+    """Updates over which the learning rate rises linearly from lr / warmup_steps to lr."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """From lr after the warm-up down to `min_lr_ratio * lr` at the last step."""
+    """Schedule after the warm-up: stay at lr, or fall to min_lr_ratio * lr at the last update."""
     min_lr_ratio: float = 0.1
+    """Final learning rate as a share of lr. Used by the linear and cosine schedules."""
     weight_decay: float = 0.0
+    """Decoupled weight decay: each update shrinks the weights by learning rate * weight_decay."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates of the first and second moment, each in [0, 1)."""
     max_grad_norm: float = 1.0
-    """Gradients are scaled down to this norm; 0 means never."""
+    """Gradients with a larger norm are scaled down to this norm. 0 turns clipping off."""
     micro_batch_tokens: int = 16384
-    """Tokens per forward and backward pass. Gradients accumulate over passes; results do not depend on it."""
+    """Tokens per forward and backward pass. Lower it if memory runs out. Gradients accumulate over passes, so results
+    do not depend on it."""
     checkpoint_activations: bool = False
-    """Keep only what goes into each layer and compute the rest again for its gradient: a third more work, and a small
-    fraction of the memory."""
+    """Store only each layer's input and recompute the rest in the backward pass. Costs a third more compute and needs
+    a small fraction of the activation memory."""
     capture_passes: bool = False
-    """On CUDA: passes of sizes that come again are replayed as graphs, which keep their memory. It pays where the host
-    is slower than the device: small models in small passes. Not together with checkpoint_activations."""
+    """Replay passes of recurring sizes as CUDA graphs, which keep their memory. Faster if the host is slower than the
+    device (small models, small passes). Cannot be combined with checkpoint_activations."""
 
     def __post_init__(self) -> None:
         if self.capture_passes and self.checkpoint_activations:
-            raise ValueError("capture_passes and checkpoint_activations do not go together: choose speed or memory")
+            raise ValueError("capture_passes and checkpoint_activations cannot be combined: choose speed or memory")
         _require(self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1)
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
@@ -94,17 +108,19 @@ class OptimizerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SFTSettings:
-    """Imitation of demonstrations: mean negative log-likelihood of assistant tokens."""
+    """Supervised fine-tuning on demonstrations: mean negative log-likelihood of assistant tokens."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     epochs: int = 1
+    """Passes over the demonstrations."""
     batch_size: int = 32
     """Demonstrations per update."""
     loss_on: Literal["replies", "everything"] = "replies"
-    """What is imitated. `everything` also learns to predict observations: a model from nothing learns to read that way,
-    because an observation repeats itself (what is in view comes again in the list of actions)."""
+    """Tokens in the loss. "replies": assistant tokens. "everything": observations too, which helps a model that starts
+    from scratch learn to read."""
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+    """Optimizer of the fine-tuning."""
 
     def __post_init__(self) -> None:
         _require(self, epochs=1, batch_size=1)
@@ -114,31 +130,33 @@ Algorithm = Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "ppo"
 Credit = Literal["outcome", "turns", "two_level", "anchor"]
 
 GROUP_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "rloo", "reinforce++-baseline")
-"""Those that compare the episodes of a group."""
+"""Algorithms that compare the episodes of a group."""
 
+_NEEDS_CRITIC = "it needs a critic's values, which only ppo has"
 INVALID: dict[tuple[str, str], str] = {
-    ("grpo", "two_level"): "it is built of the values of a critic, which only ppo has",
-    ("rloo", "two_level"): "it is built of the values of a critic, which only ppo has",
-    ("reinforce++", "two_level"): "it is built of the values of a critic, which only ppo has",
-    ("reinforce++-baseline", "two_level"): "it is built of the values of a critic, which only ppo has",
+    ("grpo", "two_level"): _NEEDS_CRITIC,
+    ("rloo", "two_level"): _NEEDS_CRITIC,
+    ("reinforce++", "two_level"): _NEEDS_CRITIC,
+    ("reinforce++-baseline", "two_level"): _NEEDS_CRITIC,
     ("reinforce++", "anchor"): "it compares the episodes of a group, which reinforce++ does not",
-    ("reinforce++-baseline", "anchor"): "its normalisation over the batch would undo that within anchor states",
-    ("ppo", "anchor"): "the critic's value is a baseline for every state already",
+    ("reinforce++-baseline", "anchor"): "normalising over the batch would undo the comparison within anchor states",
+    ("ppo", "anchor"): "the critic's value is already a baseline for every state",
 }
-"""(algorithm, credit) that do not go together, and why. docs/algorithms.md shows the same as a table."""
+"""(algorithm, credit) pairs that cannot be combined, and why. docs/guides/algorithms.md shows them as a table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticSettings:
-    """PPO's value function: a copy of the starting model (with LoRA: an adapter of its own) under a scalar head."""
+    """PPO's value function: a copy of the starting model (with LoRA: its own adapter) with a scalar head."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     clip: float = 0.2
-    """A value may move this far from what it was before the step's updates; 0 for no bound."""
+    """Largest change of a value within one step's updates. 0 means no bound."""
     warmup_steps: int = 0
-    """Steps in which only the critic learns."""
+    """Steps at the start in which only the critic learns. Raise it if early policy updates are erratic."""
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+    """Optimizer of the critic."""
 
     def __post_init__(self) -> None:
         _require(self, clip=0, warmup_steps=0)
@@ -146,82 +164,96 @@ class CriticSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RLSettings:
-    """Online RL. Defaults are the paper's GRPO; docs/algorithms.md has the formulas and which settings go together."""
+    """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     algorithm: Algorithm = "grpo"
+    """Advantage estimator. "ppo" trains a critic; "grpo", "rloo" and "reinforce++-baseline" compare the episodes of a
+    group; "reinforce++" needs neither."""
     credit: Credit = "outcome"
-    """How a trajectory's rewards reach its turns. outcome: their sum, to every turn. turns: to each turn what was paid
-    from there on, discounted. two_level: GAE over turns, then over the tokens of each. anchor: outcome plus a
-    comparison among turns taken in the same state (GiGPO)."""
+    """Assignment of a trajectory's rewards to its turns. "outcome": every turn gets their sum. "turns": each turn gets
+    its discounted reward to go. "two_level": GAE over turns, then over the tokens of each turn. "anchor": outcome plus
+    a comparison of turns taken in the same state (GiGPO)."""
     steps: int = 100
+    """Training steps. Each step collects episodes, learns from them and publishes new weights."""
     token_budget: int = 0
-    """End after the step that brings the tokens sampled in all to this, if that comes before `steps`; 0: no such bound.
-    It makes runs under different horizons comparable."""
+    """Stop after the step in which the tokens sampled in total reach this number, even before `steps`. 0 means no
+    budget. Set it to compare runs with different horizons."""
     groups_per_step: int = 16
+    """Tasks per step. Raise it if gradients are noisy."""
     group_size: int = 8
+    """Episodes of each task. Algorithms that compare episodes need at least 2. Raise it if groups end alike."""
     normalize_std: bool = True
-    """Divide advantages by their standard deviation (GRPO: of the group; PPO: of the batch) or not (Dr. GRPO)."""
+    """Divide advantages by their standard deviation (GRPO: of the group; PPO: of the batch). False is Dr. GRPO."""
     turn_discount: float = 1.0
-    """Per turn, for every credit but outcome."""
+    """Discount per turn, in [0, 1]. Used by every credit but "outcome"."""
     token_discount: float = 1.0
-    """Per token within a turn, for every credit but outcome; ppo and reinforce++."""
+    """Discount per token within a turn, in [0, 1]. Used by ppo and reinforce++ with every credit but "outcome"."""
     gae_lambda: float = 1.0
-    """Between tokens; ppo."""
+    """GAE's lambda between tokens, in [0, 1]. Used by ppo."""
     turn_lambda: float = 0.95
-    """Between turns; ppo with two_level."""
+    """GAE's lambda between turns, in [0, 1]. Used by ppo with credit "two_level"."""
     bootstrap: bool = True
-    """ppo: after a truncation the critic's value stands for what would have come; else nothing does. Without a
-    turn_discount below 1 it makes waiting as good as acting: an agent that never ends an episode never fails."""
+    """For ppo: add the critic's value after a truncated episode. Use it with turn_discount below 1, or an agent that
+    never ends an episode never fails."""
     anchor_weight: float = 1.0
-    """Weight of the comparison within anchor states against that of whole episodes."""
+    """Weight of the comparison within anchor states relative to that of whole episodes. Used by credit "anchor"."""
     zero_variance: Literal["drop", "keep"] = "drop"
-    """Groups whose advantages are all 0 carry no policy gradient: `drop` saves their forward pass, `keep` runs it
-    (needed if the KL or entropy term shall see them). The batch is normalised over all of them either way, unless they
-    are made up for by resample_rounds."""
+    """Handling of groups whose advantages are all 0. "drop" saves their forward pass. "keep" runs it, so that the KL
+    and entropy terms see them. Both count in the batch's normalisation, unless resample_rounds replaces them."""
     resample_rounds: int = 0
-    """Dynamic sampling: play up to this many further rounds of new tasks in place of groups whose rewards are equal."""
+    """Dynamic sampling: extra rounds of new tasks that replace groups with equal rewards. Used by grpo and rloo."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
-    """Episodes cut by max_new_tokens or max_context. mask: not trained on. penalty: a reply's reward sinks by up to 1
-    over the last `overlong_buffer` tokens before max_new_tokens."""
+    """Handling of episodes cut by max_new_tokens or max_context. "mask" does not train on them. "penalty" takes up to 1
+    off a reply's reward over the last `overlong_buffer` tokens before max_new_tokens."""
     overlong_buffer: int = 64
+    """Tokens before max_new_tokens over which the penalty rises from 0 to 1."""
     loss: Literal["clip", "gspo", "cispo"] = "clip"
-    """clip: PPO's, a ratio per token. gspo: one ratio per trajectory. cispo: clips the weight, never the gradient."""
+    """Policy loss. "clip": PPO's, one ratio per token. "gspo": one ratio per trajectory. "cispo": clips the weight of a
+    token but keeps its gradient."""
     aggregate: Literal["token", "trajectory", "constant"] = "token"
-    """Mean over all action tokens of the batch; or over trajectories of the mean over their action tokens; or over
-    trajectories of the sum divided by `aggregate_length`, so that length carries no weight (Dr. GRPO)."""
+    """Average of the token losses. "token": mean over all action tokens of the batch. "trajectory": mean over
+    trajectories of their token means. "constant": sum divided by `aggregate_length`, so that length has no weight
+    (Dr. GRPO)."""
     aggregate_length: int = 1024
+    """Divisor in tokens for aggregate "constant". Use about the most action tokens an episode may have."""
     clip_low: float = 0.2
+    """Lower clip range: the ratio of new to old policy is clipped at 1 - clip_low."""
     clip_high: float = 0.2
-    """The ratio between new and old policy is clipped to [1 - clip_low, 1 + clip_high]. DAPO: clip_high = 0.28."""
+    """Upper clip range: the ratio is clipped at 1 + clip_high. DAPO uses 0.28 to keep exploring."""
     epochs: int = 1
-    """Passes over a step's samples."""
+    """Passes over a step's samples. More passes reuse samples and move further from the sampling policy."""
     minibatches: int = 1
-    """Updates per pass."""
+    """Updates per pass over a step's samples."""
     kl_coef: float = 0.001
-    """Weight of the KL term to the reference model; 0 skips the reference altogether."""
+    """Weight of the KL term to the reference model. 0 skips the reference. Raise it if the policy drifts too far."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL per token. "k3" is unbiased and never negative."""
     kl_in: Literal["loss", "reward"] = "loss"
+    """Place of the KL term: added to the loss, or subtracted from the reward of each token."""
     kl_target: float = 0.0
-    """KL per token that kl_coef is steered towards after every step; 0 leaves kl_coef as it is."""
+    """Target KL per token. After every step kl_coef moves towards it. 0 keeps kl_coef constant."""
     kl_rate: float = 0.1
-    """The most kl_coef may change in one step while it is steered, as a share."""
+    """Largest relative change of kl_coef in one step. Used with kl_target."""
     entropy_coef: float = 0.0
-    """Bonus on the entropy of the policy."""
+    """Weight of the entropy bonus. Raise it if entropy collapses."""
     overlap: int = 0
-    """1: the next step's episodes are played while this one's are learned from, with weights one update old."""
+    """Steps of overlap. 1 plays the next step's episodes during learning, with weights one update old. 0 is strictly
+    on-policy."""
     importance: Literal["token", "sequence_mask", "none"] = "token"
-    """Correction for a sampler that differs from the learner. token: weight min(learner / sampler, cap) per token.
-    sequence_mask: the same, and trajectories whose mean ratio lies outside its bounds are left out."""
+    """Correction for differences between sampler and learner. "token": weight min(learner / sampler, cap) per token.
+    "sequence_mask": also skips trajectories whose mean ratio is outside its bounds."""
     importance_cap: float = 2.0
-    """Largest weight of a token."""
+    """Largest importance weight of a token, at least 1."""
     sequence_mask_low: float = 0.98
+    """Lower bound of a trajectory's geometric mean of learner / sampler. Used by importance "sequence_mask"."""
     sequence_mask_high: float = 1.02
-    """sequence_mask: bounds of a trajectory's geometric mean of learner / sampler. The mean hides length: 2,000 tokens
-    at a mean of 1.02 are 40 nats off."""
+    """Upper bound of that mean. The mean hides length: 2,000 tokens at a mean of 1.02 are 40 nats apart."""
     optimizer: OptimizerSettings = field(default_factory=OptimizerSettings)
+    """Optimizer of the policy."""
     critic: CriticSettings = field(default_factory=CriticSettings)
+    """The critic. Used by ppo."""
 
     def __post_init__(self) -> None:
         _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
@@ -235,7 +267,7 @@ class RLSettings:
             raise ValueError(problem)
 
     def _problems(self) -> Iterator[str]:
-        """What does not go together."""
+        """Yield a line for each invalid value or combination."""
         algorithm, credit = self.algorithm, self.credit
         if (algorithm, credit) in INVALID:
             yield f"credit = {credit!r} cannot be used with {algorithm}: {INVALID[algorithm, credit]}"
@@ -245,22 +277,22 @@ class RLSettings:
                 f"got {self.group_size}"
             )
         if self.loss == "gspo" and algorithm == "ppo":
-            yield "loss = 'gspo' cannot be used with ppo: it has one ratio a trajectory, GAE one advantage a token"
+            yield "loss = 'gspo' cannot be used with ppo: it has one ratio per trajectory, GAE one advantage per token"
         if self.resample_rounds and algorithm not in ("grpo", "rloo"):
-            yield "resample_rounds makes up for groups without an advantage, which only grpo and rloo leave out"
+            yield f"resample_rounds replaces groups without an advantage: it needs grpo or rloo, got {algorithm}"
         if self.kl_rate >= 1.0:
-            yield f"kl_rate must be below 1, or kl_coef could sink to nothing in one step, got {self.kl_rate}"
+            yield f"kl_rate must be below 1, or kl_coef could drop to 0 in one step, got {self.kl_rate}"
         bounds = ("clip_low", "clip_high", "importance_cap", "sequence_mask_high")
         for name in ("kl_coef", "entropy_coef", "kl_target", *bounds):
             if not math.isfinite(getattr(self, name)):
                 yield f"{name} must be a finite number, got {getattr(self, name)}"
         if self.sequence_mask_low > 1.0:
             yield (
-                f"sequence_mask_low must be at most 1, or equal policies would be left out, "
+                f"sequence_mask_low must be at most 1, or trajectories of equal policies would be skipped, "
                 f"got {self.sequence_mask_low}"
             )
         if self.kl_target and not self.kl_coef:
-            yield "kl_target steers kl_coef, which is 0: set a kl_coef to start from"
+            yield "kl_target adapts kl_coef, which is 0: set kl_coef to a positive start value"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
 
@@ -271,22 +303,25 @@ class RLSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonSettings:
-    """How the number of turns grows over training; docs/horizon.md has the rules."""
+    """Schedule of the number of turns an episode may take. docs/guides/horizon.md has the rules."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     kind: Literal["fixed", "stepwise", "linear", "adaptive"] = "fixed"
+    """Kind of schedule. "fixed" never changes. "stepwise" grows in stages of equal length, "linear" evenly,
+    "adaptive" when success stalls."""
     turns: tuple[int, ...] = (10,)
-    """fixed: one number; stepwise and adaptive: one per stage, ascending; linear: first and last."""
+    """Turns per episode. "fixed": one number. "stepwise" and "adaptive": one per stage, ascending. "linear": the first
+    and the last."""
     steps_per_stage: int = 100
-    """stepwise: steps of every stage but the last; linear: steps from first to last; adaptive: the most a stage may
-    last, 0 for no such limit."""
+    """Length in steps. "stepwise": of every stage but the last. "linear": from the first to the last number of turns.
+    "adaptive": the longest a stage may last, 0 for no limit."""
     window: int = 10
-    """adaptive: steps in each of the two windows compared; a stage lasts at least two windows."""
+    """For "adaptive": steps in each of the two windows compared. A stage lasts at least two windows."""
     min_gain: float = 0.02
-    """adaptive: success that rises by less than this from one window to the next has stalled."""
+    """For "adaptive": success has stalled if it rises by less than this from one window to the next."""
     min_truncated: float = 0.1
-    """adaptive: only expand while at least this share of episodes ends at the horizon."""
+    """For "adaptive": smallest share of episodes that end at the horizon for it to grow."""
 
     def __post_init__(self) -> None:
         turns, kind = tuple(self.turns), self.kind
@@ -301,24 +336,26 @@ class HorizonSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSettings:
-    """Conversations to learn from: files, play, or both. docs/offline.md has the formats."""
+    """Conversations to learn from: files, generated episodes, or both. docs/guides/offline.md has the formats."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     files: tuple[str, ...] = ()
-    """Trajectories (`.jsonl`), AgentGym's conversations (`.json`), globs of either, or run directories, of which the
+    """Sources: trajectories (`.jsonl`), AgentGym conversations (`.json`), globs of either, or run directories, whose
     training episodes are read."""
     keep: Literal["success", "all"] | None = None
-    """Which trajectories of `files` are read: by default successes to imitate, all to build pairs from. Conversations
-    have no outcome and are all read."""
+    """Trajectories to read from `files`. The default is "success" to imitate and "all" to build pairs. Conversations
+    have no outcome and are always read."""
     play: Literal["oracle", "random"] | None = None
-    """Also play the environments' training items: of the oracle its successes are taken, of random play all."""
+    """Also play the environments' training items. "oracle" keeps the oracle's successes, "random" keeps every
+    episode."""
     episodes: int = 512
-    """Of `play`, over all environments. The oracle plays an item once, random play comes round to it again."""
+    """Episodes of `play` over all environments. The oracle plays each item once; random play may repeat items."""
     max_turns: int = 30
-    """Of `play`."""
+    """Turns per episode of `play`."""
     mistakes: float = 0.0
-    """play = 'oracle': share of turns in which it plays something else; they are not imitated, how it goes on is."""
+    """For play = "oracle": share of turns with an injected mistake, in [0, 1). The loss skips the mistake and keeps the
+    recovery."""
 
     def __post_init__(self) -> None:
         _require(self, episodes=1, max_turns=1)
@@ -328,38 +365,42 @@ class DataSettings:
             raise ValueError(f"mistakes must lie in [0, 1), got {self.mistakes}")
         if self.mistakes and self.play != "oracle":
             raise ValueError(
-                f"mistakes = {self.mistakes:g}: they are the oracle's, set play = 'oracle' or leave them out"
+                f"mistakes = {self.mistakes:g} needs the oracle, got play = {self.play!r}: set play = 'oracle' or "
+                "mistakes = 0"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOSettings:
-    """Direct preference optimisation on pairs of whole episodes of one item. Defaults are the paper's."""
+    """Direct preference optimisation on pairs of whole episodes of one item. The defaults are the paper's."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     beta: float = 0.5
-    """Strength of the pull to the reference: an implicit reward is beta * log(pi / reference)."""
+    """Strength of the pull to the reference. The implicit reward is beta * log(policy / reference)."""
     label_smoothing: float = 0.0
-    """Probability that a preference is the wrong way round."""
+    """Assumed share of wrong preferences, in [0, 0.5). Raise it if rewards are noisy."""
     normalize_length: bool = False
-    """Divide an episode's log-probability by its number of sampled tokens."""
+    """Divide an episode's log-probability by its number of sampled tokens. Use it if lengths differ much."""
     rounds: int = 1
-    """With more than one, each round samples new groups with the model so far and takes that model as reference."""
+    """Rounds of sampling and training. Each later round samples with the current model, which is also its
+    reference. More than 1 needs sample_groups."""
     sample_groups: int = 0
-    """Items played in each round to build pairs from; 0 takes them from data.files only."""
+    """Items played in each round to build pairs from. 0 builds pairs from data.files only."""
     group_size: int = 8
-    """Episodes of each sampled item."""
+    """Episodes per sampled item."""
     max_turns: int = 10
-    """Of sampled episodes."""
+    """Turns per sampled episode."""
     min_gap: float = 0.5
-    """A pair needs rewards at least this far apart."""
+    """Smallest difference in reward between the two episodes of a pair."""
     pairs_per_item: int = 4
-    """At most this many of an item's pairs, chosen by the seed."""
+    """Largest number of pairs per item. The seed chooses among them."""
     epochs: int = 1
+    """Passes over the pairs of a round."""
     batch_size: int = 32
     """Pairs per update."""
     optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=5e-7))
+    """Optimizer of the policy."""
 
     def __post_init__(self) -> None:
         _require(self, rounds=1, sample_groups=0, group_size=2, max_turns=1, pairs_per_item=1, epochs=1, batch_size=1)
@@ -369,29 +410,29 @@ class DPOSettings:
                 f"got {self.beta}, {self.min_gap} and {self.label_smoothing}"
             )
         if self.rounds > 1 and not self.sample_groups:
-            raise ValueError("rounds: a second round needs new episodes, set sample_groups")
+            raise ValueError(f"rounds = {self.rounds} needs new episodes in every round: set sample_groups")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEvolSettings:
-    """Explore, keep what succeeded, retrain from the base model on it and the expert data; repeat."""
+    """AgentEvol: explore, keep successes, retrain the base model on them and the expert data, repeat."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     rounds: int = 3
-    """With 1 and no expert data it is rejection-sampling fine-tuning."""
+    """Rounds of exploration and training. 1 without expert data is rejection-sampling fine-tuning."""
     tasks: int = 512
     """Items played in each round."""
     group_size: int = 1
-    """Episodes of each item."""
+    """Episodes per item."""
     max_turns: int = 10
-    """Of explored episodes."""
+    """Turns per explored episode."""
     min_reward: float = 1.0
-    """Episodes of at least this reward are kept."""
+    """Smallest reward of an episode that is kept. Lower it if too few episodes succeed."""
     keep_per_item: int = 1
-    """At most this many kept episodes of an item, chosen by the seed; 0 keeps all."""
+    """Largest number of kept episodes per item, chosen by the seed. 0 keeps all."""
     history: Literal["last", "all"] = "last"
-    """Train on what this round kept, or on what all rounds so far kept. The expert data is always added."""
+    """Episodes to train on: those kept in this round, or in all rounds so far. Expert data is always added."""
 
     def __post_init__(self) -> None:
         _require(self, rounds=1, tasks=1, group_size=1, max_turns=1, keep_per_item=0)

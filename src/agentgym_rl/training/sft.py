@@ -16,7 +16,7 @@ from agentgym_rl.types import Sample
 class SFT(Imitator):
     """`epochs` passes over the samples in a seeded order; the last batch of a pass may be smaller.
 
-    What the n-th update learns from depends on n and the seed only, so the number of updates is all there is to resume.
+    The batch of the n-th update depends on n and the seed only. To resume, only the number of updates is needed.
     """
 
     def __init__(
@@ -24,17 +24,17 @@ class SFT(Imitator):
     ) -> None:
         samples = [s for s in samples if any(s.loss_mask)]
         if not samples:
-            raise ConfigError("no demonstration to imitate: every one is empty or has no assistant turn")
+            raise ConfigError("SFT needs at least one demonstration with an assistant turn, got none")
         if settings.loss_on == "everything":
             samples = [replace(s, loss_mask=_everything(s)) for s in samples]
         self._samples, self._sft, self._seed = samples, settings, seed
         self._updates_per_epoch = -(-len(samples) // settings.batch_size)
         self.total = settings.epochs * self._updates_per_epoch
-        """Updates in all."""
+        """Total number of updates."""
         super().__init__(model, settings.optimizer, self.total, ranks)
 
     def step(self) -> dict[str, float]:
-        """The next update."""
+        """Make the next update."""
         epoch, place = divmod(self.updates, self._updates_per_epoch)
         order = list(self._samples)
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
@@ -46,7 +46,7 @@ class SFT(Imitator):
 
 
 def _everything(sample: Sample) -> list[bool]:
-    """All but the first token, which nothing predicts, and replies that are not imitated."""
+    """Return a mask of all tokens but the first, which has no prediction, and replies that are not imitated."""
     mask = [False] + [True] * (len(sample.token_ids) - 1)
     for start, length in sample.left_out:
         mask[start : start + length] = [False] * length

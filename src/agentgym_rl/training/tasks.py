@@ -1,4 +1,4 @@
-"""Which tasks come next: a seeded, endless shuffle whose position is saved with the run."""
+"""The order of tasks: a seeded, endless shuffle whose position is saved with the run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from agentgym_rl.types import Task
 
 
 class TaskSource:
-    """Draws an environment by weight, then its next item; every item of it comes once before any comes twice.
+    """Draws an environment by weight, then its next item. Every item is drawn once before any is drawn again.
 
-    The order is a function of the seed and of how many tasks were drawn, nothing else.
+    The order depends only on the seed and the number of tasks drawn.
     """
 
     def __init__(self, items: Mapping[str, list[int]], seed: int, weights: Mapping[str, float] | None = None) -> None:
         empty = [env for env, numbers in items.items() if not numbers]
         if empty or not items:
-            raise ConfigError(f"no items to train on{' in ' + ', '.join(empty) if empty else ''}")
+            raise ConfigError(f"training needs at least one item{' in ' + ', '.join(empty) if empty else ''}, got none")
         self._items, self._seed = dict(items), seed
         self._weights = [1.0 if weights is None else weights[env] for env in self._items]
         self._drawn = 0
@@ -38,7 +38,7 @@ class TaskSource:
         return Task(env, self._order(env, epoch)[position])
 
     def _order(self, env: str, epoch: int) -> list[int]:
-        """This epoch's permutation, kept until the next one begins."""
+        """Return this epoch's permutation, cached until the next epoch."""
         if self._orders.get(env, (-1, []))[0] != epoch:
             order = list(self._items[env])
             random.Random(f"{self._seed}/{env}/{epoch}").shuffle(order)

@@ -1,1 +1,1 @@
-"""A web page over run directories: curves, episodes, replays, comparisons, a playground, evaluation tables."""
+"""The viewer: a web page over run directories with curves, episodes, replays, comparisons and a playground."""

@@ -1,7 +1,7 @@
-"""The page as one file: its modules joined into one script, its styles and its data inside.
+"""The page as one file, with its modules joined into one script, its styles and its data.
 
-The modules keep to a small part of the language of modules, which is all this understands: named imports from beside
-them, and `export` before a function, a class or a const. Each becomes a function of its own, so names never clash.
+The bundler supports a small subset of module syntax: named imports from the same folder, and `export` before a
+function, a class or a const. Each module becomes a function, so that names never clash.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from agentgym_rl.viewer.encode import to_json, whole_characters
+from agentgym_rl.viewer.encode import replace_surrogates, to_json
 
 _IMPORT = re.compile(r'^import \{([^}]*)\} from "\./([\w.]+)";\n', re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?function|class|const) (\w+)", re.MULTILINE)
-_OTHER = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
+_UNSUPPORTED = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
 
 
 def join_modules(modules: Mapping[str, str], entry: str) -> str:
-    """One script that does what importing `entry` does."""
+    """Return one script equivalent to importing `entry`."""
     ordered: list[str] = []
 
-    def visit(name: str, above: tuple[str, ...]) -> None:
-        if name in above:
-            raise ValueError(f"modules import each other in a ring: {' -> '.join([*above, name])}")
+    def visit(name: str, importers: tuple[str, ...]) -> None:
+        if name in importers:
+            raise ValueError(f"modules import each other in a cycle: {' -> '.join([*importers, name])}")
         if name in ordered:
             return
         for match in _IMPORT.finditer(modules[name]):
-            visit(match[2], (*above, name))
+            visit(match[2], (*importers, name))
         ordered.append(name)
 
     visit(entry, ())
@@ -41,17 +41,17 @@ def _as_function(name: str, source: str) -> str:
     body = _IMPORT.sub(lambda match: f'const {{{match[1]}}} = modules["{match[2]}"];\n', source)
     exported = [match[2] for match in _EXPORT.finditer(body)]
     body = _EXPORT.sub(lambda match: f"{match[1]} {match[2]}", body)
-    if left := _OTHER.search(body):
-        raise ValueError(f"{name}: this import or export is not understood: {left[0]}")
+    if unsupported := _UNSUPPORTED.search(body):
+        raise ValueError(f"{name}: this import or export is not supported: {unsupported[0]}")
     return f'modules["{name}"] = (() => {{\n{body}\nreturn {{ {", ".join(exported)} }};\n}})();'
 
 
 def page(files: Mapping[str, bytes], data: Any, title: str) -> bytes:
-    """A self-contained HTML file. Only the script whose hash its policy names can run in it."""
+    """Return a self-contained HTML file. Its policy allows only the script with the given hash to run."""
     modules = {name: text.decode() for name, text in files.items() if name.endswith(".js")}
     script = join_modules(modules, "app.js").replace("</", "<\\/")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # Styles stay inline: an environment's HTML picture has its own, and a frame made here inherits this policy.
+    # Inline styles are allowed: an environment's HTML picture has its own, and its frame inherits this policy.
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data: blob:; "
         "frame-src blob:; base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'"
@@ -59,7 +59,7 @@ def page(files: Mapping[str, bytes], data: Any, title: str) -> bytes:
     styles = (files["base.css"] + files["pages.css"]).decode()
     icon = base64.b64encode(files["icon.svg"]).decode()
     packed = base64.b64encode(gzip.compress(to_json(data), 6, mtime=0)).decode()
-    safe_title = whole_characters(title).replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    safe_title = replace_surrogates(title).replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
     text = f"""<!doctype html>
 <html lang="en">
 <head>

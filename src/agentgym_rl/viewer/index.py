@@ -1,8 +1,8 @@
-"""Where every episode is on disk and what it was: an SQLite file in the user's cache folder.
+"""Index of episodes: their position on disk and their properties, in an SQLite file in the user's cache folder.
 
-Trajectory files only grow, so each is read once and then from where reading stopped; one that was replaced (a step
-played again after a kill) is read afresh. Nothing is ever written below the folders that are viewed. Several viewers
-may share the file: a chunk is read and recorded in one transaction.
+Trajectory files only grow, so each read continues where the last one stopped. A replaced file (a step played again
+after a kill) is read again from the start. Nothing is written below the viewed folders. Several viewers may share the
+index, because a chunk is read and recorded in one transaction.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from agentgym_rl.viewer.discovery import open_inside
 from agentgym_rl.viewer.encode import read_object
 
 VERSION = 5
-"""Of the tables below and of how they are filled; a file of another version is made anew."""
-LARGEST = (1 << 53) - 1
-"""Whole numbers: above it a browser would show and ask for another one."""
+"""Version of the tables and of their content. An index of another version is rebuilt."""
+MAX_SAFE_INTEGER = (1 << 53) - 1
+"""Largest integer that JavaScript represents exactly."""
 CHUNK_BYTES = 4 << 20
-"""Read and recorded at once: how often progress can be seen, and how soon others get their turn."""
-PAUSE_S = 1.0
-"""Between two looks for what is new."""
-MOST_PROBLEMS = 3
-"""Named of one run."""
+"""Bytes read and recorded per transaction. Smaller chunks report progress more often and block others for less time."""
+POLL_INTERVAL_S = 1.0
+"""Seconds between polls for new episodes."""
+MAX_PROBLEMS = 3
+"""Problems shown per run."""
 TAIL_BYTES = 256
-"""At the end of what was read, kept as a checksum: a file replaced by a longer one is noticed."""
+"""Bytes before the read position that are kept as a checksum, to detect a file replaced by a longer one."""
 
 _TABLES = """
 CREATE TABLE runs (run INTEGER PRIMARY KEY, path TEXT UNIQUE);
@@ -68,19 +68,19 @@ def cache_folder() -> Path:
 
 
 class Index:
-    """The SQLite file: one connection per thread, all of them closed with `close`."""
+    """The SQLite file. Each thread has its own connection; `close` closes all of them."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.note = ""
-        """What the user should know about where it is kept; empty when all is as usual."""
+        """Message to the user if the cache folder cannot be used, or an empty string."""
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
-        self.path = path or self._usual_path()
+        self.path = path or self._default_path()
         self._local = threading.local()
         self._connections: list[sqlite3.Connection] = []
         self._guard = threading.Lock()
         self._prepare()
 
-    def _usual_path(self) -> Path:
+    def _default_path(self) -> Path:
         folder = cache_folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -88,19 +88,19 @@ class Index:
                 pass
         except OSError as error:
             self._temporary = tempfile.TemporaryDirectory(prefix="agentgym-rl-")
-            self.note = f"{folder} cannot be written ({error.strerror}): the index is made anew every time"
+            self.note = f"{folder} cannot be written ({error.strerror}): the index is rebuilt at every start"
             folder = Path(self._temporary.name)
         return folder / "viewer.sqlite3"
 
     def _prepare(self) -> None:
         try:
             version = self.connection.execute("PRAGMA user_version").fetchone()[0]
-        except sqlite3.DatabaseError:  # damaged, or no database at all: it only holds what can be read again
+        except sqlite3.DatabaseError:  # damaged or not a database: the index can be rebuilt
             version = -1
         if version != VERSION:
-            self._start_afresh(version)
+            self._rebuild(version)
 
-    def _start_afresh(self, version: int) -> None:
+    def _rebuild(self, version: int) -> None:
         if version != 0:
             self.close_connections()
             for suffix in ("", "-wal", "-shm"):
@@ -124,7 +124,7 @@ class Index:
                 self._connections.append(connection)
             with contextlib.suppress(sqlite3.DatabaseError):
                 connection.execute("PRAGMA journal_mode = WAL")
-                connection.execute("PRAGMA synchronous = OFF")  # a cache: what a power cut damages is made anew
+                connection.execute("PRAGMA synchronous = OFF")  # a cache: rebuilt if a power failure damages it
         return connection
 
     def run_number(self, path: Path) -> int:
@@ -136,7 +136,7 @@ class Index:
         return int(row["run"])
 
     def forget_missing(self) -> None:
-        """Drop what is known of runs that are gone."""
+        """Delete the rows of runs that no longer exist."""
         for row in self.connection.execute("SELECT run, path FROM runs").fetchall():
             if not Path(os.fsdecode(row["path"])).is_dir():
                 with write(self.connection):
@@ -157,7 +157,7 @@ class Index:
 
 
 def _path_key(path: Path) -> str | bytes:
-    """A path as SQLite can keep it: Linux lets a name hold bytes that are no text."""
+    """Return a path as text, or as bytes if it is not valid UTF-8, which Linux allows."""
     try:
         str(path).encode()
     except UnicodeEncodeError:
@@ -167,7 +167,7 @@ def _path_key(path: Path) -> str | bytes:
 
 @contextlib.contextmanager
 def write(connection: sqlite3.Connection) -> Iterator[None]:
-    """A transaction that holds the write lock from its start, so that what it read stays true."""
+    """Run a transaction that holds the write lock from its start, so that what it reads remains valid."""
     connection.execute("BEGIN IMMEDIATE")
     try:
         yield
@@ -186,7 +186,7 @@ def trajectory_files(run: Path) -> list[os.DirEntry[str]]:
 
 
 def unread_bytes(index: Index, run: Path) -> tuple[int, int]:
-    """(bytes of trajectory files, bytes not indexed yet)."""
+    """Return (bytes of trajectory files, bytes not indexed yet)."""
     number = index.run_number(run)
     known = {
         row["stem"]: row for row in index.connection.execute("SELECT * FROM files WHERE run = ?", (number,)).fetchall()
@@ -204,17 +204,17 @@ def unread_bytes(index: Index, run: Path) -> tuple[int, int]:
 
 
 class Reader:
-    """Reads the trajectory files of one run into the index, a chunk at a time."""
+    """Reader of one run's trajectory files into the index, one chunk at a time."""
 
     def __init__(self, index: Index, run: Path, subsets_of: SubsetsOf) -> None:
         self._index = index
         self._run = run
         self._subsets_of = subsets_of
         self.problems: list[str] = []
-        """Files that could not be read at all, and why."""
+        """Files that could not be read, with the reason."""
 
     def advance(self) -> Iterator[int]:
-        """Bring the index up to date; yields the bytes read after every chunk."""
+        """Update the index. Yield the number of bytes read after every chunk."""
         number = self._index.run_number(self._run)
         entries = trajectory_files(self._run)
         self._drop_missing(number, {entry.name.removesuffix(".jsonl") for entry in entries})
@@ -223,10 +223,10 @@ class Reader:
             while more:
                 try:
                     read, more = self._chunk(number, Path(entry.path))
-                except sqlite3.Error:  # the index's own trouble: a full disk, a lock that is never given
+                except sqlite3.Error:  # an error of the index itself: a full disk, or a lock timeout
                     raise
-                except Exception as error:  # this file's; the others are read all the same
-                    self.problems.append(f"{entry.name!r} cannot be read: {_told(error)}")
+                except Exception as error:  # an error of this file: continue with the others
+                    self.problems.append(f"{entry.name!r} cannot be read: {_reason(error)}")
                     break
                 if read:
                     yield read
@@ -246,7 +246,7 @@ class Reader:
             connection.execute(f"DELETE FROM {table} WHERE file = ?", (file,))
 
     def _chunk(self, number: int, path: Path) -> tuple[int, bool]:
-        """(bytes read, whether there is more)."""
+        """Read one chunk. Return (bytes read, whether more remains)."""
         connection = self._index.connection
         stem = path.name.removesuffix(".jsonl")
         try:
@@ -255,8 +255,8 @@ class Reader:
             return 0, False
         query = "SELECT * FROM files WHERE run = ? AND stem = ?"
         row = connection.execute(query, (number, stem)).fetchone()
-        seen = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
-        if row is not None and (row["inode"], row["size"], row["modified"]) == seen:
+        current = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
+        if row is not None and (row["inode"], row["size"], row["modified"]) == current:
             return 0, False
         with write(connection), open_inside(self._run, path) as file:
             row = connection.execute(query, (number, stem)).fetchone()
@@ -274,7 +274,7 @@ class Reader:
             end = start + len(chunk)
             file.seek(max(0, end - TAIL_BYTES))
             tail = zlib.crc32(file.read(end - max(0, end - TAIL_BYTES)))
-            # Only a file read to its end is marked with its size: until then every look finds more to read.
+            # The size is recorded only at the end of the file. Until then every poll continues to read.
             done = end >= stat.st_size or not chunk
             connection.execute(
                 "UPDATE files SET inode = ?, size = ?, modified = ?, read = ?, lines = ?, broken = ?, tail = ? "
@@ -295,7 +295,7 @@ class Reader:
     def _record(
         self, connection: sqlite3.Connection, run: int, file: int, stem: str, start: int, lines: int, chunk: bytes
     ) -> tuple[int, int]:
-        """Insert the rows of whole lines; (lines in the file so far, lines of these that could not be read)."""
+        """Insert the rows of complete lines. Return (lines in the file so far, unreadable lines of this chunk)."""
         learned = stem.startswith("learned_")
         rows: list[tuple[Any, ...]] = []
         broken = 0
@@ -303,7 +303,7 @@ class Reader:
             try:
                 value = read_object(raw)
                 row = _learned_row(value) if learned else self._episode_row(value, stem)
-            except Exception:  # whatever a line may hold: it is counted, and the next one is read
+            except Exception:  # a line may contain anything: count it and continue
                 broken += 1
             else:
                 rows.append((run, file, lines, start, len(raw), *row))
@@ -326,7 +326,7 @@ class Reader:
         step = _integer(row.get("step", int(digits) if digits.isdigit() else 0))
         env, item, name = str(row["env"]), _integer(row["item"]), str(row["id"])
         stop = StopReason(row["stop"]) if row.get("stop") else None
-        played = Trajectory(name, Task(env, item), [], row["rewards"], row["infos"], stop)
+        trajectory = Trajectory(name, Task(env, item), [], row["rewards"], row["infos"], stop)
         sampled = sum(_sampled_tokens(message) for message in row["messages"])
         team = match[1] if (match := _MEMBER.fullmatch(name)) else f"{env}/{item}"
         return (
@@ -338,9 +338,9 @@ class Reader:
             item,
             ", ".join(self._subsets_of(env, item)),
             str(stop) if stop else "",
-            int(played.success),
-            played.reward,
-            played.num_turns,
+            int(trajectory.success),
+            trajectory.reward,
+            trajectory.num_turns,
             _integer(row.get("horizon") or 0),
             sampled,
             float(row.get("seconds") or 0.0),
@@ -348,7 +348,7 @@ class Reader:
 
 
 def _cells(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Rows of `episodes` counted and summed over what they can be filtered by, so that no page has to."""
+    """Return counts and sums of rows of `episodes` by the columns of the filters, computed once for all pages."""
     cells: dict[tuple[Any, ...], list[float]] = {}
     for run, file, _, _, _, step, kind, _, _, env, _, subset, stop, success, reward, turns, horizon, _, _ in rows:
         sums = cells.setdefault((run, file, kind, step, env, subset, stop, success, horizon), [0, 0.0, 0])
@@ -359,18 +359,18 @@ def _cells(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 def _integer(value: Any) -> int:
-    if abs(number := int(value)) > LARGEST:
-        raise OverflowError(f"{number} is more than a browser can tell from its neighbours")
+    if abs(number := int(value)) > MAX_SAFE_INTEGER:
+        raise OverflowError(f"needs an integer of at most {MAX_SAFE_INTEGER} (JavaScript's limit), got {number}")
     return number
 
 
 def _sampled_tokens(message: dict[str, Any]) -> int:
-    """Of one message, which is of the kind that the pages can show."""
+    """Return the number of sampled tokens of a message. Raise TypeError if the pages cannot show it."""
     logprobs, ids = message.get("logprobs") or [], message.get("token_ids") or []
     if not isinstance(message["role"], str) or not isinstance(message["content"], str):
         raise TypeError("a message needs a role and a content")
     if not isinstance(logprobs, list) or not isinstance(ids, list):
-        raise TypeError("token ids and log-probabilities are lists")
+        raise TypeError("token ids and log-probabilities must be lists")
     return len(logprobs)
 
 
@@ -379,13 +379,13 @@ def _learned_row(row: dict[str, Any]) -> tuple[str, float | None]:
     return str(row["id"]), sum(advantages) / len(advantages) if advantages else None
 
 
-def _told(error: Exception) -> str:
-    """Without paths: the message may be sent to somebody in an export."""
+def _reason(error: Exception) -> str:
+    """Return an error's message without paths, because an export may contain it."""
     return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
 
 
 def _continues(file: Any, row: sqlite3.Row, stat: os.stat_result) -> bool:
-    """Whether the file still begins with what was read of it."""
+    """Return whether the file still begins with the content that was read."""
     if row["inode"] != stat.st_ino or row["read"] > stat.st_size:
         return False
     start = max(0, row["read"] - TAIL_BYTES)
@@ -394,7 +394,7 @@ def _continues(file: Any, row: sqlite3.Row, stat: os.stat_result) -> bool:
 
 
 def _whole_lines(file: Any) -> bytes:
-    """Up to about CHUNK_BYTES from here, ending with a line's end; a line longer than that is read whole."""
+    """Read complete lines, about CHUNK_BYTES of them. A longer line is read whole."""
     chunk: bytes = file.read(CHUNK_BYTES)
     end = chunk.rfind(b"\n") + 1
     if end == 0 and len(chunk) == CHUNK_BYTES:
@@ -403,7 +403,7 @@ def _whole_lines(file: Any) -> bytes:
 
 
 class Indexer:
-    """A thread that keeps the index up to date with the runs it is told of."""
+    """A thread that keeps the index of the given runs up to date."""
 
     def __init__(self, index: Index, subsets_of: SubsetsOf, runs: Callable[[], list[Path]]) -> None:
         self._index = index
@@ -414,11 +414,11 @@ class Indexer:
         self.total_bytes = 0
         self.unread_bytes = 0
         self.stamp = 0
-        """Grows whenever something was read."""
+        """Counter that grows whenever something was read."""
         self.problem = ""
-        """Why nothing can be read at all; empty when all is well."""
+        """Reason why nothing can be indexed, or an empty string."""
         self.problems: dict[Path, str] = {}
-        """By run: why some of its files cannot be read."""
+        """Reasons why files of a run cannot be read, by run."""
 
     def start(self) -> None:
         self._thread.start()
@@ -431,61 +431,61 @@ class Indexer:
         return {"total": self.total_bytes, "unread": self.unread_bytes, "stamp": self.stamp, "problem": self.problem}
 
     def _work(self) -> None:
-        forgotten = False
+        is_cleaned = False
         while not self._stop.is_set():
             try:
-                if not forgotten:
+                if not is_cleaned:
                     self._index.forget_missing()
-                    forgotten = True
-                self.round()
+                    is_cleaned = True
+                self.update()
                 self.problem = ""
-            except Exception as error:  # a full disk, a folder removed under our feet: shown, and tried again
+            except Exception as error:  # a full disk, or a folder that was removed: shown, and retried
                 self.problem = f"{type(error).__name__}: {error}"
-            self._stop.wait(PAUSE_S)
+            self._stop.wait(POLL_INTERVAL_S)
 
-    def round(self) -> None:
-        """Look at every run once and read what is new. A run that cannot be read does not keep others from it."""
+    def update(self) -> None:
+        """Read new episodes of every run once. An unreadable run does not affect the others."""
         runs = self._runs()
         sizes = {}
         for run in runs:
-            with self._trouble_of(run):
+            with self._record_problem(run):
                 sizes[run] = unread_bytes(self._index, run)
         self.total_bytes = sum(total for total, _ in sizes.values())
         self.unread_bytes = sum(unread for run, (_, unread) in sizes.items() if run not in self.problems)
         changed = False
         for run, (_, unread) in sizes.items():
-            with self._trouble_of(run):
+            with self._record_problem(run):
                 changed |= self._read(run, unread)
             if self._stop.is_set():
                 return
         self.unread_bytes = 0
-        # Last, so that whoever asks because of it is given the final counts.
+        # Last, so that a client that reacts to it gets the final counts.
         self.stamp += changed
 
     def _read(self, run: Path, unread: int) -> bool:
-        """Bring one run up to date; whether anything changed."""
-        known = self._index.run_number(run)
-        files = self._index.connection.execute("SELECT count(*) FROM files WHERE run = ?", (known,)).fetchone()[0]
+        """Index one run. Return whether anything changed."""
+        number = self._index.run_number(run)
+        files = self._index.connection.execute("SELECT count(*) FROM files WHERE run = ?", (number,)).fetchone()[0]
         if not unread and files == len(trajectory_files(run)):
             return self.problems.pop(run, None) is not None
-        before, read_before = self.problems.get(run), self.stamp
+        problem_before, stamp_before = self.problems.get(run), self.stamp
         reader = Reader(self._index, run, self._subsets_of)
         for read in reader.advance():
             self.unread_bytes = max(0, self.unread_bytes - read)
             self.stamp += 1
             if self._stop.is_set():
                 return False
-            time.sleep(0)  # let a request be answered between two chunks
+            time.sleep(0)  # let the server answer requests between two chunks
         if reader.problems:
-            self.problems[run] = "; ".join(reader.problems[:MOST_PROBLEMS])
+            self.problems[run] = "; ".join(reader.problems[:MAX_PROBLEMS])
         else:
             self.problems.pop(run, None)
-        # A file that stays unreadable is tried at every look, which is no news.
-        return self.problems.get(run) != before or self.stamp != read_before or before is None
+        # A file that remains unreadable is retried at every poll, which is not a change.
+        return self.problems.get(run) != problem_before or self.stamp != stamp_before or problem_before is None
 
     @contextlib.contextmanager
-    def _trouble_of(self, run: Path) -> Iterator[None]:
+    def _record_problem(self, run: Path) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self.problems[run] = f"its trajectories cannot be read: {_told(error)}"
+            self.problems[run] = f"its trajectories cannot be read: {_reason(error)}"

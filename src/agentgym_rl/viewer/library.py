@@ -1,4 +1,4 @@
-"""Everything the pages can ask for, without HTTP: the server answers from it, and the export writes it down."""
+"""Data of the pages, without HTTP. The server answers requests from it, and the export writes it to a file."""
 
 from __future__ import annotations
 
@@ -9,108 +9,110 @@ from pathlib import Path
 from typing import Any
 
 from agentgym_rl.errors import AgentGymError
-from agentgym_rl.viewer.discovery import Place, discover, require_roots
+from agentgym_rl.viewer.discovery import RunFolder, discover, require_roots
 from agentgym_rl.viewer.index import Index, Indexer
+from agentgym_rl.viewer.playground_protocols import Environments
 from agentgym_rl.viewer.queries import Filter, Queries
 from agentgym_rl.viewer.runs import Runs, damaged_overview
-from agentgym_rl.viewer.worlds import Worlds
 
-LOOK_AGAIN_S = 2.0
-"""New runs are noticed within this time."""
+DISCOVERY_INTERVAL_S = 2.0
+"""Seconds between searches for new runs."""
 
 
 class NotFound(AgentGymError):
-    """There is no such run or episode."""
+    """A run or an episode that does not exist."""
 
 
 class Library:
-    """The runs below some folders."""
+    """The runs below the given folders."""
 
-    def __init__(self, roots: Iterable[Path], worlds: Worlds, index: Index | None = None) -> None:
+    def __init__(self, roots: Iterable[Path], environments: Environments, index: Index | None = None) -> None:
         self.roots = require_roots(roots)
-        self.worlds = worlds
+        self.environments = environments
         self.index = index or Index()
         self.queries = Queries(self.index)
         self.runs = Runs(self.queries)
-        self.indexer = Indexer(self.index, worlds.subsets_of, lambda: [p.path for p in self.places().values()])
-        self._places: dict[str, Place] = {}
-        self._looked_at = -LOOK_AGAIN_S
+        self.indexer = Indexer(
+            self.index, environments.subsets_of, lambda: [f.path for f in self.run_folders().values()]
+        )
+        self._run_folders: dict[str, RunFolder] = {}
+        self._discovered_at = -DISCOVERY_INTERVAL_S
         self._guard = threading.Lock()
 
-    def places(self) -> dict[str, Place]:
+    def run_folders(self) -> dict[str, RunFolder]:
         with self._guard:
-            if time.monotonic() - self._looked_at >= LOOK_AGAIN_S:
-                self._places = discover(self.roots)
-                self._looked_at = time.monotonic()
-            return self._places
+            if time.monotonic() - self._discovered_at >= DISCOVERY_INTERVAL_S:
+                self._run_folders = discover(self.roots)
+                self._discovered_at = time.monotonic()
+            return self._run_folders
 
-    def place(self, run: str) -> Place:
-        found = self.places().get(run)
-        if found is None:
-            raise NotFound(f"there is no run {run!r} here: it has not begun yet, or was moved or removed")
-        return found
+    def run_folder(self, run: str) -> RunFolder:
+        folder = self.run_folders().get(run)
+        if folder is None:
+            raise NotFound(f"no run {run!r} found: it has not started yet, or was moved or removed")
+        return folder
 
     def overview(self) -> dict[str, Any]:
-        rows = [self.overview_of(place) for place in self.places().values()]
+        rows = [self.overview_of(folder) for folder in self.run_folders().values()]
         rows.sort(key=lambda row: (row["kind"] != "run", -(row["updated"] or 0), row["id"]))
         return {
             "runs": rows,
             "roots": [str(root) for root in self.roots],
             "index": self.indexer.progress(),
             "note": self.index.note,
-            "policies": list(self.worlds.policies),
+            "policies": list(self.environments.policies),
         }
 
-    def overview_of(self, place: Place) -> dict[str, Any]:
-        """A line of the list, whatever is in the run's files: one damaged run must not take the others with it."""
-        trouble = self.indexer.problems.get(place.path)
+    def overview_of(self, folder: RunFolder) -> dict[str, Any]:
+        """Return a row of the list of runs. A damaged run gets a row too and does not affect the others."""
+        problem = self.indexer.problems.get(folder.path)
         try:
-            row = self.runs.overview(place)
+            row = self.runs.overview(folder)
         except Exception as error:
-            row = damaged_overview(place, error)
-        return row | {"problems": [*row["problems"], *([trouble] if trouble else [])]}
+            row = damaged_overview(folder, error)
+        return row | {"problems": [*row["problems"], *([problem] if problem else [])]}
 
     def details(self, run: str) -> dict[str, Any]:
-        place = self.place(run)
-        return self.runs.details(place, self.overview_of(place))
+        folder = self.run_folder(run)
+        return self.runs.details(folder, self.overview_of(folder))
 
     def changes(self) -> dict[str, Any]:
-        stamps = {run: self._stamp(place) for run, place in self.places().items()}
+        stamps = {run: self._stamp(folder) for run, folder in self.run_folders().items()}
         return {"stamps": stamps, "index": self.indexer.progress()}
 
-    def _stamp(self, place: Place) -> list[int | str]:
+    def _stamp(self, folder: RunFolder) -> list[int | str]:
         try:
-            return self.runs.stamp(place)
-        except Exception as error:  # the overview tells of it, and the others are followed all the same
+            return self.runs.stamp(folder)
+        except Exception as error:  # the overview reports it, and the other runs are followed
             return [type(error).__name__]
 
-    def episodes(self, run: str, wanted: Filter, order: str, offset: int, limit: int) -> dict[str, Any]:
-        return self.queries.episodes(self.place(run).path, wanted, order, offset, limit)
+    def episodes(self, run: str, filters: Filter, order: str, offset: int, limit: int) -> dict[str, Any]:
+        return self.queries.episodes(self.run_folder(run).path, filters, order, offset, limit)
 
-    def groups(self, run: str, wanted: Filter, mixed: bool, offset: int, limit: int) -> dict[str, Any]:
-        return self.queries.groups(self.place(run).path, wanted, mixed, offset, limit)
+    def groups(self, run: str, filters: Filter, mixed: bool, offset: int, limit: int) -> dict[str, Any]:
+        return self.queries.groups(self.run_folder(run).path, filters, mixed, offset, limit)
 
-    def facets(self, run: str, wanted: Filter) -> dict[str, Any]:
-        return self.queries.facets(self.place(run).path, wanted)
+    def facets(self, run: str, filters: Filter) -> dict[str, Any]:
+        return self.queries.facets(self.run_folder(run).path, filters)
 
     def raw_episode(self, run: str, key: str) -> dict[str, Any]:
-        place = self.place(run)
-        row = self.queries.find(place.path, key)
+        folder = self.run_folder(run)
+        row = self.queries.find(folder.path, key)
         if row is None:
-            waiting = " yet: the index is still being made" if self.indexer.unread_bytes else ""
-            raise NotFound(f"there is no episode {key!r} in {run}{waiting}")
+            reason = " yet: the index is still being built" if self.indexer.unread_bytes else ""
+            raise NotFound(f"no episode {key!r} in {run}{reason}")
         try:
-            return self.queries.read(place.path, row)
+            return self.queries.read(folder.path, row)
         except (OSError, ValueError, TypeError) as error:
-            raise NotFound(f"the file of episode {key!r} changed under our feet: open it again in a moment") from error
+            raise NotFound(f"the file of episode {key!r} changed while it was read: open it again") from error
 
     def episode(self, run: str, key: str) -> dict[str, Any]:
-        """An episode with the texts of its tokens, what the learner saw of it, and its company."""
-        place = self.place(run)
-        row = self.queries.find(place.path, key)
+        """Return an episode with its token texts, the learner's data and the other episodes of its group."""
+        folder = self.run_folder(run)
+        row = self.queries.find(folder.path, key)
         episode = self.raw_episode(run, key)
         assert row is not None
-        vocabulary = self.runs.vocabulary(self._sampled_by(place))
+        vocabulary = self.runs.vocabulary(self._tokenizer_folder(folder))
         messages = [
             {
                 "role": str(m["role"]),
@@ -122,35 +124,35 @@ class Library:
             }
             for m in episode["messages"]
         ]
-        learned = self.queries.learned(place.path, row["trajectory"])
+        learned = self.queries.learned(folder.path, row["trajectory"])
         return {
             **{name: value for name, value in row.items() if name not in ("start", "length", "file", "team")},
             "run": run,
-            "run_kind": place.kind,
+            "run_kind": folder.kind,
             "messages": messages,
             "rewards": episode["rewards"],
             "infos": episode["infos"],
             "error": episode.get("error"),
             "learned": learned,
-            "group": self._members(place, row),
+            "group": self._members(folder, row),
             "neighbours": self.queries.neighbours(row),
         }
 
-    def _sampled_by(self, place: Place) -> Place:
-        """Where the tokenizer is: an evaluation of a run's checkpoint names the run it belongs to."""
-        run = self.runs.agent(place).get("run")
-        runs = [some for some in self.places().values() if some.kind == "run" and some.path.name == run]
-        return runs[0] if run and runs else place
+    def _tokenizer_folder(self, folder: RunFolder) -> RunFolder:
+        """Return the folder of the tokenizer. An evaluation of a checkpoint names the run that has it."""
+        run = self.runs.agent(folder).get("run")
+        runs = [other for other in self.run_folders().values() if other.kind == "run" and other.path.name == run]
+        return runs[0] if run and runs else folder
 
-    def _members(self, place: Place, row: dict[str, Any]) -> list[dict[str, Any]]:
+    def _members(self, folder: RunFolder, row: dict[str, Any]) -> list[dict[str, Any]]:
         kept = ("key", "success", "reward", "turns", "stop", "advantage", "sampled")
-        return [{name: member[name] for name in kept} for member in self.queries.company(place.path, row)]
+        return [{name: member[name] for name in kept} for member in self.queries.group_members(folder.path, row)]
 
     def same_task(self, env: str, item: int) -> list[dict[str, Any]]:
-        return self.queries.same_task({run: place.path for run, place in self.places().items()}, env, item)
+        return self.queries.same_task({run: folder.path for run, folder in self.run_folders().items()}, env, item)
 
     def shared_tasks(self, left: str, right: str) -> dict[str, Any]:
-        return self.queries.shared_tasks(self.place(left).path, self.place(right).path)
+        return self.queries.shared_tasks(self.run_folder(left).path, self.run_folder(right).path)
 
     def close(self) -> None:
         self.index.close()

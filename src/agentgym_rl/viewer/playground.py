@@ -1,4 +1,4 @@
-"""Episodes played from the browser, by hand or by a policy, one turn at a time. Nothing is written."""
+"""Episodes played in the browser, by hand or by a policy, one turn at a time. Nothing is written to disk."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import EnvSession, Message, Step
+from agentgym_rl.viewer.playground_protocols import Environments, Policy
 from agentgym_rl.viewer.replays import Frame, draw
-from agentgym_rl.viewer.worlds import Policy, Worlds
 
 MAX_GAMES = 8
-"""Open at once; a ninth closes the one that was idle longest."""
-IDLE_S = 1800.0
+"""Open games. Opening one more closes the game that was idle longest."""
+IDLE_TIMEOUT_S = 1800.0
+"""Idle seconds after which a game may be closed."""
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class Game:
     session: EnvSession
     step: Step
     messages: list[Message] = field(default_factory=list)
-    """What was said so far, without the observation nobody has answered yet."""
+    """Messages so far, without the last observation, which has no reply yet."""
     turns: list[dict[str, Any]] = field(default_factory=list)
     policies: dict[str, Policy] = field(default_factory=dict)
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -40,19 +41,19 @@ class Game:
 
 
 class NoSuchGame(EnvError):
-    """The id is not that of an open game."""
+    """An id that belongs to no open game."""
 
 
 class Playground:
-    """Every open game by id."""
+    """All open games by id."""
 
-    def __init__(self, worlds: Worlds) -> None:
-        self._worlds = worlds
+    def __init__(self, environments: Environments) -> None:
+        self._environments = environments
         self._games: dict[str, Game] = {}
 
     async def open(self, env: str, item: int) -> dict[str, Any]:
-        await self._make_room()
-        session = await self._worlds.open(env)
+        await self._close_idle_games()
+        session = await self._environments.open(env)
         try:
             step = await session.reset(item)
         except BaseException:
@@ -63,29 +64,29 @@ class Playground:
         return await self._describe(game_id)
 
     async def act(self, game_id: str, action: str) -> dict[str, Any]:
-        """Play what a person typed."""
+        """Play the action that a person typed."""
         game = self._game(game_id)
         async with game.lock:
-            heard = [Message("user", game.step.observation)]
+            messages = [Message("user", game.step.observation)]
             if not game.messages and game.session.instruction:
-                heard.insert(0, Message("system", game.session.instruction))
-            await self._play(game, heard, Message("assistant", action), action, "you")
+                messages.insert(0, Message("system", game.session.instruction))
+            await self._play(game, messages, Message("assistant", action), action, "you")
         return await self._describe(game_id)
 
-    async def let_play(self, game_id: str, name: str) -> dict[str, Any]:
-        """One turn by the policy of that name."""
+    async def play_turn(self, game_id: str, name: str) -> dict[str, Any]:
+        """Let a policy play one turn."""
         game = self._game(game_id)
-        if name not in self._worlds.policies:
-            raise ConfigError(f"there is no policy {name!r}: there are {', '.join(self._worlds.policies)}")
+        if name not in self._environments.policies:
+            raise ConfigError(f"unknown policy {name!r}: known are {', '.join(self._environments.policies)}")
         async with game.lock:
             if game.step.done:
-                raise EnvError("this episode is over: start another")
+                raise EnvError("this episode has ended: start another")
             if name not in game.policies:
-                game.policies[name] = self._worlds.policies[name](game.session, secrets.randbits(31))
-            reply = await game.policies[name].reply(game.messages, game.step.observation, self._worlds.limits)
+                game.policies[name] = self._environments.policies[name](game.session, secrets.randbits(31))
+            reply = await game.policies[name].reply(game.messages, game.step.observation, self._environments.limits)
             if reply.action is None:
-                raise EnvError(f"{name} has no room left to reply: its context is full")
-            action = self._worlds.action_in(name, reply.action.content)
+                raise EnvError(f"{name} cannot reply: its context is full")
+            action = self._environments.action_in(name, reply.action.content)
             await self._play(game, reply.observation, reply.action, action, name)
         return await self._describe(game_id)
 
@@ -103,17 +104,17 @@ class Playground:
         self._games.clear()
         await asyncio.gather(*(game.close() for game in games))
 
-    async def _play(self, game: Game, heard: list[Message], said: Message, action: str, who: str) -> None:
+    async def _play(self, game: Game, observation: list[Message], reply: Message, action: str, player: str) -> None:
         if game.step.done:
-            raise EnvError("this episode is over: start another")
+            raise EnvError("this episode has ended: start another")
         step = await game.session.step(action)
-        game.messages += [*heard, said]
+        game.messages += [*observation, reply]
         game.turns.append(
             {
                 "observation": game.step.observation,
-                "reply": said.content,
+                "reply": reply.content,
                 "action": action,
-                "by": who,
+                "by": player,
                 "reward": step.reward,
                 "valid": step.info.get("valid", True),
             }
@@ -146,14 +147,14 @@ class Playground:
 
     def _game(self, game_id: str) -> Game:
         if game_id not in self._games:
-            raise NoSuchGame("this episode is closed (idle too long, or too many open): start another")
+            raise NoSuchGame("this episode was closed (idle too long, or too many open): start another")
         game = self._games[game_id]
         game.used = time.monotonic()
         return game
 
-    async def _make_room(self) -> None:
+    async def _close_idle_games(self) -> None:
         oldest = sorted(self._games, key=lambda game_id: self._games[game_id].used)
-        idle = [g for g in oldest if time.monotonic() - self._games[g].used > IDLE_S]
+        idle = [g for g in oldest if time.monotonic() - self._games[g].used > IDLE_TIMEOUT_S]
         surplus = oldest[: max(0, len(oldest) - MAX_GAMES + 1)]
         for game_id in dict.fromkeys([*idle, *surplus]):
             await self._games.pop(game_id).close()

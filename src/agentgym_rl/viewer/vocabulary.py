@@ -1,6 +1,6 @@
-"""From token ids to the text of each token, read from a tokenizer.json without loading a tokenizer.
+"""Text of each token id, read from a tokenizer.json without loading a tokenizer.
 
-Only for showing: a token's bytes may be part of a character, which then appears as a replacement character.
+The texts are for display only. A token with a part of a character appears as a replacement character.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
-    """The text of each id."""
+    """Texts by token id."""
 
     def __init__(self, tokenizer: dict[str, Any]) -> None:
         model = tokenizer.get("model", {})
@@ -27,7 +27,7 @@ class Vocabulary:
         show = _from_byte_level if byte_level else _from_pieces
         self._texts = {number: show(piece) for number, piece in pieces.items()}
         self._texts |= {token["id"]: token["content"] for token in tokenizer.get("added_tokens", [])}
-        if model.get("type") == "WordLevel":  # words have no space of their own; shown next to each other they need one
+        if model.get("type") == "WordLevel":  # words contain no space, but need one between them
             special = {token["id"] for token in tokenizer.get("added_tokens", [])}
             self._texts = {n: text if n in special else f" {text}" for n, text in self._texts.items()}
 
@@ -39,17 +39,17 @@ class Vocabulary:
 
 
 def find_tokenizer(run: Path, config: dict[str, Any]) -> Path | None:
-    """The tokenizer.json a run sampled with: that of its newest checkpoint, its reference, or its model's folder."""
+    """Return the tokenizer.json of a run: from its newest checkpoint, its reference or its model's folder."""
     checkpoints = sorted((run / "checkpoints").glob("step_*/model"), reverse=True)
-    places = [*checkpoints, run / "reference", run / "model"]
-    named = config.get("model", {}).get("path") if isinstance(config.get("model"), dict) else None
-    if isinstance(named, str):
-        places.append(Path(named))
-    return next((path for place in places if (path := place / "tokenizer.json").is_file()), None)
+    folders = [*checkpoints, run / "reference", run / "model"]
+    model_path = config.get("model", {}).get("path") if isinstance(config.get("model"), dict) else None
+    if isinstance(model_path, str):
+        folders.append(Path(model_path))
+    return next((path for folder in folders if (path := folder / "tokenizer.json").is_file()), None)
 
 
 def load_vocabulary(path: Path) -> Vocabulary | None:
-    """None when the file is not one we can read."""
+    """Load a vocabulary. Return None if the file cannot be read."""
     try:
         return Vocabulary(orjson.loads(path.read_bytes()))
     except (OSError, ValueError, AttributeError, KeyError, TypeError, IndexError):
@@ -64,11 +64,11 @@ def _types(part: Any) -> set[str]:
     if not isinstance(part, dict):
         return set()
     inner = part.get("pretokenizers", [])
-    return {_type(part), *(_type(some) for some in inner)}
+    return {_type(part), *(_type(inner_part) for inner_part in inner)}
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Character -> byte, as byte-level BPE writes bytes: printable ones as themselves, the rest from 256 on."""
+    """Return the byte of each character of byte-level BPE. Printable bytes map to themselves, others from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}

@@ -1,4 +1,4 @@
-"""What an engine is: token ids in, token ids and log-probabilities out."""
+"""The engine protocol: token ids in, token ids and log-probabilities out."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Engine(Protocol):
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         """Continue `prompt_ids`, the whole conversation so far. `session` names the trajectory: an engine may keep its
-        keys and values between turns and compute only what is new."""
+        KV cache between turns and compute only new tokens."""
         ...
 
     async def release(self, session: str) -> None:
-        """Forget what is kept for `session`; unknown sessions are fine."""
+        """Free the resources of `session`. Unknown sessions are ignored."""
         ...
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Use new weights from now on and drop every key and value computed with older ones."""
+        """Load new weights and drop the KV cache computed with older ones."""
         ...
 
     async def close(self) -> None: ...

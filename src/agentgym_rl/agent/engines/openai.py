@@ -1,4 +1,4 @@
-"""A client for OpenAI-compatible chat APIs: plain HTTP, retries that end, rate limits kept, usage counted, priced."""
+"""A client for OpenAI-compatible chat APIs, with bounded retries, rate limits, and usage and price counts."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.types import Message, Sampling
 
 _TRANSIENT = {408, 409, 425, 429}
-"""Beside every 5xx."""
-_USED_UP = ("insufficient_quota", "billing_hard_limit_reached")
-"""A 429 that says one of these will say it tomorrow too."""
+"""Statuses that are retried, besides every 5xx."""
+_QUOTA_EXHAUSTED = ("insufficient_quota", "billing_hard_limit_reached")
+"""Codes of a 429 that a retry does not fix."""
 _TOO_LONG = re.compile(
     r"context[_ ](length|size|window)|maximum (context|model|prompt|input|sequence)|max_(model_len|total_tokens)"
     r"|maximum number of (input )?tokens|(prompt|inputs?|messages?|conversation)\b.{0,40} too long"
     r"|`inputs` (tokens|must have)|too many (input |prompt )?tokens",
     re.IGNORECASE | re.DOTALL,
 )
-"""How servers say that a conversation is longer than their model can read: there is no code they share."""
-REFUSALS_FOR_GOOD = 3
-"""So many requests refused from the first one on, none answered: all will be. One alone may be its text's fault."""
+"""Servers' messages for a conversation longer than the model's context. There is no common error code."""
+MAX_INITIAL_REFUSALS = 3
+"""Give up after this many refusals if no request was answered. A single one may be due to its text."""
 CONNECT_TIMEOUT_S = 15.0
 FIRST_CONNECT_RETRIES = 2
-"""At most, while no server ever answered: a wrong address shall not be tried for a minute."""
+"""Maximum retries before a server first answered, so that a wrong address fails soon."""
 
 
 class ContextOverflow(EngineError):
-    """The conversation is longer than the model can read."""
+    """The conversation is longer than the model's context."""
 
 
 class Refused(EngineError):
@@ -44,29 +44,29 @@ class Refused(EngineError):
 
 
 class _Transient(EngineError):
-    """Worth another try, after `wait_s` seconds if the server said how long; `everyone` should wait so long."""
+    """An error worth a retry, after `wait_s` seconds if the server said so. `pause_all`: all requests must wait."""
 
-    def __init__(self, text: str, wait_s: float | None = None, *, everyone: bool = False) -> None:
+    def __init__(self, text: str, wait_s: float | None = None, *, pause_all: bool = False) -> None:
         super().__init__(text)
         self.wait_s = wait_s
-        self.everyone = everyone
+        self.pause_all = pause_all
 
 
 class _NoConnection(_Transient):
-    """Nobody is there."""
+    """The server did not accept a connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What the server says one answer took."""
+    """The server's token counts of one answer."""
 
     prompt: int = 0
     completion: int = 0
-    """Hidden reasoning included, where the server counts it."""
+    """Includes hidden reasoning if the server counts it."""
     cached: int = 0
-    """Part of the prompt that was read from the server's cache."""
+    """Prompt tokens read from the server's cache."""
     reported: bool = False
-    """False when the server did not say; the numbers are then 0 and mean nothing."""
+    """False if the server sent no counts; the numbers are then 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Prices:
     prompt: float = 0.0
     completion: float = 0.0
     cached: float | None = None
-    """Of cached prompt tokens; None for the full price."""
+    """Price of cached prompt tokens; None for the full price."""
 
     def cost(self, tokens: Tokens) -> float:
         cached = self.prompt if self.cached is None else self.cached
@@ -86,7 +86,7 @@ class Prices:
 
 @dataclass(slots=True)
 class Usage:
-    """What was asked of the API so far."""
+    """Requests and tokens so far."""
 
     requests: int = 0
     """HTTP requests sent, failed ones included."""
@@ -95,7 +95,7 @@ class Usage:
     completion_tokens: int = 0
     cached_tokens: int = 0
     unreported: int = 0
-    """Answers without a readable count of their tokens: the sums are then too small."""
+    """Answers without readable token counts, which the sums do not include."""
 
     def add(self, tokens: Tokens) -> None:
         self.prompt_tokens += tokens.prompt
@@ -108,28 +108,28 @@ class Usage:
 class Answer:
     content: str
     cut: bool
-    """True when the reply hit max_new_tokens."""
+    """True if the reply reached max_new_tokens."""
     tokens: Tokens
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and reply together, by the server's count; 0 where it does not say."""
+        """Prompt and reply tokens by the server's count; 0 if it sent none."""
         return self.tokens.prompt + self.tokens.completion
 
 
 class Chat(Protocol):
-    """What a chat policy needs: a client, or one episode's view of it."""
+    """The interface of a chat policy: a client, or one episode's view of it."""
 
     async def complete(self, messages: list[Message], sampling: Sampling) -> Answer: ...
 
 
 class ChatClient:
-    """One per model, shared by all episodes; `usage` adds up over all of them.
+    """One client per model, shared by all episodes. `usage` is their sum.
 
-    `api_key_variable` names the environment variable that holds the key; None sends none. A request is tried
-    `retries` + 1 times; a server that asks for a longer pause than `max_wait_s` is given up on. When one request is
-    told to slow down, all wait; `requests_per_minute` spaces them out beforehand. `hopeless` says why no request will
-    ever be answered, once that is clear.
+    `api_key_variable` names the environment variable with the key; None sends none. A request is tried `retries` + 1
+    times, and fails at once if the server asks for a longer pause than `max_wait_s`. When one request is told to slow
+    down, all wait; `requests_per_minute` spaces them out beforehand. `fatal_error` is the reason for a permanent
+    failure, or an empty string.
     """
 
     def __init__(
@@ -147,26 +147,26 @@ class ChatClient:
         _require_address(base_url)
         self.model = model
         self.usage = Usage()
-        self.hopeless = ""
+        self.fatal_error = ""
         self._key_variable = api_key_variable
-        self._heard_of = self._answered = False
+        self._was_reached = self._answered = False
         self._refusals = 0
         self._url = f"{base_url.rstrip('/')}/chat/completions"
         self._timeout_s = timeout_s
         self._retries = retries
         self._max_wait_s = max_wait_s
         self._max_tokens_field = max_tokens_field
-        self._gate = _Gate(60.0 / requests_per_minute if requests_per_minute else 0.0)
-        # Connections are bounded by how many episodes are played at once, not here.
+        self._limiter = _RateLimiter(60.0 / requests_per_minute if requests_per_minute else 0.0)
+        # The number of concurrent episodes bounds the connections.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         try:
             self._http = httpx.AsyncClient(headers=_headers(api_key_variable), timeout=timeout, limits=limits)
-        except (ValueError, ImportError, httpx.InvalidURL) as error:  # of HTTPS_PROXY and its like
-            raise ConfigError(f"no HTTP client can be set up ({error}): look at the proxy variables") from error
+        except (ValueError, ImportError, httpx.InvalidURL) as error:  # bad values of HTTPS_PROXY and the like
+            raise ConfigError(f"cannot set up an HTTP client ({error}): check the proxy variables") from error
 
     async def complete(self, messages: list[Message], sampling: Sampling) -> Answer:
-        """The model's next message."""
+        """Return the model's next message."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": m.role, "content": m.content} for m in messages],
@@ -180,28 +180,28 @@ class ChatClient:
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         try:
-            answer = await self._tried(body)
+            answer = await self._with_retries(body)
         except Refused as error:
             self._refusals += 1
-            if not self._answered and self._refusals >= REFUSALS_FOR_GOOD:
-                self.hopeless = str(error)
+            if not self._answered and self._refusals >= MAX_INITIAL_REFUSALS:
+                self.fatal_error = str(error)
             raise
         self._answered = True
         return answer
 
-    async def _tried(self, body: dict[str, Any]) -> Answer:
-        """The first good answer of several tries."""
+    async def _with_retries(self, body: dict[str, Any]) -> Answer:
+        """Send a request until it is answered, with retries."""
         attempt = 0
         while True:
-            await self._gate.turn()
+            await self._limiter.wait()
             try:
                 return await self._once(body)
             except _Transient as error:
                 wait_s = error.wait_s
                 if wait_s is None:
                     wait_s = min(random.uniform(0.5, 1.0) * 2.0 ** min(attempt, 32), self._max_wait_s)
-                nobody = isinstance(error, _NoConnection) and not self._heard_of
-                if nobody and attempt >= min(self._retries, FIRST_CONNECT_RETRIES):
+                never_reached = isinstance(error, _NoConnection) and not self._was_reached
+                if never_reached and attempt >= min(self._retries, FIRST_CONNECT_RETRIES):
                     raise Refused(
                         f"{self._url} cannot be reached ({error}): check the address (--base-url) and that the "
                         "server runs"
@@ -210,8 +210,8 @@ class ChatClient:
                     pause = f", which asks to wait {wait_s:.0f} s," if wait_s > self._max_wait_s else ""
                     times = f"{attempt + 1} time{'s' if attempt else ''}"
                     raise EngineError(f"{self._url}{pause} failed {times}, the last: {error}") from error
-                if error.everyone:
-                    self._gate.hold(wait_s)
+                if error.pause_all:
+                    self._limiter.pause(wait_s)
             attempt += 1
             self.usage.retries += 1
             await asyncio.sleep(wait_s)
@@ -222,7 +222,7 @@ class ChatClient:
     async def _once(self, body: dict[str, Any]) -> Answer:
         self.usage.requests += 1
         try:
-            # httpx bounds each read; this bounds the whole request, also against a server that drips bytes.
+            # httpx bounds each read. This bounds the whole request, even if the server sends byte by byte.
             async with asyncio.timeout(self._timeout_s):
                 response = await self._http.post(self._url, json=body)
         except httpx.ConnectTimeout:
@@ -233,25 +233,25 @@ class ChatClient:
             raise _Transient(f"no answer within {self._timeout_s:g} s") from None
         except httpx.RequestError as error:  # a broken connection, or a body that cannot be unpacked
             raise _Transient(f"{type(error).__name__}: {error}") from error
-        self._heard_of = True
+        self._was_reached = True
         status, text = response.status_code, response.text
-        used_up = status == 429 and any(reason in text for reason in _USED_UP)
-        if (status in _TRANSIENT or status >= 500) and not used_up:
+        exhausted = status == 429 and any(reason in text for reason in _QUOTA_EXHAUSTED)
+        if (status in _TRANSIENT or status >= 500) and not exhausted:
             wait_s = _retry_after_s(response)
-            raise _Transient(_explain(response), wait_s, everyone=status == 429 or wait_s is not None)
+            raise _Transient(_explain(response), wait_s, pause_all=status == 429 or wait_s is not None)
         if status != 200:
             if status == 413 or (status in (400, 422) and _TOO_LONG.search(text)):
                 raise ContextOverflow(f"{self._url} refused: {_explain(response)}")
-            raise Refused(f"{self._url} refused: {_explain(response)}{self._advice(status, used_up=used_up)}")
+            raise Refused(f"{self._url} refused: {_explain(response)}{self._advice(status, exhausted=exhausted)}")
         return self._answer(response)
 
-    def _advice(self, status: int, *, used_up: bool) -> str:
-        """What to do about a refusal, where that can be told."""
+    def _advice(self, status: int, *, exhausted: bool) -> str:
+        """Return what to do about a refusal, or an empty string if unknown."""
         if status in (401, 403):
             key = f"the key in ${self._key_variable}" if self._key_variable else "--key-variable, no key was sent"
             return f": check {key}"
-        if status == 402 or used_up:
-            return ": the account has nothing left to spend"
+        if status == 402 or exhausted:
+            return ": the account has no credit left"
         if status in (404, 405) or 300 <= status < 400:
             return f": check the address (--base-url, it often ends in /v1) and the model's name, {self.model!r}"
         return ""
@@ -261,7 +261,7 @@ class ChatClient:
             row = response.json()
             choice = row["choices"][0]
             content = choice["message"]["content"] or ""
-            if isinstance(content, list):  # in parts; pictures and the like are no words
+            if isinstance(content, list):  # in parts, of which only text counts
                 content = "".join(part["text"] for part in content if part.get("type", "text") == "text")
             # A lone surrogate is legal in JSON and cannot be written to a file.
             content = content.encode("utf-8", "replace").decode()
@@ -274,7 +274,7 @@ class ChatClient:
 
 @dataclass(slots=True)
 class Meter:
-    """One episode's view of a client: what it spent, answer by answer."""
+    """One episode's view of a client, with the tokens of each answer."""
 
     client: ChatClient
     answers: list[Tokens] = field(default_factory=list)
@@ -285,35 +285,35 @@ class Meter:
         return answer
 
 
-class _Gate:
-    """Lets requests through one interval apart, and none before a pause is over."""
+class _RateLimiter:
+    """Lets requests pass one interval apart, and none during a pause."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
         self._next = 0.0
         self._paused_until = 0.0
 
-    async def turn(self) -> None:
-        mine = max(self._next, time.monotonic())
-        self._next = mine + self._interval_s
-        # A pause may begin, or grow, while this request waits for its turn.
-        while (wait_s := max(mine, self._paused_until) - time.monotonic()) > 0:  # noqa: ASYNC110 - it knows until when
+    async def wait(self) -> None:
+        start = max(self._next, time.monotonic())
+        self._next = start + self._interval_s
+        # A pause may begin or grow while this request waits.
+        while (wait_s := max(start, self._paused_until) - time.monotonic()) > 0:  # noqa: ASYNC110 - the end is known
             await asyncio.sleep(wait_s)
 
-    def hold(self, wait_s: float) -> None:
+    def pause(self, wait_s: float) -> None:
         self._paused_until = max(self._paused_until, time.monotonic() + wait_s)
 
 
 def _require_address(base_url: str) -> None:
     try:
         url = httpx.URL(base_url)
-        # A name or an IPv4 address, or an IPv6 one, which httpx gives without its brackets.
+        # A name, an IPv4 address, or an IPv6 address, which httpx gives without brackets.
         host = re.fullmatch(r"[\w.-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]+", url.host)
-        good = url.scheme in ("http", "https") and host is not None and 0 < (url.port or 80) < 65536
+        is_valid = url.scheme in ("http", "https") and host is not None and 0 < (url.port or 80) < 65536
     except httpx.InvalidURL:
-        good = False
-    if not good:
-        raise ConfigError(f"a chat API's address looks like https://api.openai.com/v1, got {base_url!r}")
+        is_valid = False
+    if not is_valid:
+        raise ConfigError(f"a chat API's address must look like https://api.openai.com/v1, got {base_url!r}")
 
 
 def _headers(api_key_variable: str | None) -> dict[str, str]:
@@ -323,12 +323,12 @@ def _headers(api_key_variable: str | None) -> dict[str, str]:
     if not key:
         raise ConfigError(f"an API key is needed in ${api_key_variable}, which is not set: export it")
     if not re.fullmatch(r"[\x21-\x7e]+", key):
-        raise ConfigError(f"the API key in ${api_key_variable} must be one line of plain letters: export it anew")
+        raise ConfigError(f"the API key in ${api_key_variable} must be one line of printable ASCII: export it again")
     return {"Authorization": f"Bearer {key}"}
 
 
 def _tokens(usage: Any) -> Tokens:
-    """The server's count, or none: a paid answer is not thrown away because its bill cannot be read."""
+    """Return the server's counts, or none if they are unreadable: a paid answer is not dropped for that."""
     if not isinstance(usage, dict):
         return Tokens()
     prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
@@ -348,7 +348,7 @@ def _explain(response: httpx.Response) -> str:
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:
-    """How long to wait: Retry-After-Ms, or Retry-After as seconds or a date; None when it does not say."""
+    """Return the seconds to wait by Retry-After-Ms, or Retry-After as seconds or a date; None without them."""
     if (wait_s := _number(response.headers.get("retry-after-ms"))) is not None:
         return wait_s / 1000
     value = response.headers.get("retry-after")

@@ -1,4 +1,4 @@
-"""Several engines with the same weights behind one: a trajectory's turns all go to the engine that has its cache."""
+"""Several engines with the same weights as one. All turns of a trajectory go to the engine with its cache."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
-FIRST_BACKOFF_S = 1.0
-"""A replica that failed is given no request for this long; doubled with every further failure."""
-LONGEST_BACKOFF_S = 60.0
-MOST_ATTEMPTS = 3
-"""Replicas that one request is sent to. More would let a request that kills its engine kill all of them."""
+MIN_BACKOFF_S = 1.0
+"""Seconds without requests for a replica that failed. Doubled with every further failure."""
+MAX_BACKOFF_S = 60.0
+MAX_ATTEMPTS = 3
+"""Maximum replicas that one request is sent to, so that a request that crashes engines cannot crash all."""
 
 
 @dataclass(slots=True)
 class _Replica:
     engine: Engine
     version: int | None
-    """Weights that it is known to hold; None after an update that failed."""
+    """Version of its weights; None after a failed update."""
     sessions: int = 0
     failures: int = 0
     """Failures in a row, counted once for each back-off."""
     retry_at: float = 0.0
-    """When it may be tried again, on the monotonic clock; infinite while one request tries it."""
+    """Monotonic time from which it may be retried; infinite while one request retries it."""
 
 
 class Replicas:
-    """A session's first turn goes to the healthy engine with the fewest sessions; later ones follow it until its
-    release.
+    """Routes a session to the healthy engine with the fewest sessions, and keeps it there until its release.
 
     An engine that fails gets no requests for a while (back-off), and its sessions continue on the others: every request
-    has the whole conversation. Then one request at a time tries it again. An engine that failed to take new weights is
-    left out until it takes newer ones.
+    has the whole conversation. Then one request at a time retries it. An engine that failed to load new weights is left
+    out until it loads newer ones.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
@@ -48,7 +47,7 @@ class Replicas:
         self.engines = list(engines)
         self.version = min(engine.version for engine in self.engines)
         self._replicas = [_Replica(engine, self.version) for engine in self.engines]
-        self._places: dict[str, int] = {}
+        self._assignments: dict[str, int] = {}
         self._probe: Any = None
         self._events: list[dict[str, Any]] = []
 
@@ -57,42 +56,42 @@ class Replicas:
         return min(engine.max_context for engine in self.engines)  # type: ignore[attr-defined]
 
     async def start(self) -> None:
-        """One after the other: each start wants the whole machine for a while."""
+        """Start the engines one after the other, because each start needs the whole machine for a while."""
         for engine in self.engines:
             await engine.start()  # type: ignore[attr-defined]
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         failed: set[int] = set()
         while True:
-            place = await self._place(session, failed)
-            replica, on_trial = self._replicas[place], self._replicas[place].failures > 0
-            if on_trial:
+            index = await self._assign(session, failed)
+            replica, is_retry = self._replicas[index], self._replicas[index].failures > 0
+            if is_retry:
                 replica.retry_at = math.inf
             try:
-                if on_trial:
+                if is_retry:
                     await self._verify(replica)
                 completion = await replica.engine.generate(prompt_ids, sampling, session)
             except EngineError as error:
-                self._failed(place, error)
-                failed.add(place)
-                if len(failed) >= min(MOST_ATTEMPTS, len(self._replicas)):
+                self._failed(index, error)
+                failed.add(index)
+                if len(failed) >= min(MAX_ATTEMPTS, len(self._replicas)):
                     raise
             except BaseException:
-                if on_trial:  # cancelled, which says nothing about the replica
+                if is_retry:  # a cancelled request does not show whether the replica works
                     replica.retry_at = 0.0
                 raise
             else:
-                self._answered(place)
+                self._answered(index)
                 return completion
 
     async def release(self, session: str) -> None:
-        place = self._places.pop(session, None)
-        if place is not None:
-            self._replicas[place].sessions -= 1
-            await self.engines[place].release(session)
+        index = self._assignments.pop(session, None)
+        if index is not None:
+            self._replicas[index].sessions -= 1
+            await self.engines[index].release(session)
 
     async def update_weights(self, source: Any, version: int, probe: Any = None) -> None:
-        """Give every engine new weights. Fails only if none of them takes them."""
+        """Load new weights into every engine. Fails only if all of them fail."""
         extra = {} if probe is None else {"probe": probe}
         results = await asyncio.gather(
             *(engine.update_weights(source, version, **extra) for engine in self.engines), return_exceptions=True
@@ -102,17 +101,17 @@ class Replicas:
             if not isinstance(error, EngineError) or len(errors) == len(results):
                 raise error
         self.version, self._probe = version, probe
-        for place, (replica, result) in enumerate(zip(self._replicas, results, strict=True)):
+        for index, (replica, result) in enumerate(zip(self._replicas, results, strict=True)):
             if isinstance(result, EngineError):
                 replica.version = None
-                self._report("replica_lost", f"engine replica {place} did not take weights {version}: {result}")
+                self._report("replica_lost", f"engine replica {index} did not load weights {version}: {result}")
             else:
                 if replica.version is None:
-                    self._report("replica_back", f"engine replica {place} took weights {version} and is used again")
+                    self._report("replica_back", f"engine replica {index} loaded weights {version} and is used again")
                 replica.version, replica.failures, replica.retry_at = version, 0, 0.0
 
     def drain_events(self) -> list[dict[str, Any]]:
-        """Replicas that were lost or came back since the last call."""
+        """Return events of lost and recovered replicas since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -122,51 +121,51 @@ class Replicas:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _place(self, session: str, failed: Collection[int]) -> int:
-        """The session's engine, or another one if that may not be used."""
-        place = self._places.get(session)
-        if place is not None and place not in failed and self._is_up(place):
-            return place
-        if place is not None:
+    async def _assign(self, session: str, failed: Collection[int]) -> int:
+        """Return the session's engine, or assign another one if that cannot be used."""
+        index = self._assignments.get(session)
+        if index is not None and index not in failed and self._is_up(index):
+            return index
+        if index is not None:
             with contextlib.suppress(EngineError):
                 await self.release(session)
         usable = [i for i, replica in enumerate(self._replicas) if replica.version is not None and i not in failed]
         if not usable:
             raise EngineError(
-                f"none of {len(self._replicas)} engine replicas is left for this request: look at the events of the run"
+                f"none of {len(self._replicas)} engine replicas is left for this request: see the events of the run"
             )
-        # If all are in back-off, waiting is worse than trying.
-        place = min([i for i in usable if self._is_up(i)] or usable, key=lambda i: self._replicas[i].sessions)
-        self._places[session] = place
-        self._replicas[place].sessions += 1
-        return place
+        # If all are in back-off, try one instead of waiting.
+        index = min([i for i in usable if self._is_up(i)] or usable, key=lambda i: self._replicas[i].sessions)
+        self._assignments[session] = index
+        self._replicas[index].sessions += 1
+        return index
 
-    def _is_up(self, place: int) -> bool:
-        replica = self._replicas[place]
+    def _is_up(self, index: int) -> bool:
+        replica = self._replicas[index]
         return replica.version is not None and monotonic() >= replica.retry_at
 
     async def _verify(self, replica: _Replica) -> None:
-        """A server that was started again answers, with weights of its own: EngineError."""
+        """Raise EngineError if the replica restarted with other weights."""
         verify = getattr(replica.engine, "verify", None)
         if self._probe is None or verify is None:
             return
         await verify(self._probe)
 
-    def _failed(self, place: int, error: EngineError) -> None:
-        replica = self._replicas[place]
+    def _failed(self, index: int, error: EngineError) -> None:
+        replica = self._replicas[index]
         now = monotonic()
-        if now < replica.retry_at < math.inf:  # many requests fail of one cause
+        if now < replica.retry_at < math.inf:  # one cause can fail many requests
             return
         if not replica.failures:
-            self._report("replica_lost", f"engine replica {place} failed, its episodes continue on the others: {error}")
-        # The exponent is bounded: a replica may stay away for days.
-        replica.retry_at = now + min(FIRST_BACKOFF_S * 2.0 ** min(replica.failures, 16), LONGEST_BACKOFF_S)
+            self._report("replica_lost", f"engine replica {index} failed, its episodes continue on the others: {error}")
+        # The exponent is bounded, because a replica may be down for days.
+        replica.retry_at = now + min(MIN_BACKOFF_S * 2.0 ** min(replica.failures, 16), MAX_BACKOFF_S)
         replica.failures += 1
 
-    def _answered(self, place: int) -> None:
-        replica = self._replicas[place]
+    def _answered(self, index: int) -> None:
+        replica = self._replicas[index]
         if replica.failures:
-            self._report("replica_back", f"engine replica {place} answers again")
+            self._report("replica_back", f"engine replica {index} answers again")
             replica.failures, replica.retry_at = 0, 0.0
 
     def _report(self, kind: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, token by token: exact, instant, for tests and examples."""
+"""An engine that replies from a script, for tests and examples."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from agentgym_rl.types import Completion, Sampling
 
 
 def scripted_logprob(token_id: int) -> float:
-    """The log-probability a scripted engine gives a token: exact in binary and different for most tokens, so that
-    one attached to the wrong token is noticed."""
+    """Return a scripted engine's log-probability of a token. It is exact in binary and differs between most tokens, so
+    that a test notices one attached to the wrong token."""
     return -(1 + token_id % 61) / 64
 
 
 class ScriptedEngine:
-    """Every session hears the same replies from the start: token ids, or text if `encode` is given."""
+    """Gives every session the same replies in order: token ids, or text if `encode` is given."""
 
     def __init__(self, replies: Sequence[list[int] | str], encode: Callable[[str], list[int]] | None = None) -> None:
         self.version = 0
         self.prompts: list[list[int]] = []
-        """Every prompt it was given, in order of arrival."""
+        """Every received prompt, in order."""
         self.samplings: list[Sampling] = []
         self.sessions: dict[str, int] = {}
-        """Replies heard by each session not yet released."""
+        """Number of replies to each session that is not released."""
         self._replies = [self._ids(reply, encode) for reply in replies]
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
@@ -34,12 +34,12 @@ class ScriptedEngine:
         self.sessions[session] = turn + 1
         if turn >= len(self._replies):
             raise EngineError(f"the script has {len(self._replies)} replies, session {session} asks for one more")
-        whole = self._replies[turn]
-        said = whole[: sampling.max_new_tokens]
+        reply = self._replies[turn]
+        token_ids = reply[: sampling.max_new_tokens]
         return Completion(
-            token_ids=list(said),
-            logprobs=[scripted_logprob(token) for token in said],
-            finish="stop" if len(said) == len(whole) else "length",
+            token_ids=list(token_ids),
+            logprobs=[scripted_logprob(token) for token in token_ids],
+            finish="stop" if len(token_ids) == len(reply) else "length",
             version=self.version,
         )
 
@@ -57,5 +57,5 @@ class ScriptedEngine:
         if not isinstance(reply, str):
             return list(reply)
         if encode is None:
-            raise EngineError(f"a scripted reply in words needs encode=renderer.reply_ids, got only {reply!r}")
+            raise EngineError(f"a scripted reply as text needs encode=renderer.reply_ids, got only {reply!r}")
         return list(encode(reply))

@@ -1,4 +1,4 @@
-"""KeyDoor: fetch the key of the right door. Small enough that a model from nothing learns it in a minute."""
+"""KeyDoor: fetch the key of the right door. Small enough that a model learns it from scratch in a minute."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Reply with exactly one action: take COLOUR key, open COLOUR door, go to ROOM, or
 
 COLOURS = ("red", "green", "blue", "yellow")
 ROOMS = ("kitchen", "cellar", "garden", "attic")
-"""Rooms beside the hall; a game has one of them."""
+"""Rooms beside the hall. A game has one of them."""
 HALL = "hall"
 SUBSETS = ("near", "middle", "far")
-"""By the number of turns of the shortest solution: 3, 4, 5."""
+"""Subsets by the number of turns of the shortest solution: 3, 4, 5."""
 NUM_TEST = 152
 
 
@@ -39,8 +39,8 @@ class Layout:
 
 
 def _all_layouts() -> tuple[Layout, ...]:
-    """Every layout once, in a fixed random order: items differ, so nothing of test is ever trained on."""
-    made = [
+    """Return every layout once, in a fixed random order. All items differ, so no test layout occurs in training."""
+    layouts = [
         Layout(goal, tuple(zip(colours, places, strict=True)), side, start)
         for count in (2, 3)
         for colours in itertools.combinations(COLOURS, count)
@@ -49,8 +49,8 @@ def _all_layouts() -> tuple[Layout, ...]:
         for start in (HALL, side)
         for places in itertools.product((HALL, side), repeat=count)
     ]
-    random.Random("keydoor").shuffle(made)
-    return tuple(made)
+    random.Random("keydoor").shuffle(layouts)
+    return tuple(layouts)
 
 
 LAYOUTS = _all_layouts()
@@ -73,7 +73,7 @@ class KeyDoor:
         self._layout: Layout
         self._room = HALL
         self._keys: dict[str, str] = {}
-        """Where each key lies; the one carried is not in it."""
+        """Room of each key by colour, without the carried key."""
         self._carried: str | None = None
         self._open = False
         self._ending = ""
@@ -81,13 +81,13 @@ class KeyDoor:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        layout = _known(item)
+        layout = _layout_of(item)
         place = dict(layout.keys)[layout.goal]
         moves = (place != layout.start) + (place != HALL)
         return (SUBSETS[moves],)
 
     def reset(self, item: int) -> str:
-        self._layout = _known(item)
+        self._layout = _layout_of(item)
         self._item, self._room, self._keys = item, self._layout.start, dict(self._layout.keys)
         self._carried, self._open, self._ending, self._playing = None, False, "", True
         return self._observation()
@@ -117,18 +117,18 @@ class KeyDoor:
         self._playing = False
 
     def actions(self) -> list[str]:
-        """Everything that is possible now, the trap included; empty when the episode is over."""
+        """Return every possible action, including the trap; none when the episode is over."""
         if not self._playing:
             return []
-        found = [*(f"take {colour} key" for colour in self._keys_here()), f"go to {self._next_room()}"]
+        actions = [*(f"take {colour} key" for colour in self._keys_here()), f"go to {self._next_room()}"]
         if self._room == HALL and self._open:
-            found.append("take treasure")
+            actions.append("take treasure")
         elif self._room == HALL and self._carried is not None:
-            found.append(f"open {self._carried} door")
-        return found
+            actions.append(f"open {self._carried} door")
+        return actions
 
     def oracle(self) -> str:
-        """The next action of a shortest solution from here."""
+        """Return the next action of a shortest solution from here."""
         self._require_playing()
         goal = self._layout.goal
         if self._carried == goal or self._open:
@@ -139,7 +139,7 @@ class KeyDoor:
         return f"take {goal} key" if place == self._room else f"go to {place}"
 
     def state_key(self) -> str:
-        """`12|hall|red|open|blue=hall,green=attic`: the item, the room, what is carried, the door, where keys lie."""
+        """Return `12|hall|red|open|blue=hall,green=attic`: item, room, carried key, state of the door, other keys."""
         if self._item < 0:
             raise EnvError("keydoor has no state yet: call reset first")
         keys = ",".join(f"{colour}={room}" for colour, room in sorted(self._keys.items()))
@@ -147,14 +147,14 @@ class KeyDoor:
         return f"{self._item}|{self._room}|{self._carried or 'nothing'}|{door}|{keys}"
 
     def render(self) -> str:
-        """An SVG: the two rooms, the doors, the keys, the player."""
+        """Return an SVG of the two rooms, the doors, the keys and the player."""
         if self._item < 0:
             raise EnvError("keydoor has nothing to draw yet: call reset first")
         return "\n".join(self._draw())
 
-    def _end(self, words: str, *, success: bool) -> Step:
+    def _end(self, observation: str, *, success: bool) -> Step:
         self._playing, self._ending = False, "won" if success else "lost"
-        return Step(words, float(success), True, {"valid": True, "success": success})
+        return Step(observation, float(success), True, {"valid": True, "success": success})
 
     def _require_playing(self) -> None:
         if not self._playing:
@@ -185,8 +185,8 @@ class KeyDoor:
         for left, room in ((20, HALL), (240, self._layout.side)):
             yield f'<rect x="{left}" y="90" width="180" height="150" fill="#fff" stroke="#334155" stroke-width="3"/>'
             yield f'<text x="{left + 10}" y="114" fill="#6b7785">{room}</text>'
-            lying = [colour for colour, _ in self._layout.keys if self._keys.get(colour) == room]
-            for place, colour in enumerate(lying):
+            keys_in_room = [colour for colour, _ in self._layout.keys if self._keys.get(colour) == room]
+            for place, colour in enumerate(keys_in_room):
                 yield from _key(left + 40 + 50 * place, 145, colour)
             if room == self._room:
                 yield f'<circle cx="{left + 90}" cy="205" r="16" fill="#2f6fb0"/>'
@@ -211,7 +211,7 @@ def _key(x: int, y: int, colour: str) -> Iterator[str]:
     yield f'<path d="M{x} {y + 8}v22m0 -6h8m-8 6h8" fill="none" stroke="{paint}" stroke-width="4"/>'
 
 
-def _known(item: int) -> Layout:
+def _layout_of(item: int) -> Layout:
     if not 0 <= item < len(LAYOUTS):
         raise IndexError(f"keydoor has items 0 to {len(LAYOUTS) - 1}, got {item}")
     return LAYOUTS[item]

@@ -1,14 +1,14 @@
-// What the page knows comes from here: from the server, or in an exported page from the data inside it.
+// Data access: from the server, or in an exported page from the embedded data.
 
 import { answerOffline } from "./offline.js";
 
 let embedded = null;
 
-/** Read the data inside an exported page, if this is one. */
+/** Load the embedded data if this is an exported page. */
 export async function prepare() {
-  const holder = document.getElementById("embedded");
-  if (!holder) return;
-  const packed = Uint8Array.from(atob(holder.textContent.trim()), (letter) => letter.charCodeAt(0));
+  const element = document.getElementById("embedded");
+  if (!element) return;
+  const packed = Uint8Array.from(atob(element.textContent.trim()), (letter) => letter.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   embedded = await new Response(stream).json();
 }
@@ -25,7 +25,7 @@ export function queryOf(parameters) {
   return query;
 }
 
-/** GET api/<path> as JSON. Errors carry what the server said. */
+/** GET api/<path> as JSON. Errors have the message of the server. */
 export async function get(path, parameters, signal) {
   if (embedded) return answerOffline(embedded, path, parameters ?? {});
   return read(await fetch(`api/${path}?${queryOf(parameters)}`, { signal }));
@@ -36,7 +36,7 @@ export async function post(path, body) {
   return read(await fetch(`api/${path}`, { method: "POST", headers, body: JSON.stringify(body) }));
 }
 
-/** A picture as {url, html}: an address for an <img>, or with html for a sandboxed frame. */
+/** Return a picture as {url, html}: the address of an <img>, or if `html` is true of a sandboxed frame. */
 export async function getPicture(path, parameters, signal) {
   if (embedded) {
     const frame = answerOffline(embedded, path, parameters);
@@ -61,7 +61,7 @@ async function read(response) {
   try {
     detail = (await response.json()).detail ?? detail;
   } catch {
-    // not JSON: the status has to do
+    // not JSON: report the status
   }
   throw new Error(detail);
 }

@@ -28,10 +28,10 @@ const notice = h("div", { class: "notice", role: "status" });
 const nav = h("nav", { "aria-label": "Main" });
 const help = h("dialog", { class: "help", "aria-label": "Keyboard" });
 let page = null;
-let turn = 0;
+let openCount = 0;
 let opening = false;
 let following = false;
-let untold = null; // changes that the page has not been told of
+let pendingChanges = null; // changes that the page has not handled yet
 
 function frame() {
   const theme = h("button", { type: "button", class: "quiet icon", onclick: nextTheme }, "◐");
@@ -67,7 +67,7 @@ function store(name, value) {
   try {
     localStorage.setItem(`agentgym-rl ${name}`, value);
   } catch {
-    // it lasts as long as the page then
+    // without storage the setting lasts until the page is closed
   }
 }
 
@@ -76,23 +76,23 @@ function drawNavigation(current) {
 }
 
 async function open() {
-  const mine = ++turn;
+  const current = ++openCount;
   opening = true;
-  untold = null; // all of that is read anew
+  pendingChanges = null; // the new page loads everything
   const route = readRoute();
   drawNavigation(BELONGS[route.page] ?? route.page);
   main.classList.add("loading");
   let next;
   try {
     const make = PAGES[route.page];
-    if (!make) throw new Error(`there is no page ${route.page}`);
+    if (!make) throw new Error(`no page ${route.page}`);
     next = await make(route);
   } catch (error) {
     const node = h("div", { class: "page" }, message("error", error.message), h("p", {}, h("a", { href: link("runs") }, "All runs")));
-    // What is not there yet may come: somebody may open a link to an evaluation that is about to start.
+    // The run may appear later, for example if the link is to an evaluation that is about to start.
     next = { node, title: "Error", keys: [], onChange: (changes) => (changes.runs.size || changes.grown ? open() : null) };
   }
-  if (mine !== turn) {
+  if (current !== openCount) {
     next.dispose?.();
     return;
   }
@@ -105,20 +105,20 @@ async function open() {
   scrollTo(0, 0);
   page.focus?.focus({ preventScroll: true });
   opening = false;
-  follow(); // it may have read what was there before a change that came meanwhile
+  follow(); // the page may have loaded before a change that arrived meanwhile
 }
 
-/** Tells the page what has changed, one change after another: so an older answer never comes after a newer one. */
+/** Pass changes to the page one at a time, so that an older answer never arrives after a newer one. */
 async function follow() {
   if (following) return;
   following = true;
-  while (untold && !opening) {
-    const changes = untold;
-    untold = null;
+  while (pendingChanges && !opening) {
+    const changes = pendingChanges;
+    pendingChanges = null;
     try {
       await page?.onChange?.(changes);
     } catch {
-      // what could not be read now is read after the next change
+      // read again after the next change
     }
   }
   following = false;
@@ -127,8 +127,8 @@ async function follow() {
 function showHelp() {
   const common = [["?", "this help"], ["1 2 3 4", "runs, evaluations, compare, playground"], ["d", "light, dark, automatic"], ["Backspace", "back"]];
   const names = { " ": "Space", ArrowRight: "→", ArrowLeft: "←", ArrowUp: "↑", ArrowDown: "↓" };
-  const rows = [...(page?.keys ?? []).map(([key, what]) => [names[key] ?? key, what]), ...common];
-  fill(help, h("h2", {}, "Keyboard"), h("dl", {}, rows.map(([key, what]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, what)])), h("button", { type: "button", onclick: () => help.close() }, "Close"));
+  const rows = [...(page?.keys ?? []).map(([key, action]) => [names[key] ?? key, action]), ...common];
+  fill(help, h("h2", {}, "Keyboard"), h("dl", {}, rows.map(([key, action]) => [h("dt", {}, h("kbd", {}, key)), h("dd", {}, action)])), h("button", { type: "button", onclick: () => help.close() }, "Close"));
   help.showModal();
 }
 
@@ -156,17 +156,17 @@ let stale = false;
 
 function onChange(changes) {
   if (changes.lost) {
-    fill(notice, "The viewer does not answer: was it stopped?");
+    fill(notice, "The viewer does not respond. Is it still running?");
     stale = true;
     return;
   }
   const { total, unread, problem } = changes.index;
-  if (problem) fill(notice, `The index cannot be brought up to date: ${problem}`);
+  if (problem) fill(notice, `The index cannot be updated: ${problem}`);
   else if (unread > 1e6) fill(notice, `Reading trajectories: ${bytes(total - unread)} of ${bytes(total)}`, h("progress", { max: total, value: total - unread }));
   else fill(notice);
   if (stale) changes.grown = true;
   stale = false;
-  untold = untold ? { ...changes, runs: new Set([...untold.runs, ...changes.runs]), grown: untold.grown || changes.grown } : changes;
+  pendingChanges = pendingChanges ? { ...changes, runs: new Set([...pendingChanges.runs, ...changes.runs]), grown: pendingChanges.grown || changes.grown } : changes;
   follow();
 }
 

@@ -1,11 +1,11 @@
-// The episodes of a run, or its groups: filters with counts, and a list of any length.
+// The episodes or groups of a run: filters with counts, and a list of any length.
 
 import { get } from "./api.js";
 import { fill, h, select } from "./dom.js";
 import { count, KINDS, number, signed, STOPS, taskName } from "./format.js";
 import { virtualList } from "./list.js";
 import { link } from "./route.js";
-import { runHead, troubles } from "./run.js";
+import { runHead, problemList } from "./run.js";
 
 const ORDERS = [
   ["step", "newest step first"], ["oldest", "oldest step first"], ["reward", "highest reward"], ["worst", "lowest reward"],
@@ -29,8 +29,8 @@ export function outcome(row) {
 
 const isPhone = () => matchMedia("(max-width: 720px)").matches;
 
-/** What episodes and groups pages share: the head, the filters and the list. */
-async function browser(route, current, { path, extra, renderRow, open, what, orders }) {
+/** The common part of the episodes and groups pages: head, filters and list. */
+async function browser(route, current, { path, extra, renderRow, open, nouns, orders }) {
   const id = route.parts[0];
   const chosen = Object.fromEntries(route.query);
   const choices = h("div", { class: "part" });
@@ -39,21 +39,21 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
   const total = h("span", { class: "total", role: "status" });
   const item = h("input", { type: "number", min: 0, placeholder: "item", "aria-label": "item", class: "item", onchange: () => change("item", item.value) });
   item.value = chosen.item ?? "";
-  // The field stays where it is while what is beside it is drawn anew: somebody may be typing.
+  // The field is kept while the filters beside it are redrawn, because a user may be typing.
   const filters = h("div", { class: "filters" }, choices, item, further);
   let drawing = 0;
 
   const list = virtualList({
-    label: what[1],
-    empty: `no ${what[1]} match these filters`,
+    label: nouns[1],
+    empty: `no ${nouns[1]} match these filters`,
     rowHeight: () => (isPhone() ? 66 : 42),
-    fetchPage: (offset, limit, signal) => get(path, { ...wanted(), offset, limit }, signal),
+    fetchPage: (offset, limit, signal) => get(path, { ...parameters(), offset, limit }, signal),
     renderRow: (row) => renderRow(row, id),
     onOpen: (row) => (location.hash = open(row, id)),
-    onTotal: (all) => fill(total, count(all, what[0], what[1])),
+    onTotal: (all) => fill(total, count(all, nouns[0], nouns[1])),
   });
 
-  function wanted() {
+  function parameters() {
     const { mixed, order, ...rest } = chosen;
     return { run: id, ...rest, ...(path === "groups" ? { mixed } : { order }) };
   }
@@ -66,26 +66,26 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
   }
 
   async function drawFilters() {
-    const mine = ++drawing;
+    const request = ++drawing;
     const { order, mixed, ...rest } = chosen;
-    const clearing = Object.keys(chosen).length ? h("button", { type: "button", class: "quiet", onclick: clear }, "Clear") : null;
+    const clearButton = Object.keys(chosen).length ? h("button", { type: "button", class: "quiet", onclick: clear }, "Clear") : null;
     let facets;
     try {
       facets = await get("facets", { run: id, ...rest });
     } catch (error) {
-      if (mine !== drawing) return;
+      if (request !== drawing) return;
       fill(choices, h("span", { class: "invalid" }, error.message));
-      fill(further, clearing);
+      fill(further, clearButton);
       return;
     }
-    if (mine !== drawing) return; // something else was chosen meanwhile
+    if (request !== drawing) return; // the filters changed meanwhile
     const shown = Object.keys(NAMES).filter((name) => facets[name].length > 1 || chosen[name] !== undefined);
     fill(
       choices,
       shown.map((name) => {
-        const options = facets[name].map(([value, some]) => {
+        const options = facets[name].map(([value, total]) => {
           const given = name === "success" ? String(Boolean(value)) : String(value);
-          return [given, `${label(name, value)}  (${some.toLocaleString("en")})`];
+          return [given, `${label(name, value)}  (${total.toLocaleString("en")})`];
         });
         if (chosen[name] !== undefined && !options.some(([value]) => value === chosen[name])) {
           options.unshift([chosen[name], `${label(name, chosen[name])}  (0)`]);
@@ -96,7 +96,7 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
         return node;
       }),
     );
-    fill(further, extra?.(chosen, change), clearing);
+    fill(further, extra?.(chosen, change), clearButton);
     fill(tools, total, orders ? select(ORDERS, order ?? "step", (value) => change("order", value), "order") : null);
   }
 
@@ -108,13 +108,13 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
     return Promise.all([drawFilters(), list.reload()]);
   }
 
-  // The rows do not wait for the filters, whose counts take longer.
+  // Load the rows without waiting for the filters, whose counts take longer.
   drawFilters();
   const [run] = await Promise.all([get("run", { run: id }), list.reload()]);
   return {
-    node: h("div", { class: "page tall" }, runHead(run, current), troubles(run), h("div", { class: "filter-bar" }, filters, tools), list.node),
+    node: h("div", { class: "page tall" }, runHead(run, current), problemList(run), h("div", { class: "filter-bar" }, filters, tools), list.node),
     section: run.kind === "eval" ? "evals" : "runs",
-    title: `${what[1]} · ${id}`,
+    title: `${nouns[1]} · ${id}`,
     focus: list.node,
     dispose: list.dispose,
     async onChange(changes) {
@@ -123,7 +123,7 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
     },
     keys: [
       ["ArrowDown", "next row", () => list.move(1)],
-      ["ArrowUp", "row before", () => list.move(-1)],
+      ["ArrowUp", "previous row", () => list.move(-1)],
       ["PageDown", "a page down", () => list.page(1)],
       ["PageUp", "a page up", () => list.page(-1)],
       ["Enter", "open", () => list.open()],
@@ -135,7 +135,7 @@ async function browser(route, current, { path, extra, renderRow, open, what, ord
 export function episodesPage(route) {
   return browser(route, "episodes", {
     path: "episodes",
-    what: ["episode", "episodes"],
+    nouns: ["episode", "episodes"],
     orders: true,
     renderRow: episodeRow,
     open: (row, id) => link("episode", id, row.key),
@@ -160,7 +160,7 @@ function episodeRow(row, id) {
 export function groupsPage(route) {
   return browser(route, "groups", {
     path: "groups",
-    what: ["group", "groups"],
+    nouns: ["group", "groups"],
     renderRow: groupRow,
     open: (row, id) => link("group", id, row.key),
     extra: (chosen, change) => {

@@ -1,13 +1,13 @@
-// Line charts in SVG: several runs over one axis, smoothed over the raw values, stages shaded, values on hover.
+// Line charts in SVG: several runs, smoothed and raw values, shaded stages, values on hover.
 
 import { fill, h, s } from "./dom.js";
 import { number } from "./format.js";
 
 const MARGIN = { top: 18, right: 14, bottom: 40, left: 68 };
 const MAX_POINTS = 600;
-const LETTER = 6.6; // px, at the size of a stage's label: an upper bound for digits and small letters
+const LETTER = 6.6; // px per character of a stage's label, an upper bound
 
-/** Gaussian mean with a standard deviation of `width` points; cut and renormalised at the ends. Gaps are skipped. */
+/** Smooth with a Gaussian of standard deviation `width` points, renormalized at the ends. Gaps are skipped. */
 export function smooth(values, width) {
   if (width < 0.2) return values;
   const reach = Math.ceil(3 * width);
@@ -25,17 +25,17 @@ export function smooth(values, width) {
   });
 }
 
-/** Round numbers that cover low to high, about `wanted` of them. */
+/** Return about `wanted` round numbers that cover low to high. */
 export function ticks(low, high, wanted) {
-  if (!(high - low > 1e-12 * Math.abs(high))) return [low]; // adding a step would not move
+  if (!(high - low > 1e-12 * Math.abs(high))) return [low]; // a step would be smaller than the rounding error
   const rough = (high - low) / Math.max(1, wanted) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const size = [1, 2, 5, 10].map((m) => m * power).find((step) => step >= rough * 0.999) ?? rough;
-  const found = [];
+  const values = [];
   for (let tick = Math.ceil(low / size - 1e-9) * size; tick <= high + size * 1e-6; tick += size) {
-    found.push(Math.abs(tick) < size * 1e-9 ? 0 : tick);
+    values.push(Math.abs(tick) < size * 1e-9 ? 0 : tick);
   }
-  return found;
+  return values;
 }
 
 function thin(points) {
@@ -43,8 +43,8 @@ function thin(points) {
   if (size <= 1) return points;
   const kept = [];
   for (let i = 0; i < points.length; i += size) {
-    const some = points.slice(i, i + size).filter(([, y]) => y !== null);
-    if (some.length) kept.push([some[0][0], some.reduce((sum, [, y]) => sum + y, 0) / some.length]);
+    const part = points.slice(i, i + size).filter(([, y]) => y !== null);
+    if (part.length) kept.push([part[0][0], part.reduce((sum, [, y]) => sum + y, 0) / part.length]);
   }
   return kept;
 }
@@ -67,7 +67,7 @@ function pathOf(points, x, y, stepped) {
   return path;
 }
 
-/** A pointer position that charts share, so that all of them show the same step. */
+/** Return a pointer position shared by charts, so that all of them show the same step. */
 export function sharedCursor() {
   const charts = new Set();
   return {
@@ -93,7 +93,7 @@ export function chart(options) {
   let data = { lines: [], marks: [], stages: [] };
   let view = null;
   const self = { node, update, point, dispose };
-  // One element for good: whoever points at it keeps pointing at it while it is drawn anew.
+  // The element is never replaced, so that a redraw does not interrupt hovering.
   const drawing = s("svg", {
     role: "img", "aria-label": options.label ?? "chart",
     onpointermove: (event) => view && cursor.move(view.x.invert(event.clientX - drawing.getBoundingClientRect().left), self),
@@ -118,7 +118,7 @@ export function chart(options) {
     ].filter(([, y]) => y !== null && Number.isFinite(y));
     if (!all.length) {
       view = null;
-      fill(node, h("p", { class: "empty" }, "nothing recorded"));
+      fill(node, h("p", { class: "empty" }, "no data"));
       return;
     }
     const x = scale(extent(all.map(([px]) => px)), [MARGIN.left, width - MARGIN.right]);
@@ -145,35 +145,35 @@ export function chart(options) {
     view.rule.setAttribute("visibility", "hidden");
     view.dots.replaceChildren();
     if (at === null) return;
-    const found = data.lines
+    const hitLines = data.lines
       .map((line) => [line, nearest(line.points, at)])
       .filter(([line, p]) => p && p[1] !== null && Math.abs(p[0] - at) <= reach(line.points));
-    const marked = data.marks
+    const hitMarks = data.marks
       .map((mark) => [mark, nearest(mark.points.map((p) => [p.x, p.y, p.text]), at)])
       .filter(([, p]) => p && Math.abs(view.x(p[0]) - view.x(at)) < 8);
-    if (!found.length && !marked.length) return;
-    const px = view.x((found[0] ?? marked[0])[1][0]);
+    if (!hitLines.length && !hitMarks.length) return;
+    const px = view.x((hitLines[0] ?? hitMarks[0])[1][0]);
     view.rule.setAttribute("x1", px);
     view.rule.setAttribute("x2", px);
     view.rule.setAttribute("visibility", "visible");
-    for (const [line, p] of found) {
+    for (const [line, p] of hitLines) {
       view.dots.append(s("circle", { r: 3.5, cx: view.x(p[0]), cy: view.y(p[1]), style: { fill: line.color } }));
     }
     if (!here) return;
     const rows = [
-      ...found.map(([line, p]) => [line.color, line.name, format(p[1])]),
-      ...marked.map(([mark, p]) => [mark.color, mark.name, p[2] ?? format(p[1])]),
+      ...hitLines.map(([line, p]) => [line.color, line.name, format(p[1])]),
+      ...hitMarks.map(([mark, p]) => [mark.color, mark.name, p[2] ?? format(p[1])]),
     ];
     fill(
       tip,
-      h("b", {}, `${options.xLabel ?? "step"} ${formatX((found[0] ?? marked[0])[1][0])}`),
+      h("b", {}, `${options.xLabel ?? "step"} ${formatX((hitLines[0] ?? hitMarks[0])[1][0])}`),
       rows.map(([color, name, text]) =>
         h("div", {}, h("i", { style: { background: color } }), h("span", {}, name), h("em", {}, text)),
       ),
     );
     tip.hidden = false;
-    const place = px + 14 + tip.offsetWidth > view.width ? px - tip.offsetWidth - 14 : px + 14;
-    tip.style.left = `${Math.max(0, place)}px`;
+    const tipLeft = px + 14 + tip.offsetWidth > view.width ? px - tip.offsetWidth - 14 : px + 14;
+    tip.style.left = `${Math.max(0, tipLeft)}px`;
   }
 
   function shade(stage, i, x, width) {
@@ -189,9 +189,9 @@ export function chart(options) {
     ];
   }
 
-  /** The widest wording that ends before the next stage begins; on a short one none. */
-  function labelOf(stage, room, left) {
-    const text = [stage.label, stage.short].find((some) => some && some.length * LETTER + 4 <= room);
+  /** Return the longest label that fits into the stage, or null. */
+  function labelOf(stage, width, left) {
+    const text = [stage.label, stage.short].find((label) => label && label.length * LETTER + 4 <= width);
     return text ? s("text", { x: left + 2, y: MARGIN.top - 5, class: "stage-label" }, text) : null;
   }
 
@@ -242,9 +242,9 @@ function drawMarks(mark, x, y) {
 }
 
 function scale([low, high], [from, to]) {
-  const wide = high - low || 1;
-  const map = (value) => from + ((value - low) / wide) * (to - from);
-  map.invert = (place) => low + ((place - from) / (to - from)) * wide;
+  const range = high - low || 1;
+  const map = (value) => from + ((value - low) / range) * (to - from);
+  map.invert = (position) => low + ((position - from) / (to - from)) * range;
   map.low = low;
   map.high = high;
   return map;
@@ -256,16 +256,16 @@ function extent(values) {
     low = Math.min(low, value);
     high = Math.max(high, value);
   }
-  const room = Math.max(0.5, 1e-3 * Math.abs(low)); // beside a large number a half is nothing
-  return low === high ? [low - room, high + room] : [low, high];
+  const margin = Math.max(0.5, 1e-3 * Math.abs(low)); // relative to large numbers
+  return low === high ? [low - margin, high + margin] : [low, high];
 }
 
 function padded(values, range) {
   if (range) return range;
   let [low, high] = extent(values);
   if (low >= 0 && low < 0.5 * high) low = 0;
-  const room = 0.06 * (high - low);
-  return [low === 0 ? 0 : low - room, high + room];
+  const margin = 0.06 * (high - low);
+  return [low === 0 ? 0 : low - margin, high + margin];
 }
 
 function nearest(points, at) {
@@ -278,7 +278,7 @@ function reach(points) {
   return points.length > 1 ? Math.max(1, (points.at(-1)[0] - points[0][0]) / points.length) * 1.5 : Infinity;
 }
 
-/** A line without axes, for lists. */
+/** Return a line without axes, for lists. */
 export function sparkline(values, color) {
   const [width, height] = [96, 26];
   if (values.length < 2) return h("span", { class: "spark" });

@@ -1,5 +1,5 @@
-// Two episodes of one item, aligned turn by turn: two checkpoints, two agents, or two tries. Without a choice of
-// episodes, two runs: the settings in which they differ, and the tasks that both played.
+// Comparison of two episodes of one item, aligned turn by turn. If none are chosen, comparison of two runs: the
+// settings in which they differ, and the tasks that both played.
 
 import { get } from "./api.js";
 import { differences } from "./config.js";
@@ -25,17 +25,17 @@ export async function comparePage(route) {
   const first = await get("episode", a);
   const same = await get("same_task", { env: first.env, item: first.item });
   const others = same.filter((row) => nameOf(row) !== nameOf(a));
-  const wanted = parts(route.query.get("b")) ?? suggestion(a, first, others);
-  const second = wanted ? await get("episode", wanted) : null;
+  const b = parts(route.query.get("b")) ?? suggestion(a, first, others);
+  const second = b ? await get("episode", b) : null;
   const boxes = [];
   const withPictures = route.query.get("pictures") !== "no";
 
-  // Not what stands on the other side already; two that read the same are told apart by where they are kept.
+  // The episode on the other side is left out. Episodes with equal labels get their keys added.
   const chooser = (current, side, other) =>
     select(
       labelled(same.filter((row) => nameOf(row) !== nameOf(other))),
       nameOf(current),
-      (value) => (location.hash = link("compare", { a: nameOf(a), b: wanted && nameOf(wanted), ...Object.fromEntries(route.query), [side]: value })),
+      (value) => (location.hash = link("compare", { a: nameOf(a), b: b && nameOf(b), ...Object.fromEntries(route.query), [side]: value })),
       side === "a" ? "Left episode" : "Right episode",
     );
 
@@ -47,7 +47,7 @@ export async function comparePage(route) {
   }
 
   if (!second) {
-    fill(node, head, h("p", { class: "message info" }, "This is the only episode of this item. Items are played again at every evaluation, so a run with several of them can be compared with itself."));
+    fill(node, head, h("p", { class: "message info" }, "This is the only episode of this item. Every evaluation plays the same items, so a run with several evaluations can be compared with itself."));
     return { node, title: "Compare", keys: [] };
   }
   const sides = [first, second].map((episode, i) => ({ episode, letter: "AB"[i], ...turnsOf(episode) }));
@@ -67,14 +67,14 @@ export async function comparePage(route) {
       boxes.push(picture);
       whenSeen(picture.node, () => picture.show("frame", { run: side.episode.run, key: side.episode.key, turn: k }));
     }
-    if (!turn) return h("div", { class: "side card" }, picture?.node, block("Last observation", side.ending || "(none was recorded)", "observation"), h("p", { class: "paid" }, `${side.letter}: ${STOPS[side.episode.stop] ?? side.episode.stop}, reward ${number(side.episode.reward)}`));
+    if (!turn) return h("div", { class: "side card" }, picture?.node, block("Last observation", side.ending || "(not recorded)", "observation"), h("p", { class: "paid" }, `${side.letter}: ${STOPS[side.episode.stop] ?? side.episode.stop}, reward ${number(side.episode.reward)}`));
     return h("div", { class: "side card" }, picture?.node, h("details", { class: "block observation" }, h("summary", {}, "Observation"), h("pre", {}, turn.observation)), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), turn.reward || turn.info.valid === false ? h("p", { class: "paid" }, turn.reward ? `reward ${number(turn.reward)}` : null, turn.info.valid === false ? h("span", { class: "invalid" }, "invalid action") : null) : null);
   }
 
   fill(
     node,
     head,
-    h("div", { class: "pair heads" }, h("span", { class: "pair-number" }), [[a, "a", first, wanted], [wanted, "b", second, a]].map(([current, side, episode, other]) => h("div", { class: "side" }, chooser(current, side, other), h("a", { class: "run-name", href: link("episode", episode.run, episode.key) }, h("span", { class: "letter" }, side.toUpperCase()), episode.run), badges(episode)))),
+    h("div", { class: "pair heads" }, h("span", { class: "pair-number" }), [[a, "a", first, b], [b, "b", second, a]].map(([current, side, episode, other]) => h("div", { class: "side" }, chooser(current, side, other), h("a", { class: "run-name", href: link("episode", episode.run, episode.key) }, h("span", { class: "letter" }, side.toUpperCase()), episode.run), badges(episode)))),
     rows,
   );
   return {
@@ -82,17 +82,17 @@ export async function comparePage(route) {
     title: `Compare ${taskName(first)}`,
     dispose: () => boxes.forEach((box) => box.dispose()),
     section: "compare",
-    keys: [["s", "swap the sides", () => (location.hash = link("compare", { ...Object.fromEntries(route.query), a: nameOf(wanted), b: nameOf(a) }))]],
+    keys: [["s", "swap the sides", () => (location.hash = link("compare", { ...Object.fromEntries(route.query), a: nameOf(b), b: nameOf(a) }))]],
   };
 }
 
-/** Two runs or evaluations, chosen here, or one against itself. */
+/** The page that compares two chosen runs or evaluations, or one with itself. */
 async function compareRuns(route) {
   const node = h("div", { class: "page" });
   const title = h("h1", {}, "Compare");
   const { runs } = await get("overview");
   if (!runs.length) {
-    fill(node, h("header", { class: "page-head" }, title), message("info", "No runs here yet: there is nothing to compare."));
+    fill(node, h("header", { class: "page-head" }, title), message("info", "No runs yet: there is nothing to compare."));
     return { node, title: "Compare", keys: [] };
   }
   const ids = runs.map((run) => run.id);
@@ -115,9 +115,9 @@ async function compareRuns(route) {
 function sharedTasks({ total, rows }, left, right) {
   const title = h("h2", {}, left === right ? "Tasks played more than once" : "Tasks that both played");
   if (!rows.length) {
-    const alone = (id) => h("a", { class: "button", href: link("compare", { left: id, right: id }) }, `${isolated(id)} with itself`);
-    const none = left === right ? "No task was played twice here: choose another run on one side." : "They have no task in common. Choose other runs, or compare one with itself: its first and its latest episodes.";
-    return h("section", { class: "card" }, title, h("p", { class: "hint" }, none), left === right ? null : h("div", { class: "choose-runs" }, alone(left), alone(right)));
+    const withItself = (id) => h("a", { class: "button", href: link("compare", { left: id, right: id }) }, `${isolated(id)} with itself`);
+    const hint = left === right ? "This run played no task twice: choose another run on one side." : "These runs have no task in common. Choose other runs, or compare the first and latest episodes of one run.";
+    return h("section", { class: "card" }, title, h("p", { class: "hint" }, hint), left === right ? null : h("div", { class: "choose-runs" }, withItself(left), withItself(right)));
   }
   const side = (run, episode) => h("td", {}, outcome(episode), ` ${KINDS[episode.kind] ?? episode.kind} ${episode.step} · reward ${number(episode.reward)} · ${count(episode.turns, "turn")}`);
   const line = (row) => h("tr", {}, h("th", { scope: "row" }, h("a", { href: link("compare", { a: `${left}|${row.left.key}`, b: `${right}|${row.right.key}` }) }, taskName(row))), side(left, row.left), side(right, row.right));
@@ -126,11 +126,11 @@ function sharedTasks({ total, rows }, left, right) {
     { class: "card" },
     title,
     h("div", { class: "table-scroll" }, h("table", { class: "shared" }, h("thead", {}, h("tr", {}, ["Task", "A", "B"].map((name) => h("th", {}, name)))), h("tbody", {}, rows.map(line)))),
-    h("p", { class: "hint" }, `${left === right ? "The first and the latest episode" : "The latest episode"} of each task; different outcomes first.`, total > rows.length ? ` The first ${rows.length} of ${total}.` : ""),
+    h("p", { class: "hint" }, `${left === right ? "The first and the latest episode" : "The latest episode"} of each task, different outcomes first.`, total > rows.length ? ` The first ${rows.length} of ${total}.` : ""),
   );
 }
 
-/** Another checkpoint of the same kind if there is one, with the other outcome if possible. */
+/** Suggest an episode of the same kind and another checkpoint, if possible with another outcome. */
 function suggestion(a, first, others) {
   const rank = (row) => 4 * (row.kind === first.kind) + 2 * (row.step !== first.step || row.run !== a.run) + (row.success !== first.success);
   return others.toSorted((x, y) => rank(y) - rank(x))[0] ?? null;
@@ -138,16 +138,16 @@ function suggestion(a, first, others) {
 
 function labelled(rows) {
   const text = (row) => `${isolated(row.run)} · ${KINDS[row.kind] ?? row.kind} ${row.step} · ${row.success ? "success" : "no success"} · reward ${number(row.reward)} · ${row.turns} turns`;
-  const seen = new Map();
-  for (const row of rows) seen.set(text(row), (seen.get(text(row)) ?? 0) + 1);
-  return rows.map((row) => [nameOf(row), seen.get(text(row)) > 1 ? `${text(row)} · ${row.key}` : text(row)]);
+  const counts = new Map();
+  for (const row of rows) counts.set(text(row), (counts.get(text(row)) ?? 0) + 1);
+  return rows.map((row) => [nameOf(row), counts.get(text(row)) > 1 ? `${text(row)} · ${row.key}` : text(row)]);
 }
 
 function splitNote(k, sides) {
-  const over = sides.find((side) => side.turns.length === k);
-  if (over) return `all ${k} actions of ${over.letter} are the same; ${over.letter === "A" ? "B" : "A"} goes on`;
+  const shorter = sides.find((side) => side.turns.length === k);
+  if (shorter) return `all ${k} actions of ${shorter.letter} are the same; ${shorter.letter === "A" ? "B" : "A"} continues`;
   if (k === 0) return "A and B differ from the first action on";
-  return `the first ${k === 1 ? "action is" : `${k} actions are`} the same; here A and B part`;
+  return `the first ${k === 1 ? "action is" : `${k} actions are`} the same; A and B differ from here on`;
 }
 
 function firstDifference([left, right]) {

@@ -1,15 +1,15 @@
-// A run's settings and checkpoints, and the settings in which two runs differ.
+// Settings and checkpoints of a run, and the settings in which two runs differ.
 
 import { get } from "./api.js";
 import { fill, guarded, h, message } from "./dom.js";
 import { ago, bytes, isolated } from "./format.js";
 import { link } from "./route.js";
-import { runHead, troubles } from "./run.js";
+import { runHead, problemList } from "./run.js";
 
-/** [["rl.steps", "50"], …]: every setting by its whole name, in the order of the file. */
+/** Return [["rl.steps", "50"], …]: every setting by its full name, in file order. */
 export function flat(table, prefix = "") {
   return Object.entries(table ?? {}).flatMap(([name, value]) => {
-    if (Array.isArray(value) && value.some((some) => some && typeof some === "object")) return value.flatMap((some, i) => flat(some, `${prefix}${name}.${i}.`));
+    if (Array.isArray(value) && value.some((entry) => entry && typeof entry === "object")) return value.flatMap((entry, i) => flat(entry, `${prefix}${name}.${i}.`));
     if (value && typeof value === "object" && !Array.isArray(value)) return flat(value, `${prefix}${name}.`);
     return [[`${prefix}${name}`, JSON.stringify(value)]];
   });
@@ -21,7 +21,7 @@ export async function configPage(route) {
 
   async function draw() {
     const run = await get("run", { run: id });
-    fill(node, runHead(run, "config"), troubles(run), guarded("checkpoints", () => checkpoints(run)), guarded("config.toml", () => settings(run)));
+    fill(node, runHead(run, "config"), problemList(run), guarded("checkpoints", () => checkpoints(run)), guarded("config.toml", () => settings(run)));
   }
 
   await draw();
@@ -29,17 +29,17 @@ export async function configPage(route) {
 }
 
 function checkpoints(run) {
-  const found = run.checkpoints ?? [];
-  const rows = found.map((some) => h("tr", {}, h("td", {}, some.step), h("td", {}, some.holds.join(", ") || "empty"), h("td", {}, bytes(some.bytes)), h("td", {}, ago(some.saved))));
-  const table = h("table", { class: "checkpoints" }, h("thead", {}, h("tr", {}, ["Step", "Holds", "Size", "Saved"].map((name) => h("th", {}, name)))), h("tbody", {}, rows));
-  const use = h("p", { class: "hint" }, "agentgym-rl eval --agent RUN@STEP evaluates one, agentgym-rl train --resume goes on from the last.");
-  return h("section", { class: "card" }, h("h2", {}, "Checkpoints"), found.length ? [h("div", { class: "table-scroll" }, table), use] : h("p", { class: "hint" }, "None is saved yet."));
+  const saved = run.checkpoints ?? [];
+  const rows = saved.map((row) => h("tr", {}, h("td", {}, row.step), h("td", {}, row.holds.join(", ") || "empty"), h("td", {}, bytes(row.bytes)), h("td", {}, ago(row.saved))));
+  const table = h("table", { class: "checkpoints" }, h("thead", {}, h("tr", {}, ["Step", "Content", "Size", "Saved"].map((name) => h("th", {}, name)))), h("tbody", {}, rows));
+  const use = h("p", { class: "hint" }, "agentgym-rl eval --agent RUN@STEP evaluates a checkpoint; agentgym-rl train --resume continues from the last.");
+  return h("section", { class: "card" }, h("h2", {}, "Checkpoints"), saved.length ? [h("div", { class: "table-scroll" }, table), use] : h("p", { class: "hint" }, "No checkpoint is saved yet."));
 }
 
 function settings(run) {
   const rows = flat(run.config);
   const head = h("div", { class: "card-head" }, h("h2", {}, "Config"), h("a", { class: "button", href: link("compare", { left: run.id }) }, "Compare with another run"));
-  if (!rows.length) return h("section", { class: "card" }, head, message("info", "This run has no config.toml that can be read."));
+  if (!rows.length) return h("section", { class: "card" }, head, message("info", "This run has no readable config.toml."));
   const sections = new Map();
   for (const [name, value] of rows) {
     const at = name.indexOf(".");
@@ -47,24 +47,24 @@ function settings(run) {
     if (!sections.has(section)) sections.set(section, []);
     sections.get(section).push([name.slice(at + 1), value]);
   }
-  const block = ([section, own]) => h("section", {}, section ? h("h3", {}, section) : null, h("pre", {}, own.map(([name, value]) => `${name} = ${value}`).join("\n")));
+  const block = ([section, entries]) => h("section", {}, section ? h("h3", {}, section) : null, h("pre", {}, entries.map(([name, value]) => `${name} = ${value}`).join("\n")));
   return h("section", { class: "card config" }, head, h("div", { class: "config-sections" }, [...sections].map(block)));
 }
 
-/** The settings of two runs side by side: those that differ, one line each. Evaluations have none. */
+/** A table of the settings in which two runs differ. Evaluations have no settings. */
 export function differences(left, right) {
-  const [ours, theirs] = [new Map(flat(left.config)), new Map(flat(right.config))];
-  const names = [...new Set([...ours.keys(), ...theirs.keys()])];
-  const differing = names.filter((name) => ours.get(name) !== theirs.get(name));
+  const [leftValues, rightValues] = [new Map(flat(left.config)), new Map(flat(right.config))];
+  const names = [...new Set([...leftValues.keys(), ...rightValues.keys()])];
+  const differing = names.filter((name) => leftValues.get(name) !== rightValues.get(name));
   if (!names.length) return null;
   const title = h("h2", {}, "Settings that differ");
-  if (!ours.size || !theirs.size) {
-    const without = (ours.size ? right : left).id;
+  if (!leftValues.size || !rightValues.size) {
+    const without = (leftValues.size ? right : left).id;
     return h("section", { class: "card" }, title, h("p", { class: "hint" }, `${isolated(without)} has no config.toml: only runs have one.`));
   }
   if (!differing.length) return h("section", { class: "card" }, title, h("p", { class: "hint" }, `All ${names.length} settings are the same.`));
   const cell = (value) => h("td", { class: value === undefined ? "none" : null }, value ?? "not set");
-  const rows = differing.map((name) => h("tr", {}, h("th", { scope: "row" }, name), cell(ours.get(name)), cell(theirs.get(name))));
+  const rows = differing.map((name) => h("tr", {}, h("th", { scope: "row" }, name), cell(leftValues.get(name)), cell(rightValues.get(name))));
   return h(
     "section",
     { class: "card" },

@@ -1,4 +1,4 @@
-// The metrics of one or several runs as a grid of charts.
+// Metrics of one or several runs as a grid of charts.
 
 import { get } from "./api.js";
 import { chart, sharedCursor, smooth } from "./chart.js";
@@ -6,25 +6,25 @@ import { fill, h, segmented } from "./dom.js";
 import { count, duration, number, percent } from "./format.js";
 
 const MAIN = [
-  { title: "Success", metric: "success/mean", unit: "share of episodes", rate: true, heldOut: true, hint: "Share of episodes that the environment ended as a success. Circles: held-out evaluations with 95% intervals." },
-  { title: "Reward", metric: "reward/mean", unit: "reward an episode", hint: "Sum of an episode's rewards, mean over episodes." },
-  { title: "Turns and horizon", metric: "turns/mean", unit: "turns an episode", horizon: true, hint: "Turns played per episode; dashed: turns allowed." },
-  { title: "Entropy", metric: "entropy/mean", unit: "nats a token", hint: "Entropy of the next-token distribution at the sampled tokens, in nats." },
-  { title: "KL to the reference", metric: "kl/reference", unit: "nats a token", hint: "KL divergence from the reference model." },
-  { title: "Mismatch", metric: "mismatch/abs", unit: "nats a token", hint: "Mean absolute difference between the learner's and the sampler's log-probability of a token. Should be near 0." },
-  { title: "Throughput", metric: "tokens/sampled_per_s", unit: "tokens a second", hint: "Tokens sampled per second of rollout." },
-  { title: "Truncated", metric: "truncated/rate", unit: "share of episodes", rate: true, hint: "Share of episodes that ended out of turns, out of context, out of time or in the middle of a reply." },
-  { title: "Groups without variance", metric: "groups/zero_variance", unit: "share of groups", rate: true, hint: "Share of groups whose episodes all got the same reward: nothing is learned from them." },
-  { title: "Invalid actions", metric: "actions/invalid_rate", unit: "share of turns", rate: true, hint: "Share of turns whose action the environment did not understand or could not do." },
+  { title: "Success", metric: "success/mean", unit: "share of episodes", rate: true, heldOut: true, hint: "Share of episodes that ended in success. Circles: held-out evaluations with 95% intervals." },
+  { title: "Reward", metric: "reward/mean", unit: "reward per episode", hint: "Sum of an episode's rewards, averaged over episodes." },
+  { title: "Turns and horizon", metric: "turns/mean", unit: "turns per episode", horizon: true, hint: "Turns played per episode; dashed: turns allowed." },
+  { title: "Entropy", metric: "entropy/mean", unit: "nats per token", hint: "Entropy of the next-token distribution at the sampled tokens, in nats." },
+  { title: "KL to the reference", metric: "kl/reference", unit: "nats per token", hint: "KL divergence from the reference model." },
+  { title: "Mismatch", metric: "mismatch/abs", unit: "nats per token", hint: "Mean absolute difference between the learner's and the sampler's log-probability of a token. Should be near 0." },
+  { title: "Throughput", metric: "tokens/sampled_per_s", unit: "tokens per second", hint: "Tokens sampled per second of rollout." },
+  { title: "Truncated", metric: "truncated/rate", unit: "share of episodes", rate: true, hint: "Share of episodes that ran out of turns, context or time, or whose reply was cut." },
+  { title: "Groups without variance", metric: "groups/zero_variance", unit: "share of groups", rate: true, hint: "Share of groups whose episodes all have the same reward. They give no learning signal." },
+  { title: "Invalid actions", metric: "actions/invalid_rate", unit: "share of turns", rate: true, hint: "Share of turns whose action the environment could not parse or execute." },
   { title: "Gradient norm", metric: "grad/norm", unit: "norm", hint: "Norm of the gradient before clipping." },
-  { title: "Loss", metric: "loss", unit: "loss", hint: "What was minimised." },
+  { title: "Loss", metric: "loss", unit: "loss", hint: "The minimized objective." },
 ];
 
 export const COLORS = Array.from({ length: 8 }, (_, i) => `var(--c${i})`);
 
-/** Stretches of equal horizon; the first environment's where there are several. */
+/** Return stages of equal horizon, those of the first environment if there are several. */
 export function stagesOf(metrics) {
-  const name = Object.keys(metrics.series).find((some) => some === "horizon" || some.startsWith("horizon/"));
+  const name = Object.keys(metrics.series).find((metric) => metric === "horizon" || metric.startsWith("horizon/"));
   if (!name) return [];
   const stages = [];
   metrics.steps.forEach((step, i) => {
@@ -36,7 +36,7 @@ export function stagesOf(metrics) {
   return stages.length > 1 ? stages : [];
 }
 
-/** A panel of charts. `show([{id, color, evaluations}])` sets the runs, `refresh(ids)` reads those again. */
+/** A panel of charts. `show([{id, color, evaluations}])` sets the runs, `refresh(ids)` reloads those runs. */
 export function curvesPanel(state, onState) {
   const cursor = sharedCursor();
   const grid = h("div", { class: "charts" });
@@ -76,9 +76,9 @@ export function curvesPanel(state, onState) {
   }
 
   async function refresh(ids) {
-    const ours = runs.filter((run) => ids.has(run.id));
-    if (!ours.length) return;
-    await Promise.all(ours.map((run) => load(run.id)));
+    const changed = runs.filter((run) => ids.has(run.id));
+    if (!changed.length) return;
+    await Promise.all(changed.map((run) => load(run.id)));
     arrange();
   }
 
@@ -86,10 +86,10 @@ export function curvesPanel(state, onState) {
     return [...new Set(runs.flatMap((run) => Object.keys(loaded.get(run.id)?.series ?? {})))].sort();
   }
 
-  /** The charts there are, as long as they are those wanted: one that somebody points at stays. */
+  /** Keep the charts if the metrics are the same, so that hovering is not interrupted. Otherwise rebuild them. */
   function arrange() {
-    const wanted = Object.values(specs()).flat().map((spec) => spec.metric);
-    if (wanted.length && String(wanted) === String([...charts.keys()])) drawAll();
+    const metrics = Object.values(specs()).flat().map((spec) => spec.metric);
+    if (metrics.length && String(metrics) === String([...charts.keys()])) drawAll();
     else rebuild();
   }
 
@@ -102,11 +102,11 @@ export function curvesPanel(state, onState) {
   }
 
   function rebuild() {
-    for (const some of charts.values()) some.chart.dispose();
+    for (const entry of charts.values()) entry.chart.dispose();
     cursor.clear();
     charts = new Map();
     const { main, rest } = specs();
-    fill(grid, main.length ? main.map(card) : h("p", { class: "empty wide" }, runs.length ? "No step is finished yet." : "Choose runs above to see their curves."));
+    fill(grid, main.length ? main.map(card) : h("p", { class: "empty wide" }, runs.length ? "No step is finished yet." : "Select runs above to see their curves."));
     fill(more, rest.map(card));
     details.hidden = !rest.length;
     drawAll();
@@ -119,14 +119,14 @@ export function curvesPanel(state, onState) {
       format: spec.rate ? percent : number, range: spec.rate ? [0, 1] : null,
       xLabel: axis === "time" ? "after" : "step", formatX: axis === "time" ? duration : null,
     };
-    const made = chart(options);
-    charts.set(spec.metric, { chart: made, spec });
-    return h("figure", { class: spec.small ? "card chart-card small" : "card chart-card" }, h("figcaption", { title: spec.hint ?? "" }, spec.title), made.node);
+    const plot = chart(options);
+    charts.set(spec.metric, { chart: plot, spec });
+    return h("figure", { class: spec.small ? "card chart-card small" : "card chart-card" }, h("figcaption", { title: spec.hint ?? "" }, spec.title), plot.node);
   }
 
   function drawAll() {
-    for (const { chart: made, spec } of charts.values()) {
-      if (!spec.small || details.open) made.update(dataOf(spec));
+    for (const { chart: plot, spec } of charts.values()) {
+      if (!spec.small || details.open) plot.update(dataOf(spec));
     }
   }
 
@@ -141,12 +141,12 @@ export function curvesPanel(state, onState) {
       const values = metrics.series[spec.metric];
       if (values) {
         const width = (smoothing ** 2 * values.length) / 8;
-        const pairs = (some) => some.map((value, i) => [xs[i], value]);
+        const pairs = (ys) => ys.map((value, i) => [xs[i], value]);
         const line = { name: run.id, color: run.color, points: pairs(smooth(values, width)) };
         lines.push({ ...line, raw: smoothing ? pairs(values) : null });
       }
       if (spec.horizon) {
-        for (const name of Object.keys(metrics.series).filter((some) => some === "horizon" || some.startsWith("horizon/"))) {
+        for (const name of Object.keys(metrics.series).filter((metric) => metric === "horizon" || metric.startsWith("horizon/"))) {
           lines.push({ name: `${runs.length > 1 ? `${run.id} ` : ""}${name}`, color: run.color, dashed: true, stepped: true, points: metrics.series[name].map((value, i) => [xs[i], value]) });
         }
       }
@@ -162,7 +162,7 @@ export function curvesPanel(state, onState) {
   }
 
   function dispose() {
-    for (const some of charts.values()) some.chart.dispose();
+    for (const entry of charts.values()) entry.chart.dispose();
   }
 
   return { node, show, refresh, dispose };

@@ -1,4 +1,4 @@
-// Elements from data. Text is always text: nothing here, or anywhere in this page, parses markup from a string.
+// Construction of elements. Text is always inserted as text: no code of this page parses markup from a string.
 
 import { isolated } from "./format.js";
 
@@ -11,7 +11,7 @@ function build(element, attributes, children) {
       if (typeof value !== "function") throw new Error(`${name} needs a function`);
       element.addEventListener(name.slice(2), value);
     } else if (name === "href" && !String(value).startsWith("#")) {
-      throw new Error("links stay on this page");
+      throw new Error("links must stay on this page");
     } else if (name === "style") {
       for (const [property, setting] of Object.entries(value)) element.style.setProperty(property, setting);
     } else if (name === "value" || name === "checked" || name === "disabled") {
@@ -31,26 +31,26 @@ function append(element, children) {
   }
 }
 
-/** An HTML element: h("button", { class: "x", onclick: f }, "text", other). */
+/** Create an HTML element: h("button", { class: "x", onclick: f }, "text", other). */
 export function h(tag, attributes, ...children) {
   return build(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element. */
+/** Create an SVG element. */
 export function s(tag, attributes, ...children) {
   return build(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** What `make` gives; where a damaged file makes it fail, a word about that in its place. */
-export function guarded(what, make) {
+/** Return what `make` returns, or a warning if a damaged file makes it fail. */
+export function guarded(name, make) {
   try {
     return make();
   } catch (error) {
-    return message("warning", `${what} cannot be shown: ${error.message}`);
+    return message("warning", `${name} cannot be shown: ${error.message}`);
   }
 }
 
-/** Replace what is in `element`. */
+/** Replace the content of `element`. */
 export function fill(element, ...children) {
   element.replaceChildren();
   append(element, children);
@@ -67,15 +67,15 @@ export function select(options, value, onchange, label) {
   return node;
 }
 
-/** A row of buttons of which one is on. */
+/** Create a row of buttons of which one is selected. */
 export function segmented(options, value, onchange, label) {
   const node = h("div", { class: "segmented", role: "radiogroup", "aria-label": label });
   const buttons = options.map(([option, text, title]) =>
     h("button", { type: "button", role: "radio", title, onclick: () => choose(option, true) }, text),
   );
-  function choose(wanted, tell) {
-    options.forEach(([option], i) => buttons[i].setAttribute("aria-checked", String(option === wanted)));
-    if (tell) onchange(wanted);
+  function choose(selected, notify) {
+    options.forEach(([option], i) => buttons[i].setAttribute("aria-checked", String(option === selected)));
+    if (notify) onchange(selected);
   }
   node.append(...buttons);
   choose(value, false);

@@ -1,4 +1,4 @@
-// One episode: a replay turn by turn, the whole transcript, and its tokens.
+// One episode: a replay turn by turn, the transcript, and the tokens.
 
 import { get } from "./api.js";
 import { fill, h, s, segmented, select } from "./dom.js";
@@ -19,7 +19,7 @@ function icon(name) {
   return s("svg", { class: "glyph", width: 14, height: 14, viewBox: "0 0 14 14", "aria-hidden": "true" }, s("path", { d: ICONS[name] }));
 }
 
-/** Where an episode belongs: [page, name]. */
+/** Return the section of an episode as [page, name]. */
 export function sectionOf(episode) {
   return episode.run_kind === "eval" ? ["evals", "Evaluations"] : ["runs", "Runs"];
 }
@@ -46,7 +46,7 @@ export function block(name, text, kind) {
 function rewardLine(turn) {
   const facts = [h("span", { class: turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : "zero" }, `reward ${number(turn.reward)}`)];
   if (turn.info.valid === false) facts.push(h("span", { class: "invalid" }, "invalid action"));
-  if (turn.info.mistake) facts.push(h("span", { class: "invalid" }, "a mistake, not imitated"));
+  if (turn.info.mistake) facts.push(h("span", { class: "invalid" }, "injected mistake, not in the loss"));
   if (turn.info.success !== undefined) facts.push(h("span", {}, turn.info.success ? "success" : "no success"));
   for (const name of ["attempt", "env_reward"]) if (turn.info[name] !== undefined) facts.push(h("span", {}, `${name.replace("_", " ")} ${turn.info[name]}`));
   return h("p", { class: "paid" }, facts);
@@ -100,12 +100,12 @@ export async function episodePage(route) {
     dispose: replay.dispose,
     keys: [
       ["ArrowRight", "next turn", () => view === "replay" && go(turn + 1)],
-      ["ArrowLeft", "turn before", () => view === "replay" && go(turn - 1)],
+      ["ArrowLeft", "previous turn", () => view === "replay" && go(turn - 1)],
       [" ", "play or pause", () => view === "replay" && replay.toggle()],
       ["Home", "first turn", () => view === "replay" && go(0)],
       ["End", "the end", () => view === "replay" && go(turns.length)],
       ["n", "next episode", () => visit(after)],
-      ["b", "episode before", () => visit(before)],
+      ["b", "previous episode", () => visit(before)],
       ["r", "replay", () => choose("replay")],
       ["t", "transcript", () => choose("transcript")],
       ["k", "tokens", () => choose("tokens")],
@@ -122,7 +122,7 @@ function head(episode, run, key, before, after) {
     { class: "page-head episode-head" },
     h("p", { class: "crumbs" }, h("a", { href: link(sectionOf(episode)[0]) }, sectionOf(episode)[1]), " / ", h("a", { href: link("episodes", run) }, run), " / "),
     h("h1", {}, taskName(episode)),
-    h("div", { class: "actions" }, step(before, "←", "episode before"), step(after, "→", "next episode"), episode.group.length > 1 ? h("a", { class: "button quiet", href: link("group", run, key) }, `Group of ${episode.group.length}`) : null, h("a", { class: "button quiet", href: link("compare", { a: `${run}|${key}` }) }, "Compare")),
+    h("div", { class: "actions" }, step(before, "←", "previous episode"), step(after, "→", "next episode"), episode.group.length > 1 ? h("a", { class: "button quiet", href: link("group", run, key) }, `Group of ${episode.group.length}`) : null, h("a", { class: "button quiet", href: link("compare", { a: `${run}|${key}` }) }, "Compare")),
     badges(episode),
     episode.error ? h("p", { class: "message error" }, episode.error) : null,
   );
@@ -148,14 +148,14 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
     "div",
     { class: "controls" },
     h("button", { type: "button", onclick: () => go(0), "aria-label": "First turn" }, icon("first")),
-    h("button", { type: "button", onclick: () => go(current() - 1), "aria-label": "Turn before" }, icon("back")),
+    h("button", { type: "button", onclick: () => go(current() - 1), "aria-label": "Previous turn" }, icon("back")),
     playButton,
     h("button", { type: "button", onclick: () => go(current() + 1), "aria-label": "Next turn" }, icon("next")),
     h("button", { type: "button", onclick: () => go(turns.length), "aria-label": "The end" }, icon("last")),
     speedChoice,
     place,
   );
-  // A button that was clicked lets go of the keyboard, so that the space bar plays; one reached by Tab keeps it.
+  // A clicked button loses focus, so that the space bar plays. A button reached by Tab keeps it.
   const release = (event) => event.detail > 0 && event.target.closest("button")?.blur();
   const node = h("div", { class: "replay" }, h("div", { class: "see", onclick: release }, picture.node, controls, strip), side);
 
@@ -170,7 +170,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
     fill(
       side,
       k === 0 && instruction ? h("details", { class: "block instruction" }, h("summary", {}, "Instruction"), h("pre", {}, instruction)) : null,
-      turn ? [block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn)] : [block("Last observation", ending || "(none was recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
+      turn ? [block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn)] : [block("Last observation", ending || "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
     );
   }
 

@@ -1,4 +1,4 @@
-// Evaluations: all of them in one table, one in full, and success against the turns allowed.
+// Evaluations: a table of all of them, one in detail, and success by turns allowed.
 
 import { get } from "./api.js";
 import { chart } from "./chart.js";
@@ -6,21 +6,21 @@ import { COLORS } from "./curves.js";
 import { fill, guarded, h, message } from "./dom.js";
 import { cost, count, isolated, number, percent } from "./format.js";
 import { link } from "./route.js";
-import { bar, runHead, troubles } from "./run.js";
+import { bar, runHead, problemList } from "./run.js";
 
-const OWN = "†"; // as in the report that agentgym-rl eval writes
-const PARTLY = "*";
-const FEWER = "§";
+const OWN_DATA_MARK = "†"; // the marks of the report that agentgym-rl eval writes
+const PARTIAL_MARK = "*";
+const FEWER_ITEMS_MARK = "§";
 
 const lastOf = (evaluation) => evaluation.results.at(-1) ?? null;
 const agentOf = (evaluation) => evaluation.config.agent.name || "agent";
 const marked = (name, mark) => (mark ? `${isolated(name)} ${mark}` : name);
 
-/** The plans of a scenario: what was to be played, on which items, and why not. */
+/** Return the plans of a scenario: its tasks and items, and the reason if a task was not played. */
 const plansOf = (evaluation, scenario) => evaluation.config.tasks.filter((plan) => plan.scenario === scenario);
 const isOwn = (plans) => plans.some((plan) => plan.own_data && plan.items);
 
-/** "whole", "fewer items" or "part"; an evaluation of an older version does not say, but for data that were missing. */
+/** Return "whole", "fewer items" or "part". Older versions did not record it, so it is inferred from missing data. */
 function coverageOf(cell, plans) {
   const missing = plans.some((plan) => plan.items) && plans.some((plan) => plan.missing);
   return cell?.coverage ?? (missing ? "part" : "whole");
@@ -29,21 +29,21 @@ function coverageOf(cell, plans) {
 const inPart = (evaluation) => Object.entries(lastOf(evaluation)?.scenarios ?? {}).some(([name, cell]) => cell && coverageOf(cell, plansOf(evaluation, name)) === "part");
 
 /**
- * Scenario -> column. An evaluation of a whole environment calls its scenario by the environment's name, one of a suite
- * by the suite's: on the same kind of data they are one column.
+ * Return a function from a scenario to its column. An evaluation of an environment uses the environment's name, that of
+ * a suite the suite's name. If both have the same kind of data, they share a column.
  */
 export function columnNames(evaluations) {
   const kind = (plan) => JSON.stringify([plan.env, plan.own_data]);
   const plans = evaluations.flatMap((evaluation) => evaluation.config.tasks);
   const named = new Map(plans.filter((plan) => plan.scenario !== plan.env).map((plan) => [kind(plan), plan.scenario]));
-  const found = (evaluation, scenario) => plansOf(evaluation, scenario).find((plan) => plan.env === scenario);
+  const planOf = (evaluation, scenario) => plansOf(evaluation, scenario).find((plan) => plan.env === scenario);
   return (evaluation, scenario) => {
-    const plan = found(evaluation, scenario);
+    const plan = planOf(evaluation, scenario);
     return (plan && named.get(kind(plan))) ?? scenario;
   };
 }
 
-/** [{name, own, cells: Map(evaluation -> {cell, coverage, plans})}], those with a result only. */
+/** Return [{name, own, cells: Map(evaluation -> {cell, coverage, plans})}] of scenarios with a result. */
 function columnsOf(evaluations) {
   const nameOf = columnNames(evaluations);
   const columns = new Map();
@@ -72,31 +72,31 @@ function table(headings, rows) {
   return h("div", { class: "table-scroll" }, h("table", { class: "numbers" }, h("thead", {}, h("tr", {}, headings.map((text) => h("th", {}, text)))), h("tbody", {}, rows)));
 }
 
-/** One line an evaluation: success in every scenario, and the mean over them. */
-function summary(found) {
-  const columns = columnsOf(found.map(({ evaluation }) => evaluation));
+/** A table with one line per evaluation: success in every scenario, and the mean over them. */
+function summary(entries) {
+  const columns = columnsOf(entries.map(({ evaluation }) => evaluation));
   const overallOf = (evaluation) => (inPart(evaluation) ? null : lastOf(evaluation)?.overall);
-  const overalls = found.map(({ evaluation }) => overallOf(evaluation)).filter(Boolean);
-  const alike = new Set(overalls.map((overall) => JSON.stringify(overall.scenarios.toSorted()))).size <= 1;
-  const rows = found.map(({ place, evaluation }) => {
+  const overalls = entries.map(({ evaluation }) => overallOf(evaluation)).filter(Boolean);
+  const sameScenarios = new Set(overalls.map((overall) => JSON.stringify(overall.scenarios.toSorted()))).size <= 1;
+  const rows = entries.map(({ run, evaluation }) => {
     const overall = overallOf(evaluation);
-    // Means over different scenarios cannot be read down the column: each says what it is of.
-    const over = overall && !alike ? `of ${overall.scenarios.length} scenarios` : "";
+    // Means over different scenarios are not comparable, so each says how many it covers.
+    const note = overall && !sameScenarios ? `of ${overall.scenarios.length} scenarios` : "";
     return h(
       "tr",
       {},
-      h("th", { scope: "row" }, h("a", { href: link("eval", place.id) }, agentOf(evaluation)), h("small", {}, place.id), place.problems?.length ? h("small", { class: "invalid" }, "damaged: open it") : null),
+      h("th", { scope: "row" }, h("a", { href: link("eval", run.id) }, agentOf(evaluation)), h("small", {}, run.id), run.problems?.length ? h("small", { class: "invalid" }, "damaged: open it") : null),
       columns.map((column) => {
-        const own = column.cells.get(evaluation);
-        // A part's rate would be read as the whole scenario's.
-        if (own?.coverage === "part") return h("td", { class: "rate none" }, `– ${PARTLY}`);
-        return rate(own?.cell, own?.coverage === "fewer items" ? FEWER : "");
+        const entry = column.cells.get(evaluation);
+        // The rate of a part is not shown, because a reader would take it for the whole scenario.
+        if (entry?.coverage === "part") return h("td", { class: "rate none" }, `– ${PARTIAL_MARK}`);
+        return rate(entry?.cell, entry?.coverage === "fewer items" ? FEWER_ITEMS_MARK : "");
       }),
-      overalls.length ? rate(overall, overall?.own_data ? OWN : "", over) : null,
-      h("td", {}, h("a", { href: link("episodes", place.id) }, number(place.episodes))),
+      overalls.length ? rate(overall, overall?.own_data ? OWN_DATA_MARK : "", note) : null,
+      h("td", {}, h("a", { href: link("episodes", run.id) }, number(run.episodes))),
     );
   });
-  const headings = ["Agent", ...columns.map((column) => marked(column.name, column.own ? OWN : "")), ...(overalls.length ? ["Mean"] : []), "Episodes"];
+  const headings = ["Agent", ...columns.map((column) => marked(column.name, column.own ? OWN_DATA_MARK : "")), ...(overalls.length ? ["Mean"] : []), "Episodes"];
   return h("section", { class: "card" }, table(headings, rows), notes([...differences(columns), ...markNotes(columns)]));
 }
 
@@ -106,74 +106,74 @@ function notes(lines) {
 
 function markNotes(columns) {
   const own = columns.some((column) => column.own);
-  const covered = (kind) => columns.some((column) => [...column.cells.values()].some((some) => some.coverage === kind));
+  const covered = (kind) => columns.some((column) => [...column.cells.values()].some((cell) => cell.coverage === kind));
   return [
-    own ? `${OWN} our own data, which stand in for the benchmark's: not comparable with published results.` : null,
-    covered("part") ? `${PARTLY} played in part: rates are over the tasks that were played, and there is no overall.` : null,
-    covered("fewer items") ? `${FEWER} over fewer items than the suite has: its tasks weigh differently in this overall.` : null,
+    own ? `${OWN_DATA_MARK} own data, not the benchmark's: not comparable with published results.` : null,
+    covered("part") ? `${PARTIAL_MARK} played in part: rates cover the tasks that were played, and there is no overall.` : null,
+    covered("fewer items") ? `${FEWER_ITEMS_MARK} fewer items than in the suite: its tasks have other weights in this overall.` : null,
   ].filter(Boolean);
 }
 
-/** Columns whose rows were not played on the same items with the same turns. */
+/** Return a note for each column whose rows differ in items or turns. */
 function differences(columns) {
   const differ = (cells, of) => new Set(cells.map(({ plans }) => JSON.stringify([...new Set(plans.filter((plan) => plan.items).map(of))].toSorted()))).size > 1;
   return columns.map((column) => {
     const cells = [...column.cells.values()];
     const kinds = [differ(cells, (plan) => plan.which_items) ? "items" : null, differ(cells, (plan) => plan.max_turns) ? "turns" : null].filter(Boolean);
-    return kinds.length ? `${isolated(column.name)}: the rows differ in ${kinds.join(" and ")}; agentgym-rl compare pairs what they share.` : null;
+    return kinds.length ? `${isolated(column.name)}: the rows differ in ${kinds.join(" and ")}; agentgym-rl compare pairs the items they share.` : null;
   }).filter(Boolean);
 }
 
-/** Fills `node` with what `make` says, now and after every change; sideways scrolling stays where it is. */
+/** Fill `node` with the result of `make`, and again after every change. Keep the horizontal scroll position. */
 function livePage(node, make) {
   let parts = null;
   async function draw() {
     const next = await make();
-    const scrolled = [...node.querySelectorAll(".table-scroll")].map((some) => some.scrollLeft);
+    const scrolled = [...node.querySelectorAll(".table-scroll")].map((element) => element.scrollLeft);
     parts?.scaling?.dispose();
     parts = next;
     fill(node, next.content);
-    [...node.querySelectorAll(".table-scroll")].forEach((some, i) => (some.scrollLeft = scrolled[i] ?? 0));
+    [...node.querySelectorAll(".table-scroll")].forEach((element, i) => (element.scrollLeft = scrolled[i] ?? 0));
   }
   return { draw, dispose: () => parts?.scaling?.dispose() };
 }
 
-/** All evaluations in one table, one line each. */
+/** The page of all evaluations. */
 export async function evalsPage() {
   const node = h("div", { class: "page" });
   const live = livePage(node, async () => {
     const overview = await get("overview");
-    const places = overview.runs.filter((run) => run.kind === "eval");
-    const found = await Promise.all(places.map(async (place) => ({ place, evaluation: await get("eval", { run: place.id }) })));
+    const evaluations = overview.runs.filter((run) => run.kind === "eval");
+    const entries = await Promise.all(evaluations.map(async (run) => ({ run, evaluation: await get("eval", { run: run.id }) })));
     const head = h("header", { class: "page-head" }, h("h1", {}, "Evaluations"), h("p", {}, "Success in percent, with 95% intervals."));
-    if (!found.length) return { content: [head, message("info", "No evaluations here yet. agentgym-rl eval writes them; give its folder to agentgym-rl view.")] };
-    const scaling = scalingChart(found);
-    return { content: [head, summary(found), scaling?.node], scaling };
+    if (!entries.length) return { content: [head, message("info", "No evaluations yet. agentgym-rl eval writes them; give its folder to agentgym-rl view.")] };
+    const scaling = scalingChart(entries);
+    return { content: [head, summary(entries), scaling?.node], scaling };
   });
   await live.draw();
   return { node, title: "Evaluations", dispose: live.dispose, keys: [], onChange: (changes) => (changes.runs.size || changes.grown ? live.draw() : null) };
 }
 
-/** One evaluation in full. */
+/** The page of one evaluation. */
 export async function evalPage(route) {
   const id = route.parts[0];
   const node = h("div", { class: "page" });
   const live = livePage(node, async () => {
     const [run, evaluation] = await Promise.all([get("run", { run: id }), get("eval", { run: id })]);
     const last = lastOf(evaluation);
-    const top = [runHead(run, "eval"), troubles(run), factsOf(run, evaluation)];
-    if (!last) return { content: [...top, message("info", "No results yet: they are written as episodes end. What was played so far is under Episodes.")] };
-    const scaling = scalingChart([{ place: run, evaluation }]);
+    const top = [runHead(run, "eval"), problemList(run), factsOf(run, evaluation)];
+    if (!last) return { content: [...top, message("info", "No results yet: they are written as episodes end. Episodes shows those played so far.")] };
+    const scaling = scalingChart([{ run, evaluation }]);
     const scenarios = Object.keys(last.scenarios);
     return {
       scaling,
       content: [
         ...top,
         causesOf(last.total),
-        scenarios.length > 1 ? summary([{ place: run, evaluation }]) : null,
+        scenarios.length > 1 ? summary([{ run, evaluation }]) : null,
         scaling?.node,
         scenarios.map((scenario) => guarded(scenario, () => scenarioTable(id, scenario, last, evaluation))),
-        h("p", { class: "hint" }, "Intervals: Wilson for rates, bootstrap over items for rewards, MOVER for the mean. Episodes that failed are left out of rates. docs/evaluation.md defines every number."),
+        h("p", { class: "hint" }, "Intervals: Wilson for rates, bootstrap over items for rewards, MOVER for the mean. Rates leave out failed episodes. docs/reference/evaluation.md defines every number."),
       ],
     };
   });
@@ -204,13 +204,13 @@ function factsOf(run, evaluation) {
   return h("div", { class: "facts" }, facts.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
 }
 
-/** What episodes failed with, the most frequent first: the file holds the few that come first. */
+/** A list of error causes, most frequent first. The file contains only the most frequent ones. */
 function causesOf({ errors, causes }) {
   if (!causes?.length) return null;
-  const told = causes.reduce((sum, [, times]) => sum + times, 0);
+  const listed = causes.reduce((sum, [, times]) => sum + times, 0);
   const lines = causes.map(([text, times]) => h("li", {}, h("b", {}, `${number(times)} × `), text || "no message"));
-  const all = Math.max(errors ?? 0, told);
-  if (all > told) lines.push(h("li", {}, h("b", {}, `${number(all - told)} × `), "other causes"));
+  const all = Math.max(errors ?? 0, listed);
+  if (all > listed) lines.push(h("li", {}, h("b", {}, `${number(all - listed)} × `), "other causes"));
   return message("warning", `${count(all, "episode")} ended as ${all === 1 ? "an error" : "errors"}:`, h("ul", { class: "causes" }, lines));
 }
 
@@ -219,15 +219,15 @@ function scenarioTable(id, scenario, result, evaluation) {
   const tasks = Object.entries(result.tasks).filter(([key]) => key.startsWith(`${scenario}/`));
   const rows = tasks.map(([key, cell]) => [key.slice(scenario.length + 1), cell, plans.find((plan) => `${plan.scenario}/${plan.name}` === key)]);
   const coverage = coverageOf(result.scenarios[scenario], plans);
-  if (rows.length > 1) rows.push([coverage === "part" ? `tasks played ${PARTLY}` : "overall", result.scenarios[scenario], null]);
+  if (rows.length > 1) rows.push([coverage === "part" ? `tasks played ${PARTIAL_MARK}` : "overall", result.scenarios[scenario], null]);
   const cells = rows.map(([, cell]) => cell).filter(Boolean);
   const has = (name) => cells.some((cell) => cell[name] !== null && cell[name] !== undefined);
-  // pass@1 is avg@k once more.
-  const several = [...new Set(cells.flatMap((cell) => Object.keys(cell).filter((name) => /^(avg|pass)@/.test(name) && name !== "pass@1")))];
+  // pass@1 equals avg@k.
+  const rates = [...new Set(cells.flatMap((cell) => Object.keys(cell).filter((name) => /^(avg|pass)@/.test(name) && name !== "pass@1")))];
   const plain = (name) => (cell) => h("td", {}, number(cell[name]));
   const columns = [
-    ["Success", (cell, plan) => rate(cell, !plan && coverage === "fewer items" ? FEWER : "")],
-    ...several.map((name) => [name, (cell) => rate({ success: cell[name] })]),
+    ["Success", (cell, plan) => rate(cell, !plan && coverage === "fewer items" ? FEWER_ITEMS_MARK : "")],
+    ...rates.map((name) => [name, (cell) => rate({ success: cell[name] })]),
     ["Reward", (cell) => h("td", {}, number(cell.reward?.value), cell.reward && hasInterval(cell.reward) ? h("small", {}, ` ${number(cell.reward.low, 2)} to ${number(cell.reward.high, 2)}`) : null)],
     ["Turns", plain("turns")],
     ["Truncated", (cell) => h("td", {}, percent(cell.truncated))],
@@ -247,14 +247,14 @@ function scenarioTable(id, scenario, result, evaluation) {
   };
   const data = [...new Set(plans.filter((plan) => plan.items && plan.data).map((plan) => `Played on ${plan.data}.`))];
   const marks = markNotes([{ own: isOwn(plans), cells: new Map([[evaluation, { coverage }]]) }]);
-  return h("section", { class: "card" }, table([marked(scenario, [isOwn(plans) ? OWN : "", coverage === "part" ? PARTLY : ""].filter(Boolean).join(" ")), ...columns.map(([name]) => name)], rows.map(line)), notes([...data, ...marks]));
+  return h("section", { class: "card" }, table([marked(scenario, [isOwn(plans) ? OWN_DATA_MARK : "", coverage === "part" ? PARTIAL_MARK : ""].filter(Boolean).join(" ")), ...columns.map(([name]) => name)], rows.map(line)), notes([...data, ...marks]));
 }
 
-function scalingChart(found) {
+function scalingChart(entries) {
   const lines = [];
   const marks = [];
-  const nameOf = columnNames(found.map(({ evaluation }) => evaluation));
-  for (const { evaluation } of found) {
+  const nameOf = columnNames(entries.map(({ evaluation }) => evaluation));
+  for (const { evaluation } of entries) {
     const results = evaluation.results.filter((result) => result.max_turns);
     if (results.length < 2) continue;
     for (const scenario of Object.keys(results[0].scenarios)) {
@@ -263,16 +263,16 @@ function scalingChart(found) {
       const color = COLORS[lines.length % COLORS.length];
       const plans = plansOf(evaluation, scenario);
       const part = coverageOf(results[0].scenarios[scenario], plans) === "part";
-      const own = marked(nameOf(evaluation, scenario), [isOwn(plans) ? OWN : "", part ? PARTLY : ""].filter(Boolean).join(" "));
-      const name = found.length > 1 ? `${isolated(agentOf(evaluation))} · ${own}` : own;
+      const label = marked(nameOf(evaluation, scenario), [isOwn(plans) ? OWN_DATA_MARK : "", part ? PARTIAL_MARK : ""].filter(Boolean).join(" "));
+      const name = entries.length > 1 ? `${isolated(agentOf(evaluation))} · ${label}` : label;
       lines.push({ name, color, points: rows.map(([turns, success]) => [turns, success.value]) });
       marks.push({ name: `${name} 95%`, color, points: rows.map(([turns, success]) => ({ x: turns, y: success.value, low: success.low, high: success.high, text: `${percent(success.low)} to ${percent(success.high)}` })) });
     }
   }
   if (!lines.length) return null;
   const xTicks = [...new Set(lines.flatMap((line) => line.points.map(([turns]) => turns)))];
-  const made = chart({ format: percent, range: [0, 1], xLabel: "turns", xTitle: "turns allowed", yTitle: "success", xTicks, height: 260, label: "success by turns allowed" });
+  const plot = chart({ format: percent, range: [0, 1], xLabel: "turns", xTitle: "turns allowed", yTitle: "success", xTicks, height: 260, label: "success by turns allowed" });
   const legend = h("div", { class: "legend-lines" }, lines.map((line) => h("span", {}, h("i", { style: { background: line.color } }), line.name)));
-  requestAnimationFrame(() => made.update({ lines, marks }));
-  return { node: h("figure", { class: "card chart-card scaling" }, h("figcaption", {}, "Success by turns allowed"), legend, made.node), dispose: made.dispose };
+  requestAnimationFrame(() => plot.update({ lines, marks }));
+  return { node: h("figure", { class: "card chart-card scaling" }, h("figcaption", {}, "Success by turns allowed"), legend, plot.node), dispose: plot.dispose };
 }

@@ -1,8 +1,8 @@
-// Numbers and times for people.
+// Formatting of numbers, times and texts.
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
-  if (typeof value !== "number") return String(value); // a damaged file: shown as it is
+  if (typeof value !== "number") return String(value); // a damaged file: show the value unchanged
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
   const size = Math.abs(value);
   if (size >= 1e6) return `${trim((value / 1e6).toPrecision(3))}M`;
@@ -20,29 +20,29 @@ export function percent(value) {
   return `${(100 * value).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
 }
 
-/** What an API cost. Without prices it is not known; where answers came without usage it is a lower bound, or not known. */
+/** Format the cost of an API. Unknown without prices; a lower bound, or unknown, if answers had no usage. */
 export function cost({ cost_usd: dollars, unreported }) {
   if (unreported && !dollars) return "unknown";
   if (dollars === null || dollars === undefined) return "–";
   if (dollars === 0) return "$0";
-  // As in the report: two digits that say something.
+  // Two significant digits, as in the report.
   const digits = dollars >= 1 ? 2 : dollars >= 0.01 ? 4 : Math.min(20, 1 - Math.floor(Math.log10(dollars)));
   const options = { minimumFractionDigits: 2, maximumFractionDigits: digits };
   if (!unreported) return `$${dollars.toLocaleString("en", options)}`;
-  // It is at least this: never rounded up, and not down for the error in writing 0.00068.
+  // A lower bound: round down, but not because of the rounding error of a value such as 0.00068.
   const least = Math.floor(dollars * 10 ** digits + 1e-6) / 10 ** digits;
   return `≥ $${least.toLocaleString("en", options)}`;
 }
 
 const DIRECTIONS = /[\u202a-\u202e\u2066-\u2069]/;
 
-/** Text of others whose marks of direction end with it: an override in a name does not turn what stands around it. */
+/** Isolate bidirectional control characters in untrusted text, so that they do not affect the text around it. */
 export function isolated(text) {
   if (!DIRECTIONS.test(text)) return text;
   let open = 0;
   let inside = "";
   for (const letter of text) {
-    if (letter === "\u2069" && open === 0) continue; // closes nothing of its own
+    if (letter === "\u2069" && open === 0) continue; // has no opening character
     if (letter === "\u2069") open--;
     if (letter >= "\u2066" && letter <= "\u2068") open++;
     inside += letter;
@@ -86,7 +86,7 @@ export const STOPS = {
   done: "done",
   max_turns: "out of turns",
   max_context: "out of context",
-  length: "reply cut",
+  length: "reply truncated",
   timeout: "out of time",
   error: "error",
 };

@@ -1,4 +1,4 @@
-// The episodes of one group side by side, turn under turn, with the advantage each was given.
+// The episodes of one group side by side, turn by turn, with their advantages.
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
@@ -8,12 +8,12 @@ import { sectionOf } from "./episode.js";
 import { link } from "./route.js";
 import { turnsOf } from "./turns.js";
 
-const MOST = 16;
+const MAX_MEMBERS = 16;
 
 export async function groupPage(route) {
   const [run, key] = route.parts;
   const first = await get("episode", { run, key });
-  const members = first.group.slice(0, MOST);
+  const members = first.group.slice(0, MAX_MEMBERS);
   const episodes = await Promise.all(members.map((member) => (member.key === key ? first : get("episode", { run, key: member.key }))));
   const played = episodes.map((episode) => turnsOf(episode).turns);
   const longest = Math.max(...played.map((turns) => turns.length));
@@ -47,13 +47,13 @@ export async function groupPage(route) {
     return node;
   }
 
-  const seen = turnsOf(first).turns[0]?.observation ?? "";
+  const observation = turnsOf(first).turns[0]?.observation ?? "";
   return {
     node: h(
       "div",
       { class: "page" },
-      h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link(sectionOf(first)[0]) }, sectionOf(first)[1]), " / ", h("a", { href: link("groups", run) }, run), " / "), h("h1", {}, `Group ${taskName(first)}`), h("div", { class: "badges" }, [`step ${first.step}`, `${members.filter((member) => member.success).length} of ${members.length} succeeded`, `mean reward ${number(mean)}`, recorded ? null : "advantages not recorded", first.group.length > MOST ? `the first ${MOST} of ${first.group.length}` : null].filter(Boolean).map((fact) => h("span", { class: "badge" }, fact)))),
-      h("details", { class: "block observation", open: true }, h("summary", {}, "What all of them saw first"), h("pre", {}, seen)),
+      h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link(sectionOf(first)[0]) }, sectionOf(first)[1]), " / ", h("a", { href: link("groups", run) }, run), " / "), h("h1", {}, `Group ${taskName(first)}`), h("div", { class: "badges" }, [`step ${first.step}`, `${members.filter((member) => member.success).length} of ${members.length} succeeded`, `mean reward ${number(mean)}`, recorded ? null : "advantages not recorded", first.group.length > MAX_MEMBERS ? `the first ${MAX_MEMBERS} of ${first.group.length}` : null].filter(Boolean).map((fact) => h("span", { class: "badge" }, fact)))),
+      h("details", { class: "block observation", open: true }, h("summary", {}, "First observation of all episodes"), h("pre", {}, observation)),
       h("div", { class: "side-by-side card", style: { "--members": String(members.length) } }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Turn"), heads)), h("tbody", {}, rows))),
     ),
     title: `Group ${taskName(first)}`,
@@ -63,7 +63,7 @@ export async function groupPage(route) {
 }
 
 function advantageBar(value, most) {
-  if (value === null) return h("div", { class: "advantage none" }, "not learned from");
+  if (value === null) return h("div", { class: "advantage none" }, "not used for learning");
   const fillBar = h("i", { class: value >= 0 ? "plus" : "minus" });
   fillBar.style.width = `${(50 * Math.abs(value)) / most}%`;
   return h("div", { class: "advantage" }, h("span", {}, signed(value)), h("div", { class: "beam" }, fillBar));

@@ -1,4 +1,4 @@
-// Every run and evaluation, how it stands, and the curves of those chosen.
+// All runs and evaluations with their state, and the curves of selected runs.
 
 import { get, isExport } from "./api.js";
 import { sparkline } from "./chart.js";
@@ -7,8 +7,8 @@ import { fill, guarded, h, message } from "./dom.js";
 import { ago, count, isolated, number, percent } from "./format.js";
 import { link } from "./route.js";
 
-const CHOSEN_AT_FIRST = 3;
-const colors = new Map(); // a run keeps its colour when the list is sorted anew
+const SELECTED_BY_DEFAULT = 3;
+const colors = new Map(); // a run keeps its colour when the order changes
 
 export function stateBadge(status) {
   const state = status?.state ?? "unknown";
@@ -25,7 +25,7 @@ function progressOf(status) {
   );
 }
 
-/** What is wrong with a run's files. */
+/** Return the problems of a run's files. */
 export function problemsOf(run) {
   const lines = run.broken ? [`${count(run.broken, "line")} of its trajectory files could not be read and ${run.broken === 1 ? "is" : "are"} left out.`] : [];
   return [...(run.problems ?? []), ...lines];
@@ -49,8 +49,8 @@ export async function homePage(route) {
   async function load() {
     const overview = await get("overview");
     known = overview.runs.filter((run) => run.kind === "run");
-    chosen ??= known.slice(0, CHOSEN_AT_FIRST).map((run) => run.id);
-    fill(list, known.length ? [heading(overview), h("ul", { class: "run-list card" }, known.map((run) => guarded(run.id, () => runRow(run))))] : nothing(overview));
+    chosen ??= known.slice(0, SELECTED_BY_DEFAULT).map((run) => run.id);
+    fill(list, known.length ? [heading(overview), h("ul", { class: "run-list card" }, known.map((run) => guarded(run.id, () => runRow(run))))] : emptyMessage(overview));
     const finished = overview.runs.filter((run) => run.kind === "eval");
     fill(evals, finished.length ? [h("h2", {}, "Evaluations"), h("ul", { class: "run-list card" }, finished.map((run) => guarded(run.id, () => evalRow(run))))] : null);
     curves.node.hidden = !known.length;
@@ -60,9 +60,9 @@ export async function homePage(route) {
     return h("header", { class: "page-head" }, h("h1", {}, "Runs"), h("p", {}, overview.roots.join(", ")));
   }
 
-  function nothing(overview) {
+  function emptyMessage(overview) {
     if (overview.runs.length) return null;
-    return message("info", h("b", {}, "No runs here yet. "), `Train one with agentgym-rl train recipes/quickstart.toml; what is written below ${overview.roots.join(", ")} appears by itself.`);
+    return message("info", h("b", {}, "No runs yet. "), `Train one with agentgym-rl train recipes/quickstart.toml. New runs below ${overview.roots.join(", ")} appear automatically.`);
   }
 
   function colorOf(run) {
@@ -100,7 +100,7 @@ export async function homePage(route) {
   }
 
   async function toggle(id, on) {
-    chosen = on ? [...chosen, id] : chosen.filter((some) => some !== id);
+    chosen = on ? [...chosen, id] : chosen.filter((other) => other !== id);
     route.set({ show: chosen.join(",") || "none" });
     await showCurves();
   }

@@ -1,10 +1,10 @@
-// A list of any length: only the rows in sight exist, and only their pages are asked for.
+// A virtual list of any length: only visible rows exist, and only their pages are loaded.
 
 import { fill, h } from "./dom.js";
 
-const PAGE = 100;
-const TALLEST = 12_000_000; // browsers cut elements off somewhere above this
-const SPARE = 8;
+const PAGE_SIZE = 100;
+const MAX_HEIGHT = 12_000_000; // px; browsers limit the height of elements
+const EXTRA_ROWS = 8; // drawn above and below the visible ones
 
 /** rowHeight() -> px; fetchPage(offset, limit, signal) -> {total, rows}; renderRow(row, index) -> element. */
 export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, label, empty }) {
@@ -14,33 +14,33 @@ export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, 
   let total = 0;
   let chosen = -1;
   let generation = 0;
-  let waiting = new AbortController();
-  let framed = 0;
-  const made = new WeakMap(); // row -> its element: one that is drawn again stays the one a pointer is pressed on
+  let requests = new AbortController();
+  let frameRequest = 0;
+  const elements = new WeakMap(); // element by row, reused by redraws so that a click is not interrupted
 
   function geometry() {
     const height = rowHeight();
     const whole = total * height;
-    return { height, whole: Math.min(whole, TALLEST), stretch: whole > TALLEST ? (whole - node.clientHeight) / (TALLEST - node.clientHeight) : 1 };
+    return { height, whole: Math.min(whole, MAX_HEIGHT), stretch: whole > MAX_HEIGHT ? (whole - node.clientHeight) / (MAX_HEIGHT - node.clientHeight) : 1 };
   }
 
-  function firstInSight() {
+  function firstVisible() {
     const { height, stretch } = geometry();
     return Math.max(0, Math.floor((node.scrollTop * stretch) / height));
   }
 
-  async function ask(page) {
+  async function load(page) {
     if (pages.has(page)) return;
     pages.set(page, null);
-    const mine = generation;
+    const current = generation;
     try {
-      const answer = await fetchPage(page * PAGE, PAGE, waiting.signal);
-      if (mine !== generation) return;
+      const answer = await fetchPage(page * PAGE_SIZE, PAGE_SIZE, requests.signal);
+      if (current !== generation) return;
       pages.set(page, answer.rows);
       if (answer.total !== total) setTotal(answer.total);
       schedule();
     } catch (error) {
-      if (mine !== generation || error.name === "AbortError") return;
+      if (current !== generation || error.name === "AbortError") return;
       pages.delete(page);
       fill(inner, h("p", { class: "empty" }, error.message));
     }
@@ -52,25 +52,25 @@ export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, 
   }
 
   function schedule() {
-    framed ||= requestAnimationFrame(draw);
+    frameRequest ||= requestAnimationFrame(draw);
   }
 
   function draw() {
-    framed = 0;
+    frameRequest = 0;
     const { height, whole, stretch } = geometry();
     inner.style.height = `${whole}px`;
     if (!total) {
-      if (pages.get(0)) fill(inner, h("p", { class: "empty" }, empty ?? "nothing here"));
+      if (pages.get(0)) fill(inner, h("p", { class: "empty" }, empty ?? "no rows"));
       return;
     }
-    const first = Math.max(0, firstInSight() - SPARE);
-    const last = Math.min(total, firstInSight() + Math.ceil(node.clientHeight / height) + SPARE);
+    const first = Math.max(0, firstVisible() - EXTRA_ROWS);
+    const last = Math.min(total, firstVisible() + Math.ceil(node.clientHeight / height) + EXTRA_ROWS);
     const origin = node.scrollTop - node.scrollTop * stretch;
     const rows = [];
     for (let i = first; i < last; i++) {
-      const page = pages.get(Math.floor(i / PAGE));
-      if (page === undefined) ask(Math.floor(i / PAGE));
-      const row = page?.[i % PAGE];
+      const page = pages.get(Math.floor(i / PAGE_SIZE));
+      if (page === undefined) load(Math.floor(i / PAGE_SIZE));
+      const row = page?.[i % PAGE_SIZE];
       const element = row ? elementOf(row, i) : h("div", { class: "row blank" });
       element.style.transform = `translateY(${origin + i * height}px)`;
       element.setAttribute("aria-selected", String(i === chosen));
@@ -80,25 +80,25 @@ export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, 
   }
 
   function elementOf(row, i) {
-    if (!made.has(row)) made.set(row, renderRow(row, i));
-    return made.get(row);
+    if (!elements.has(row)) elements.set(row, renderRow(row, i));
+    return elements.get(row);
   }
 
-  /** Begin again from the top; with `stay` read what is in sight anew and stay there. */
-  async function reload(stay = false) {
-    const mine = ++generation;
-    waiting.abort();
-    waiting = new AbortController();
-    if (!stay) {
+  /** Reload from the top, or with `keepPosition` reload the visible rows. */
+  async function reload(keepPosition = false) {
+    const current = ++generation;
+    requests.abort();
+    requests = new AbortController();
+    if (!keepPosition) {
       pages = new Map();
       node.scrollTop = 0;
       chosen = -1;
-      await ask(0);
-      if (mine === generation && !pages.has(0)) return setTotal(0); // refused: what it says stands in place of rows
+      await load(0);
+      if (current === generation && !pages.has(0)) return setTotal(0); // rejected: the error is shown instead of rows
     } else {
-      const page = Math.floor(firstInSight() / PAGE);
-      const answer = await fetchPage(page * PAGE, PAGE, waiting.signal);
-      if (mine !== generation) return;
+      const page = Math.floor(firstVisible() / PAGE_SIZE);
+      const answer = await fetchPage(page * PAGE_SIZE, PAGE_SIZE, requests.signal);
+      if (current !== generation) return;
       pages = new Map([[page, answer.rows]]);
       setTotal(answer.total);
     }
@@ -107,7 +107,7 @@ export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, 
 
   function move(by) {
     if (!total) return;
-    chosen = Math.min(total - 1, Math.max(0, (chosen < 0 ? firstInSight() - Math.sign(by) : chosen) + by));
+    chosen = Math.min(total - 1, Math.max(0, (chosen < 0 ? firstVisible() - Math.sign(by) : chosen) + by));
     const { height, stretch } = geometry();
     const top = (chosen * height) / stretch;
     if (top < node.scrollTop) node.scrollTop = top;
@@ -116,7 +116,7 @@ export function virtualList({ rowHeight, fetchPage, renderRow, onOpen, onTotal, 
   }
 
   function open() {
-    const row = pages.get(Math.floor(chosen / PAGE))?.[chosen % PAGE];
+    const row = pages.get(Math.floor(chosen / PAGE_SIZE))?.[chosen % PAGE_SIZE];
     if (row) onOpen(row);
   }
 

@@ -1,18 +1,18 @@
-// Asks the server every few seconds what has changed, while somebody is looking.
+// Polls the server for changes while the page is visible.
 
 import { get, isExport } from "./api.js";
 
-const PAUSE_MS = 2000;
+const POLL_INTERVAL_MS = 2000;
 
-/** Calls `tell({runs, index})` after a change; runs is a Set of the ids that changed. Returns a function that ends it. */
-export async function watch(tell) {
+/** Call `onChange({runs, index})` after every poll; runs is a Set of changed ids. Return a function that stops it. */
+export async function watch(onChange) {
   if (isExport()) return () => {};
   let stamps = null;
   let indexStamp = null;
   let timer = 0;
   let ended = false;
 
-  async function look() {
+  async function poll() {
     try {
       const changes = await get("changes");
       const changed = new Set();
@@ -23,17 +23,17 @@ export async function watch(tell) {
       const grown = indexStamp !== null && changes.index.stamp !== indexStamp;
       stamps = changes.stamps;
       indexStamp = changes.index.stamp;
-      if (!ended) tell({ runs: changed, index: changes.index, grown, lost: false });
+      if (!ended) onChange({ runs: changed, index: changes.index, grown, lost: false });
     } catch {
-      if (!ended) tell({ runs: new Set(), index: null, grown: false, lost: true });
+      if (!ended) onChange({ runs: new Set(), index: null, grown: false, lost: true });
     }
   }
 
   async function loop() {
-    if (!document.hidden) await look();
-    if (!ended) timer = setTimeout(loop, PAUSE_MS);
+    if (!document.hidden) await poll();
+    if (!ended) timer = setTimeout(loop, POLL_INTERVAL_MS);
   }
-  // Whoever waits for the first look sees every change after it, and none twice.
+  // A caller that awaits the first poll gets every later change exactly once.
   await loop();
   return () => {
     ended = true;

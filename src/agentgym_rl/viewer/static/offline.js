@@ -1,4 +1,4 @@
-// The server's answers, computed from the data inside an exported page. Same questions, same answers.
+// Answers of the server's API, computed from the data in an exported page.
 
 const FACETS = ["kind", "step", "env", "subset", "stop", "success", "horizon"];
 
@@ -26,18 +26,18 @@ export function answerOffline(data, path, parameters) {
   if (path === "same_task") return sameTask(data, parameters);
   if (path === "shared_tasks") return sharedTasks(data, parameters);
   if (path === "frame") return frameOf(data, parameters);
-  throw new Error("an exported page does not play: start agentgym-rl view");
+  throw new Error("an exported page cannot play episodes: start agentgym-rl view");
 }
 
-function need(value, what) {
-  if (value === undefined || value === null) throw new Error(`there is no such ${what}`);
+function need(value, name) {
+  if (value === undefined || value === null) throw new Error(`no such ${name}`);
   return value;
 }
 
-function matches(row, parameters, but) {
+function matches(row, parameters, except) {
   return [...FACETS, "item"].every((name) => {
     const wanted = parameters[name];
-    if (name === but || wanted === undefined || wanted === null || wanted === "") return true;
+    if (name === except || wanted === undefined || wanted === null || wanted === "") return true;
     if (name === "subset") return row.subset.split(", ").includes(String(wanted));
     if (name === "success") return row.success === (String(wanted) === "true" || String(wanted) === "1");
     return String(row[name]) === String(wanted);
@@ -49,7 +49,7 @@ function rowsOf(data, run, parameters) {
 }
 
 function ordered(rows, order = "step") {
-  return rows.toSorted(ORDERS[order] ?? ORDERS.step); // stable: of one step they are stored in the server's order
+  return rows.toSorted(ORDERS[order] ?? ORDERS.step); // stable: rows of one step are stored in the server's order
 }
 
 function page(rows, { offset = 0, limit = 100 }) {
@@ -63,7 +63,7 @@ function groupsOf(rows, { mixed }) {
     if (!groups.has(name)) groups.set(name, []);
     groups.get(name).push(row);
   }
-  const found = [...groups.values()].map((members) => {
+  const summaries = [...groups.values()].map((members) => {
     const rewards = members.map((row) => row.reward);
     const { key, step, kind, team, env, item, subset } = members[0];
     return {
@@ -76,7 +76,7 @@ function groupsOf(rows, { mixed }) {
       members: members.map((row) => [row.success, row.reward]),
     };
   });
-  const kept = String(mixed) === "true" ? found.filter((group) => group.spread > 1e-6) : found;
+  const kept = String(mixed) === "true" ? summaries.filter((group) => group.spread > 1e-6) : summaries;
   return kept.sort((a, b) => b.step - a.step);
 }
 
@@ -84,7 +84,7 @@ function facetsOf(rows, parameters) {
   const answer = {};
   for (const name of FACETS) {
     const counts = new Map();
-    for (const row of rows.filter((some) => matches(some, parameters, name))) {
+    for (const row of rows.filter((candidate) => matches(candidate, parameters, name))) {
       const values = name === "subset" ? row.subset.split(", ") : [name === "success" ? Number(row.success) : row[name]];
       for (const value of values) if (value !== "") counts.set(value, (counts.get(value) ?? 0) + 1);
     }
@@ -99,31 +99,31 @@ function sameTask(data, { env, item }) {
   );
 }
 
-const MOST_SHARED = 200;
+const MAX_SHARED_TASKS = 200;
 
 function sharedTasks(data, { left, right }) {
-  const alone = left === right;
+  const sameRun = left === right;
   const byTask = (run, last) => {
-    const found = new Map();
-    for (const row of ordered(need(data.rows[run], "run"), alone ? "oldest" : "step")) {
+    const episodes = new Map();
+    for (const row of ordered(need(data.rows[run], "run"), sameRun ? "oldest" : "step")) {
       const task = JSON.stringify([row.env, row.item]);
-      if (last || !found.has(task)) found.set(task, row);
+      if (last || !episodes.has(task)) episodes.set(task, row);
     }
-    return found;
+    return episodes;
   };
-  const [ours, theirs] = [byTask(left, false), byTask(right, alone)];
+  const [leftRows, rightRows] = [byTask(left, false), byTask(right, sameRun)];
   const side = ({ key, kind, step, stop, success, reward, turns }) => ({ key, kind, step, stop, success, reward, turns });
-  const rows = [...ours].filter(([task, row]) => theirs.has(task) && !(alone && theirs.get(task).key === row.key))
-    .map(([task, row]) => ({ env: row.env, item: row.item, left: side(row), right: side(theirs.get(task)) }))
+  const rows = [...leftRows].filter(([task, row]) => rightRows.has(task) && !(sameRun && rightRows.get(task).key === row.key))
+    .map(([task, row]) => ({ env: row.env, item: row.item, left: side(row), right: side(rightRows.get(task)) }))
     .sort((a, b) => (a.left.success === a.right.success) - (b.left.success === b.right.success) || (a.env < b.env ? -1 : a.env > b.env ? 1 : a.item - b.item));
-  return { total: rows.length, rows: rows.slice(0, MOST_SHARED) };
+  return { total: rows.length, rows: rows.slice(0, MAX_SHARED_TASKS) };
 }
 
 function frameOf(data, { run, key, turn }) {
   const frames = data.frames[run]?.[key];
   if (!frames) throw new Error("pictures of this episode were not exported");
   const frame = frames[turn];
-  if (frame === undefined) throw new Error("there is no picture of this turn");
+  if (frame === undefined) throw new Error("this turn has no picture");
   if (typeof frame === "string") throw new Error(frame);
   return data.pictures[frame];
 }

@@ -1,36 +1,36 @@
-// The environment's own picture. It may hold text of a model, so it is shown where script cannot run: as an image, or
-// in a sandboxed frame of its own origin.
+// Pictures of environments. They may contain text of a model, so they are shown where no script can run: as an image,
+// or in a sandboxed frame.
 
 import { getPicture } from "./api.js";
 import { fill, h } from "./dom.js";
 
-/** A box that shows one picture after another; `show(path, parameters)` changes it. */
+/** Create a box for pictures. `show(path, parameters)` replaces the picture. */
 export function pictureBox(label) {
   const node = h("div", { class: "picture", "aria-live": "polite" });
   let current = null;
   let release = null;
-  let wanted = 0;
+  let requested = 0;
 
   async function show(path, parameters) {
-    const mine = ++wanted;
+    const request = ++requested;
     current?.abort();
     current = new AbortController();
-    const waiting = setTimeout(() => mine === wanted && node.classList.add("waiting"), 150);
+    const waiting = setTimeout(() => request === requested && node.classList.add("waiting"), 150);
     try {
       const picture = await getPicture(path, parameters, current.signal);
-      if (mine !== wanted) return;
-      await place(picture, mine);
+      if (request !== requested) return;
+      await insert(picture, request);
     } catch (error) {
-      if (mine === wanted && error.name !== "AbortError") {
+      if (request === requested && error.name !== "AbortError") {
         fill(node, h("p", { class: "no-picture" }, h("span", {}, "No picture"), h("small", {}, error.message)));
       }
     } finally {
       clearTimeout(waiting);
-      if (mine === wanted) node.classList.remove("waiting");
+      if (request === requested) node.classList.remove("waiting");
     }
   }
 
-  async function place(picture, mine) {
+  async function insert(picture, request) {
     if (picture.html) {
       fill(node, h("iframe", { sandbox: "", src: `${picture.url}#now`, title: label, class: "drawn", loading: "lazy" }));
     } else {
@@ -38,9 +38,9 @@ export function pictureBox(label) {
       try {
         await image.decode();
       } catch {
-        throw new Error("the environment drew something that is no image");
+        throw new Error("the environment's picture is not a valid image");
       }
-      if (mine !== wanted) return;
+      if (request !== requested) return;
       fill(node, image);
     }
     if (release) URL.revokeObjectURL(release);
@@ -48,14 +48,14 @@ export function pictureBox(label) {
   }
 
   function clear() {
-    wanted++;
+    requested++;
     current?.abort();
     fill(node);
     node.classList.remove("waiting");
   }
 
   function dispose() {
-    wanted++;
+    requested++;
     current?.abort();
     if (release) URL.revokeObjectURL(release);
   }

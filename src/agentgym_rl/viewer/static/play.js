@@ -5,19 +5,19 @@ import { fill, h, message, select } from "./dom.js";
 import { number } from "./format.js";
 import { pictureBox } from "./picture.js";
 
-const MOST_BUTTONS = 60;
-const PAUSE_MS = 700;
+const MAX_BUTTONS = 60;
+const TURN_MS = 700;
 
 export async function playPage(route) {
   const node = h("div", { class: "page" });
   if (isExport()) {
-    fill(node, message("info", "An exported page does not play: start agentgym-rl view."));
+    fill(node, message("info", "An exported page cannot play episodes: start agentgym-rl view."));
     return { node, title: "Playground", keys: [] };
   }
   const { environments, policies } = await get("environments");
-  const installed = environments.filter((some) => some.installed);
+  const installed = environments.filter((env) => env.installed);
   if (!installed.length) {
-    fill(node, message("warning", "No environment is installed: ", environments.map((some) => some.missing).join("; ")));
+    fill(node, message("warning", "No environment is installed: ", environments.map((env) => env.missing).join("; ")));
     return { node, title: "Playground", keys: [] };
   }
   const setup = h("div", { class: "filters setup" });
@@ -28,11 +28,11 @@ export async function playPage(route) {
   const filter = h("input", { type: "search", placeholder: "filter actions", "aria-label": "Filter actions", oninput: () => drawActions() });
   const actions = h("div", { class: "action-buttons" });
   const story = h("div", { class: "story" });
-  let chosen = installed.find((some) => some.name === route.query.get("env")) ?? installed[0];
+  let chosen = installed.find((env) => env.name === route.query.get("env")) ?? installed[0];
   let item = Number(route.query.get("item") ?? NaN);
   let policy = policies[0];
   let game = null;
-  let asked = 0; // grows whenever another game is wanted: what is answered late belongs to none that is on the table
+  let requested = 0; // counts requested games, so that a late answer for an earlier one is ignored
   let busy = false;
   let running = false;
 
@@ -46,17 +46,17 @@ export async function playPage(route) {
     const subset = select([["", "any subset"], ...chosen.subsets.map((name) => [name, name])], route.query.get("subset") ?? "", (value) => { route.set({ subset: value }); random(); }, "Subset");
     fill(
       setup,
-      select(installed.map((some) => [some.name, some.name]), chosen.name, change, "Environment"),
+      select(installed.map((env) => [env.name, env.name]), chosen.name, change, "Environment"),
       chosen.subsets.length ? subset : null,
       h("label", { class: "check" }, "item", itemInput),
       h("button", { type: "button", class: "quiet", onclick: random }, "Random item"),
-      h("button", { type: "button", class: "quiet", onclick: start }, "Start again"),
+      h("button", { type: "button", class: "quiet", onclick: start }, "Restart"),
       h("small", { class: "hint" }, chosen.summary),
     );
   }
 
   function change(name) {
-    chosen = installed.find((some) => some.name === name);
+    chosen = installed.find((env) => env.name === name);
     route.set({ subset: "" });
     item = NaN;
     drawSetup();
@@ -66,16 +66,16 @@ export async function playPage(route) {
   async function random() {
     const split = "train" in chosen.ranges ? "train" : Object.keys(chosen.ranges)[0];
     const subset = route.query.get("subset");
-    const mine = ++asked;
-    if (!split) return refuse(`${chosen.name} does not say which items it has: type a number`);
+    const request = ++requested;
+    if (!split) return showError(`${chosen.name} does not list its items: type a number`);
     if (subset) {
       try {
         const { items } = await get("items", { env: chosen.name, split, subset });
-        if (mine !== asked) return;
+        if (request !== requested) return;
         if (!items.length) throw new Error(`${chosen.name} has no items of ${subset} in its split ${split}`);
         item = items[Math.floor(Math.random() * items.length)];
       } catch (error) {
-        if (mine === asked) refuse(error.message);
+        if (request === requested) showError(error.message);
         return;
       }
     } else {
@@ -85,12 +85,12 @@ export async function playPage(route) {
     await start();
   }
 
-  /** Clear the table: what was on it is not what was asked for. */
-  function refuse(text) {
+  /** Show an error and clear the page, because the game on it is not the requested one. */
+  function showError(text) {
     leave();
     fill(notes, message("error", text));
     fill(story);
-    fill(hand);
+    fill(controls);
     picture.clear();
     setBusy(false);
   }
@@ -106,45 +106,45 @@ export async function playPage(route) {
     node.classList.toggle("busy", on);
   }
 
-  /** Open the game that is chosen now. It takes the place of whatever is being opened or played. */
+  /** Open the chosen game. It replaces any game that is open or being opened. */
   async function start() {
-    const mine = ++asked;
+    const request = ++requested;
     leave();
     itemInput.value = Number.isNaN(item) ? "" : String(item);
     if (!Number.isInteger(item)) {
       const ranges = Object.entries(chosen.ranges).map(([name, [from, to]]) => `${name} ${from}–${to - 1}`);
-      return refuse(`an item is a whole number; ${chosen.name} has ${ranges.join(", ")}`);
+      return showError(`an item must be a whole number; ${chosen.name} has ${ranges.join(", ")}`);
     }
     route.set({ env: chosen.name, item });
     fill(notes);
     setBusy(true);
     try {
       const opened = await post("play/open", { env: chosen.name, item });
-      if (mine !== asked) return void post("play/close", { session: opened.session }).catch(() => {});
+      if (request !== requested) return void post("play/close", { session: opened.session }).catch(() => {});
       setBusy(false);
       game = opened;
       draw();
       input.focus({ preventScroll: true });
     } catch (error) {
-      if (mine === asked) refuse(error.message);
+      if (request === requested) showError(error.message);
     }
   }
 
-  /** One turn; false when it failed, or when another game was asked for meanwhile. */
+  /** Play one turn. Return false if it failed, or if another game was requested meanwhile. */
   async function attempt(work) {
     if (busy) return false;
-    const mine = asked;
+    const request = requested;
     setBusy(true);
     fill(notes);
     try {
       const next = await work();
-      if (mine !== asked) return false;
+      if (request !== requested) return false;
       game = next;
       setBusy(false);
       draw();
       return true;
     } catch (error) {
-      if (mine !== asked) return false;
+      if (request !== requested) return false;
       fill(notes, message("error", error.message));
       running = false;
       setBusy(false);
@@ -171,24 +171,24 @@ export async function playPage(route) {
     }
     running = true;
     draw();
-    const mine = asked;
-    while (running && mine === asked && game && !game.done) {
+    const request = requested;
+    while (running && request === requested && game && !game.done) {
       if (!(await policyTurn())) break;
-      await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+      await new Promise((resolve) => setTimeout(resolve, TURN_MS));
     }
-    if (mine !== asked) return;
+    if (request !== requested) return;
     running = false;
     if (game) draw();
   }
 
   function drawActions() {
     if (!game) return;
-    const wanted = filter.value.toLowerCase();
-    const found = game.actions.filter((action) => action.toLowerCase().includes(wanted));
+    const text = filter.value.toLowerCase();
+    const matching = game.actions.filter((action) => action.toLowerCase().includes(text));
     fill(
       actions,
-      found.slice(0, MOST_BUTTONS).map((action) => h("button", { type: "button", class: "action-button", onclick: () => act(action) }, action)),
-      found.length > MOST_BUTTONS ? h("small", {}, `and ${found.length - MOST_BUTTONS} more: filter them`) : null,
+      matching.slice(0, MAX_BUTTONS).map((action) => h("button", { type: "button", class: "action-button", onclick: () => act(action) }, action)),
+      matching.length > MAX_BUTTONS ? h("small", {}, `and ${matching.length - MAX_BUTTONS} more: filter them`) : null,
       !game.actions.length && !game.done ? h("small", {}, game.note || "This environment does not list actions: type one.") : null,
     );
   }
@@ -200,28 +200,28 @@ export async function playPage(route) {
       game.instruction ? h("details", { class: "block instruction" }, h("summary", {}, "Instruction"), h("pre", {}, game.instruction)) : null,
       game.turns.map((turn, k) => h("article", { class: "past" }, h("pre", {}, turn.observation), h("p", { class: "act" }, h("small", {}, `${k + 1} · ${turn.by}`), turn.reply, turn.reward ? h("span", { class: "plus" }, ` reward ${number(turn.reward)}`) : null, turn.valid === false ? h("span", { class: "invalid" }, " invalid") : null))),
       h("article", { class: "now" }, h("pre", {}, game.observation)),
-      game.done ? h("p", { class: `verdict ${game.success ? "good" : "bad"}` }, game.success ? `Success in ${game.turns.length} turns, reward ${number(game.reward)}.` : `It is over without success: reward ${number(game.reward)}.`) : null,
+      game.done ? h("p", { class: `verdict ${game.success ? "good" : "bad"}` }, game.success ? `Success in ${game.turns.length} turns, reward ${number(game.reward)}.` : `Ended without success, reward ${number(game.reward)}.`) : null,
     );
     story.scrollTop = story.scrollHeight;
     filter.hidden = game.actions.length < 12;
     drawActions();
-    fill(hand, game.done ? h("button", { type: "button", class: "primary", onclick: start }, "Play it again") : [
-      h("form", { class: "action-form", onsubmit: (event) => { event.preventDefault(); act(input.value); } }, input, h("button", { type: "submit", class: "primary" }, "Do it")),
+    fill(controls, game.done ? h("button", { type: "button", class: "primary", onclick: start }, "Play again") : [
+      h("form", { class: "action-form", onsubmit: (event) => { event.preventDefault(); act(input.value); } }, input, h("button", { type: "submit", class: "primary" }, "Send")),
       filter, actions,
       h("div", { class: "policy-row" }, "Let", policyChoice, "play", h("button", { type: "button", onclick: policyTurn }, "one turn"), h("button", { type: "button", onclick: run }, running ? "Stop" : "to the end")),
     ]);
   }
 
-  const hand = h("div", { class: "hand" });
-  fill(table, h("div", { class: "see" }, picture.node, hand), story);
-  fill(node, h("header", { class: "page-head" }, h("h1", {}, "Playground"), h("p", {}, "Nothing is written.")), setup, notes, table);
+  const controls = h("div", { class: "hand" });
+  fill(table, h("div", { class: "see" }, picture.node, controls), story);
+  fill(node, h("header", { class: "page-head" }, h("h1", {}, "Playground"), h("p", {}, "Episodes played here are not saved.")), setup, notes, table);
   drawSetup();
   await start();
   return {
     node,
     title: "Playground",
     dispose() {
-      asked++;
+      requested++;
       leave();
       picture.dispose();
     },
@@ -229,7 +229,7 @@ export async function playPage(route) {
       ["o", "let the policy play one turn", policyTurn],
       ["a", "let the policy play to the end", run],
       ["i", "type an action", () => input.focus()],
-      ["r", "start again", start],
+      ["r", "restart", start],
     ],
   };
 }

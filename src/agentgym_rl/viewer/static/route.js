@@ -1,4 +1,4 @@
-// Addresses: everything that can be seen has one, after the #.
+// Addresses: every view has one, after the #.
 
 /** link("episode", "runs/a", "step_000001.3", {turn: 2}) -> "#/episode/runs%2Fa/step_000001.3?turn=2". */
 export function link(page, ...parts) {
@@ -16,7 +16,7 @@ function queryText(query) {
   return parameters.size ? `?${parameters}` : "";
 }
 
-/** The page, its parts and its query, with `set` to change the query without leaving the page. */
+/** Return the page, its parts and its query. `set` changes the query without leaving the page. */
 export function readRoute() {
   const text = location.hash.replace(/^#\/?/, "");
   const [path, search = ""] = text.split("?");
@@ -28,7 +28,7 @@ export function readRoute() {
     parts,
     query,
     set(changes) {
-      if (location.hash !== shown) return; // somebody went on while this page was still loading
+      if (location.hash !== shown) return; // the user left while this page was loading
       for (const [name, value] of Object.entries(changes)) {
         if (value === null || value === undefined || value === "") query.delete(name);
         else query.set(name, value);

@@ -1,4 +1,4 @@
-// One run: how it stands, what the doctor says, its curves and stages.
+// One run: its state, warnings of the doctor, curves and stages.
 
 import { get } from "./api.js";
 import { COLORS, curvesPanel } from "./curves.js";
@@ -7,7 +7,7 @@ import { ago, duration, isolated, number, percent } from "./format.js";
 import { problemsOf, stateBadge } from "./home.js";
 import { link } from "./route.js";
 
-/** Name and tabs at the top of everything about a run. */
+/** The name and tabs at the top of every page of a run. */
 export function runHead(run, current) {
   const tabs = [["run", "Curves"], ["episodes", "Episodes"], ["groups", "Groups"], ["config", "Config"]];
   if (run.kind === "eval") {
@@ -24,8 +24,8 @@ export function runHead(run, current) {
   );
 }
 
-/** What is wrong with its files, where something is. */
-export function troubles(run) {
+/** A list of the problems of a run's files, or null. */
+export function problemList(run) {
   const lines = problemsOf(run);
   return lines.length ? message("warning", h("ul", {}, lines.map((line) => h("li", {}, line)))) : null;
 }
@@ -44,7 +44,7 @@ export async function runPage(route) {
   function draw() {
     fill(head, runHead(run, "run"));
     fill(facts, factsOf(run));
-    fill(warnings, doctor(run.doctor), run.status?.error ? message("error", run.status.error) : null, troubles(run));
+    fill(warnings, doctor(run.doctor), run.status?.error ? message("error", run.status.error) : null, problemList(run));
     fill(below, [["summary.json", () => stages(run.summary)], ["summary.json", () => subsets(run.summary)]].map(([file, make]) => guarded(file, make)));
   }
 
@@ -95,10 +95,10 @@ function doctor(warnings) {
   return h(
     "section",
     { class: "doctor card" },
-    h("h2", {}, "The doctor says"),
-    [...rules].map(([rule, some]) => {
-      const last = some.at(-1);
-      return h("p", {}, h("b", {}, rule.replaceAll("_", " ")), ` ${String(last.message ?? "")} `, h("small", {}, some.length > 1 ? `steps ${some[0].step}–${last.step}` : `step ${last.step}`));
+    h("h2", {}, "Warnings of the doctor"),
+    [...rules].map(([rule, matches]) => {
+      const last = matches.at(-1);
+      return h("p", {}, h("b", {}, rule.replaceAll("_", " ")), ` ${String(last.message ?? "")} `, h("small", {}, matches.length > 1 ? `steps ${matches[0].step}–${last.step}` : `step ${last.step}`));
     }),
   );
 }

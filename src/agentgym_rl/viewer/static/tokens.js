@@ -1,4 +1,4 @@
-// Tokens as the model saw and sampled them, coloured by what is known of each. What was not sampled is hatched.
+// Tokens of an episode, coloured by log-probability, entropy or advantage. Tokens that were not sampled are hatched.
 
 import { fill, h, segmented } from "./dom.js";
 import { number, signed } from "./format.js";
@@ -8,13 +8,13 @@ const MODES = {
   entropy: { title: "Entropy", low: "0 nats", high: null, needs: "learner" },
   advantage: { title: "Advantage", low: null, high: null, needs: "learner" },
 };
-const SURPRISE = 5; // nats at which the colour is full
+const MAX_SURPRISE = 5; // nats at which the colour is full
 
-/** Every token of an episode: {text, id, sampled, logprob, entropy, advantage, learner, turn, role}. */
+/** Return every token of an episode: {text, id, sampled, logprob, entropy, advantage, learner, turn, role}. */
 export function tokensOf(episode) {
   const tokens = [];
   let turn = -1;
-  let place = 0;
+  let sampledIndex = 0;
   for (const message of episode.messages) {
     turn += message.role === "assistant";
     message.token_ids.forEach((id, i) => {
@@ -24,11 +24,11 @@ export function tokensOf(episode) {
         role: message.role,
         text: message.texts?.[i] ?? `⟨${id}⟩`,
         logprob: sampled ? message.logprobs[i] : null,
-        entropy: sampled ? (episode.learned?.entropies?.[place] ?? null) : null,
-        advantage: sampled ? (episode.learned?.advantages?.[place] ?? null) : null,
-        learner: sampled ? (episode.learned?.logprobs?.[place] ?? null) : null,
+        entropy: sampled ? (episode.learned?.entropies?.[sampledIndex] ?? null) : null,
+        advantage: sampled ? (episode.learned?.advantages?.[sampledIndex] ?? null) : null,
+        learner: sampled ? (episode.learned?.logprobs?.[sampledIndex] ?? null) : null,
       });
-      place += sampled;
+      sampledIndex += sampled;
     });
   }
   return tokens;
@@ -36,7 +36,7 @@ export function tokensOf(episode) {
 
 function colorOf(token, mode, most) {
   const mix = (name, share) => `color-mix(in srgb, var(--${name}) ${Math.round(100 * Math.min(1, share))}%, transparent)`;
-  if (mode === "logprob") return token.logprob === null ? "" : mix("surprise", (0.85 * -token.logprob) / SURPRISE);
+  if (mode === "logprob") return token.logprob === null ? "" : mix("surprise", (0.85 * -token.logprob) / MAX_SURPRISE);
   if (mode === "entropy") return token.entropy === null ? "" : mix("entropy", (0.8 * token.entropy) / most);
   if (token.advantage === null) return "";
   return mix(token.advantage >= 0 ? "plus" : "minus", (0.75 * Math.abs(token.advantage)) / most);
@@ -46,8 +46,8 @@ export function tokenView(episode, mode, onMode) {
   const tokens = tokensOf(episode);
   const text = h("div", { class: "tokens", role: "group", "aria-label": "tokens" });
   const legend = h("div", { class: "legend" });
-  const detail = h("div", { class: "token-detail", role: "status" }, "Point at a token.");
-  if (!tokens.length) return h("p", { class: "empty" }, "No tokens were recorded: this episode was not played by a model that samples here.");
+  const detail = h("div", { class: "token-detail", role: "status" }, "Hover over a token.");
+  if (!tokens.length) return h("p", { class: "empty" }, "No tokens were recorded: no local model played this episode.");
   const choice = segmented(Object.entries(MODES).map(([name, { title }]) => [name, title]), mode, (next) => {
     onMode(next);
     draw(next);

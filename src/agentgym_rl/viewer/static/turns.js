@@ -1,32 +1,32 @@
-// An episode as turns: what was seen, thought, done and paid.
+// An episode as turns: observation, thought, action and reward.
 
-/** {instruction, turns: [{observation, reply, thought, action, reward, info, message}], ending}. */
+/** Return {instruction, turns: [{observation, reply, thought, action, reward, info, message}], ending}. */
 export function turnsOf(episode) {
   const turns = [];
   let instruction = "";
-  let waiting = [];
+  let observations = [];
   for (const message of episode.messages) {
     if (message.role === "system") {
       instruction = message.content;
     } else if (message.role === "user") {
-      waiting.push(message.content);
+      observations.push(message.content);
     } else {
       const k = turns.length;
       turns.push({
-        observation: waiting.join("\n"),
+        observation: observations.join("\n"),
         reply: message.content,
         ...splitReply(message.content),
         reward: episode.rewards[k] ?? 0,
         info: episode.infos[k] ?? {},
         message,
       });
-      waiting = [];
+      observations = [];
     }
   }
-  return { instruction, turns, ending: waiting.join("\n") };
+  return { instruction, turns, ending: observations.join("\n") };
 }
 
-/** The thought and the action of a reply; a reply that has no such parts is all action. */
+/** Return the thought and the action of a reply. A reply without such parts is all action. */
 export function splitReply(reply) {
   const tagged = /^\s*<think>([\s\S]*?)<\/think>\s*([\s\S]*)$/.exec(reply);
   if (tagged) return { thought: tagged[1].trim(), action: tagged[2].trim() };

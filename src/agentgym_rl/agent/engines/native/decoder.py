@@ -1,7 +1,7 @@
-"""A lean forward pass over the modules of Llama-like decoders, with a slot cache. Works on any device.
+"""A fast forward pass over the modules of Llama-like decoders, with a slot cache. Works on any device.
 
-Parameters are the model's own: nothing is copied, so a learner's in-place update is seen at once. Projections are
-called as modules, so that adapters wrapped around them work.
+It uses the model's own parameters, so a learner's in-place update takes effect at once. Projections are called as
+modules, so that adapters wrapped around them work.
 
 Shapes: B rows, T new tokens (padded), L cached positions read, H query heads, K key/value heads, D head width.
 """
@@ -13,32 +13,23 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.grouping import RowGroup, group_rows
 from agentgym_rl.agent.engines.native.runner import Row
-
-SUPPORTED = (LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-RMS_NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
-# Rope types whose angles depend on the position alone. Others (dynamic, longrope) change with the length of the whole
-# sequence, so that keys cached earlier would not be those of a full forward pass.
-STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+from agentgym_rl.common.decoders import CAUSAL_MODELS, RMS_NORMS, STATIC_ROPE
 
 
 def unwrap(model: Any) -> Any:
-    """The causal language model inside an adapter wrapper, or the model itself."""
+    """Return the causal language model inside an adapter wrapper, or the model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def why_unsupported(model: Any) -> str | None:
-    """None when DecoderRunner computes this model exactly, else the reason it does not."""
+    """Return None if DecoderRunner computes this model exactly, else the reason."""
     model = unwrap(model)
-    if type(model) not in SUPPORTED:
-        return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in SUPPORTED)}"
+    if type(model) not in CAUSAL_MODELS:
+        return f"{type(model).__name__} is not one of {', '.join(kind.__name__ for kind in CAUSAL_MODELS)}"
     config = model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if getattr(config, "use_sliding_window", False) or layer_types != {"full_attention"}:
@@ -59,17 +50,17 @@ class Batch:
     slots: torch.Tensor
     """[B, 1]."""
     last: torch.Tensor
-    """[B]: where in T each row's last token is."""
+    """[B]: index in T of each row's last token."""
     length: int
     """L."""
     fresh: bool
-    """Nothing is cached for any row: attention is among the new tokens alone."""
+    """Nothing is cached for any row, so attention covers only the new tokens."""
     slot_range: tuple[int, int] | None
     """Read these slots in place instead of gathering."""
     bias: torch.Tensor | None
-    """[B or slots of the range, 1, T, L]: 0 where a query may look, -inf elsewhere; None when fresh."""
-    places: torch.Tensor | None
-    """[B]: place of each row in slot_range; None when the rows are the range, in order."""
+    """[B or slots of the range, 1, T, L]: 0 where a query may attend, -inf elsewhere; None if fresh."""
+    range_indices: torch.Tensor | None
+    """[B]: index of each row in slot_range; None if the rows are the range, in order."""
 
 
 class DecoderRunner:
@@ -105,7 +96,8 @@ class DecoderRunner:
         leaders, leader_of = share_prompts(rows)
         groups = group_rows(leaders)
         logits = torch.cat([self._forward_group(group) for group in groups])
-        order = {place: index for index, place in enumerate(place for group in groups for place in group.places)}
+        computed_order = [leader for group in groups for leader in group.indices]
+        order = {leader: index for index, leader in enumerate(computed_order)}
         for row, leader in zip(rows, leader_of, strict=True):
             if row is not leaders[leader]:
                 self.cache.copy(leaders[leader].slot, row.slot, len(row.token_ids))
@@ -152,7 +144,7 @@ class DecoderRunner:
     def _attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, batch: Batch, scaling: float
     ) -> torch.Tensor:
-        """[B, T, H, D] queries to [B, T, H * D]."""
+        """Return attention [B, T, H * D] of queries [B, T, H, D]."""
         grouped = self._num_heads != self._num_kv_heads
         rows, num_new = query.shape[:2]
         if batch.fresh:
@@ -166,10 +158,10 @@ class DecoderRunner:
             )
             return mixed.transpose(1, 2).reshape(rows, num_new, -1)
         keys, values = self._cached(layer, batch)
-        if batch.places is not None:
-            spread = query.new_zeros((keys.shape[0], *query.shape[1:]))
-            spread[batch.places] = query
-            query = spread
+        if batch.range_indices is not None:
+            scattered = query.new_zeros((keys.shape[0], *query.shape[1:]))
+            scattered[batch.range_indices] = query
+            query = scattered
         if num_new == 1:
             mixed = self._attend_one(query, keys, values, batch.bias, scaling)
         else:
@@ -177,14 +169,14 @@ class DecoderRunner:
                 query.transpose(1, 2), keys, values, batch.bias, scale=scaling, enable_gqa=grouped
             )
             mixed = mixed.transpose(1, 2)
-        if batch.places is not None:
-            mixed = mixed[batch.places]
+        if batch.range_indices is not None:
+            mixed = mixed[batch.range_indices]
         return mixed.reshape(rows, num_new, -1)
 
     def _attend_one(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, scaling: float
     ) -> torch.Tensor:
-        """One query a row: two batched products over the heads of a group, up to twice as fast on CPU as SDPA."""
+        """Attend with one query per row: two batched products over the heads of a group, faster on CPU than SDPA."""
         query = query.reshape(query.shape[0], self._num_kv_heads, -1, self._head_dim)
         scores = torch.matmul(query * scaling, keys.transpose(2, 3))
         if bias is not None:
@@ -192,7 +184,7 @@ class DecoderRunner:
         return torch.matmul(torch.softmax(scores, -1, dtype=torch.float32).to(values.dtype), values)
 
     def _cached(self, layer: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B or slots of the range, K, L, D]."""
+        """Return keys and values [B or slots of the range, K, L, D]."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if batch.slot_range is not None:
             low, high = batch.slot_range
@@ -213,16 +205,16 @@ class DecoderRunner:
         slot_range = None if group.fresh else group.slot_range
         device = self._device
         positions_BT = torch.tensor(positions, device=device)
-        places = bias = None
+        range_indices = bias = None
         if slot_range is not None and slots != list(range(*slot_range)):
-            places = torch.tensor(slots, device=device) - slot_range[0]
+            range_indices = torch.tensor(slots, device=device) - slot_range[0]
         if not group.fresh:
             bias = self._bias(positions_BT, group.length)
-            if places is not None and slot_range is not None:
-                # Slots in the range that are not in the group attend to everything; their results are discarded.
-                everything = bias.new_zeros((slot_range[1] - slot_range[0], *bias.shape[1:]))
-                everything[places] = bias
-                bias = everything
+            if range_indices is not None and slot_range is not None:
+                # Slots of the range outside the group attend to everything, and their results are discarded.
+                scattered = bias.new_zeros((slot_range[1] - slot_range[0], *bias.shape[1:]))
+                scattered[range_indices] = bias
+                bias = scattered
         return Batch(
             token_ids=torch.tensor(token_ids, device=device),
             positions=positions_BT,
@@ -232,7 +224,7 @@ class DecoderRunner:
             fresh=group.fresh,
             slot_range=slot_range,
             bias=bias,
-            places=places,
+            range_indices=range_indices,
         )
 
     def _bias(self, positions: torch.Tensor, length: int) -> torch.Tensor:
@@ -245,7 +237,7 @@ class DecoderRunner:
         )
 
     def _rotary_tables(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine [length, D] from the model's own module; the first half of the sine carries the minus."""
+        """Return cosine and sine [length, D] of the model's own module. The first half of the sine is negated."""
         like = torch.empty(0, dtype=self._dtype, device=self._device)
         positions = torch.arange(length, device=self._device).unsqueeze(0)
         cos, sin = self._decoder.rotary_emb(like, positions)
@@ -255,9 +247,9 @@ class DecoderRunner:
 
 
 def share_prompts(rows: list[Row]) -> tuple[list[Row], list[int]]:
-    """Rows that start on the same prompt (a group's trajectories do) need it computed once.
+    """Find rows with the same prompt (a group's trajectories), which is computed once.
 
-    Returns the rows to compute and, for each row, the index of the one that stands for it.
+    Returns the rows to compute and, for each row, the index of the one that it shares.
     """
     leaders: list[Row] = []
     leader_of: list[int] = []
@@ -275,7 +267,7 @@ def share_prompts(rows: list[Row]) -> tuple[list[Row], list[int]]:
 
 
 def _normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    """RMS norm in one operation where that is the same arithmetic (float32), else the module's own."""
+    """Apply the RMS norm in one operation if the arithmetic is the same (float32), else with the module."""
     if x.dtype is torch.float32 and type(norm) in RMS_NORMS:
         return F.rms_norm(x, norm.weight.shape, norm.weight, norm.variance_epsilon)
     return norm(x)
@@ -284,9 +276,9 @@ def _normalise(norm: Any, x: torch.Tensor) -> torch.Tensor:
 def _rotate(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotary embedding of queries and keys together: half the operations of doing it one by one."""
+    """Apply the rotary embedding to queries and keys together, which halves the number of operations."""
     num_heads, half = query.shape[2], query.shape[3] // 2
-    both = torch.cat([query, key], dim=2)
-    swapped = torch.cat([both[..., half:], both[..., :half]], dim=-1)
-    both.mul_(cos).addcmul_(swapped, sin)
-    return both[:, :, :num_heads], both[:, :, num_heads:]
+    joined = torch.cat([query, key], dim=2)
+    swapped = torch.cat([joined[..., half:], joined[..., :half]], dim=-1)
+    joined.mul_(cos).addcmul_(swapped, sin)
+    return joined[:, :, :num_heads], joined[:, :, num_heads:]

@@ -18,26 +18,26 @@ from typing import Any, Literal, cast
 
 import torch
 
-from agentgym_rl.agent.engines.native.choice import make_runner
 from agentgym_rl.agent.engines.native.decoder import unwrap
-from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Launch, LaunchRunner, Row, Runner
+from agentgym_rl.agent.engines.native.in_place import evaluating, load_in_place
+from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Launch, LaunchRunner, Row, Runner
 from agentgym_rl.agent.engines.native.sampling import sample, signed_64
+from agentgym_rl.agent.engines.native.select_runner import make_runner
 from agentgym_rl.agent.engines.native.sessions import Session, SessionTable
-from agentgym_rl.agent.engines.native.weights import evaluating, load_in_place
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
 SETTLE_ROUNDS = 3
-"""Turns of the event loop given to other tasks between steps, so that a wave of environments answers and joins the next
-step together. A round in which requests arrived is followed by another, up to SETTLE_ROUNDS_MOST."""
-SETTLE_ROUNDS_MOST = 12
-LAUNCHES_A_REPLY = 8
-"""A launch has so many steps that a reply of the usual length takes this many: a row that ends early idles for half a
-launch, and a request that arrives waits for one."""
-PORTION = 64
-"""Replies handed out at once: those who got them come back with their next prompts before the others get theirs."""
+"""Event-loop iterations between steps, so that environments that answer together join the next step together. An
+iteration in which requests arrived is followed by another, up to MAX_SETTLE_ROUNDS."""
+MAX_SETTLE_ROUNDS = 12
+LAUNCHES_PER_REPLY = 8
+"""Launches that a reply of the average length takes. A row that ends early idles for half a launch on average, and a
+new request waits for one."""
+REPLIES_PER_PORTION = 64
+"""Replies delivered at once, so that their next prompts arrive before the other replies are delivered."""
 LAUNCH_STEPS = (2, 16)
-"""Fewest and most."""
+"""Minimum and maximum steps of a launch."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Request:
 
     session_name: str
     token_ids: list[int]
-    """Prompt and reply; grows by a token a step."""
+    """Prompt and reply; grows by one token per step."""
     num_prompt: int
     sampling: Sampling
     seed: int
@@ -54,19 +54,19 @@ class Request:
     """Length of token_ids at which the reply ends."""
     future: asyncio.Future[Completion]
     num_reusable: int
-    """How much of the prompt its session had cached when it came."""
+    """Prompt tokens that its session had cached on arrival."""
     logprobs: list[float] = field(default_factory=list)
     session: Session | None = None
     version: int = 0
-    """Of the first weights that sampled a token of it."""
+    """Version of the weights that sampled its first token."""
 
 
 class NativeEngine:
     """Samples from a transformers causal language model in this process, sharing its parameters (no copy).
 
-    `decode` turns token ids into text and is needed for stop strings only. `max_sessions` sequences have room at once;
-    further requests wait. `max_context` bounds prompt and reply together. `runner` computes the model; by default it is
-    the fastest that computes it exactly.
+    `decode` turns token ids into text and is needed only for stop strings. At most `max_sessions` sequences run at
+    once; further requests wait. `max_context` bounds prompt and reply together. `runner` computes the model; the
+    default is the fastest that computes it exactly.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class NativeEngine:
             raise EngineError(f"The native engine needs a decoder-only model, got {type(unwrap(model)).__name__}.")
         if max_sessions < 1:
             raise EngineError(f"max_sessions must be at least 1, got {max_sessions}.")
-        most = getattr(config, "max_position_embeddings", None)
-        self.max_context = min(n for n in (max_context, most, 1 << 20) if n is not None)
+        positions = getattr(config, "max_position_embeddings", None)
+        self.max_context = min(n for n in (max_context, positions, 1 << 20) if n is not None)
         self.version = version
         self._model = model
         self._decode = decode
@@ -101,7 +101,7 @@ class NativeEngine:
         self._seeds = random.Random(seed)
         self._waiting: deque[Request] = deque()
         self._running: dict[Request, None] = {}
-        self._names: set[str] = set()
+        self._busy_sessions: set[str] = set()
         self._arrivals = 0
         self._updates = 0
         self._task: asyncio.Task[None] | None = None
@@ -123,7 +123,7 @@ class NativeEngine:
             future=asyncio.get_running_loop().create_future(),
         )
         self._waiting.append(request)
-        self._names.add(session)
+        self._busy_sessions.add(session)
         self._arrivals += 1
         if self._task is None:
             self._task = asyncio.create_task(self._drive(), name="native-engine")
@@ -138,17 +138,16 @@ class NativeEngine:
         self._sessions.release(session)
 
     async def update_weights(self, source: Mapping[str, Any] | None, version: int) -> None:
-        """`source` None: the weights were changed in place; a state dict: copy it in. Replies under way go on with the
-        new weights, their keys and values computed again."""
+        """Copy a state dict in, or with `source` None use weights that were changed in place. Pending replies continue
+        with the new weights and a recomputed KV cache."""
         if source is not None:
             load_in_place(self._model, source)
         self._sessions.invalidate()
         self._updates += 1
         self.version = version
 
-    async def rest(self) -> None:
-        """Give the memory of all keys and values back, to whoever else works on the device; the next request takes it
-        again. Replies under way are finished first."""
+    async def sleep(self) -> None:
+        """Free the memory of the KV cache until the next request. Pending replies finish first."""
         while self._task is not None:
             await asyncio.wait([self._task])
         self._limit_sessions(self._max_sessions)
@@ -164,8 +163,8 @@ class NativeEngine:
             self._waiter.shutdown()
 
     def stats(self) -> dict[str, float]:
-        """Counters since the last reset. Prompt tokens were `computed`, `reused` from the session's own cache, or
-        `shared` with an identical prompt of the same step; a mid-reply weight update computes some again."""
+        """Return the counters since the last reset. Prompt tokens were `computed`, `reused` from the session's cache,
+        or `shared` with an identical prompt of the same step. A weight update during a reply recomputes some."""
         return {**self._stats, "evictions": self._sessions.evictions, "sessions": len(self._sessions)}
 
     def reset_stats(self) -> None:
@@ -183,8 +182,8 @@ class NativeEngine:
     def _check(self, prompt_ids: list[int], num_known: int, sampling: Sampling, session: str) -> None:
         if self._closed:
             raise EngineError("The engine was closed; make another.")
-        if session in self._names:
-            raise EngineError(f"Session {session!r} has a reply under way: give every trajectory a session of its own.")
+        if session in self._busy_sessions:
+            raise EngineError(f"Session {session!r} has a pending reply: give every trajectory its own session.")
         if not prompt_ids:
             raise EngineError("The prompt is empty: at least one token is needed.")
         if len(prompt_ids) >= self.max_context:
@@ -208,7 +207,8 @@ class NativeEngine:
             raise EngineError("Stop strings need NativeEngine(decode=...); or use stop_token_ids.")
 
     async def _drive(self) -> None:
-        """Step while there are requests. Runs on the event loop: what joins a step depends on the callers alone."""
+        """Step while there are requests. Runs on the event loop, so only the callers decide which requests share a
+        step."""
         try:
             while self._waiting or self._running:
                 await self._settle()
@@ -222,7 +222,7 @@ class NativeEngine:
             self._fail([*self._waiting, *self._running], "The event loop ended while a reply was being sampled.")
 
     async def _settle(self) -> None:
-        for done_rounds in range(1, SETTLE_ROUNDS_MOST + 1):
+        for done_rounds in range(1, MAX_SETTLE_ROUNDS + 1):
             arrivals = self._arrivals
             await asyncio.sleep(0)
             if done_rounds >= SETTLE_ROUNDS and self._arrivals == arrivals:
@@ -240,14 +240,14 @@ class NativeEngine:
             session.token_ids = request.token_ids
             request.session = session
             self._running[request] = None
-            if request.logprobs:  # it was begun, and put back for lack of memory
+            if request.logprobs:  # it had started and was put back because memory ran out
                 continue
             request.version = self.version
             self._stats["requests"] += 1
             self._stats["prompt_tokens_reused"] += session.num_cached
 
     def _step(self) -> None:
-        """One token for every running request."""
+        """Sample one token for every running request."""
         runner = cast(Runner, self._runner)
         started = time.perf_counter()
         requests = list(self._running)
@@ -257,15 +257,15 @@ class NativeEngine:
                 logits, num_computed = runner.forward(rows)
             tokens, logprobs = self._sample(requests, logits)
         except torch.OutOfMemoryError as error:
-            reason = str(error)  # and not the error, whose frames hold memory
+            reason = str(error)  # the error itself would keep frames with tensors alive
         except Exception as error:
-            # Caught here and not higher: the callers are not on this stack, and each of them must be told.
+            # Caught here, because the callers are not on this stack and each must get the error.
             self._fail(requests, f"A step of the model failed: {type(error).__name__}: {error}", error)
             return
         else:
             reason = ""
         if reason:
-            self._make_room(reason)
+            self._reduce_sessions(reason)
             return
         self._count_prompts(requests, rows, num_computed)
         for request, token, logprob in zip(requests, tokens, logprobs, strict=True):
@@ -276,43 +276,43 @@ class NativeEngine:
         stats["busy_seconds"] += time.perf_counter() - started
 
     def _count_prompts(self, requests: list[Request], rows: list[Row], num_computed: int) -> None:
-        num_asked = sum(len(row.token_ids) - row.start for row in rows)
-        # A request's later steps compute the token it sampled last: that one is no prompt token.
+        num_requested = sum(len(row.token_ids) - row.start for row in rows)
+        # A request's later steps compute the token that it sampled last, which is no prompt token.
         num_decoded = sum(
             bool(request.logprobs) and len(row.token_ids) - row.start == 1
             for request, row in zip(requests, rows, strict=True)
         )
         self._stats["prompt_tokens_computed"] += num_computed - num_decoded
-        self._stats["prompt_tokens_shared"] += num_asked - num_computed
+        self._stats["prompt_tokens_shared"] += num_requested - num_computed
 
     async def _launch(self) -> None:
-        """Some tokens for every running request: a chain of launches, each started before the one before it is read,
-        for as long as most rows go on and nobody waits to join."""
+        """Sample several tokens for every running request in a chain of launches. Each starts before the previous one
+        is read, while most rows continue and no request waits."""
         started = time.perf_counter()
         requests, updates = list(self._running), self._updates
         lengths = [len(request.token_ids) for request in requests]
         reason = ""
         try:
             self._begin(requests)
-            under_way: deque[Launch] = deque()
+            pending: deque[Launch] = deque()
             num_steps = 0
             while True:
                 left = max(
                     (r.limit - n for r, n in zip(requests, lengths, strict=True) if r in self._running), default=0
                 )
-                while len(under_way) < 2 and num_steps < left:
-                    if num_steps > 0 and not self._goes_on(requests, lengths, num_steps, updates):
+                while len(pending) < 2 and num_steps < left:
+                    if num_steps > 0 and not self._worth_launching(requests, lengths, num_steps, updates):
                         break
                     steps = min(left - num_steps, self._launch_steps())
-                    under_way.append(cast(LaunchRunner, self._runner).launch(steps))
+                    pending.append(cast(LaunchRunner, self._runner).launch(steps))
                     num_steps += steps
-                if not under_way:
+                if not pending:
                     break
-                launch = under_way.popleft()
+                launch = pending.popleft()
                 await asyncio.get_running_loop().run_in_executor(self._waiter, launch.wait)
                 await self._collect(requests, launch, updates)
         except torch.OutOfMemoryError as error:
-            reason = str(error)  # and not the error, whose frames hold memory
+            reason = str(error)  # the error itself would keep frames with tensors alive
         except Exception as error:
             self._fail(
                 [r for r in requests if r in self._running],
@@ -320,25 +320,25 @@ class NativeEngine:
                 error,
             )
         if reason:
-            self._make_room(reason)
+            self._reduce_sessions(reason)
         self._stats["busy_seconds"] += time.perf_counter() - started
 
-    def _make_room(self, reason: str) -> None:
-        """After running out of memory: drop all keys and values and go on with half as many sequences at once.
+    def _reduce_sessions(self, reason: str) -> None:
+        """Drop the KV cache after running out of memory, and continue with half as many sequences at once.
 
-        Requests under way are put back and computed again, so that long episodes are not the ones that are lost. Only
-        a sequence that does not fit alone fails.
+        Pending requests are put back and computed again, so that long episodes are not lost. A request fails only if it
+        does not fit alone.
         """
         requests, slots = list(self._running), self._sessions.max_sessions
         longest = max((len(request.token_ids) for request in requests), default=0)
         if slots == 1:
-            self._fail(requests, f"There is no memory for one sequence of {longest} tokens: {reason}")
+            self._fail(requests, f"There is not enough memory for one sequence of {longest} tokens: {reason}")
             self._limit_sessions(self._max_sessions)
             return
         warnings.warn(
-            f"The engine ran out of memory with room for {slots} sequences, the longest of {longest} tokens. Keys and "
-            f"values are dropped and computed again; from now on {slots // 2} sequences run at once. Lower "
-            f"agent.concurrency or limits.max_context to avoid this. ({reason.splitlines()[0]})",
+            f"The engine ran out of memory with up to {slots} sequences, the longest of {longest} tokens. Their KV "
+            f"cache is computed again; from now on at most {slots // 2} sequences run at once. Lower agent.concurrency "
+            f"or limits.max_context to avoid this. ({reason.splitlines()[0]})",
             stacklevel=2,
         )
         self._sessions.evictions += len(self._sessions)
@@ -381,16 +381,16 @@ class NativeEngine:
         )
 
     def _launch_steps(self) -> int:
-        fewest, most = LAUNCH_STEPS
-        return min(most, max(fewest, round(self._usual_reply / LAUNCHES_A_REPLY)))
+        minimum, maximum = LAUNCH_STEPS
+        return min(maximum, max(minimum, round(self._usual_reply / LAUNCHES_PER_REPLY)))
 
-    def _goes_on(self, requests: list[Request], lengths: list[int], num_steps: int, updates: int) -> bool:
-        """Whether another launch for the same rows is worth starting before the last one is read."""
+    def _worth_launching(self, requests: list[Request], lengths: list[int], num_steps: int, updates: int) -> bool:
+        """Return whether to start another launch for the same rows before the last one is read."""
         others = len(self._running) > sum(request in self._running for request in requests)
         if self._waiting or others or self._closed or self._updates != updates:
             return False
-        going = sum(r in self._running and r.limit - n > num_steps for r, n in zip(requests, lengths, strict=True))
-        return 2 * going >= len(requests)
+        continuing = sum(r in self._running and r.limit - n > num_steps for r, n in zip(requests, lengths, strict=True))
+        return 2 * continuing >= len(requests)
 
     async def _collect(self, requests: list[Request], launch: Launch, updates: int) -> None:
         tokens, logprobs = launch.read()
@@ -400,24 +400,24 @@ class NativeEngine:
             if not new or request not in self._running:
                 continue
             self._stats["new_tokens"] += self._extend(request, new, values)
-            # Keys and values of older weights are not to be kept.
+            # The cache of older weights must not be reused.
             if request.session is not None and self._updates != updates:
                 request.session.num_cached = 0
             num_done += request not in self._running
-            if num_done == PORTION:
+            if num_done == REPLIES_PER_PORTION:
                 num_done = 0
-                await self._absorb(updates)
+                await self._prefill_early(updates)
 
-    async def _absorb(self, updates: int) -> None:
-        """Let those that got their replies come back, and begin with their prompts: the device works on the first while
-        the host still hands out replies to the others. New weights are for the next launch to take up."""
+    async def _prefill_early(self, updates: int) -> None:
+        """Compute the prompts of requests that follow delivered replies, so that the device works while the host
+        delivers the other replies. After a weight update the next launch does it."""
         await self._settle()
         if self._updates != updates:
             return
         known = len(self._running)
         self._admit()
         runner = cast(LaunchRunner, self._runner)
-        requests = [r for r in list(self._running)[known:] if runner.has_room(r.limit)]
+        requests = [r for r in list(self._running)[known:] if runner.fits(r.limit)]
         rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in requests if r.session is not None]
         num_computed = runner.prefill(rows)
         self._stats["prompt_tokens_computed"] += num_computed
@@ -428,7 +428,7 @@ class NativeEngine:
                 request.session.num_cached = len(request.token_ids) - 1
 
     def _extend(self, request: Request, new: list[int], logprobs: list[float]) -> int:
-        """What a launch picked for a request, up to where it stops; returns how many tokens that is."""
+        """Append a launch's tokens to a request, up to its stop. Return how many were appended."""
         session = request.session
         assert session is not None
         if not math.isfinite(logprobs[-1]):
@@ -451,19 +451,20 @@ class NativeEngine:
         return len(new)
 
     def _first_stop(self, request: Request, new: list[int]) -> int | None:
-        """Where in `new` the reply stops. The device stops at the first stop tokens itself, so the last token tells.
+        """Return the index in `new` at which the reply stops. The device stops at up to MAX_STOPS stop tokens itself,
+        so then the last token tells.
 
-        A stop string is looked for after every token, as in `_append`: one that a later token would decode otherwise,
-        such as half a character, ends the reply too.
+        Stop strings are searched after every token, as in `_append`: text that a later token would change, such as half
+        a character, ends the reply too.
         """
         sampling = request.sampling
-        if not sampling.stop and len(sampling.stop_token_ids) <= MOST_STOPS:
+        if not sampling.stop and len(sampling.stop_token_ids) <= MAX_STOPS:
             return len(new) - 1 if new[-1] in sampling.stop_token_ids else None
         reply = request.token_ids[request.num_prompt :]
-        for place, token in enumerate(new):
+        for index, token in enumerate(new):
             reply.append(token)
             if token in sampling.stop_token_ids or self._completes_stop(reply, sampling.stop):
-                return place
+                return index
         return None
 
     def _sample(self, requests: list[Request], logits: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -517,14 +518,14 @@ class NativeEngine:
         return any(stop in text for stop in stops)
 
     def _remove(self, request: Request) -> None:
-        self._names.discard(request.session_name)
+        self._busy_sessions.discard(request.session_name)
         if request in self._running:
             del self._running[request]
         elif request in self._waiting:
             self._waiting.remove(request)
 
     def _forget(self, request: Request) -> None:
-        """A cancelled or failed request gives its slot back: what it holds may be half written."""
+        """Remove a cancelled or failed request and free its slot, whose contents may be incomplete."""
         self._remove(request)
         if request.session is not None:
             self._sessions.drop(request.session)

@@ -1,4 +1,4 @@
-"""How the rows of a step are divided into forward passes that waste little on padding."""
+"""Divides the rows of a step into forward passes with little padding."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from agentgym_rl.agent.engines.native.runner import Row
 
 GROUP_TOKENS = 2048
-"""Padded tokens in one prefill pass: enough to keep matrix products efficient, few enough that activations stay in the
-processor's cache (larger passes were slower on CPU)."""
+"""Padded tokens in one prefill pass: enough for efficient matrix products, few enough that activations fit the
+processor's cache (larger passes are slower on CPU)."""
 GROUP_ROWS = 64
 GATHER_COST = 2.5
-"""Copying scattered slots next to each other and reading the copy, against reading a range of slots in place."""
+"""Cost of copying scattered slots and reading the copy, relative to reading a range of slots in place."""
 
 
 @dataclass(slots=True)
 class RowGroup:
-    """Rows that go through the model together; `places` are their positions in the step's list."""
+    """Rows that are computed together. `indices` are their positions in the step's list."""
 
     rows: list[Row]
-    places: list[int]
+    indices: list[int]
 
     @property
     def num_new(self) -> int:
@@ -36,50 +36,50 @@ class RowGroup:
 
     @property
     def slot_range(self) -> tuple[int, int] | None:
-        """The range of slots to read in place, or None where gathering only the group's slots is cheaper."""
+        """The range of slots to read in place, or None if gathering only the group's slots is cheaper."""
         slots = [row.slot for row in self.rows]
         low, high = min(slots), max(slots) + 1
-        # Other slots in the range cost as much as the group's own: worth it only where reading them is the whole cost.
-        most = GATHER_COST * len(slots) if self.num_new == 1 else len(slots)
-        return (low, high) if high - low <= most else None
+        # Unused slots in the range cost as much as the group's own, which pays only if reading them is the whole cost.
+        limit = GATHER_COST * len(slots) if self.num_new == 1 else len(slots)
+        return (low, high) if high - low <= limit else None
 
 
 def group_rows(rows: list[Row]) -> list[RowGroup]:
-    """Decoding rows (one new token) together, others with rows of about as many new tokens."""
-    decode = [place for place, row in enumerate(rows) if len(row.token_ids) - row.start == 1 and row.start > 0]
+    """Group decoding rows (one new token) together, and other rows by their number of new tokens."""
+    decode = [index for index, row in enumerate(rows) if len(row.token_ids) - row.start == 1 and row.start > 0]
     decoding = set(decode)
-    prefill = [place for place in range(len(rows)) if place not in decoding]
-    prefill.sort(key=lambda place: (rows[place].start > 0, len(rows[place].token_ids) - rows[place].start))
+    prefill = [index for index in range(len(rows)) if index not in decoding]
+    prefill.sort(key=lambda index: (rows[index].start > 0, len(rows[index].token_ids) - rows[index].start))
     groups = _decode_groups(rows, decode) if decode else []
     current: list[int] = []
-    for place in prefill:
-        if current and not _fits(rows, current, place):
-            groups.append(RowGroup([rows[p] for p in current], current))
+    for index in prefill:
+        if current and not _fits(rows, current, index):
+            groups.append(RowGroup([rows[i] for i in current], current))
             current = []
-        current.append(place)
+        current.append(index)
     if current:
-        groups.append(RowGroup([rows[p] for p in current], current))
+        groups.append(RowGroup([rows[i] for i in current], current))
     return groups
 
 
-def _fits(rows: list[Row], current: list[int], place: int) -> bool:
-    """Rows come in order of new tokens, so the new one sets the padded length."""
-    first, row = rows[current[0]], rows[place]
+def _fits(rows: list[Row], current: list[int], index: int) -> bool:
+    """Return whether a row fits the current group. Rows are sorted by new tokens, so the new row sets the padding."""
+    first, row = rows[current[0]], rows[index]
     if (first.start > 0) != (row.start > 0) or len(current) >= GROUP_ROWS:
         return False
     shortest, longest = len(first.token_ids) - first.start, len(row.token_ids) - row.start
     return longest * (len(current) + 1) <= GROUP_TOKENS and longest <= max(1.25 * shortest, shortest + 8)
 
 
-def _decode_groups(rows: list[Row], places: list[int]) -> list[RowGroup]:
-    """One group over a range of slots when they lie close and are about as long; else gathered groups by length."""
-    everything = RowGroup([rows[p] for p in places], places)
-    slots = [rows[p].slot for p in places]
+def _decode_groups(rows: list[Row], indices: list[int]) -> list[RowGroup]:
+    """Return one group over a range of slots if they are adjacent and about as long, else gathered groups by length."""
+    whole = RowGroup([rows[i] for i in indices], indices)
+    slots = [rows[i].slot for i in indices]
     span = max(slots) - min(slots) + 1
-    in_place = span * everything.length
-    gathered = GATHER_COST * sum(len(rows[p].token_ids) for p in places)
+    in_place = span * whole.length
+    gathered = GATHER_COST * sum(len(rows[i].token_ids) for i in indices)
     if in_place <= gathered:
-        return [everything]
-    places = sorted(places, key=lambda place: len(rows[place].token_ids))
-    chunks = [places[i : i + GROUP_ROWS] for i in range(0, len(places), GROUP_ROWS)]
-    return [RowGroup([rows[p] for p in chunk], chunk) for chunk in chunks]
+        return [whole]
+    indices = sorted(indices, key=lambda index: len(rows[index].token_ids))
+    chunks = [indices[i : i + GROUP_ROWS] for i in range(0, len(indices), GROUP_ROWS)]
+    return [RowGroup([rows[i] for i in chunk], chunk) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""The way for every other decoder: whole sequences through the model's own forward at every step. Slow, and right."""
+"""The fallback for other decoders: computes whole sequences with the model's own forward at every step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PASS_TOKENS = 8192
 
 
 class RecomputeRunner:
-    """Keeps no keys and values, so it needs to know nothing of a model's attention. Padding is on the right, where a
-    causal model's earlier positions cannot see it."""
+    """Runs without a KV cache, so it works with any attention. Padding is on the right, where a causal model's earlier
+    positions cannot see it."""
 
     keeps_cache = False
 
@@ -26,14 +26,14 @@ class RecomputeRunner:
 
     @torch.inference_mode()
     def forward(self, rows: list[Row]) -> tuple[torch.Tensor, int]:
-        places = sorted(range(len(rows)), key=lambda place: len(rows[place].token_ids))
+        indices = sorted(range(len(rows)), key=lambda index: len(rows[index].token_ids))
         logits: list[torch.Tensor] = [torch.empty(0)] * len(rows)
-        while places:
-            width = len(rows[places[-1]].token_ids)
+        while indices:
+            width = len(rows[indices[-1]].token_ids)
             size = max(1, PASS_TOKENS // width)
-            chunk, places = places[-size:], places[:-size]
-            for place, row_logits in zip(chunk, self._pass([rows[p].token_ids for p in chunk], width), strict=True):
-                logits[place] = row_logits
+            chunk, indices = indices[-size:], indices[:-size]
+            for index, row_logits in zip(chunk, self._pass([rows[i].token_ids for i in chunk], width), strict=True):
+                logits[index] = row_logits
         return torch.stack(logits), sum(len(row.token_ids) for row in rows)
 
     def _pass(self, sequences: list[list[int]], width: int) -> torch.Tensor:
@@ -50,10 +50,10 @@ class RecomputeRunner:
         return logits[torch.arange(len(sequences), device=self._device), column].float()
 
     def clear(self, slot: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     def free(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""
 
     def resize(self, max_slots: int) -> None:
-        """Nothing is kept."""
+        """Do nothing: there is no cache."""

@@ -1,5 +1,5 @@
-"""What stands between the scheduler and a model: a Runner, rows in and next-token logits out, a step at a time; or a
-LaunchRunner, which picks the tokens itself and does several steps in one launch."""
+"""Interfaces between the scheduler and a model. A Runner computes next-token logits one step at a time; a LaunchRunner
+also samples the tokens and runs several steps in one launch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ class Row:
     """One sequence in one forward pass."""
 
     slot: int
-    """Where its keys and values are kept."""
+    """Cache slot of its keys and values."""
     token_ids: list[int]
-    """The whole sequence so far. Read only: it is the scheduler's own list."""
+    """The whole sequence so far. Read-only, because the scheduler owns the list."""
     start: int
-    """The first `start` tokens are in the cache already; the others are computed now (at least one)."""
+    """Number of cached tokens. The others (at least one) are computed now."""
 
 
 class Runner(Protocol):
     keeps_cache: bool
-    """False when every call computes whole sequences again: rows then always come with start 0."""
+    """False if every call computes whole sequences again. Rows then always have start 0."""
 
     def forward(self, rows: list[Row]) -> tuple[torch.Tensor, int]:
-        """Compute the new tokens of all rows. Returns float32 logits [rows, vocabulary] that follow each row's last
-        token, and how many tokens were computed (fewer than asked where rows shared a prompt)."""
+        """Compute the new tokens of all rows. Returns float32 logits [rows, vocabulary] after each row's last token,
+        and how many tokens were computed (fewer than requested if rows shared a prompt)."""
         ...
 
     def clear(self, slot: int) -> None:
@@ -35,29 +35,29 @@ class Runner(Protocol):
         ...
 
     def free(self) -> None:
-        """Give the cache's memory back."""
+        """Free the cache's memory."""
         ...
 
     def resize(self, max_slots: int) -> None:
-        """Give the cache's memory back, and use only the first `max_slots` slots from now on."""
+        """Free the cache's memory and use only the first `max_slots` slots from now on."""
         ...
 
 
-MOST_STOPS = 8
-"""Stop tokens of a row that a launch looks for; the scheduler looks for further ones."""
+MAX_STOPS = 8
+"""Stop tokens of a row that a launch checks. The scheduler checks further ones."""
 
 
 @dataclass(slots=True)
 class DecodeRow:
-    """One sequence of a launch; all its tokens but the last are in the cache."""
+    """One sequence of a launch. All its tokens but the last are in the cache."""
 
     slot: int
     token: int
-    """The last one."""
+    """The last token."""
     position: int
-    """Where in the sequence it is."""
+    """The last token's position in the sequence."""
     remaining: int
-    """How many tokens may be picked."""
+    """Tokens that may still be sampled."""
     seed: int
     temperature: float
     top_p: float
@@ -65,42 +65,42 @@ class DecodeRow:
 
 
 class Launch(Protocol):
-    """Steps under way on the device."""
+    """Steps that run on the device."""
 
     steps: int
 
     def wait(self) -> None:
-        """Block until they are done (in a thread, say)."""
+        """Block until the steps are done. Call it in a thread."""
         ...
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
-        """Tokens and log-probabilities of every row; a row that ended early has fewer."""
+        """Return tokens and log-probabilities of every row. A row that ended early has fewer."""
         ...
 
 
 class LaunchRunner(Protocol):
     def refresh(self) -> None:
-        """Notice weights that have moved."""
+        """Adapt to weights that moved to other addresses."""
         ...
 
     def reserve(self, length: int) -> None:
-        """Make room for sequences of `length` tokens."""
+        """Reserve cache for sequences of `length` tokens."""
         ...
 
-    def has_room(self, length: int) -> bool:
-        """Whether sequences of `length` tokens fit without `reserve`, which must not be called during a launch."""
+    def fits(self, length: int) -> bool:
+        """Return whether `length` tokens fit without `reserve`, which must not be called during a launch."""
         ...
 
     def prefill(self, rows: list[Row]) -> int:
-        """Compute what is missing of all rows but their last tokens; returns how many tokens that took."""
+        """Compute all uncached tokens of the rows except the last ones. Return how many were computed."""
         ...
 
     def begin(self, rows: list[DecodeRow]) -> None:
-        """Put the rows of the next launches on the device."""
+        """Copy the rows of the next launches to the device."""
         ...
 
     def launch(self, steps: int) -> Launch:
-        """Start so many steps for those rows. Two launches may be under way at once."""
+        """Start `steps` steps for those rows. Two launches may run at once."""
         ...
 
     def clear(self, slot: int) -> None: ...

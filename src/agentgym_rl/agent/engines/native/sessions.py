@@ -1,4 +1,4 @@
-"""Which trajectory owns which slot of the cache, and what of it is still valid there."""
+"""Assigns cache slots to trajectories and tracks how much of each slot is valid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Session:
-    """One trajectory's place in the cache."""
+    """One trajectory's slot in the cache."""
 
     name: str
     slot: int
@@ -17,20 +17,20 @@ class Session:
     num_cached: int = 0
     """The slot holds keys and values of token_ids[:num_cached]."""
     busy: bool = False
-    """A reply is being sampled: not to be evicted."""
+    """A reply is being sampled, so the session must not be evicted."""
     released: bool = False
-    """Asked to be forgotten while busy."""
+    """It was released while busy."""
 
     def common_prefix(self, prompt_ids: list[int]) -> int:
-        """How many tokens of the prompt are cached."""
-        most = min(self.num_cached, len(prompt_ids))
-        if self.token_ids[:most] == prompt_ids[:most]:
-            return most
-        return next(i for i in range(most) if self.token_ids[i] != prompt_ids[i])
+        """Return how many tokens of the prompt are cached."""
+        length = min(self.num_cached, len(prompt_ids))
+        if self.token_ids[:length] == prompt_ids[:length]:
+            return length
+        return next(i for i in range(length) if self.token_ids[i] != prompt_ids[i])
 
 
 class SessionTable:
-    """Hands out slots, lowest first so that those in use lie close; evicts the idle session used longest ago."""
+    """Assigns slots, lowest first so that used slots are adjacent. Evicts the least recently used idle session."""
 
     def __init__(self, max_sessions: int) -> None:
         self.evictions = 0
@@ -44,18 +44,18 @@ class SessionTable:
         return name in self._sessions
 
     def resize(self, max_sessions: int) -> None:
-        """Forget all sessions, busy ones too, and have so many slots from now on."""
+        """Forget all sessions, busy ones too, and set the number of slots."""
         self._sessions.clear()
         self._free = list(range(max_sessions))
         self.max_sessions = max_sessions
 
     def num_reusable(self, name: str, prompt_ids: list[int]) -> int:
-        """How many tokens of the prompt the session has cached."""
+        """Return how many tokens of the prompt the session has cached."""
         session = self._sessions.get(name)
         return 0 if session is None else session.common_prefix(prompt_ids)
 
     def acquire(self, name: str) -> Session | None:
-        """The session, made busy, with a slot of its own; None while every slot is busy."""
+        """Return the session, marked busy, with its own slot; None while every slot is busy."""
         session = self._sessions.get(name)
         if session is None:
             if not self._free and not self._evict():
@@ -84,7 +84,7 @@ class SessionTable:
             heapq.heappush(self._free, session.slot)
 
     def invalidate(self) -> None:
-        """Forget every key and value; busy sessions keep their slot and are computed again."""
+        """Invalidate the whole cache. Busy sessions keep their slots and are computed again."""
         for session in list(self._sessions.values()):
             session.num_cached = 0
             if not session.busy:

@@ -1,4 +1,4 @@
-"""vLLM in this process: the scheduler and the model run in processes of its own, which end with `close()`."""
+"""vLLM as an engine of this process. Its scheduler and model run in separate processes, which end with `close()`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 import torch
 
-from agentgym_rl.agent.engines.handover import HostMemory, HostWeights, pack
-from agentgym_rl.agent.engines.lending import Door, LentWeights
-from agentgym_rl.agent.engines.vllm.checks import EXTENSION, lora_room, reply_room, require_vllm, signed_64
 from agentgym_rl.agent.engines.vllm.guard import owned
 from agentgym_rl.agent.engines.vllm.probe import Probe
+from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, max_lora_rank, reply_limit, require_vllm, signed_64
 from agentgym_rl.errors import EngineError
+from agentgym_rl.transport.device import DeviceWeights, Endpoint
+from agentgym_rl.transport.host_memory import HostMemory, HostWeights, pack
 from agentgym_rl.types import Completion, Sampling
 
-Source = str | Path | Mapping[str, Any] | HostWeights | LentWeights
-"""Weights: a Hugging Face folder, a peft adapter's folder, a state dict of this process, tensors in memory that another
-process of this machine lends, or such as come through the door of `expect()`, from a process on the same device."""
-LOOK_S = 1.0
-"""Between looks whether vLLM's processes live, where it would not say."""
+Source = str | Path | Mapping[str, Any] | HostWeights | DeviceWeights
+"""Weights: a Hugging Face folder, a peft adapter's folder, a state dict of this process, host memory that another
+process shares, or a transfer on the device to the endpoint of `open_endpoint()`."""
+POLL_INTERVAL_S = 1.0
+"""Seconds between checks whether vLLM's processes are alive while a call to them is pending."""
 
 
 class VllmEngine:
     """Samples from the model in `folder` through vLLM's AsyncLLM. Start it with `await engine.start()`.
 
     `memory_share` is vLLM's share of the device's memory (on a CPU: of the machine's), weights included;
-    `kv_cache_bytes` sets the cache alone. `lora_rank` makes room for adapters of that rank. `options` go to
-    AsyncEngineArgs as they are.
+    `kv_cache_bytes` sets the cache alone. `lora_rank` reserves memory for adapters of that rank. `options` are passed
+    to AsyncEngineArgs unchanged.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class VllmEngine:
         self._folder = Path(folder)
         if not (self._folder / "config.json").is_file():
             raise EngineError(f"vLLM needs a Hugging Face model folder, {folder} has no config.json")
-        most = json.loads((self._folder / "config.json").read_text()).get("max_position_embeddings")
-        self.max_context = min(max_context, most or max_context)
+        positions = json.loads((self._folder / "config.json").read_text()).get("max_position_embeddings")
+        self.max_context = min(max_context, positions or max_context)
         self.version = version
         self._has_tokenizer = (self._folder / "tokenizer_config.json").is_file()
         self._arguments: dict[str, Any] = {
@@ -67,35 +67,35 @@ class VllmEngine:
             "kv_cache_memory_bytes": kv_cache_bytes,
             "enforce_eager": eager,
             "enable_prefix_caching": True,
-            "logprobs_mode": "processed_logprobs",  # of the distribution that is sampled from
+            "logprobs_mode": "processed_logprobs",  # of the distribution after temperature and top_p
             "worker_extension_cls": EXTENSION,
             "disable_log_stats": True,
         }
         if lora_rank is not None:
-            self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora_room(lora_rank)}
+            self._arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_lora_rank(lora_rank)}
         if not torch.cuda.is_available():
-            # vLLM on a CPU dies of a request with a seed whose prompt it splits between steps.
+            # On a CPU vLLM crashes if a request has a seed and its prompt is split over several steps.
             self._arguments |= {"enable_chunked_prefill": False, "max_num_batched_tokens": max(self.max_context, 8192)}
         self._arguments |= options or {}
         self._llm: Any = None
         self._adapter: Any = None
-        self._numbers = itertools.count()
-        self._open = asyncio.Event()
+        self._request_ids = itertools.count()
+        self._ready = asyncio.Event()
         self._lock = asyncio.Lock()
-        self._asleep = False
+        self._sleeping = False
         self._died = False
         self._memory: HostMemory | None = None
         self.remark = ""
-        """Why the last update took longer than it should."""
+        """Why the last update was slow, or an empty string."""
         self._why_closed = "The engine was not started: await engine.start() first."
         self.reset_stats()
 
     async def start(self) -> None:
-        """Start vLLM's processes and load the model: the better part of a minute."""
+        """Start vLLM's processes and load the model, which takes most of a minute."""
         if self._llm is not None:
             return
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its progress would run through the console's
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # its progress bars would disturb the console
         try:
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
@@ -103,19 +103,19 @@ class VllmEngine:
             with owned():
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
         except Exception as error:
-            raise EngineError(f"vLLM {self._vllm_version} did not start: {_words(error)}") from error
-        self._open.set()
+            raise EngineError(f"vLLM {self._vllm_version} did not start: {_one_line(error)}") from error
+        self._ready.set()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        room = reply_room(prompt_ids, sampling, self.max_context)
+        max_tokens = reply_limit(prompt_ids, sampling, self.max_context)
         if sampling.stop and not self._has_tokenizer:
             raise EngineError(f"Stop strings need a tokenizer in {self._folder}; or use stop_token_ids.")
-        await self._gate()
+        await self._wait_until_open()
         version = self.version
         output = await self._ask(
             prompt_ids,
             {
-                "max_tokens": room,
+                "max_tokens": max_tokens,
                 "temperature": sampling.temperature,
                 "top_p": sampling.top_p,
                 "seed": None if sampling.seed is None else signed_64(sampling.seed),
@@ -139,40 +139,40 @@ class VllmEngine:
         return Completion(token_ids, logprobs, reply.finish_reason, version)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of every token but the first, at temperature 1."""
-        await self._gate()
+        """Return the log-probability of every token but the first, at temperature 1."""
+        await self._wait_until_open()
         return await self._score(token_ids)
 
     async def release(self, session: str) -> None:
-        """Nothing: blocks no request uses stay until others need the room, and are found again by their content."""
+        """Do nothing: vLLM keeps unused cache blocks until it needs the memory, and finds them by content."""
 
     async def update_weights(self, source: Source, version: int, probe: Probe | None = None) -> None:
-        """Use new weights from now on. Replies under way are finished with the old ones first, so each has one version.
-        With a `probe` the engine must agree with the learner, or this raises."""
+        """Load new weights. Pending replies finish with the old ones first, so each has one version.
+        With a `probe`, raises EngineError if the engine disagrees with the learner."""
         async with self._lock:
-            await self._gate()
-            self._open.clear()  # requests that come now begin with the new weights
+            await self._wait_until_open()
+            self._ready.clear()  # new requests wait for the new weights
             try:
-                await self._unless_it_dies(self._update(source, version, probe))
+                await self._or_fail_if_died(self._update(source, version, probe))
             except BaseException as error:
-                self._why_closed = f"Its update to weights {version} failed: {_words(error)}"
+                self._why_closed = f"Its update to weights {version} failed: {_one_line(error)}"
                 self._died = self.died
                 await self._stop()
                 if isinstance(error, EngineError) or not isinstance(error, Exception):
                     raise
-                raise EngineError(f"vLLM could not take weights {version}: {_words(error)}") from error
-            self._open.set()
+                raise EngineError(f"vLLM could not load weights {version}: {_one_line(error)}") from error
+            self._ready.set()
 
-    async def expect(self) -> Door:
-        """Where another process on the same device may lend weights, once: hand it to `lending.lend` there, and to
-        `update_weights` as LentWeights."""
+    async def open_endpoint(self) -> Endpoint:
+        """Return an endpoint for one transfer from another process on the same device. Pass it to
+        `transport.device.send_weights` there, and to `update_weights` as DeviceWeights."""
         async with self._lock:
-            await self._gate()
-            (found,) = await self._unless_it_dies(self._llm.collective_rpc("agentgym_expect"))
-            return Door(*found)
+            await self._wait_until_open()
+            (endpoint,) = await self._or_fail_if_died(self._llm.collective_rpc("agentgym_open_endpoint"))
+            return Endpoint(*endpoint)
 
     def stats(self) -> dict[str, int]:
-        """Counters since the last reset; reused prompt tokens were in the cache already."""
+        """Return the counters since the last reset. Reused prompt tokens were already in the cache."""
         return dict(self._stats)
 
     def reset_stats(self) -> None:
@@ -180,7 +180,7 @@ class VllmEngine:
 
     @property
     def died(self) -> bool:
-        """Whether vLLM's own processes came to an end unasked: only another engine helps."""
+        """Whether vLLM's processes ended unexpectedly, so that a new engine is needed."""
         return self._died or (self._llm is not None and self._llm.errored)
 
     @property
@@ -192,28 +192,28 @@ class VllmEngine:
         return bool(self._arguments.get("enable_sleep_mode"))
 
     async def sleep(self) -> None:
-        """Give the device's memory back while something else needs it: weights go to the host, the cache is dropped.
-        Requests wait for wake(). The start needs options enable_sleep_mode, which only CUDA has."""
+        """Free the device's memory: weights move to the host and the cache is dropped. Requests wait for wake().
+        Needs the option enable_sleep_mode, which only CUDA has."""
         if not self.can_sleep:
-            raise EngineError("vLLM sleeps only if it was started for it: options={'enable_sleep_mode': True}")
+            raise EngineError("sleep needs a vLLM started with options={'enable_sleep_mode': True}")
         async with self._lock:
-            if self._asleep:
+            if self._sleeping:
                 return
-            await self._gate()
-            self._open.clear()
-            self._asleep = True
-            await self._unless_it_dies(self._llm.pause_generation(mode="wait", clear_cache=True))
-            await self._unless_it_dies(self._llm.sleep(level=1))
+            await self._wait_until_open()
+            self._ready.clear()
+            self._sleeping = True
+            await self._or_fail_if_died(self._llm.pause_generation(mode="wait", clear_cache=True))
+            await self._or_fail_if_died(self._llm.sleep(level=1))
 
     async def wake(self) -> None:
-        """Take the memory again, if it sleeps."""
+        """Take the memory back, if the engine sleeps."""
         async with self._lock:
-            if not self._asleep or self._llm is None:
+            if not self._sleeping or self._llm is None:
                 return
-            await self._unless_it_dies(self._llm.wake_up())
-            await self._unless_it_dies(self._llm.resume_generation())
-            self._asleep = False
-            self._open.set()
+            await self._or_fail_if_died(self._llm.wake_up())
+            await self._or_fail_if_died(self._llm.resume_generation())
+            self._sleeping = False
+            self._ready.set()
 
     async def close(self) -> None:
         self._why_closed = "The engine was closed."
@@ -222,30 +222,30 @@ class VllmEngine:
     async def _update(self, source: Source, version: int, probe: Probe | None) -> None:
         await self._llm.pause_generation(mode="wait", clear_cache=True)
         await self._load(source, version)
-        # vLLM's reload keeps the cache. The salt keeps versions apart too, also where this were to fail.
+        # vLLM's reload keeps the cache. The cache salt also separates versions, even if this fails.
         if not await self._llm.reset_prefix_cache():
-            raise EngineError("vLLM did not drop the keys and values of the old weights")
+            raise EngineError("vLLM did not drop the KV cache of the old weights")
         self.version = version
         await self._llm.resume_generation()
         if probe is not None:
             if probe.checksums:
-                found = await self._llm.collective_rpc("agentgym_held", args=(probe.shapes,))
-                probe.check_held(found, version)
+                checksums = await self._llm.collective_rpc("agentgym_checksums", args=(probe.shapes,))
+                probe.check_checksums(checksums, version)
             probe.check(await self._score(probe.token_ids), version)
 
     async def _load(self, source: Source, version: int) -> None:
-        if isinstance(source, LentWeights):
+        if isinstance(source, DeviceWeights):
             await self._drop_adapter()
-            await self._llm.collective_rpc("agentgym_load_lent", args=(list(source.door), source.version))
+            await self._llm.collective_rpc("agentgym_load_device_weights", args=(list(source.endpoint), source.version))
             self.remark = ""
         elif isinstance(source, (Mapping, HostWeights)):
             await self._drop_adapter()
             if isinstance(source, Mapping):
                 self._memory = self._memory or HostMemory()
-            message, lent = pack(source, self._memory)
+            message, kept_alive = pack(source, self._memory)
             remarks = await self._llm.collective_rpc("agentgym_load_shared", args=(message,))
             self.remark = next(filter(None, remarks), "")
-            del lent
+            del kept_alive
         elif (Path(source) / "adapter_config.json").is_file():
             await self._add_adapter(Path(source), version)
         else:
@@ -256,7 +256,7 @@ class VllmEngine:
         from vllm.lora.request import LoRARequest
 
         if not self._arguments.get("enable_lora"):
-            raise EngineError(f"{folder} holds an adapter and the engine has no room for one: set lora_rank")
+            raise EngineError(f"{folder} holds an adapter, but the engine has no memory for one: set lora_rank")
         adapter = LoRARequest(f"weights-{version}", version + 1, str(folder))  # vLLM counts from 1
         await self._drop_adapter()
         if not await self._llm.add_lora(adapter):
@@ -264,7 +264,7 @@ class VllmEngine:
         self._adapter = adapter
 
     async def _drop_adapter(self) -> None:
-        """Whole weights come without one, and a new one takes its place."""
+        """Remove the adapter before whole weights or another adapter are loaded."""
         if self._adapter is not None:
             await self._llm.remove_lora(self._adapter.lora_int_id)
             self._adapter = None
@@ -282,55 +282,55 @@ class VllmEngine:
         prompt = {"prompt_token_ids": list(prompt_ids), "cache_salt": f"weights-{self.version}"}
         output = None
         try:
-            async for output in self._llm.generate(  # noqa: B007 - there is one, the last
+            async for output in self._llm.generate(  # noqa: B007 - there is one output, the final one
                 prompt,
                 SamplingParams(**(final | parameters)),
-                request_id=str(next(self._numbers)),
+                request_id=str(next(self._request_ids)),
                 lora_request=self._adapter,
             ):
                 pass
         except Exception as error:
-            raise EngineError(f"vLLM failed: {_words(error)}") from error
+            raise EngineError(f"vLLM failed: {_one_line(error)}") from error
         if output is None:
             raise EngineError("vLLM gave no reply.")
         return output
 
-    async def _unless_it_dies(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """vLLM's processes may die with an answer owed, and vLLM then waits for it for ever."""
+    async def _or_fail_if_died(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Await `work`, and fail if vLLM's processes die: vLLM itself would wait for their answer forever."""
         task = asyncio.create_task(work)
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=LOOK_S)
+                await asyncio.wait([task], timeout=POLL_INTERVAL_S)
                 if self.died and not task.done():
                     raise EngineError("vLLM's processes died.")
             return task.result()
         finally:
             task.cancel()
 
-    async def _gate(self) -> None:
+    async def _wait_until_open(self) -> None:
         if self._llm is None:
             raise EngineError(self._why_closed)
-        await self._open.wait()
+        await self._ready.wait()
         if self._llm is None:
             raise EngineError(self._why_closed)
 
     async def _stop(self) -> None:
         llm, self._llm = self._llm, None
-        self._open.set()  # whoever waits is told
+        self._ready.set()  # waiting requests raise
         if self._memory is not None:
             self._memory.close()
             self._memory = None
         if llm is None:
             return
         try:
-            # Else those who wait for a reply would wait for ever.
+            # Otherwise pending requests would wait forever.
             async with asyncio.timeout(10):
                 await llm.pause_generation(mode="abort", clear_cache=False)
         except Exception:
-            pass  # the processes are ended next, whatever state they are in
+            pass  # the processes are ended next in any case
         llm.shutdown()
 
 
-def _words(error: BaseException) -> str:
-    """One line."""
+def _one_line(error: BaseException) -> str:
+    """Return the error's type and text in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"

@@ -1,6 +1,6 @@
-"""vLLM's processes end with the one that started them, also when that is killed and can end nothing itself.
+"""Ends vLLM's processes with the process that started them, even if that one is killed.
 
-They would stay, with all the memory they hold: vLLM's workers watch its scheduler, and the scheduler watches nobody.
+Otherwise they would remain with all their memory: vLLM's workers watch its scheduler, but nothing watches the owner.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 OWNER = "AGENTGYM_RL_VLLM_OWNER"
-"""Environment variable with the pid of the process that vLLM's are to end with."""
-LOOK_S = 1.0
+"""Environment variable with the pid of the owner, with which vLLM's processes end."""
+POLL_INTERVAL_S = 1.0
 
 
 @contextlib.contextmanager
 def owned() -> Iterator[None]:
-    """vLLM's processes that are started meanwhile belong to this one, which ends them: they inherit a blocked SIGINT,
-    because a terminal sends Ctrl-C to all of them."""
+    """Make this process the owner of vLLM processes started meanwhile. They inherit a blocked SIGINT, because a
+    terminal sends Ctrl-C to all of them and the owner ends them."""
     os.environ[OWNER] = str(os.getpid())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -32,24 +32,24 @@ def owned() -> Iterator[None]:
 
 
 def end_with_owner() -> None:
-    """For a worker of vLLM, as early as possible. Does nothing in one that was not started under `owned`."""
-    if OWNER not in os.environ or not Path("/proc/self/stat").exists():  # only Linux tells whose child one is
+    """Watch the owner from a vLLM worker. Call it as early as possible. Does nothing outside of `owned`."""
+    if OWNER not in os.environ or not Path("/proc/self/stat").exists():  # only Linux shows a process's parent
         return
     owner = int(os.environ[OWNER])
-    below, parent = [os.getpid()], os.getppid()
+    scheduler, parent = os.getpid(), os.getppid()
     while parent != owner:
         if parent <= 1:
-            os._exit(1)  # it was gone before this process was ready; the scheduler follows
-        below.append(parent)
+            os._exit(1)  # the owner was gone before this process was ready; the scheduler ends next
+        scheduler = parent
         parent = _parent(parent)
-    threading.Thread(target=_watch, args=(below[-1], owner), daemon=True, name="agentgym-owner").start()
+    threading.Thread(target=_watch, args=(scheduler, owner), daemon=True, name="agentgym-owner").start()
 
 
 def _watch(scheduler: int, owner: int) -> None:
-    """The scheduler is the owner's child, and somebody else's as soon as the owner is gone."""
+    """Kill the scheduler when the owner is gone. It then gets another parent."""
     try:
         while _parent(scheduler) == owner:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
         os.kill(scheduler, signal.SIGKILL)
     except (FileNotFoundError, ProcessLookupError):
         pass  # gone too

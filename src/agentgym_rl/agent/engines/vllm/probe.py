@@ -1,10 +1,9 @@
-"""Does the engine hold the learner's weights? After every update both sides add up the bits of some tensors, which must
-be the same, and score the same tokens.
+"""Checks that an engine has the learner's weights. After every update both sides compute checksums of some tensors,
+which must be equal, and score the same tokens.
 
-An update that was not made, or that leaves part of a model behind, raises nothing. In bf16 one step of learning is lost
-in what two forward passes differ by anyway, so log-probabilities alone cannot tell; the bits can. They in turn are not
-what is multiplied with where an engine packs copies: a head tied to the embedding may go on with its old values. Then
-log-probabilities are off by one or more.
+vLLM raises no error if an update is skipped or incomplete. In bf16 two forward passes differ by more than one step of
+learning changes, so log-probabilities alone are not enough; checksums show the change. But an engine may compute with
+packed copies: a head tied to the embedding may keep its old values. Then log-probabilities differ by one or more.
 """
 
 from __future__ import annotations
@@ -18,56 +17,56 @@ import torch
 from agentgym_rl.errors import EngineError
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Of the mean absolute difference, by the wider rounding of the two: two bf16 forwards differ by a few hundredths."""
+"""Allowed mean absolute difference, by the coarser type of the two. Two bf16 passes differ by a few hundredths."""
 PROBE_TOKENS = 48
 WATCHED = ("embed_tokens.weight", "lm_head.weight", "o_proj.weight", "down_proj.weight", "norm.weight")
-"""Ends of names that vLLM's models and the learner's share; others are joined there. Of each the first, a middle and
-the last are compared."""
+"""Suffixes of names that vLLM's models and the learner's share; vLLM fuses the others. The first, a middle and the last
+tensor of each are compared."""
 CHUNK = 1 << 22
-"""Numbers that are added up at once: a hundred megabytes beside a device that is full."""
+"""Numbers summed at once, which needs a hundred megabytes on a device that is nearly full."""
 
 Merge = Callable[[Iterable[tuple[str, torch.Tensor]]], Iterable[tuple[str, torch.Tensor]]]
-"""(name, frozen weights) of a model with adapters -> (name, weights with them inside)."""
+"""(name, frozen weights) of a model with adapters -> (name, merged weights)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Tokens and what the learner says of them."""
+    """Tokens with the learner's log-probabilities, and checksums of its tensors."""
 
     token_ids: list[int]
     logprobs: list[float]
-    """Of every token but the first, under the learner's weights at temperature 1."""
+    """Log-probability of every token but the first, at temperature 1."""
     tolerance: float = TOLERANCE[torch.float32]
     checksums: dict[str, str] = field(default_factory=dict)
-    """Of some tensors, in the engine's type; none of a model with adapters that the engine merges itself."""
+    """Checksums of some tensors in the engine's type. Empty if the engine merges adapters itself."""
     shapes: dict[str, list[int]] = field(default_factory=dict)
 
-    def check_held(self, workers: Sequence[Mapping[str, str]], version: int) -> None:
-        """What each of an engine's workers found by `held` must be the learner's, bit for bit."""
-        for found in workers:
-            if not found:
+    def check_checksums(self, workers: Sequence[Mapping[str, str]], version: int) -> None:
+        """Raise EngineError unless the `parameter_checksums` of every worker equal the learner's."""
+        for checksums in workers:
+            if not checksums:
                 raise EngineError(
-                    f"the engine has none of {', '.join(self.checksums)} as the learner does, so that nobody can tell "
-                    f"whether it took weights {version}: use a model of the Llama or Qwen families"
+                    f"the engine has none of the learner's tensors {', '.join(self.checksums)}, so weights {version} "
+                    "cannot be checked: use a model of the Llama or Qwen families"
                 )
-            for name, mine in found.items():
-                if mine != self.checksums[name]:
+            for name, value in checksums.items():
+                if value != self.checksums[name]:
                     raise EngineError(
-                        f"after the update to weights {version} the engine's {name} is {mine}, the learner's is "
+                        f"after the update to weights {version} the engine's {name} is {value}, the learner's is "
                         f"{self.checksums[name]}: it does not hold these weights, or not in this type (engine.dtype)"
                     )
 
-    def check(self, found: Sequence[float], version: int) -> float:
-        """The mean absolute difference; EngineError where it is too large."""
-        if len(found) != len(self.logprobs):
-            raise EngineError(f"the probe has {len(self.logprobs)} log-probabilities, the engine gave {len(found)}")
-        off = sum(abs(a - b) for a, b in zip(found, self.logprobs, strict=True)) / len(self.logprobs)
-        if not off <= self.tolerance:  # NaN is no agreement
+    def check(self, logprobs: Sequence[float], version: int) -> float:
+        """Return the mean absolute difference. Raises EngineError if it is too large."""
+        if len(logprobs) != len(self.logprobs):
+            raise EngineError(f"the probe has {len(self.logprobs)} log-probabilities, the engine gave {len(logprobs)}")
+        difference = sum(abs(a - b) for a, b in zip(logprobs, self.logprobs, strict=True)) / len(self.logprobs)
+        if not difference <= self.tolerance:  # also true for NaN
             raise EngineError(
                 f"after the update to weights {version} the engine's log-probabilities differ from the learner's by "
-                f"{off:.3g} a token (allowed {self.tolerance:g}): it does not hold these weights"
+                f"{difference:.3g} a token (allowed {self.tolerance:g}): it does not hold these weights"
             )
-        return off
+        return difference
 
 
 @torch.no_grad()
@@ -78,9 +77,9 @@ def probe_model(
     sent_dtype: torch.dtype | None = None,
     merge: Merge | None = None,
 ) -> Probe:
-    """Tokens spread over the vocabulary, as `model` scores them, and checksums of some of its tensors: those of an
-    engine in `engine_dtype` that was sent `sent_dtype`, each of them the model's where it is not given. `merge` says
-    what a model with adapters sends instead of its own weights."""
+    """Return a probe: tokens from all over the vocabulary with the model's scores, and checksums of some tensors. They
+    are rounded to `sent_dtype` and then `engine_dtype` (default: the model's type). `merge` gives the weights that a
+    model with adapters sends."""
     _require_exact_frequencies(model)
     weight = model.get_input_embeddings().weight
     checksums, shapes = {}, {}
@@ -103,46 +102,46 @@ def probe_model(
 
 
 @torch.no_grad()
-def held(model: Any, shapes: Mapping[str, Sequence[int]], *, split: bool = False) -> dict[str, str]:
-    """Checksums of the parameters that an engine's model has under these names, less the rows it is padded with. What
-    it keeps packed is left out, and where it is `split` between devices all but what each of them has."""
-    own = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()}
-    found = {}
-    for name, (rows, *rest) in shapes.items():
-        mine = own.get(name)
-        if split and any(getattr(mine, side, None) is not None for side in ("input_dim", "output_dim")):
-            continue  # vLLM's marks of what it cuts
-        if mine is not None and list(mine.shape[1:]) == rest and mine.dim() and mine.shape[0] >= rows:
-            found[name] = checksum(mine.detach()[:rows])
-    return found
+def parameter_checksums(model: Any, shapes: Mapping[str, Sequence[int]], *, split: bool = False) -> dict[str, str]:
+    """Return checksums of an engine model's parameters with these names, without padding rows. Packed parameters are
+    left out, and if the model is `split` over devices, so are those that are sharded."""
+    parameters = {name.replace(".base_layer", ""): parameter for name, parameter in model.named_parameters()}
+    checksums = {}
+    for name, (rows, *columns) in shapes.items():
+        tensor = parameters.get(name)
+        if split and any(getattr(tensor, side, None) is not None for side in ("input_dim", "output_dim")):
+            continue  # vLLM marks sharded parameters with these attributes
+        if tensor is not None and list(tensor.shape[1:]) == columns and tensor.dim() and tensor.shape[0] >= rows:
+            checksums[name] = checksum(tensor.detach()[:rows])
+    return checksums
 
 
 @torch.no_grad()
 def checksum(tensor: torch.Tensor) -> str:
-    """Type and a sum of all bits, each number's weighted by its place: another if any single number is another, and the
-    same on every device."""
+    """Return the type and a sum of all bits, weighted by position. It changes with any single number and is the same on
+    every device."""
     bits = tensor.detach().contiguous().view(-1).view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for first in range(0, len(bits), CHUNK):
         part = bits[first : first + CHUNK].to(torch.int64)
         places = torch.arange(first, first + len(part), device=bits.device)
-        total += part.mul_(places.mul_(2).add_(1)).sum()  # around the end of 64 bits, in any order
+        total += part.mul_(places.mul_(2).add_(1)).sum()  # overflow wraps around, so the order does not matter
     return f"{str(tensor.dtype).removeprefix('torch.')} {int(total) % (1 << 64):016x}"
 
 
 def _require_exact_frequencies(model: Any) -> None:
-    """Rotary frequencies are no weights: an engine makes its own, in float32. Rounded ones put the learner's tokens at
-    other places, which few tokens hardly show and many do."""
+    """Raise EngineError if rotary frequencies are rounded. Engines compute their own in float32. Rounded ones shift the
+    learner's positions, which only long prompts show."""
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq") and buffer.dtype in (torch.bfloat16, torch.float16):
             raise EngineError(
-                f"the learner's {name} is in {str(buffer.dtype).removeprefix('torch.')}, as model.to(dtype) leaves it: "
-                "no engine will agree with it. Load the model with from_pretrained(..., dtype=...)"
+                f"the learner's {name} must be float32, got {str(buffer.dtype).removeprefix('torch.')}, as after "
+                "model.to(dtype): no engine agrees with it. Load the model with from_pretrained(..., dtype=...)"
             )
 
 
 def _watched(model: Any, merge: Merge | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, whole tensor); where a model is spread over ranks every one of them must read all."""
+    """Yield (name, whole tensor) of the compared tensors. Every rank of a sharded model must read all."""
     parameters = {name: p for name, p in model.named_parameters() if "lora_" not in name}
     if merge is None and len(parameters) < len(list(model.named_parameters())):
         return

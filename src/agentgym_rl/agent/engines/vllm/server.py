@@ -1,7 +1,7 @@
-"""A `vllm serve` at an address, as an engine: token ids over `/v1/completions`, weights by folder.
+"""A `vllm serve` as an engine: token ids over `/v1/completions`, weights through a folder.
 
-The server needs `--logprobs-mode processed_logprobs`; to take weights it also needs `VLLM_SERVER_DEV_MODE=1`,
-`--worker-extension-cls` (docs/vllm.md has the command) and a folder that both sides see.
+The server needs `--logprobs-mode processed_logprobs`. To load weights it also needs `VLLM_SERVER_DEV_MODE=1`,
+`--worker-extension-cls` (docs/guides/vllm.md has the command) and a folder that both sides see.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any
 
 import httpx
 
-from agentgym_rl.agent.engines.vllm.checks import EXTENSION, reply_room, signed_64
 from agentgym_rl.agent.engines.vllm.probe import Probe
+from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, reply_limit, signed_64
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
 _TRANSIENT = {408, 429, 502, 503, 504}
 RETRIES = 3
 RAW_MODE_GAP = 1e-5
-"""Below this, a log-probability at temperature 2 (the most a server takes) is the one at temperature 1: it is raw."""
+"""A log-probability at temperature 2 (a server's maximum) that differs less from the one at temperature 1 is raw."""
 
 
 class VllmServer:
-    """Start it with `await server.start()`, which asks the server for its model and context length.
+    """Client of a vLLM server. `await server.start()` asks the server for its model and context length.
 
-    `api_key_variable` names the environment variable that holds the server's key, if it wants one.
+    `api_key_variable` names the environment variable with the server's key, if it needs one.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class VllmServer:
         timeout_s: float = 600.0,
     ) -> None:
         if not url.startswith(("http://", "https://")):
-            raise EngineError(f"the address of a vLLM server looks like http://host:8000, got {url!r}")
+            raise EngineError(f"the address of a vLLM server must look like http://host:8000, got {url!r}")
         self.url = url.rstrip("/").removesuffix("/v1")
         self.max_context = max_context
         self.version = version
@@ -52,17 +52,15 @@ class VllmServer:
         headers = {}
         if api_key_variable is not None:
             if not os.environ.get(api_key_variable):
-                raise EngineError(
-                    f"the key of {self.url} should be in ${api_key_variable}, which is not set: export it"
-                )
+                raise EngineError(f"the key of {self.url} must be in ${api_key_variable}, which is not set: export it")
             headers["Authorization"] = f"Bearer {os.environ[api_key_variable]}"
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self._http = httpx.AsyncClient(headers=headers, timeout=timeout_s, limits=limits)
-        self._open = asyncio.Event()
+        self._ready = asyncio.Event()
         self._lock = asyncio.Lock()
         self._closed = f"The client of {self.url} was not started: await server.start() first."
-        self._stale = ""
-        """Why it is not known which weights the server holds; the next update may change that."""
+        self._unknown_weights = ""
+        """Why the server's weights are unknown, or an empty string. The next update resets it."""
 
     async def start(self) -> None:
         rows = (await self._send("GET", "/v1/models"))["data"]
@@ -72,16 +70,16 @@ class VllmServer:
         self._model = base["id"]
         self.max_context = min(self.max_context, base.get("max_model_len") or self.max_context)
         self._closed = ""
-        self._open.set()
+        self._ready.set()
 
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
-        room = reply_room(prompt_ids, sampling, self.max_context)
-        await self._gate()
+        max_tokens = reply_limit(prompt_ids, sampling, self.max_context)
+        await self._wait_until_open()
         if sampling.temperature not in (0.0, 1.0) or sampling.top_p < 1:
             await self._require_processed(prompt_ids)
         version = self.version
         body = {
-            "max_tokens": room,
+            "max_tokens": max_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "stop_token_ids": list(sampling.stop_token_ids),
@@ -104,27 +102,27 @@ class VllmServer:
         return Completion(token_ids, logprobs, finish, version)
 
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probability of every token but the first, at temperature 1."""
-        await self._gate()
+        """Return the log-probability of every token but the first, at temperature 1."""
+        await self._wait_until_open()
         return await self._score(token_ids)
 
     async def release(self, session: str) -> None:
-        """Nothing: the server finds cached blocks by their content."""
+        """Do nothing: the server finds cached blocks by content."""
 
     async def update_weights(
         self, source: str | Path | Mapping[str, Any], version: int, probe: Probe | None = None
     ) -> None:
-        """Weights or adapter in a folder that the server sees under the same path."""
+        """Load weights or an adapter from a folder that the server sees under the same path."""
         if isinstance(source, Mapping):
             raise EngineError(
-                f"{self.url} takes weights as a folder that both sides see, got a state dict: save it first"
+                f"{self.url} needs weights as a folder that both sides see, got a state dict: save it first"
             )
         folder = _absolute(source)
         async with self._lock:
             if self._closed:
                 raise EngineError(self._closed)
-            self._stale = ""
-            self._open.clear()
+            self._unknown_weights = ""
+            self._ready.clear()
             try:
                 if (Path(folder) / "adapter_config.json").is_file():
                     await self._load_adapter(folder, version)
@@ -134,34 +132,34 @@ class VllmServer:
                 if probe is not None:
                     await self.verify(probe)
             except BaseException:
-                self._stale = f"{self.url} failed to take weights {version}: what it holds is not known."
+                self._unknown_weights = f"{self.url} failed to load weights {version}: its weights are unknown."
                 raise
             finally:
-                self._open.set()
+                self._ready.set()
 
     async def verify(self, probe: Probe) -> None:
         """Raise EngineError unless the server holds the weights that `probe` was made of."""
         if probe.checksums:
-            asked = {"method": "agentgym_held", "args": [probe.shapes]}
-            probe.check_held((await self._develop("/collective_rpc", json=asked))["results"], self.version)
+            call = {"method": "agentgym_checksums", "args": [probe.shapes]}
+            probe.check_checksums((await self._call_dev_api("/collective_rpc", json=call))["results"], self.version)
         probe.check(await self._score(probe.token_ids), self.version)
 
     async def close(self) -> None:
-        """Ends the client; the server goes on."""
+        """Close the client. The server continues to run."""
         self._closed = "The engine was closed."
-        self._open.set()
+        self._ready.set()
         await self._http.aclose()
 
     async def _load_weights(self, folder: str) -> None:
-        await self._develop("/pause", params={"mode": "wait", "clear_cache": "true"})
-        await self._develop("/collective_rpc", json={"method": "agentgym_load_folder", "args": [folder]})
-        answer = await self._develop("/reset_prefix_cache")
+        await self._call_dev_api("/pause", params={"mode": "wait", "clear_cache": "true"})
+        await self._call_dev_api("/collective_rpc", json={"method": "agentgym_load_folder", "args": [folder]})
+        answer = await self._call_dev_api("/reset_prefix_cache")
         if answer and answer.get("success") is False:
-            raise EngineError(f"{self.url} did not drop the keys and values of the old weights")
-        await self._develop("/resume")
+            raise EngineError(f"{self.url} did not drop the KV cache of the old weights")
+        await self._call_dev_api("/resume")
 
     async def _load_adapter(self, folder: str, version: int) -> None:
-        # Another client may have named its own: vLLM refuses a name twice.
+        # The salt avoids the names of other clients, because vLLM refuses a name twice.
         name = f"weights-{self._salt}-{version}"
         try:
             await self._send("POST", "/v1/load_lora_adapter", json={"lora_name": name, "lora_path": folder})
@@ -182,14 +180,14 @@ class VllmServer:
         return [row[str(token)]["logprob"] for row, token in zip(rows, token_ids[1:], strict=True)]
 
     async def _require_processed(self, prompt_ids: list[int]) -> None:
-        """Log-probabilities before temperature are not those of what was sampled; which it gives only a try tells."""
+        """Raise EngineError if log-probabilities are from before temperature, which a request shows."""
         if self._reports_processed is None:
             prompt_ids = prompt_ids[: self.max_context - 2]
             body = {"max_tokens": 1, "temperature": 2.0, "logprobs": 0, "return_token_ids": True, "seed": 0}
             choice = await self._complete(prompt_ids, body)
-            (token,), (hot,) = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-            plain = (await self._score([*prompt_ids, token]))[-1]
-            self._reports_processed = abs(hot - plain) > RAW_MODE_GAP
+            (token,), (at_two,) = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+            at_one = (await self._score([*prompt_ids, token]))[-1]
+            self._reports_processed = abs(at_two - at_one) > RAW_MODE_GAP
         if not self._reports_processed:
             raise EngineError(
                 f"{self.url} reports log-probabilities from before temperature and top_p: start it with "
@@ -204,7 +202,7 @@ class VllmServer:
             "skip_special_tokens": False,
             "add_special_tokens": False,
             "cache_salt": f"{self._salt}-{self.version}",
-            # Said outright: the server takes what is missing from the model's generation_config.json.
+            # Explicit, because the server reads missing settings from the model's generation_config.json.
             "top_p": 1.0,
             "top_k": 0,
             "min_p": 0.0,
@@ -218,16 +216,16 @@ class VllmServer:
         except (KeyError, IndexError, TypeError) as error:
             raise EngineError(f"{self.url} did not answer with a completion: {str(answer)[:200]}") from error
 
-    async def _develop(self, path: str, **request: Any) -> Any:
+    async def _call_dev_api(self, path: str, **request: Any) -> Any:
         try:
             return await self._send("POST", path, **request)
         except EngineError as error:
             raise EngineError(
-                f"{error}; to take weights a server needs VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
+                f"{error}; to load weights a server needs VLLM_SERVER_DEV_MODE=1 and --worker-extension-cls {EXTENSION}"
             ) from error
 
     async def _send(self, method: str, path: str, **request: Any) -> Any:
-        """The answer's JSON, or None where it has no body."""
+        """Send a request, with retries. Return the answer's JSON, or None if it has no body."""
         for attempt in range(RETRIES + 1):
             try:
                 response = await self._http.request(method, self.url + path, **request)
@@ -247,13 +245,13 @@ class VllmServer:
                 await asyncio.sleep(0.5 * 2**attempt)
         raise EngineError(f"{self.url}{path} failed {RETRIES + 1} times, the last: {reason}")
 
-    async def _gate(self) -> None:
+    async def _wait_until_open(self) -> None:
         if not self._closed:
-            await self._open.wait()
-        if self._closed or self._stale:
-            raise EngineError(self._closed or self._stale)
+            await self._ready.wait()
+        if self._closed or self._unknown_weights:
+            raise EngineError(self._closed or self._unknown_weights)
 
 
 def _absolute(folder: str | Path) -> str:
-    """The server has a working directory of its own."""
+    """Return an absolute path, because the server has another working directory."""
     return str(Path(folder).resolve())

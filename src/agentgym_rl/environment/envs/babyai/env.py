@@ -33,7 +33,7 @@ class BabyAI:
     cheap: ClassVar[bool] = True
 
     def __init__(self) -> None:
-        levels.minigrid_levels()  # says now that minigrid is missing, not at the first episode
+        levels.minigrid_levels()  # fails now if minigrid is missing, not at the first episode
         self._item = -1
         self._level: Any = None
         self._oracle: Oracle
@@ -47,7 +47,7 @@ class BabyAI:
 
     @classmethod
     def published_item(cls, number: int) -> int:
-        """The numbers are the same here."""
+        """Return `number`: AgentGym uses the same numbers."""
         return number
 
     agentgym_item = published_item
@@ -70,28 +70,28 @@ class BabyAI:
         if moves is None:
             reason = refuse(self._level, self._view, action)
             return Step(f"{reason}\n{describe(self._level, self._view, self._menu)}", info={"valid": False})
-        self._oracle.saw(action)
+        self._oracle.record(action)
         success = self._run(moves)
         if self._done:
-            return Step(self._farewell(success), float(success), True, {"valid": True, "success": success})
+            return Step(self._last_observation(success), float(success), True, {"valid": True, "success": success})
         return Step(self._observe(), info={"valid": True})
 
     def actions(self) -> list[str]:
-        """What the observation lists; empty when the episode is over."""
+        """Return the actions that the observation lists; none when the episode is over."""
         return [] if self._done else list(self._menu)
 
     def oracle(self) -> str:
-        """The next action of a solution, found with knowledge of the whole grid."""
+        """Return the next action of a solution, found with knowledge of the whole grid."""
         self._require_running()
         return self._oracle.advise(self._menu)
 
     def state_key(self) -> str:
-        """Equal keys mean the same grid, agent, carried object and mission progress; steps left are not counted."""
+        """Return a key of the grid, the agent, the carried object and the mission progress, without the steps left."""
         self._require_level()
         return f"{self._item}:{state_key(self._level)}"
 
     def render(self) -> str:
-        """An SVG of the whole grid with the agent's view lit and the mission under it."""
+        """Return an SVG of the whole grid, with the agent's view highlighted and the mission below."""
         self._require_level()
         return draw(self._level, look(self._level))
 
@@ -101,7 +101,7 @@ class BabyAI:
 
     def _require_running(self) -> None:
         if self._done:
-            raise EnvError("babyai needs a running episode, and this one is over or was never begun: call reset")
+            raise EnvError("babyai needs a running episode, but this one is over or was never started: call reset")
 
     def _require_level(self) -> None:
         if self._level is None:
@@ -113,7 +113,7 @@ class BabyAI:
         return describe(self._level, self._view, self._menu)
 
     def _run(self, moves: tuple[Move, ...]) -> bool:
-        """Make the moves until one fails or the episode ends; True when the mission is complete."""
+        """Make the moves until one fails or the episode ends. Return whether the mission is complete."""
         for move in moves:
             before = tuple(self._level.agent_pos)
             _, reward, terminated, truncated, _ = self._level.step(move)
@@ -124,7 +124,7 @@ class BabyAI:
                 break
         return False
 
-    def _farewell(self, success: bool) -> str:
+    def _last_observation(self, success: bool) -> str:
         if success:
             return "You reached the goal."
         return "You ran out of steps." if self._level.step_count >= self._level.max_steps else "You failed the goal."

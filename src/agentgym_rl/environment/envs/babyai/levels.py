@@ -1,4 +1,4 @@
-"""The 40 levels, how items map to them, and how one is built from minigrid's classes."""
+"""The 40 levels, the mapping from items to levels, and the construction from minigrid's classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 from functools import lru_cache
 from typing import Any
 
-from agentgym_rl.environment.envs.babyai.oracle import Draft, NoWayError
+from agentgym_rl.environment.envs.babyai.oracle import NoWayError, Planner
 from agentgym_rl.errors import ConfigError
 
 # Level n is LEVELS[n - 1]: its name, minigrid's class, and the arguments minigrid registers that name with.
@@ -56,7 +56,7 @@ LEVELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 NUM_LEVELS = len(LEVELS)
 
-# The six published subsets. Level 17 is called Pickup like the subset of levels 17 to 19, so alone it is PickupLevel17.
+# The six published subsets. Level 17 has the name of the subset of levels 17 to 19, so its own subset is PickupLevel17.
 _PUBLISHED: dict[str, range] = {
     "GoTo": range(1, 12),
     "Pickup": range(17, 20),
@@ -68,9 +68,9 @@ _PUBLISHED: dict[str, range] = {
 
 
 def _subsets_of_level(number: int) -> tuple[str, ...]:
-    alone = "PickupLevel17" if number == 17 else LEVELS[number - 1][0]
-    published = [name for name, levels in _PUBLISHED.items() if number in levels and name != alone]
-    return (*published, alone)
+    own_subset = "PickupLevel17" if number == 17 else LEVELS[number - 1][0]
+    published = [name for name, levels in _PUBLISHED.items() if number in levels and name != own_subset]
+    return (*published, own_subset)
 
 
 SUBSETS_OF_LEVEL = tuple(_subsets_of_level(number) for number in range(1, NUM_LEVELS + 1))
@@ -78,12 +78,12 @@ SUBSETS = tuple(dict.fromkeys([*_PUBLISHED, *(name for names in SUBSETS_OF_LEVEL
 
 
 def level_and_seed(item: int) -> tuple[int, int]:
-    """Level number (from 1) and seed of an item."""
+    """Return the level number (from 1) and the seed of an item."""
     return item % NUM_LEVELS + 1, item // NUM_LEVELS
 
 
 def minigrid_levels() -> Any:
-    """Minigrid's module of BabyAI level classes, silenced. Imported late: `agentgym-rl envs` must not need it."""
+    """Import minigrid's module of BabyAI levels, silenced. Imported here so that other commands do not need it."""
     os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
     try:
         from minigrid.envs import babyai
@@ -92,7 +92,7 @@ def minigrid_levels() -> Any:
         raise ConfigError(
             f"BabyAI needs minigrid, which cannot be imported ({error}): install agentgym-rl[babyai]"
         ) from error
-    # The generator prints each layout it rejects; standard output belongs to the caller.
+    # The generator prints each rejected layout, but standard output belongs to the caller.
     roomgrid_level.print = lambda *_: None
     # With BABYAI_DONE_ACTIONS set, missions end only on a "done" action, which this environment does not have.
     verifier.use_done_actions = False
@@ -100,16 +100,16 @@ def minigrid_levels() -> Any:
 
 
 def fresh_level(item: int) -> Any:
-    """The minigrid level of `item`, nothing done in it yet."""
-    level = pickle.loads(_frozen(item))
-    _spare_second_door(level.instrs)
+    """Return a new minigrid level of `item`."""
+    level = pickle.loads(_pickled_level(item))
+    _ignore_first_door(level.instrs)
     return level
 
 
 @lru_cache(maxsize=512)
-def _frozen(item: int) -> bytes:
-    """About 10 kB. The episodes of a group all ask for the same level, and thawing one is several times faster than
-    generating it."""
+def _pickled_level(item: int) -> bytes:
+    """Return the pickled level, about 10 kB. Episodes of a group share a level, and unpickling is several times faster
+    than generating."""
     return pickle.dumps(_generate(minigrid_levels(), item), pickle.HIGHEST_PROTOCOL)
 
 
@@ -117,19 +117,19 @@ def _generate(module: Any, item: int) -> Any:
     number, seed = level_and_seed(item)
     _, class_name, arguments = LEVELS[number - 1]
     level = getattr(module, class_name)(**arguments)
-    # Minigrid encodes an image after every move, most of its step time; the text comes from the grid itself.
+    # Minigrid encodes an image after every move, which takes most of the step time. The text needs only the grid.
     level.gen_obs = dict
     level.reset(seed=seed)
-    # Three levels may generate a layout that cannot be won; the next one of the same random stream is taken instead.
-    while class_name in _FALLIBLE and not _FALLIBLE[class_name](level):
+    # Three levels may generate a layout that cannot be won. The next one of the same random stream replaces it.
+    while class_name in _WINNABLE_CHECKS and not _WINNABLE_CHECKS[class_name](level):
         level.reset()
     return level
 
 
 def _key_is_reachable(level: Any) -> bool:
-    """Whether a key of the locked door's colour is on this side of the door. Objects in between can be moved.
+    """Return whether a key of the locked door's colour is on the agent's side. Objects in between can be moved.
 
-    These two levels mean to keep the key out of the locked room, but compare room numbers by identity.
+    The two levels try to keep the key out of the locked room, but compare room numbers by identity.
     """
     width, cells = level.grid.width, level.grid.grid
     color = next(thing.color for thing in cells if thing is not None and thing.type == "door" and thing.is_locked)
@@ -140,28 +140,28 @@ def _key_is_reachable(level: Any) -> bool:
         if thing is not None and (thing.type, thing.color) == ("key", color):
             return True
         if thing is None or not (thing.type == "wall" or (thing.type == "door" and thing.is_locked)):
-            fresh = {cell + 1, cell - 1, cell + width, cell - width} - reached
-            reached |= fresh
-            queue += sorted(fresh)
+            neighbours = {cell + 1, cell - 1, cell + width, cell - width} - reached
+            reached |= neighbours
+            queue += sorted(neighbours)
     return False
 
 
 def _target_is_reachable(level: Any) -> bool:
-    """Whether the object can be picked up; in a strict mission no other may be moved out of the way."""
+    """Return whether the object can be picked up. In a strict mission no other object may be moved."""
     try:
-        Draft(level, level.instrs).moves()
+        Planner(level, level.instrs).moves()
     except NoWayError:
         return False
     return True
 
 
-_FALLIBLE = {"Unlock": _key_is_reachable, "GoToImpUnlock": _key_is_reachable, "PickupDist": _target_is_reachable}
+_WINNABLE_CHECKS = {"Unlock": _key_is_reachable, "GoToImpUnlock": _key_is_reachable, "PickupDist": _target_is_reachable}
 
 
-def _spare_second_door(instruction: Any) -> None:
-    """Keep `open A, then open B` winnable where opening a wrong door loses the mission.
+def _ignore_first_door(instruction: Any) -> None:
+    """Keep `open A, then open B` winnable if opening a wrong door loses the mission.
 
-    Minigrid shows the move that opens A to both halves at once, and the second calls A the wrong door.
+    Minigrid passes the move that opens A to both halves, and the second half treats A as a wrong door.
     """
     second = {"BeforeInstr": "instr_b", "AfterInstr": "instr_a"}.get(type(instruction).__name__)
     later: Any = getattr(instruction, second) if second else None

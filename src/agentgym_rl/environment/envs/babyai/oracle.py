@@ -1,8 +1,8 @@
-"""A planner that solves every level, knowing the whole grid.
+"""A planner that solves every level with knowledge of the whole grid.
 
-It drafts, in a simulation, the moves that reach the first open part of the mission: walking, opening doors, fetching
-keys (from boxes too), and clearing objects out of the way. The draft is then told in the game's own actions, each as
-long as possible. While the agent follows the advice the draft is kept; otherwise the next call drafts anew.
+In a simulation it plans the moves to the first open part of the mission: walking, opening doors, fetching keys (from
+boxes too) and clearing objects out of the way. The moves are then expressed as actions of the game, each as long as
+possible. While the agent follows the advice the plan is kept; otherwise the next call makes a new one.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ _BLOCKER_COST = 12
 
 
 class NoWayError(Exception):
-    """The draft cannot be finished."""
+    """The planner finds no way to its goal."""
 
 
 def next_goal(instruction: Any) -> Any:
-    """The first part of the mission that is still open."""
+    """Return the first part of the mission that is still open."""
     kind = type(instruction).__name__
     if kind == "BeforeInstr":
         return next_goal(instruction.instr_b if instruction.a_done == "success" else instruction.instr_a)
@@ -36,14 +36,14 @@ def next_goal(instruction: Any) -> Any:
     return instruction
 
 
-class Draft:
-    """Drafts the moves for one goal. More `care` carries what is put away further, out of everybody's way."""
+class Planner:
+    """Plans the moves for one goal. With more `care`, objects are put away further from where they could block."""
 
     def __init__(self, level: Any, goal: Any, care: int = 1) -> None:
         self.sim = Simulation(level)
         self.goal = goal
         self._care = care
-        # In a strict mission, taking the wrong object loses it: nothing may be cleared away.
+        # In a strict mission, picking up a wrong object loses: nothing may be cleared away.
         self._may_clear = not (type(goal).__name__ == "PickupInstr" and goal.strict)
         self._needed: Any = None
         self._sealed: set[int] = set()
@@ -71,11 +71,11 @@ class Draft:
         if not cells and any(self.sim.held is thing for thing in tracked):
             self._put_away()
             return
-        # A tracked object that left the grid still counts where it was last known to be.
+        # A tracked object that left the grid still counts at its last known position.
         remembered = [int(y) * self.sim.width + int(x) for x, y in self.goal.desc.obj_poss]
         self._face(cells or remembered)
         if not self.sim.moves:
-            self._fidget()
+            self._turn_left_and_right()
 
     def _plan_open(self) -> None:
         doors = self.sim.find(self.goal.desc.obj_set)
@@ -96,7 +96,7 @@ class Draft:
         tracked = self.goal.desc.obj_set
         if not self.sim.find(tracked) and any(self.sim.held is thing for thing in tracked):
             self._put_away()
-        # "A grey object" is, to minigrid, a grey wall too.
+        # For minigrid, "a grey object" includes grey walls.
         self._pick_up(thing for thing in tracked if thing.can_pickup())
 
     def _plan_put_next(self) -> None:
@@ -105,7 +105,7 @@ class Draft:
             self._pick_up(goal.desc_move.obj_set)
         elif goal.preCarrying is not self.sim.held:
             # The verifier must have seen it carried before the drop counts.
-            self._fidget()
+            self._turn_left_and_right()
         self._needed = self.sim.held
         while True:
             beside: dict[int, int] = {}
@@ -124,12 +124,12 @@ class Draft:
 
     # Parts of a plan.
 
-    def _fidget(self) -> None:
+    def _turn_left_and_right(self) -> None:
         self.sim.do(Move.LEFT)
         self.sim.do(Move.RIGHT)
 
     def _face(self, targets: Iterable[int] | Mapping[int, int]) -> None:
-        """Walk until one of the target cells is in front, opening and clearing what is in the way."""
+        """Walk until one of the target cells is in front, opening and clearing any obstacle."""
         extra = targets if isinstance(targets, Mapping) else dict.fromkeys(targets, 0)
         while len(self.sim.moves) < _MAX_MOVES:
             route = self.sim.route(self._entry_cost, extra.get)
@@ -137,7 +137,7 @@ class Draft:
                 raise NoWayError
             locked = next((cell for cell in self.sim.trace(route)[0] if self._lacks_key(cell)), None)
             if locked is not None and (self.sim.held is None or self.sim.held is not self._needed):
-                # Straight to the key: no need to see the door first.
+                # Fetch the key first, without walking to the door.
                 self._open(locked)
                 continue
             for done, move in enumerate(route):
@@ -166,7 +166,7 @@ class Draft:
         return _BLOCKER_COST if thing.can_pickup() and self._may_clear else None
 
     def _clear(self, cell: int) -> None:
-        """Make the cell in front free: open the door or move the object elsewhere."""
+        """Free the cell in front: open the door or move the object elsewhere."""
         self._depth += 1
         if self._depth > _MAX_DEPTH:
             raise NoWayError
@@ -202,7 +202,7 @@ class Draft:
             self.sim.do(Move.TOGGLE)
 
     def _lacks_key(self, cell: int) -> bool:
-        """Whether the cell is a locked door whose key is not in hand."""
+        """Return whether the cell is a locked door whose key is not carried."""
         return self.sim.door_states.get(cell) == "locked" and not self.sim.has_key_for(cell)
 
     def _fetch_key(self, color: str) -> None:
@@ -217,7 +217,7 @@ class Draft:
             self._pick_up([thing])
 
     def _key_cells(self, color: str) -> list[int]:
-        """Where a key of that colour is: on the floor or, failing that, in a box."""
+        """Return the cells with a key of that colour on the floor or, if there is none, in a box."""
         cells = self.sim.cells
         loose = [
             c for c, thing in enumerate(cells) if thing is not None and thing.type == "key" and thing.color == color
@@ -240,7 +240,7 @@ class Draft:
         self.sim.do(Move.PICKUP)
 
     def _free_hands(self) -> Any:
-        """Put away what is held; returns it when it is needed afterwards."""
+        """Put away the held object. Return it if it is needed afterwards."""
         kept = self.sim.held if self.sim.held is self._needed else None
         if self.sim.held is not None:
             self._put_away(keep_free=self.sim.front)
@@ -251,10 +251,10 @@ class Draft:
             self._pick_up([kept])
 
     def _put_away(self, keep_free: int | None = None) -> None:
-        """Drop what is held where it will hardly be in the way."""
+        """Drop the held object where it is least likely to block."""
         route = self.sim.route(
             lambda cell: 0 if self.sim.is_free(cell) else None,
-            lambda cell: None if self.sim.cells[cell] is not None else self._nuisance(cell, keep_free),
+            lambda cell: None if self.sim.cells[cell] is not None else self._blocking_cost(cell, keep_free),
         )
         if route is None:
             raise NoWayError
@@ -262,8 +262,8 @@ class Draft:
             self.sim.do(move)
         self.sim.do(Move.DROP)
 
-    def _nuisance(self, cell: int, keep_free: int | None) -> int:
-        """How much an object in `cell` would be in the way."""
+    def _blocking_cost(self, cell: int, keep_free: int | None) -> int:
+        """Return the cost of an object in `cell`: how much it would block."""
         right, down = 1, self.sim.width
         ring = [cell + o for o in (right, right + down, down, down - right, -right, -right - down, -down, right - down)]
         free = [self.sim.is_free(neighbour) for neighbour in ring]
@@ -274,17 +274,17 @@ class Draft:
         return self._care * cost + 100 * (cell == keep_free or cell in self._corridor)
 
 
-def _draft(level: Any, goal: Any) -> list[Move]:
+def _plan(level: Any, goal: Any) -> list[Move]:
     for care in (1, 2, 8):
         try:
-            return Draft(level, goal, care).moves()
+            return Planner(level, goal, care).moves()
         except NoWayError:
             continue
-    raise EnvError("babyai's oracle sees no way to reach the goal from here: start the item again")
+    raise EnvError("babyai's oracle sees no way to reach the goal from here: reset the item")
 
 
 class Oracle:
-    """Advice on one episode."""
+    """Gives advice during one episode."""
 
     def __init__(self, level: Any) -> None:
         self._level = level
@@ -294,10 +294,10 @@ class Oracle:
         self._advised_moves = 0
 
     def advise(self, menu: Mapping[str, tuple[Move, ...]]) -> str:
-        """The action of `menu` that goes furthest along the plan."""
+        """Return the action of `menu` that goes furthest along the plan."""
         goal = next_goal(self._level.instrs)
         if goal is not self._goal or not self._moves:
-            self._moves = _draft(self._level, goal)
+            self._moves = _plan(self._level, goal)
             self._goal = goal
         walk = Simulation(self._level)
         distance_of = {}
@@ -312,15 +312,15 @@ class Oracle:
                 if not trial.do(move):
                     break
             distance = distance_of.get(trial.signature, 0)
-            # Where a single move and an object's name lead to the same end of the plan, the name says more.
+            # If a single move and an action on an object both complete the plan, prefer the object.
             if distance > self._advised_moves or distance == self._advised_moves == len(self._moves):
                 self._advice, self._advised_moves = action, distance
         if not self._advice:
             raise EnvError(f"babyai's oracle planned {self._moves[0].name}, which no available action does: report it")
         return self._advice
 
-    def saw(self, action: str) -> None:
-        """Tell what the agent did: the plan is kept only if it was the advice."""
+    def record(self, action: str) -> None:
+        """Record the agent's action. Keep the plan only if the action was the advice."""
         if action == self._advice:
             del self._moves[: self._advised_moves]
         else:

@@ -1,4 +1,4 @@
-"""The whole grid as an SVG: the agent, what it sees (lit), and the mission under it."""
+"""An SVG of the whole grid: the agent, the highlighted cells that it sees, and the mission below."""
 
 from __future__ import annotations
 

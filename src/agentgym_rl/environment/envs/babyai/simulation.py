@@ -1,4 +1,4 @@
-"""A light copy of a level that a plan is drafted in: moves without minigrid, and cheapest routes over the whole grid.
+"""A light copy of a level for planning: moves without minigrid, and cheapest routes over the whole grid.
 
 Cells are numbered y * width + x. A pose is cell * 4 + direction, by minigrid's directions (right, down, left, up).
 """
@@ -12,11 +12,11 @@ from typing import Any
 from agentgym_rl.environment.envs.babyai.view import Move
 
 Cost = Callable[[int], int | None]
-"""Of a cell: what it costs more than one move, or None when it is out of the question."""
+"""Function of a cell: its cost beyond one move, or None if the cell is not allowed."""
 
 
 class Simulation:
-    """The grid, the agent and what it holds; `moves` and `events` record what was done."""
+    """The grid, the agent and the object it holds. `moves` and `events` record its history."""
 
     def __init__(self, level: Any) -> None:
         self.width: int = level.grid.width
@@ -31,18 +31,18 @@ class Simulation:
         self.held: Any = level.carrying
         self.moves: list[Move] = []
         self.events: tuple[tuple[Move, int], ...] = ()
-        """Every change of the grid, as the move and the cell it was made on."""
+        """Every change of the grid, as the move and the changed cell."""
 
     def copy(self) -> Simulation:
-        twin = Simulation.__new__(Simulation)
-        twin.width, twin.offsets, twin.pose, twin.held = self.width, self.offsets, self.pose, self.held
-        twin.cells, twin.door_states = list(self.cells), dict(self.door_states)
-        twin.moves, twin.events = list(self.moves), self.events
-        return twin
+        copy = Simulation.__new__(Simulation)
+        copy.width, copy.offsets, copy.pose, copy.held = self.width, self.offsets, self.pose, self.held
+        copy.cells, copy.door_states = list(self.cells), dict(self.door_states)
+        copy.moves, copy.events = list(self.moves), self.events
+        return copy
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Equal signatures of copies of one simulation mean equal worlds."""
+        """Key of the state. Copies of one simulation with equal signatures are equal."""
         return self.pose, self.events
 
     def ahead(self, pose: int) -> int:
@@ -59,12 +59,12 @@ class Simulation:
         return self.held is not None and self.held.type == "key" and self.held.color == self.cells[door_cell].color
 
     def find(self, things: Iterable[Any]) -> list[int]:
-        """Cells in which one of `things` stands."""
+        """Return the cells that contain one of `things`."""
         wanted = {id(thing) for thing in things}
         return [cell for cell, thing in enumerate(self.cells) if thing is not None and id(thing) in wanted]
 
     def do(self, move: Move) -> bool:
-        """Make a move; False when it had no effect."""
+        """Make a move. Return whether it had an effect."""
         self.moves.append(move)
         if move is Move.LEFT or move is Move.RIGHT:
             self.pose = self.pose & ~3 | (self.pose + (1 if move is Move.RIGHT else 3)) & 3
@@ -92,7 +92,7 @@ class Simulation:
         return True
 
     def trace(self, moves: Iterable[Move]) -> tuple[list[int], int]:
-        """Cells walked into by `moves`, were nothing in the way, and the cell in front at the end."""
+        """Return the cells that `moves` enter if nothing blocks them, and the cell in front at the end."""
         pose, cells = self.pose, []
         for move in moves:
             if move is Move.FORWARD:
@@ -103,7 +103,7 @@ class Simulation:
         return cells, self.ahead(pose)
 
     def route(self, entry_cost: Cost, target_cost: Cost) -> list[Move] | None:
-        """Cheapest moves to face a target cell; `entry_cost` is paid for each cell walked into. None: no way."""
+        """Return the cheapest moves to face a target cell, or None. Each entered cell adds its `entry_cost`."""
         counter = 0
         queue: list[tuple[int, int, int]] = [(0, 0, self.pose)]
         cost_of = {self.pose: 0}

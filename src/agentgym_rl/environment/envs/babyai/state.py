@@ -1,4 +1,4 @@
-"""A canonical key of everything that decides what happens next, the step count left out."""
+"""A canonical key of the state, without the step count."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Any
 
 
 def state_key(level: Any) -> str:
-    """Equal for equal grid, agent, carried object and mission progress. Walls never change, so they are not told."""
+    """Return a key of grid, agent, carried object and mission progress. Walls never change and are left out."""
     cells: list[Any] = level.grid.grid
     place_of = {id(thing): cell for cell, thing in enumerate(cells) if thing is not None and thing.type != "wall"}
     if level.carrying is not None:
         place_of[id(level.carrying)] = -1
     parts = [
         [int(level.agent_pos[0]), int(level.agent_pos[1]), int(level.agent_dir)],
-        _looks(level.carrying),
-        [(cell, _looks(cells[cell])) for cell in place_of.values() if cell >= 0],
+        _appearance(level.carrying),
+        [(cell, _appearance(cells[cell])) for cell in place_of.values() if cell >= 0],
         _progress(level.instrs, place_of, level.carrying),
     ]
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def _looks(thing: Any) -> tuple[Any, ...] | None:
+def _appearance(thing: Any) -> tuple[Any, ...] | None:
     if thing is None:
         return None
     if thing.type == "door":
         return thing.color, "door", thing.is_open, thing.is_locked
-    return thing.color, thing.type, _looks(thing.contains)
+    return thing.color, thing.type, _appearance(thing.contains)
 
 
 def _progress(instruction: Any, place_of: dict[int, int], held: Any) -> list[Any]:
-    """What is done, and where the objects are that the rest of the mission follows."""
+    """Return the completed parts of the mission, and the positions of the objects that the rest depends on."""
     if hasattr(instruction, "instr_a"):
         done = (instruction.a_done == "success", instruction.b_done == "success")
         return [done, *(_progress(part, place_of, held) for part in (instruction.instr_a, instruction.instr_b))]
-    # Of two objects that look alike only one may be meant, so which is where belongs to the state. The verifier keeps
-    # its own list of positions, renewed only when something is dropped, and what it last saw being carried.
+    # The mission may mean only one of two equal objects, so the position of each is part of the state. The verifier has
+    # its own list of positions, updated only after a drop, and the object that it last saw being carried.
     parts: list[Any] = [getattr(instruction, "preCarrying", None) is held]
     for name in ("desc", "desc_move", "desc_fixed"):
         description = getattr(instruction, name, None)

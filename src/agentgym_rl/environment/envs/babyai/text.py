@@ -1,4 +1,4 @@
-"""Between the game and its text: the observation, the menu of actions, and the words for what cannot be done."""
+"""The text of the game: the observation, the menu of actions, and the answers to impossible actions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ its colour in your hands.
 OBJECT and DOOR are names like red ball 1 or blue door 2. The available actions are listed each time."""
 
 CHECK_ACTIONS = "check available actions"
-"""AgentGym's action that only asks for the list. Every observation here has it."""
+"""AgentGym's action that asks for the list of actions. Here every observation has that list."""
 _FRONT_CELL = AGENT_CELL + SIZE
 _DOOR_STATES = ("open", "closed", "locked")
 _DOOR_WITH_STATE = re.compile(r"(go to|go through|toggle and go through) (\w+) (\w+) door ([0-9]{1,4})")
 
 
 def build_menu(level: Any, view: View) -> dict[str, tuple[Move, ...]]:
-    """Every action that is possible now, and the moves it stands for."""
+    """Return every action that is possible now, with its moves."""
     menu: dict[str, tuple[Move, ...]] = {"turn left": (Move.LEFT,), "turn right": (Move.RIGHT,)}
     front = view.things[_FRONT_CELL]
     if front is None or front.can_overlap():
@@ -63,7 +63,7 @@ def _can_toggle(level: Any, door: Any) -> bool:
 
 
 def describe(level: Any, view: View, menu: dict[str, tuple[Move, ...]]) -> str:
-    """The observation: goal, objects in view, wall ahead, what is carried, available actions."""
+    """Return the observation: goal, objects in view, wall ahead, carried object, available actions."""
     sentences = [_describe_sighting(sighting) for sighting in view.sightings]
     for cell in range(_FRONT_CELL, NUM_CELLS, SIZE):
         thing = view.things[cell]
@@ -94,31 +94,31 @@ def _door_state(door: Any) -> str:
 
 
 def normalise(text: str) -> str:
-    """Lower case, single spaces, no quotes around it and no full stop after it."""
+    """Return the text in lower case with single spaces, without quotes around it or a full stop after it."""
     return " ".join(text[:200].lower().split()).strip("\"'` .")
 
 
 def read_action(view: View, menu: Mapping[str, tuple[Move, ...]], action: str) -> tuple[str, tuple[Move, ...] | None]:
-    """Return the menu's name of `action` and its moves; None for the moves if it is not on the menu.
+    """Return the menu's name of `action` and its moves, or None as moves if it is not on the menu.
 
-    Reads the observation's names of doors (`closed red door 2`) and AgentGym's words: `pickup red ball 1`, and
-    `red closed door 1` for the first of the closed red ones. In these words the way through a door ends in the doorway,
-    as in AgentGym; such an action keeps its own name.
+    Accepts the observation's names of doors (`closed red door 2`) and AgentGym's names: `pickup red ball 1`, and
+    `red closed door 1` for the first closed red door. An AgentGym action through a door ends in the doorway, as it does
+    in AgentGym, and keeps its own name.
     """
     name = re.sub("^pickup ", "pick up ", action)
-    in_agentgyms_order = False
+    in_agentgym_order = False
     if match := _DOOR_WITH_STATE.fullmatch(name):
         verb, first, second, number = match.groups()
-        in_agentgyms_order = second in _DOOR_STATES
-        if in_agentgyms_order:
-            looks = [door for door in _doors(view, second) if door.thing.color == first]
-            doors = looks[int(number) - 1 : int(number)]
+        in_agentgym_order = second in _DOOR_STATES
+        if in_agentgym_order:
+            matching = [door for door in _doors(view, second) if door.thing.color == first]
+            doors = matching[int(number) - 1 : int(number)]
         else:
             doors = [door for door in _doors(view, first) if door.name == f"{second} door {number}"]
         if doors:
             name = f"{verb} {doors[0].name}"
     moves = menu.get(name)
-    if moves is not None and in_agentgyms_order and "through" in name:
+    if moves is not None and in_agentgym_order and "through" in name:
         return action, moves[:-1]
     return name, moves
 
@@ -128,7 +128,7 @@ def _doors(view: View, state: str) -> list[Sighting]:
 
 
 def refuse(level: Any, view: View, action: str) -> str:
-    """Why `action`, which is not on the menu, cannot be done."""
+    """Return why `action`, which is not on the menu, is impossible."""
     front = view.things[_FRONT_CELL]
     if action == "move forward":
         return "The way is blocked."

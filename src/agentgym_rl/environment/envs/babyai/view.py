@@ -1,4 +1,4 @@
-"""What the agent sees (7x7 cells ahead of it) and the shortest paths through it.
+"""The agent's view (7x7 cells ahead of it) and the shortest paths through it.
 
 Cells are numbered in the agent's own frame: cell = forward * 7 + (side + 3), with side negative to the left.
 A pose is cell * 4 + heading, heading 0 ahead, 1 right, 2 back, 3 left. The agent is in pose START.
@@ -31,7 +31,7 @@ class Move(IntEnum):
 
 
 def _ahead(cell: int, heading: int) -> int:
-    """The cell one step from `cell` along `heading`, or -1 outside the view."""
+    """Return the cell one step from `cell` along `heading`, or -1 outside the view."""
     forward, side = cell // SIZE + _HEADINGS[heading][0], cell % SIZE + _HEADINGS[heading][1]
     return forward * SIZE + side if 0 <= forward < SIZE and 0 <= side < SIZE else -1
 
@@ -45,7 +45,7 @@ class Sighting:
     """One object in view."""
 
     name: str
-    """Colour, kind and number among equal-looking ones, nearest first: `red ball 1`."""
+    """Colour, kind and number among equal objects, nearest first: `red ball 1`."""
     thing: Any
     """Minigrid's object."""
     cell: int
@@ -64,15 +64,15 @@ class View:
     """The cells ahead of the agent."""
 
     things: list[Any]
-    """NUM_CELLS: what stands in each cell (None where free), whether it is seen or not."""
+    """Object in each of NUM_CELLS cells, visible or not; None in a free cell."""
     visible: list[bool]
-    """NUM_CELLS."""
+    """Whether each of NUM_CELLS cells is visible."""
     sightings: list[Sighting]
     """Nearest first, then nearest the line of sight, then left to right."""
 
 
 def look(level: Any) -> View:
-    """The present view of a minigrid level, by the same rules of sight as minigrid's own."""
+    """Return the current view of a minigrid level, by minigrid's own rules of sight."""
     grid, width, height = level.grid.grid, level.grid.width, level.grid.height
     agent_x, agent_y = int(level.agent_pos[0]), int(level.agent_pos[1])
     ahead_x, ahead_y = DIRECTIONS[level.agent_dir]
@@ -89,7 +89,7 @@ def look(level: Any) -> View:
 
 
 def _sight(clear: list[bool]) -> list[bool]:
-    """Light starts at the agent, and from a clear cell reaches its neighbours beside, ahead and diagonally ahead."""
+    """Return the visible cells. A clear visible cell shows its neighbours beside, ahead and diagonally ahead."""
     visible = [False] * NUM_CELLS
     visible[AGENT_CELL] = True
     for row in range(0, NUM_CELLS, SIZE):
@@ -115,9 +115,9 @@ def _name_sightings(things: list[Any], visible: list[bool]) -> list[Sighting]:
     for cell in _NEAREST_FIRST:
         thing = things[cell]
         if visible[cell] and thing is not None and thing.type != "wall":
-            looks = f"{thing.color} {thing.type}"
-            counts[looks] = counts.get(looks, 0) + 1
-            sightings.append(Sighting(f"{looks} {counts[looks]}", thing, cell))
+            kind = f"{thing.color} {thing.type}"
+            counts[kind] = counts.get(kind, 0) + 1
+            sightings.append(Sighting(f"{kind} {counts[kind]}", thing, cell))
     return sightings
 
 
@@ -143,7 +143,7 @@ class Paths:
                     queue.append(following)
 
     def to_face(self, cell: int) -> tuple[Move, ...] | None:
-        """Moves that end next to `cell`, looking at it; None when the seen cells allow no way there."""
+        """Return the moves that end next to `cell` and facing it, or None if no path of visible cells leads there."""
         poses = [pose for pose in FACING[cell] if self._distance[pose] >= 0]
         if not poses:
             return None

@@ -37,15 +37,15 @@ class Maze:
         self._item = -1
         self._layout: layout.Layout
         self._path: list[layout.Cell] = []
-        """Where the player has been, now included."""
+        """Cells the player has visited, including the current one."""
         self._playing = False
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (f"size{layout.size_of(_known(item))}",)
+        return (f"size{layout.size_of(_check_item(item))}",)
 
     def reset(self, item: int) -> str:
-        self._layout = layout.layout(_known(item))
+        self._layout = layout.layout(_check_item(item))
         self._item = item
         self._path = [self._layout.start]
         self._playing = True
@@ -70,24 +70,24 @@ class Maze:
         self._playing = False
 
     def actions(self) -> list[str]:
-        """Moves that no wall is in the way of; empty when the episode is over."""
+        """Return the moves that no wall blocks; none when the episode is over."""
         return [_action(way) for way in self._layout.exits[self._path[-1]]] if self._playing else []
 
     def oracle(self) -> str:
-        """The next move of a shortest way, found with knowledge of the whole maze."""
+        """Return the next move of a shortest way, found with knowledge of the whole maze."""
         self._require_playing()
         here, distance = self._path[-1], self._layout.distance
         return _action(min(self._layout.exits[here], key=lambda way: distance[layout.neighbour(here, way)]))
 
     def state_key(self) -> str:
-        """`12|3,1`: the item and where the player is."""
+        """Return `12|3,1`: the item and the player's row and column."""
         if self._item < 0:
             raise EnvError("maze has no state yet: call reset first")
         row, column = self._path[-1]
         return f"{self._item}|{row + 1},{column + 1}"
 
     def render(self) -> str:
-        """An SVG: the maze from above, the way walked so far, the goal."""
+        """Return an SVG of the maze from above, the way walked so far and the goal."""
         if self._item < 0:
             raise EnvError("maze has nothing to draw yet: call reset first")
         return draw(self._item, self._layout, self._path)
@@ -104,7 +104,7 @@ class Maze:
         return f"The goal is at {_place(self._layout.goal)}. You are at {_place(here)}. There are walls {where}."
 
 
-def _known(item: int) -> int:
+def _check_item(item: int) -> int:
     if not any(item in split for split in layout.SPLITS.values()):
         raise IndexError(f"maze has items 0 to {layout.SPLITS['train'].stop - 1}, got {item}")
     return item
@@ -126,7 +126,7 @@ def _read_move(text: str) -> str | None:
 
 
 def _quote(text: str) -> str:
-    """What the player wrote, made safe to repeat: short, and plain characters only."""
+    """Return the player's text, safe to repeat: short, and plain characters only."""
     if len(text) > _MAX_CHARS:
         return f"{len(text)} characters"
     plain = _UNPRINTABLE.sub("?", text.strip()) or "nothing"

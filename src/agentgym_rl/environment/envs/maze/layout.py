@@ -1,4 +1,4 @@
-"""Mazes from seeds: which rooms are joined, where the way starts and where it ends."""
+"""Mazes from seeds: the openings between rooms, the start and the goal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUBSETS = tuple(f"size{size}" for size in SIZES)
 MOVES = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 _BACK = {"up": "down", "down": "up", "left": "right", "right": "left"}
 _TEST_SHARE = 0.25
-"""Share of all wall patterns that only test items may have."""
+"""Share of all wall patterns that is reserved for test items."""
 
 Cell = tuple[int, int]
 """Row and column, from 0 at the top left."""
@@ -36,15 +36,15 @@ def neighbour(cell: Cell, direction: str) -> Cell:
 
 
 def size_of(item: int) -> int:
-    """Item i has the size of place i % 5 in SIZES, and seed i // 5."""
+    """Return the size of an item's maze: SIZES[item % 5]."""
     return SIZES[item % len(SIZES)]
 
 
 @lru_cache(maxsize=2048)
 def layout(item: int) -> Layout:
-    """The maze of an item. Patterns of walls are drawn until one comes that belongs to the item's split.
+    """Return the maze of an item. Wall patterns are drawn until one belongs to the item's split.
 
-    A hash of the walls says which split they belong to, so that no test maze is ever trained in, however small.
+    A hash of the walls decides the split, so that no test maze occurs in training, however small it is.
     """
     size = size_of(item)
     rng = random.Random(f"maze item {item}")
@@ -61,7 +61,7 @@ def layout(item: int) -> Layout:
 
 
 def _carve(size: int, rng: random.Random) -> dict[Cell, tuple[str, ...]]:
-    """A spanning tree by a random walk that backs out of dead ends, and then a few more openings, for loops."""
+    """Return a spanning tree, made by a random walk with backtracking, with a few more openings for loops."""
     joined: dict[Cell, set[str]] = {(row, column): set() for row in range(size) for column in range(size)}
     trail = [(rng.randrange(size), rng.randrange(size))]
     seen = set(trail)
@@ -93,12 +93,12 @@ def _for_test(exits: dict[Cell, tuple[str, ...]]) -> bool:
 
 
 def _distances(exits: dict[Cell, tuple[str, ...]], origin: Cell) -> dict[Cell, int]:
-    found = {origin: 0}
-    waiting = [origin]
-    for cell in waiting:  # grows while it is read: breadth first
+    distances = {origin: 0}
+    queue = [origin]
+    for cell in queue:  # grows during the loop: breadth first
         for way in exits[cell]:
-            there = neighbour(cell, way)
-            if there not in found:
-                found[there] = found[cell] + 1
-                waiting.append(there)
-    return found
+            following = neighbour(cell, way)
+            if following not in distances:
+                distances[following] = distances[cell] + 1
+                queue.append(following)
+    return distances

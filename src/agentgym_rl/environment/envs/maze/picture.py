@@ -12,7 +12,7 @@ _MARGIN, _TOP = 28, 92
 
 
 def draw(item: int, layout: Layout, path: Sequence[Cell]) -> str:
-    """Rooms that were entered are white; the way walked is a line, the player a disc, the goal a flag."""
+    """Draw visited rooms in white, the way walked as a line, the player as a disc and the goal as a flag."""
     side = max(36, min(64, 384 // layout.size))
     board = side * layout.size
     width = max(board, 384) + 2 * _MARGIN
@@ -69,7 +69,7 @@ def _rooms(layout: Layout, path: Sequence[Cell], left: float, side: int) -> Iter
 
 
 def _walls(layout: Layout, left: float, side: int) -> Iterator[str]:
-    """Each wall once: above and left of every room, and the lower and right edge."""
+    """Draw each wall once: above and left of every room, and the lower and right edge."""
     lines = []
     for (row, column), exits in layout.exits.items():
         x, y = left + column * side, _TOP + row * side

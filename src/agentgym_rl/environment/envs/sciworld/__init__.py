@@ -1,4 +1,4 @@
-"""SciWorld: elementary science experiments in a simulated house, told in text."""
+"""SciWorld: elementary science experiments in a simulated house, as text."""
 
 from agentgym_rl.environment.envs.sciworld.env import SciWorld
 

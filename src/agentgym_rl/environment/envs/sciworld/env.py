@@ -32,9 +32,9 @@ something else can end the game as failed.
 If an action could mean several things you are shown a numbered list: answer with the number alone."""
 
 NO_MATCH = "No known action matches that input."
-"""The game's own words for what it does not understand."""
+"""The simulator's answer to an unknown action."""
 _MAX_CHARS = 300
-"""The longest sensible action has about 150."""
+"""Longest action. Useful ones have at most about 150 characters."""
 _AMBIGUOUS = "Ambiguous request:"
 _DECLINED = re.compile(
     r"(No known action|Unknown action|<?ERROR|I'm not sure |It'?s not clear how |Something can't be |That can't be "
@@ -44,7 +44,7 @@ _DECLINED = re.compile(
     r"|is not something that can be activated|isn't open|isn't open, so you can't see inside"
     r"|is not (a container|closeable|currently passable|edible|movable|moveable|open|openable))\.$"
 )
-"""Answers by which the simulator declines an action. To open what is open already is not declined: it is as wished."""
+"""Answers that decline an action. Opening an open door is not declined, because the door is as requested."""
 
 
 class SciWorld:
@@ -59,14 +59,14 @@ class SciWorld:
 
     def __init__(self) -> None:
         self._world: World | None = None
-        """Made by the first reset, so that no Java starts for a session that is never played."""
+        """Created by the first reset, so that no Java process starts for a session that is never played."""
         self._item = -1
         self._playing = False
         self._scene: Scene
         self._first_look = ""
         self._ambiguous = False
         self._history: list[tuple[str, bool]] = []
-        """Each action, and whether it changed nothing in the game."""
+        """Each action, and whether it left the game unchanged."""
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
@@ -137,11 +137,11 @@ class SciWorld:
         self._drop()
 
     def actions(self) -> list[str]:
-        """Everything possible now, sorted; empty when the episode is over."""
+        """Return every possible action, sorted; none when the episode is over."""
         return sorted(set(self._running().possible_actions())) if self._playing else []
 
     def oracle(self) -> str:
-        """The next action of the gold path. EnvError once anything else was done that took time in the game."""
+        """Return the next action of the gold path. EnvError after any other action that took time in the game."""
         self._running()
         task, variation = tasks.locate(self._item)
         path = gold_path(task.name, variation)
@@ -150,19 +150,19 @@ class SciWorld:
             if place < len(path) and action == path[place]:
                 place += 1
             elif not free:
-                raise EnvError(f"sciworld's oracle knows the gold path only, and {action!r} has left it: reset")
+                raise EnvError(f"sciworld's oracle knows only the gold path, and {action!r} left it: reset")
         if place == len(path):
             raise EnvError(f"sciworld's gold path of {task.name}/{variation} ended at a score of {self._scene.score}")
         return path[place]
 
     def state_key(self) -> str:
-        """The item and a digest of what can be perceived: room, inventory, score, an open question."""
+        """Return the item and a digest of room, inventory, score and any open question of the simulator."""
         scene = self._scene
         seen = "\x1f".join((scene.look, scene.inventory, str(scene.score), scene.last_answer * self._ambiguous))
         return f"{self._item}|{hashlib.sha256(seen.encode()).hexdigest()[:24]}"
 
     def render(self) -> str:
-        """An SVG: task, score, the room with its things and doors, the inventory, the last action and answer."""
+        """Return an SVG of the task, the score, the room, the inventory and the last action with its answer."""
         if self._item < 0:
             raise EnvError("sciworld has nothing to draw yet: call reset first")
         return draw(self._scene)
@@ -180,7 +180,7 @@ class SciWorld:
 
 
 def _problem(action: str) -> str:
-    """Why an action cannot be passed on, or nothing."""
+    """Return why an action cannot be sent to the simulator, or an empty string."""
     if len(action) > _MAX_CHARS:
         return f"An action of {len(action)} characters is too long."
     if len(action.splitlines()) > 1:

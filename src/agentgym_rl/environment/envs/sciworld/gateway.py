@@ -1,8 +1,8 @@
-"""The few words of Py4J's text protocol that are needed to talk to the simulator.
+"""The part of Py4J's text protocol that the simulator needs.
 
-Py4J's own client has no deadlines, resends a command when an answer is lost and frees Java objects from whatever thread
-collects garbage. A simulator needs the opposite of each: a deadline on every answer, a step that is never played twice,
-and one connection that is used by one caller at a time.
+Py4J's own client has no deadlines, resends a command if an answer is lost, and frees Java objects from any thread that
+collects garbage. The simulator needs a deadline for every answer, steps that are never repeated, and one connection
+with one caller at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Long:
-    """An integer that Java shall take as a 64-bit one."""
+    """An integer that is sent to Java as a 64-bit one."""
 
     value: int
 
@@ -34,51 +34,51 @@ Argument = Value | Long
 
 
 class GatewayLost(EnvError):
-    """The Java process is gone, or its answer can no longer be trusted to belong to the question."""
+    """The Java process is gone, or its next answer may belong to an earlier command."""
 
 
 class JavaError(EnvError):
-    """The Java side raised."""
+    """The Java process raised an exception."""
 
 
 def call(target: Reference | str, method: str, *arguments: Argument) -> str:
-    """Command: a method of an object, or a static one of the class `target` names."""
+    """Return the command that calls a method of an object, or a static method of the class named `target`."""
     owner = target.id if isinstance(target, Reference) else f"z:{target}"
     return f"c\n{owner}\n{method}\n{_parts(arguments)}e\n"
 
 
 def create(class_name: str) -> str:
-    """Command: a new object."""
+    """Return the command that creates an object."""
     return f"i\n{class_name}\ne\n"
 
 
 def release(reference: Reference) -> str:
-    """Command: let go of an object."""
+    """Return the command that releases an object."""
     return f"m\nd\n{reference.id}\ne\n"
 
 
 class Gateway:
-    """One connection to a Java process. Not thread-safe; of no use after GatewayLost."""
+    """One connection to a Java process. Not thread-safe, and unusable after GatewayLost."""
 
     def __init__(self, port: int, token: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         try:
             self._socket = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
         except OSError as error:
-            raise GatewayLost(f"the simulator does not take a connection: {error}") from error
+            raise GatewayLost(f"the simulator does not accept a connection: {error}") from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._answers = self._socket.makefile("rb")
         self.ask(f"A\n{token}\n")
 
     def ask(self, *commands: str) -> list[Value]:
-        """Answers to commands, given one after the other; the first that fails raises JavaError and ends it.
+        """Send commands one after the other and return their answers. Raise JavaError at the first that fails.
 
-        Sending them together would be slower: the other side's answers then wait for delayed acknowledgements.
+        Sending them together would be slower, because the answers would wait for delayed acknowledgements.
         """
         return [self._ask(command) for command in commands]
 
     def set_deadline(self, timeout_s: float) -> None:
-        """From now on each answer may take this long."""
+        """Set the timeout of each further answer."""
         self._timeout_s = timeout_s
         self._socket.settimeout(timeout_s)
 
@@ -101,7 +101,7 @@ class Gateway:
 
     def _value(self, line: str) -> Value:
         if not line.startswith("!y"):
-            raise JavaError(f"the simulator raised {self._reason(line)}")
+            raise JavaError(f"the simulator raised {self._read_error(line)}")
         kind, text = line[2:3], line[3:]
         if kind in ("v", "n", ""):
             return None
@@ -113,11 +113,11 @@ class Gateway:
             return float(text)
         if kind == "b":
             return text == "true"
-        if kind in ("r", "l", "t"):  # object, list, array: all stay on the other side
+        if kind in ("r", "l", "t"):  # object, list, array: all remain in the Java process
             return Reference(text)
         raise GatewayLost(f"the simulator gave an answer of the unknown kind {line[:40]!r}")
 
-    def _reason(self, line: str) -> str:
+    def _read_error(self, line: str) -> str:
         if not line.startswith("!xr"):
             return _unescape(line[2:])[:300] or "an unnamed error"
         thrown = Reference(line[3:])

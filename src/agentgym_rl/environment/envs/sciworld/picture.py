@@ -1,4 +1,4 @@
-"""A picture of the game for people: an SVG with the task, the score, the room, its doors and what is carried."""
+"""A picture of the game for people: an SVG with the task, the score, the room, its doors and the inventory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ALIVE = (
 
 @dataclass(slots=True)
 class Scene:
-    """What there is to draw."""
+    """Data of the picture."""
 
     task: str
     variation: int
@@ -71,7 +71,7 @@ class _Thing:
 
 
 def draw(scene: Scene) -> str:
-    """The room to the left with its things and doors, what is carried and the last turn to the right."""
+    """Draw the room with its things and doors on the left, the inventory and the last turn on the right."""
     room, things, doors = _parse_look(scene.look)
     description = _wrap(_plain(scene.description), _WIDTH - 2 * _MARGIN, size=14)[:5]
     top = 92 + 19 * len(description)
@@ -113,7 +113,7 @@ def _header(scene: Scene, description: list[str]) -> Iterator[str]:
 
 
 def _room(room: str, things: list[_Thing], doors: list[tuple[str, bool]], top: int) -> tuple[list[str], int]:
-    """Cards in three columns, each put where the least is so far; doors in a row below."""
+    """Put cards in three columns, each into the shortest one, and doors in a row below."""
     columns = [top + 44] * 3
     inside: list[str] = []
     for thing in things:
@@ -174,7 +174,7 @@ def _card(thing: _Thing, x: int, y: int, width: int) -> Iterator[str]:
 
 
 def _door(place: str, is_open: bool, x: int, y: int) -> Iterator[str]:
-    """A small door leaf, ajar or shut, and where it leads."""
+    """Draw a small door, open or closed, and the name of the place behind it."""
     yield f'<rect x="{x}" y="{y}" width="22" height="34" fill="{"#dfeee4" if is_open else "#a9794d"}" stroke="{_INK}"/>'
     if is_open:
         yield f'<path d="M{x} {y}l9 6v34l-9 -6z" fill="#a9794d" stroke="{_INK}"/>'
@@ -185,7 +185,7 @@ def _door(place: str, is_open: bool, x: int, y: int) -> Iterator[str]:
 
 
 def _parse_look(look: str) -> tuple[str, list[_Thing], list[tuple[str, bool]]]:
-    """Name of the room, its things and its doors (place, open?)."""
+    """Return the room's name, its things and its doors with their places and whether they are open."""
     first = _plain(look.split(".", 1)[0])
     room = first.removeprefix("This room is called the ").removeprefix("This outside location is called the ")
     doors = [(_plain(place), state == "open") for place, state in _DOOR.findall(look)]
@@ -193,7 +193,7 @@ def _parse_look(look: str) -> tuple[str, list[_Thing], list[tuple[str, bool]]]:
 
 
 def _items(text: str) -> list[_Thing]:
-    """The indented lines, without what is in every room."""
+    """Return the things of the indented lines, without those of every room."""
     lines = [_plain(line) for line in text.splitlines() if line.startswith("\t")]
     return [_thing(line) for line in lines if line not in ("the agent", "a substance called air")]
 
@@ -210,7 +210,7 @@ def _thing(line: str) -> _Thing:
 
 
 def _colour(name: str) -> str:
-    """By kind where the name tells it, otherwise always the same for a name."""
+    """Return a colour by the kind in the name, or by the name's hash."""
     for words, hue in ((_WARM, 14), (_COLD, 205), (_ALIVE, 125)):
         if any(word in name for word in words):
             return f"hsl({hue} 55% 55%)"
@@ -218,7 +218,7 @@ def _colour(name: str) -> str:
 
 
 def _wrap(text: str, width: int, size: int, weight: int = 400) -> list[str]:
-    """Lines that fit into so many pixels, also when a single word does not."""
+    """Return lines of at most `width` pixels. A longer word is split."""
     lines = [""]
     for word in text.split():
         if lines[-1] and _width(f"{lines[-1]} {word}", size, weight) > width:
@@ -233,7 +233,7 @@ def _wrap(text: str, width: int, size: int, weight: int = 400) -> list[str]:
 
 
 def _width(text: str, size: int, weight: int = 400) -> float:
-    """About how wide a text is in pixels, in the widest of the usual fonts: the viewer's is not known here."""
+    """Estimate the width of a text in pixels in the widest of the usual fonts; the viewer's font is unknown."""
     ems = sum(
         0.42 if letter in _NARROW else 0.78 if letter in _BROAD else 1.0 if letter in _WIDE else 0.66 for letter in text
     )
@@ -241,7 +241,7 @@ def _width(text: str, size: int, weight: int = 400) -> float:
 
 
 def _plain(text: str) -> str:
-    """Printable on one line; control characters are not allowed in SVG."""
+    """Return the text as one printable line; SVG does not allow control characters."""
     return _UNPRINTABLE.sub(" ", text).strip()
 
 

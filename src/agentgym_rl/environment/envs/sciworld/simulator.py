@@ -1,9 +1,9 @@
-"""The simulator of one Java process, made fit for several worlds.
+"""The simulator of one Java process, shared by several worlds.
 
-It keeps two things in global variables: the number of the last object made and the random generator. Loading a task
-resets both for every world of the process, after which another world would give a new object the number of one it has,
-and draw another's random numbers. So each world keeps its own pair, which is put in place around whatever is asked of
-it. As a side effect a world depends on nothing but its task and the actions taken.
+It has two global variables: the number of the last created object and the random generator. Loading a task resets both
+for every world of the process. Another world would then reuse an object number and draw wrong random numbers. So each
+world keeps its own pair, which is set before its commands and read after them. As a side effect a world depends only
+on its task and actions.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _SCRAMBLE = 0x5DEECE66D
 
 @dataclass(frozen=True, slots=True)
 class Globals:
-    """What a world needs in the simulator's global variables."""
+    """Values of the simulator's global variables for one world."""
 
     last_object: int = 0
     random_state: int = _SCRAMBLE
 
 
 class Simulator:
-    """Not thread-safe: the Jvm hands it out to one caller at a time."""
+    """Not thread-safe: the Jvm yields it to one caller at a time."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -37,7 +37,7 @@ class Simulator:
         gateway.ask(call(self._state, "setAccessible", True))
 
     def ask(self, before: Globals, *commands: str) -> tuple[list[Value], Globals]:
-        """Answers to commands given with the global variables of one world, and what is in these afterwards."""
+        """Run commands with the global variables of one world. Return the answers and the new variables."""
         _, _, *answers, last_object, random_state = self.gateway.ask(
             call(self._objects, "count_$eq", Long(before.last_object)),
             call(self._random, "setSeed", Long(before.random_state ^ _SCRAMBLE)),
@@ -50,15 +50,15 @@ class Simulator:
         return answers, Globals(last_object, random_state)
 
     def _module(self, name: str) -> Reference:
-        """The only instance of a Scala object."""
+        """Return the only instance of a Scala object."""
         holder = self._look_up(call("java.lang.Class", "forName", name))
         return self._look_up(call(self._look_up(call(holder, "getField", "MODULE$")), "get", None))
 
     def _look_up(self, command: str) -> Reference:
-        (found,) = self.gateway.ask(command)
-        return reference(found)
+        (value,) = self.gateway.ask(command)
+        return reference(value)
 
 
 def reference(value: Value) -> Reference:
-    assert isinstance(value, Reference), f"the simulator should have given an object, got {value!r:.80}"
+    assert isinstance(value, Reference), f"the simulator must return an object, got {value!r:.80}"
     return value

@@ -1,10 +1,10 @@
-"""Writes gold_paths.json.xz, the gold paths that are kept with the code:
+"""Writes gold_paths.json.xz, the gold paths that are stored with the code:
 
     python -m agentgym_rl.environment.envs.sciworld.snapshot [SUBSET ...]
 
-Each is worked out by the simulator, played once more from the start, and kept if it reaches a score of 100. An item
-costs about a second of one core, or ten where plants have to grow. What is in the file already is not done again, so
-a run may be interrupted; without a subset it does all 7,207 items.
+The simulator computes each path. The path is then replayed from the start, and stored if it reaches a score of 100. An
+item takes about a second on one core, or ten if plants have to grow. Paths in the file are not computed again, so a run
+may be interrupted. Without a subset it covers all 7,207 items.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ SAVE_EVERY = 20
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Work out the gold paths that are kept with the code.")
+    parser = argparse.ArgumentParser(description="Compute the gold paths that are stored with the code.")
     parser.add_argument("subsets", nargs="*", help=f"one or more of {', '.join(tasks.SUBSETS)}")
     parser.add_argument("--out", type=Path, default=STORE)
     arguments = parser.parse_args()
     if unknown := set(arguments.subsets) - set(tasks.SUBSETS):
         parser.error(f"needs subsets among {', '.join(tasks.SUBSETS)}, got {', '.join(sorted(unknown))}")
     paths: Paths = read_paths(arguments.out) if arguments.out.exists() else {}
-    wanted = [tasks.locate(item) for item in _items(arguments.subsets)]
-    missing = [(task.name, variation) for task, variation in wanted if (task.name, variation) not in paths]
-    _say(f"{len(wanted) - len(missing)} of {len(wanted)} paths are there; working in {max_processes()} processes")
+    selected = [tasks.locate(item) for item in _items(arguments.subsets)]
+    missing = [(task.name, variation) for task, variation in selected if (task.name, variation) not in paths]
+    _log(f"{len(selected) - len(missing)} of {len(selected)} paths are stored; using {max_processes()} processes")
     work = _Work(missing, paths, arguments.out)
     threads = [threading.Thread(target=work.run, daemon=True) for _ in range(max_processes())]
     try:
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 class _Work:
-    """What is left to do, shared by threads."""
+    """Queue of the missing paths, shared by threads."""
 
     def __init__(self, missing: list[tuple[str, int]], paths: Paths, out: Path) -> None:
         self._queue = iter(missing)
@@ -65,7 +65,7 @@ class _Work:
             path, problem = None, "the simulator's path does not reach a score of 100"
             try:
                 path = checked_path(world, *key)
-            except EnvError as error:  # its search can end the whole process
+            except EnvError as error:  # the simulator's search can end the whole process
                 problem = str(error)
                 world.close()
                 world = World()
@@ -74,7 +74,7 @@ class _Work:
                 if path:
                     self._paths[key] = path
                 else:
-                    _say(f"{key[0]} {key[1]}: {problem}")
+                    _log(f"{key[0]} {key[1]}: {problem}")
                 save = self._num_done % SAVE_EVERY == 0
             if save:
                 self.save()
@@ -83,7 +83,7 @@ class _Work:
     def save(self) -> None:
         with self._lock:
             write_paths(self._out, self._paths)
-            _say(f"{self._num_done} of {self._num_missing} done, {len(self._paths)} paths in {self._out}")
+            _log(f"{self._num_done} of {self._num_missing} done, {len(self._paths)} paths in {self._out}")
 
     def _next(self) -> tuple[str, int] | None:
         with self._lock:
@@ -91,7 +91,7 @@ class _Work:
 
 
 def checked_path(world: World, task: str, variation: int) -> Actions | None:
-    """The simulator's gold path, up to the action that solves the task; None when none of its actions does."""
+    """Return the simulator's gold path up to the action that solves the task, or None if no action does."""
     path = world.gold_path(task, variation)
     for number, action in enumerate(path, start=1):
         answer = world.step(action)
@@ -107,7 +107,7 @@ def _items(subsets: list[str]) -> Iterator[int]:
                 yield item
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stdout.write(f"{time.strftime('%H:%M:%S')} {text}\n")
     sys.stdout.flush()
 

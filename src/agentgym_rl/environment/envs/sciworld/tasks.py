@@ -1,6 +1,6 @@
-"""Which task and variation an item stands for, and the splits and subsets they belong to.
+"""The task and variation of each item, and its split and subsets.
 
-The table repeats what the simulator knows, so that items can be listed without starting Java; a test compares them.
+The table repeats the simulator's own, so that items can be listed without starting Java. A test compares them.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ class TaskType:
     """One of the 30 experiments."""
 
     number: str
-    """As in the ScienceWorld paper: topic and task."""
+    """Topic and task, as in the ScienceWorld paper."""
     name: str
     num_variations: int
 
     def variations(self, split: str) -> range:
-        """The official split: half, a quarter, a quarter; what does not divide goes to test."""
+        """Return the variations of an official split: half, a quarter, and a quarter. The remainder goes to test."""
         quarter = self.num_variations // 4
         bounds = {"train": (0, 2 * quarter), "validation": (2 * quarter, 3 * quarter)}
         return range(*bounds.get(split, (3 * quarter, self.num_variations)))
@@ -62,27 +62,27 @@ TASKS = (
 )
 PUBLISHED_SUBSETS = ("Measure", "Test-Conductivity", "Find", "Chemistry-Mix", "Lifespan")
 _PUBLISHED = {"2": "Measure", "4": "Find", "6": "Chemistry-Mix", "7": "Lifespan"}
-"""Topic -> subset of the 27 tasks; Test-Conductivity is only half of topic 3."""
+"""Published subset by topic. Test-Conductivity is only half of topic 3."""
 RL_SUBSET = "rl"
 _NOT_IN_RL = ("5", "9", "10")
-"""Topics that the published RL set leaves out."""
+"""Topics that are not in the published RL set."""
 
 SUBSETS = (RL_SUBSET, *PUBLISHED_SUBSETS, *(task.name for task in TASKS))
 
 
 def _count(split: str) -> list[int]:
-    """First place of each task in a split, and the split's length."""
+    """Return the first index of each task in a split, and the split's length."""
     return list(accumulate((len(task.variations(split)) for task in TASKS), initial=0))
 
 
 _PLACES = {split: _count(split) for split in ("train", "test", "validation")}
 _STARTS = dict(zip(_PLACES, accumulate((places[-1] for places in _PLACES.values()), initial=0), strict=False))
 SPLITS = {split: range(start, start + _PLACES[split][-1]) for split, start in _STARTS.items()}
-"""Within a split items are ordered by task number, then by variation."""
+"""Items by split. Within a split they are ordered by task number, then by variation."""
 
 
 def locate(item: int) -> tuple[TaskType, int]:
-    """The task and the variation of an item; IndexError when there is none."""
+    """Return the task and the variation of an item. Raise IndexError for an unknown item."""
     for split, items in SPLITS.items():
         if item in items:
             places = _PLACES[split]

@@ -1,4 +1,4 @@
-"""One simulated house, in a Java process that it shares with others."""
+"""One simulated house, in a Java process shared with others."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from agentgym_rl.errors import EnvError
 
 _SEPARATOR = "\x1f"
 _GOLD_TIMEOUT_S = 600.0
-"""A gold path is a whole episode in one answer: seconds, or minutes on a machine that has no time for us."""
+"""Seconds to wait for a gold path. It is a whole episode in one answer: seconds, or minutes on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the simulator says to an action."""
+    """The simulator's answer to an action."""
 
     text: str
     score: int
@@ -26,16 +26,16 @@ class Answer:
     moves: int
     """Time passed in the game."""
     look: str
-    """What a look around would give now."""
+    """Text that `look around` would give now."""
     inventory: str
 
 
 class World:
-    """`load` starts a task, and another after it. Close it to make room."""
+    """A simulated house. `load` starts a task, and can be called again. `close` frees its slot in the pool."""
 
     def __init__(self, pool: JvmPool = POOL) -> None:
         self._pool = pool
-        self.jvm: Jvm = pool.take()
+        self.jvm: Jvm = pool.acquire()
         self._globals = Globals()
         self._interface: Reference | None = None
         self._closed = False
@@ -47,9 +47,9 @@ class World:
         self._interface = reference(interface)
 
     def load(self, task: str, variation: int) -> tuple[str, str, str]:
-        """Start a task; its description, the first look around and the inventory."""
+        """Start a task. Return its description, the first look around and the inventory."""
         self._load(task, variation, gold_path=False)
-        # The table of all tasks is nine tenths of a world's memory; only loading needs it, and makes it anew.
+        # The table of all tasks is nine tenths of a world's memory. Only loading needs it, and creates it again.
         description, *seen, _ = self._ask(
             self._call("getTaskDescription"), *self._look(), self._call("taskMaker_$eq", None)
         )
@@ -57,9 +57,9 @@ class World:
         return str(description), look, inventory
 
     def gold_path(self, task: str, variation: int) -> tuple[str, ...]:
-        """Actions that solve a task, found by playing it; the task is then loaded afresh.
+        """Return actions that solve a task, found by playing it. The task is then loaded again.
 
-        The process is busy for as long as that takes: use one where nobody plays.
+        The process is busy meanwhile: use one without other sessions.
         """
         self._load(task, variation, gold_path=True)
         (listed,) = self._ask(self._call("getGoldActionSequence"))
@@ -68,7 +68,7 @@ class World:
         return tuple(str(joined).split(_SEPARATOR))
 
     def step(self, action: str) -> Answer:
-        # What there is to see comes along: it costs next to nothing, and asking again would mean to queue again.
+        # Ask for look and inventory too: that is cheap, and a later request would wait in the queue again.
         text, score, completed, moves, *seen = self._ask(
             self._call("step", action),
             self._call("getScore"),
@@ -82,12 +82,12 @@ class World:
         return Answer(str(text), round(100 * score), completed is True, moves, look, inventory)
 
     def possible_actions(self) -> list[str]:
-        """All that would work now; takes several times as long as a step."""
+        """Return every possible action. This takes several times as long as a step."""
         (text,) = self._ask(self._call("getValidActionObjectCombinationsJSON"))
         return [entry["action"] for entry in json.loads(str(text))["validActions"]]
 
     def close(self) -> None:
-        """Make room. Never raises, and may be called again."""
+        """Free the slot in the pool. Never raises, and may be called again."""
         if self._closed:
             return
         try:
@@ -97,7 +97,7 @@ class World:
             pass  # the process is gone, and the world with it
         finally:
             self._closed = True
-            self._pool.give_back(self.jvm)
+            self._pool.release(self.jvm)
 
     def _load(self, task: str, variation: int, *, gold_path: bool) -> None:
         timeout_s = _GOLD_TIMEOUT_S if gold_path else None
@@ -106,7 +106,7 @@ class World:
             raise EnvError(f"sciworld's simulator cannot load variation {variation} of {task}: {error}")
 
     def _look(self) -> tuple[str, str]:
-        """Neither takes time in the game."""
+        """Return the commands for look and inventory. Neither takes time in the game."""
         return self._call("freeActionLook"), self._call("freeActionInventory")
 
     def _call(self, method: str, *arguments: Value) -> str:
@@ -114,7 +114,7 @@ class World:
 
     def _ask(self, *commands: str, timeout_s: float | None = None) -> list[Value]:
         if self._closed:
-            raise EnvError("this sciworld world is closed: make another")
-        with self.jvm.speaking(timeout_s) as simulator:
+            raise EnvError("this sciworld world is closed: create another")
+        with self.jvm.simulator(timeout_s) as simulator:
             answers, self._globals = simulator.ask(self._globals, *commands)
         return answers

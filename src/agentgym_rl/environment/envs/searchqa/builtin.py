@@ -1,7 +1,7 @@
-"""The built-in questions over the built-in corpus: one, two or three passages have to be read together.
+"""The built-in questions over the built-in corpus. Each needs one, two or three passages.
 
-A quarter of the countries is kept for the test split, with their cities: no place that a test question names, or needs
-on the way, occurs in a training question.
+A quarter of the countries, with their cities, is reserved for the test split. No place that a test question names or
+needs occurs in a training question.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from agentgym_rl.environment.envs.searchqa.questions import HOPS, Fact, Question
 NUM_QUESTIONS = {"train": {"hop1": 450, "hop2": 500, "hop3": 500}, "test": {"hop1": 120, "hop2": 120, "hop3": 120}}
 SPLITS = {"train": range(1450), "test": range(1450, 1810)}
 _NOT_ASKED = {"Georgia", "Micronesia"}
-"""Also a state of another country, and a region."""
+"""Ambiguous names: also a state of the US, and a region."""
 _TEST_SHARE = 0.25
 _CITIES_PER_COUNTRY = 6
 _PAIRS_PER_COUNTRY = 8
 _MARGIN = 1.5
-"""Compared numbers differ at least by this factor, so that a newer census does not turn the answer around."""
+"""Smallest ratio of compared numbers, so that a newer census does not change the answer."""
 
 
-class _Side:
-    """The countries and cities of one split, and the questions that can be asked about them alone."""
+class _Pool:
+    """Countries and cities of one split."""
 
     def __init__(self, split: str, geography: Geography, countries: list[Country]) -> None:
         self.split = split
         self.all = geography
         self.countries = countries
         self.names = {country.name for country in countries}
-        self.cities = [city for country in countries for city in self._some_cities(country)]
-        self.pairs = [pair for country in countries for pair in self._some_pairs(country)]
+        self.cities = [city for country in countries for city in self._sample_cities(country)]
+        self.pairs = [pair for country in countries for pair in self._sample_pairs(country)]
 
-    def _random(self, what: str) -> random.Random:
+    def _rng(self, what: str) -> random.Random:
         return random.Random(f"searchqa {self.split} {what}")
 
-    def _some_cities(self, country: Country) -> list[City]:
-        """Cities whose name says which is meant; capitals are asked about elsewhere."""
+    def _sample_cities(self, country: Country) -> list[City]:
+        """Return random cities with unambiguous names. Capitals have their own questions."""
         cities = [c for c in self.all.cities if c.country == country.name and c.unique and not c.capital]
-        return self._random(f"cities {country.code}").sample(cities, min(len(cities), _CITIES_PER_COUNTRY))
+        return self._rng(f"cities {country.code}").sample(cities, min(len(cities), _CITIES_PER_COUNTRY))
 
-    def _some_pairs(self, country: Country) -> list[tuple[Country, Country]]:
+    def _sample_pairs(self, country: Country) -> list[tuple[Country, Country]]:
         later = [other for other in self.countries if other.code > country.code]
         return [
             (country, other)
-            for other in self._random(f"pairs {country.code}").sample(later, min(len(later), _PAIRS_PER_COUNTRY))
+            for other in self._rng(f"pairs {country.code}").sample(later, min(len(later), _PAIRS_PER_COUNTRY))
         ]
 
-    def of(self, city: City) -> Country:
+    def country(self, city: City) -> Country:
         return self.all.countries[city.country]
 
     def neighbours(self, country: Country, number: int) -> list[Country]:
-        """Its neighbours, if it has exactly so many and all of them are on this side."""
+        """Return its neighbours if there are exactly `number` and all belong to this split, otherwise nothing."""
         borders = country.borders or ()
         return (
             [self.all.countries[name] for name in borders]
@@ -83,7 +83,7 @@ def _has_capital(country: Country, city: City) -> Fact:
     return Fact(f"country with the capital {city.name}", country.name, f"I need to know whose capital {city.name} is.")
 
 
-def _money(country: Country, what: str) -> Fact:
+def _economy(country: Country, what: str) -> Fact:
     return Fact(country.economy_title, country.economy_title, f"I need to know {what} of {country.called}.")
 
 
@@ -99,8 +99,8 @@ Rows = Iterator[tuple[str, tuple[str, ...], list[Fact]]]
 """(question, accepted answers, facts)."""
 
 
-def _capital(side: _Side) -> Rows:
-    for x in side.countries:
+def _capital(pool: _Pool) -> Rows:
+    for x in pool.countries:
         if x.capital:
             yield (
                 f"What is the capital of {x.called}?",
@@ -109,51 +109,51 @@ def _capital(side: _Side) -> Rows:
             )
 
 
-def _capital_of(side: _Side) -> Rows:
-    for x in side.countries:
-        city = side.all.capitals.get(x.name)
+def _capital_of(pool: _Pool) -> Rows:
+    for x in pool.countries:
+        city = pool.all.capitals.get(x.name)
         if city and city.unique:
             yield f"Which country has {city.name} as its capital?", spellings(*x.names), [_has_capital(x, city)]
 
 
 def _attributes(country: Country) -> Iterator[tuple[str, tuple[str, ...], Fact]]:
-    """("the currency", its answers, where it stands)."""
+    """Yield (attribute such as "the currency", accepted answers, fact)."""
     if country.currency:
-        yield "the currency", spellings(*country.currency), _money(country, "the currency")
+        yield "the currency", spellings(*country.currency), _economy(country, "the currency")
     if country.domain:
-        yield "the internet top-level domain", (country.domain,), _money(country, "the internet domain")
+        yield "the internet top-level domain", (country.domain,), _economy(country, "the internet domain")
     if country.calling:
         yield (
             "the international calling code",
             (country.calling, f"+{country.calling}"),
-            _money(country, "the calling code"),
+            _economy(country, "the calling code"),
         )
     if country.language:
         names = spellings(country.language, *LANGUAGE_ALIASES.get(country.language, ()))
         yield "the official language", names, _people(country, "the official language")
 
 
-def _country_attribute(side: _Side) -> Rows:
-    for x in side.countries:
+def _country_attribute(pool: _Pool) -> Rows:
+    for x in pool.countries:
         for what, answers, fact in _attributes(x):
             yield f"What is {what} of {x.called}?", answers, [fact]
 
 
-def _city_country(side: _Side) -> Rows:
-    for city in side.cities:
-        yield f"In which country is the city of {city.name}?", spellings(*side.of(city).names), [_where(city)]
+def _city_country(pool: _Pool) -> Rows:
+    for city in pool.cities:
+        yield f"In which country is the city of {city.name}?", spellings(*pool.country(city).names), [_where(city)]
 
 
-def _city_zone(side: _Side) -> Rows:
-    for city in side.cities:
+def _city_zone(pool: _Pool) -> Rows:
+    for city in pool.cities:
         yield f"Which time zone of the tz database does the city of {city.name} keep?", (city.zone,), [_zone(city)]
 
 
-def _capital_of_city_country(side: _Side) -> Rows:
-    for city in side.cities:
-        x = side.of(city)
+def _capital_of_city_country(pool: _Pool) -> Rows:
+    for city in pool.cities:
+        x = pool.country(city)
         passage = f"{city.name} {city.state} {city.zone}".replace("_", " ")
-        if x.capital and not any(name in passage for name in spellings(*x.capital)):  # as Africa/Banjul would
+        if x.capital and not any(name in passage for name in spellings(*x.capital)):  # Africa/Banjul reveals it
             facts = [_where(city), _about(x, f"the capital of {x.called}")]
             yield (
                 f"What is the capital of the country in which the city of {city.name} lies?",
@@ -162,15 +162,15 @@ def _capital_of_city_country(side: _Side) -> Rows:
             )
 
 
-def _attribute_of_city_country(side: _Side) -> Rows:
-    for city in side.cities:
-        for what, answers, fact in _attributes(side.of(city)):
+def _attribute_of_city_country(pool: _Pool) -> Rows:
+    for city in pool.cities:
+        for what, answers, fact in _attributes(pool.country(city)):
             yield f"What is {what} of the country in which the city of {city.name} lies?", answers, [_where(city), fact]
 
 
-def _attribute_of_capital_country(side: _Side) -> Rows:
-    for x in side.countries:
-        city = side.all.capitals.get(x.name)
+def _attribute_of_capital_country(pool: _Pool) -> Rows:
+    for x in pool.countries:
+        city = pool.all.capitals.get(x.name)
         if city and city.unique:
             for what, answers, fact in _attributes(x):
                 yield (
@@ -180,41 +180,41 @@ def _attribute_of_capital_country(side: _Side) -> Rows:
                 )
 
 
-def _zone_of_capital(side: _Side) -> Rows:
-    for x in side.countries:
-        city = side.all.capitals.get(x.name)
+def _zone_of_capital(pool: _Pool) -> Rows:
+    for x in pool.countries:
+        city = pool.all.capitals.get(x.name)
         if city:
             facts = [_about(x, f"the capital of {x.called}"), _zone(city)]
             yield f"Which time zone of the tz database does the capital of {x.called} keep?", (city.zone,), facts
 
 
-def _more_populous(side: _Side) -> Rows:
-    for a, b in side.pairs:
+def _more_populous(pool: _Pool) -> Rows:
+    for a, b in pool.pairs:
         if winner := _larger(a, b, a.population, b.population):
             facts = [_people(a, "the population"), _people(b, "the population")]
             yield f"Which country has more inhabitants, {a.called} or {b.called}?", spellings(*winner.names), facts
 
 
-def _larger_area(side: _Side) -> Rows:
-    for a, b in side.pairs:
+def _larger_area(pool: _Pool) -> Rows:
+    for a, b in pool.pairs:
         if winner := _larger(a, b, a.area, b.area):
             facts = [_about(a, f"the area of {a.called}"), _about(b, f"the area of {b.called}")]
             yield f"Which country has the larger area, {a.called} or {b.called}?", spellings(*winner.names), facts
 
 
-def _only_neighbour(side: _Side) -> Rows:
-    for x in side.countries:
-        for y in side.neighbours(x, 1):
+def _only_neighbour(pool: _Pool) -> Rows:
+    for x in pool.countries:
+        for y in pool.neighbours(x, 1):
             for what, answers, fact in _attributes(y):
                 facts = [_about(x, f"which country borders {x.called}"), fact]
                 yield f"What is {what} of the only country that has a land border with {x.called}?", answers, facts
 
 
-def _zone_of_capital_of_city_country(side: _Side) -> Rows:
-    for city in side.cities:
-        x = side.of(city)
-        capital = side.all.capitals.get(x.name)
-        if capital and capital.zone != city.zone:  # or the first passage would give it away
+def _zone_of_capital_of_city_country(pool: _Pool) -> Rows:
+    for city in pool.cities:
+        x = pool.country(city)
+        capital = pool.all.capitals.get(x.name)
+        if capital and capital.zone != city.zone:  # otherwise the first passage contains the answer
             facts = [_where(city), _about(x, f"the capital of {x.called}"), _zone(capital)]
             yield (
                 f"Which time zone of the tz database does the capital of the country with the city {city.name} keep?",
@@ -223,9 +223,9 @@ def _zone_of_capital_of_city_country(side: _Side) -> Rows:
             )
 
 
-def _city_country_or_other(side: _Side) -> Rows:
-    for number, city in enumerate(side.cities):
-        x, y = side.of(city), side.countries[number * 7 % len(side.countries)]
+def _city_country_or_other(pool: _Pool) -> Rows:
+    for number, city in enumerate(pool.cities):
+        x, y = pool.country(city), pool.countries[number * 7 % len(pool.countries)]
         if x is not y and (winner := _larger(x, y, x.population, y.population)):
             facts = [_where(city), _people(x, "the population"), _people(y, "the population")]
             yield (
@@ -235,27 +235,27 @@ def _city_country_or_other(side: _Side) -> Rows:
             )
 
 
-def _capital_of_larger(side: _Side) -> Rows:
-    for number, city in enumerate(side.cities):
-        x, y = side.of(city), side.countries[number * 11 % len(side.countries)]
+def _capital_of_larger(pool: _Pool) -> Rows:
+    for number, city in enumerate(pool.cities):
+        x, y = pool.country(city), pool.countries[number * 11 % len(pool.countries)]
         if x is not y and (winner := _larger(x, y, x.area, y.area)) and winner.capital:
             facts = [_where(city), _about(x, f"the area of {x.called}"), _about(y, f"the area of {y.called}")]
             choice = f"the one with the city {city.name}, or {y.called}"
             yield f"What is the capital of the larger country by area: {choice}?", spellings(*winner.capital), facts
 
 
-def _neighbour_of_city_country(side: _Side) -> Rows:
-    for city in side.cities:
-        x = side.of(city)
-        for y in side.neighbours(x, 1):
+def _neighbour_of_city_country(pool: _Pool) -> Rows:
+    for city in pool.cities:
+        x = pool.country(city)
+        for y in pool.neighbours(x, 1):
             for what, answers, fact in _attributes(y):
                 facts = [_where(city), _about(x, f"which country borders {x.called}"), fact]
                 question = f"What is {what} of the only country that borders the country with the city {city.name}?"
                 yield question, answers, facts
 
 
-def _attribute_of_larger(side: _Side) -> Rows:
-    for a, b in side.pairs:
+def _attribute_of_larger(pool: _Pool) -> Rows:
+    for a, b in pool.pairs:
         if winner := _larger(a, b, a.area, b.area):
             areas = [_about(a, f"the area of {a.called}"), _about(b, f"the area of {b.called}")]
             for what, answers, fact in _attributes(winner):
@@ -266,8 +266,8 @@ def _attribute_of_larger(side: _Side) -> Rows:
                 )
 
 
-def _capital_of_more_populous(side: _Side) -> Rows:
-    for a, b in side.pairs:
+def _capital_of_more_populous(pool: _Pool) -> Rows:
+    for a, b in pool.pairs:
         if (winner := _larger(a, b, a.population, b.population)) and winner.capital:
             facts = [
                 _people(a, "the population"),
@@ -278,9 +278,9 @@ def _capital_of_more_populous(side: _Side) -> Rows:
             yield question, spellings(*winner.capital), facts
 
 
-def _two_neighbours(side: _Side) -> Rows:
-    for x in side.countries:
-        for a, b in combinations(side.neighbours(x, 2), 2):
+def _two_neighbours(pool: _Pool) -> Rows:
+    for x in pool.countries:
+        for a, b in combinations(pool.neighbours(x, 2), 2):
             if winner := _larger(a, b, a.population, b.population):
                 facts = [
                     _about(x, f"which countries border {x.called}"),
@@ -297,7 +297,7 @@ def _larger(a: Country, b: Country, amount_a: int, amount_b: int) -> Country | N
     return a if amount_a > amount_b else b
 
 
-TEMPLATES: dict[str, tuple[Callable[[_Side], Rows], ...]] = {
+TEMPLATES: dict[str, tuple[Callable[[_Pool], Rows], ...]] = {
     "hop1": (_capital, _capital_of, _country_attribute, _city_country, _city_zone),
     "hop2": (
         _capital_of_city_country,
@@ -322,33 +322,33 @@ TEMPLATES: dict[str, tuple[Callable[[_Side], Rows], ...]] = {
 
 @cache
 def builtin_questions() -> tuple[Question, ...]:
-    """Item number -> question: training questions first, the hops mixed."""
+    """Return the questions by item number: first train, then test, each with mixed hops."""
     geography = load_geography()
     countries = [country for country in geography.countries.values() if country.name not in _NOT_ASKED]
     drawn = random.Random("searchqa countries of the test split").sample(countries, round(_TEST_SHARE * len(countries)))
-    kept = {country.name for country in drawn}
+    test_names = {country.name for country in drawn}
     questions: list[Question] = []
     for split, counts in NUM_QUESTIONS.items():
-        side = _Side(split, geography, [c for c in countries if (c.name in kept) == (split == "test")])
-        chosen = [question for hop in HOPS for question in _draw(side, hop, counts[hop])]
+        pool = _Pool(split, geography, [c for c in countries if (c.name in test_names) == (split == "test")])
+        chosen = [question for hop in HOPS for question in _draw(pool, hop, counts[hop])]
         random.Random(f"searchqa order of {split}").shuffle(chosen)
         questions += chosen
     return tuple(questions)
 
 
-def _draw(side: _Side, hop: str, count: int) -> list[Question]:
-    """`count` questions, evenly from all templates as long as each has any."""
-    pools = []
+def _draw(pool: _Pool, hop: str, count: int) -> list[Question]:
+    """Return `count` questions, taken in turn from all templates that have any left."""
+    stacks = []
     for template in TEMPLATES[hop]:
-        pool = [Question(text, answers, hop, tuple(facts)) for text, answers, facts in template(side)]
-        random.Random(f"searchqa {side.split} {template.__name__}").shuffle(pool)
-        pools.append(pool)
+        stack = [Question(text, answers, hop, tuple(facts)) for text, answers, facts in template(pool)]
+        random.Random(f"searchqa {pool.split} {template.__name__}").shuffle(stack)
+        stacks.append(stack)
     chosen: list[Question] = []
     while len(chosen) < count:
         before = len(chosen)
-        for pool in pools:
-            if pool and len(chosen) < count:
-                chosen.append(pool.pop())
+        for stack in stacks:
+            if stack and len(chosen) < count:
+                chosen.append(stack.pop())
         if len(chosen) == before:
-            raise AssertionError(f"{side.split} has only {before} questions of {hop}, not {count}")
+            raise AssertionError(f"{pool.split} has only {before} questions of {hop}, not {count}")
     return chosen

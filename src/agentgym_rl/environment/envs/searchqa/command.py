@@ -1,4 +1,4 @@
-"""`agentgym-rl index`: build an index and watch it grow."""
+"""The command `agentgym-rl index`: build an index with a progress bar."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TITLES = {"words": "indexing words", "vectors": "encoding passages"}
 def index_corpus(
     corpus: Path, folder: Path | None, dense: str | None, query_prefix: str = "", passage_prefix: str = ""
 ) -> None:
-    """Index `corpus` into `folder`, by default beside it, with a progress bar; `dense` adds vectors of that encoder."""
+    """Index `corpus` into `folder`, by default next to it. `dense` names the encoder of a vector index."""
     folder = folder or corpus.with_name(f"{corpus.stem}.index")
     encoder = EncoderSettings(dense, query_prefix, passage_prefix) if dense else None
     console = Console()
@@ -26,11 +26,11 @@ def index_corpus(
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         tasks = {}
 
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(_TITLES[what], total=total, count="")
-            count = f"{done:,} of {total:,}" if what == "vectors" else f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
-            bar.update(tasks[what], completed=done, count=count)
+        def progress(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = bar.add_task(_TITLES[phase], total=total, count="")
+            count = f"{done:,} of {total:,}" if phase == "vectors" else f"{done / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+            bar.update(tasks[phase], completed=done, count=count)
 
         num_passages = build_index(corpus, folder, encoder, progress)
     console.print(f"{num_passages:,} passages in {time.monotonic() - started:.1f} s: {folder}", highlight=False)

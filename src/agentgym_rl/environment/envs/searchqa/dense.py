@@ -1,7 +1,7 @@
-"""Finding passages by meaning: an encoder's vectors in one memory-mapped file, searched exactly.
+"""Dense retrieval: exact search over an encoder's vectors in one memory-mapped file.
 
-Any encoder folder that transformers can load will do. Tensors are only handled through their own methods, so that
-torch is loaded with the model and not with this module.
+Any encoder folder that transformers can load works. The code uses only methods of tensors, so that torch is imported
+with the model and not with this module.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ VECTORS_FILE = "vectors.npy"
 ENCODE_BATCH = 32
 _BLOCK = 64 * ENCODE_BATCH
 MAX_TOKENS = 256
-"""Tokens of a passage or query that are looked at: passages of about 100 words fit."""
-_ROWS_AT_ONCE = 65_536
+"""Tokens of a passage or query that the encoder reads. Passages of about 100 words fit."""
+_ROWS_PER_BLOCK = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """What has to be the same for passages and queries; kept with the index."""
+    """Settings shared by passages and queries, saved with the index."""
 
     model: str
     """Hugging Face folder or hub name."""
     query_prefix: str = ""
     passage_prefix: str = ""
-    """What the model wants before a text: "query: " and "passage: " for E5, nothing for MiniLM."""
+    """Prefixes that the model expects: "query: " and "passage: " for E5, none for MiniLM."""
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
 
 
 class Encoder:
-    """Texts to unit vectors: the mean of the last hidden states, or the first one where the folder says so.
+    """Encoder of texts as unit vectors: the mean of the last hidden states, or the first one if the folder says so.
 
-    Runs on the GPU where there is one.
+    Runs on the GPU if there is one.
     """
 
     def __init__(self, settings: EncoderSettings) -> None:
         from transformers import AutoModel, AutoTokenizer
         from transformers.utils import is_torch_cuda_available, logging
 
-        logging.disable_progress_bar()  # it would draw through the index's own
+        logging.disable_progress_bar()  # it would overwrite the bar of `agentgym-rl index`
         self.settings = settings
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
@@ -77,8 +77,8 @@ class Encoder:
         return self._encode([self.settings.passage_prefix + passage.contents for passage in passages])
 
     def _encode(self, texts: list[str]) -> np.ndarray:
-        """float32 [texts, dimension], each of length 1."""
-        with self._lock:  # the tokenizer's padding is state
+        """Return float32 [texts, dimension], each row of length 1."""
+        with self._lock:  # padding changes the tokenizer's state
             batch = self._tokenizer(texts, padding=True, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
             batch = batch.to(self._device)
             hidden = self._model(**batch).last_hidden_state
@@ -92,7 +92,7 @@ class Encoder:
 
 
 def _pools_first_token(folder: Path) -> bool:
-    """Sentence encoders say in 1_Pooling/config.json which state is theirs."""
+    """Return whether 1_Pooling/config.json of a sentence encoder selects the first token's state."""
     file = folder / "1_Pooling" / "config.json"
     return file.is_file() and bool(json.loads(file.read_text()).get("pooling_mode_cls_token"))
 
@@ -115,41 +115,41 @@ class DenseRetriever:
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         if not queries:
             return []
-        return [[self._passages[place] for place in row] for row in nearest(self._vectors, self._query(queries), k)]
+        return [[self._passages[index] for index in row] for row in nearest(self._vectors, self._embed(queries), k)]
 
-    def _query(self, queries: Sequence[str]) -> np.ndarray:
+    def _embed(self, queries: Sequence[str]) -> np.ndarray:
         starts = range(0, len(queries), ENCODE_BATCH)
         return np.concatenate([self._encoder.queries(queries[start : start + ENCODE_BATCH]) for start in starts])
 
 
 def nearest(vectors: np.ndarray, queries: np.ndarray, k: int) -> list[list[int]]:
-    """For each query the places of the `k` vectors with the largest inner product, best first."""
+    """Return for each query the indices of the `k` vectors with the largest inner product, best first."""
     best_scores = np.empty((len(queries), 0), dtype=np.float32)
-    best_places = np.empty((len(queries), 0), dtype=np.int64)
-    for start in range(0, len(vectors), _ROWS_AT_ONCE):
-        scores = queries @ vectors[start : start + _ROWS_AT_ONCE].T
-        places = np.broadcast_to(np.arange(start, start + scores.shape[1]), scores.shape)
+    best_indices = np.empty((len(queries), 0), dtype=np.int64)
+    for start in range(0, len(vectors), _ROWS_PER_BLOCK):
+        scores = queries @ vectors[start : start + _ROWS_PER_BLOCK].T
+        indices = np.broadcast_to(np.arange(start, start + scores.shape[1]), scores.shape)
         best_scores = np.concatenate([best_scores, scores], axis=1)
-        best_places = np.concatenate([best_places, places], axis=1)
+        best_indices = np.concatenate([best_indices, indices], axis=1)
         if best_scores.shape[1] > k:
-            kept = np.argpartition(-best_scores, k - 1, axis=1)[:, :k]
-            best_scores = np.take_along_axis(best_scores, kept, axis=1)
-            best_places = np.take_along_axis(best_places, kept, axis=1)
-    order = np.lexsort((best_places, -best_scores), axis=1)
-    places_in_order: list[list[int]] = np.take_along_axis(best_places, order, axis=1).tolist()
-    return places_in_order
+            top = np.argpartition(-best_scores, k - 1, axis=1)[:, :k]
+            best_scores = np.take_along_axis(best_scores, top, axis=1)
+            best_indices = np.take_along_axis(best_indices, top, axis=1)
+    order = np.lexsort((best_indices, -best_scores), axis=1)
+    ordered_indices: list[list[int]] = np.take_along_axis(best_indices, order, axis=1).tolist()
+    return ordered_indices
 
 
 def write_vectors(folder: Path, encoder: Encoder, passages: PassageStore) -> Iterator[int]:
-    """Encode all passages into the folder's vectors file; yields how many are done."""
+    """Write the vectors of all passages into the folder. Yield the number of finished passages."""
     shape = (len(passages), encoder.dimension)
     vectors = np.lib.format.open_memmap(folder / VECTORS_FILE, mode="w+", dtype=np.float32, shape=shape)
     for start in range(0, len(passages), _BLOCK):
-        # Of similar length together: padding is computed too.
-        block = [(place, passages[place]) for place in range(start, min(start + _BLOCK, len(passages)))]
+        # Batch passages of similar length, to compute less padding.
+        block = [(index, passages[index]) for index in range(start, min(start + _BLOCK, len(passages)))]
         block.sort(key=lambda entry: len(entry[1].contents))
         for offset in range(0, len(block), ENCODE_BATCH):
-            places, texts = zip(*block[offset : offset + ENCODE_BATCH], strict=True)
-            vectors[list(places)] = encoder.passages(texts)
-            yield start + offset + len(places)
+            indices, texts = zip(*block[offset : offset + ENCODE_BATCH], strict=True)
+            vectors[list(indices)] = encoder.passages(texts)
+            yield start + offset + len(indices)
     vectors.flush()

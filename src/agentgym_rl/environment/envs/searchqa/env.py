@@ -1,4 +1,4 @@
-"""SearchQA as a text game, over the built-in questions or over a data set and an index of your own."""
+"""SearchQA as a text environment, over the built-in questions or the user's data set and index."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_ACTIONS = 12
 
 
 class SearchQA:
-    """Questions to be answered by searching. Implements TextEnv. `searchqa_from` makes a class with other data."""
+    """Questions that the agent answers by searching. Implements TextEnv. See `searchqa_from` for other data."""
 
     name: ClassVar[str] = "searchqa"
     instruction: ClassVar[str] = INSTRUCTION
@@ -54,18 +54,18 @@ class SearchQA:
         self._question: Question
         self._turns: list[Turn] = []
         self._seen: dict[str, Passage] = {}
-        """By id, in the order they were found."""
+        """Passages by id, in the order they were found."""
         self._answer: str | None = None
         self._playing = False
 
     @classmethod
     def questions(cls) -> Sequence[Question]:
-        """Item number -> question."""
+        """Return the questions by item number."""
         return builtin_questions()
 
     @classmethod
     def retriever(cls) -> Retriever:
-        """One for all sessions of the process."""
+        """Return the retriever, shared by all sessions of the process."""
         return _builtin_retriever()
 
     @classmethod
@@ -80,30 +80,30 @@ class SearchQA:
 
     @classmethod
     def rows(cls) -> Rows:
-        """Where the questions of the files are; empty for the built-in ones."""
+        """Return the index of each question of the files. Empty for the built-in questions."""
         return {}
 
     @classmethod
     def agentgym_item(cls, number: int) -> int:
-        """AgentGym's number if the files hold its questions; other questions are numbered as they are here."""
+        """Return the item of AgentGym's number if the files hold its questions, otherwise the number itself."""
         return cls.published_item(number) if published.is_published(cls.rows()) else number
 
     @classmethod
     def published_item(cls, number: int) -> int:
-        split, dataset, place = published.locate(number)
+        split, dataset, index = published.locate(number)
         rows = cls.rows().get((split, dataset), [])
         if not published.is_published(cls.rows()):
             raise ConfigError(
-                f"searchqa_{number} is one of AgentGym's {published.COUNTS[split, dataset]} {split} questions of "
-                f"{dataset}, here are {len(rows)}: set {DATA_VARIABLE} to the files of all of AgentGym's questions, "
-                "or choose items by their number here"
+                f"searchqa_{number} needs AgentGym's {published.COUNTS[split, dataset]} {split} questions of {dataset},"
+                f" got {len(rows)}: set {DATA_VARIABLE} to the files of all of AgentGym's questions, or choose items "
+                "by their own numbers"
             )
-        if rows[place] < 0:
+        if rows[index] < 0:
             raise ConfigError(
-                f"searchqa_{number} is a training question that is also a test question, and left out here: take it "
-                "out of the list"
+                f"searchqa_{number} is a training question that is also a test question and is left out: remove it "
+                "from the list"
             )
-        return cls.splits[split][rows[place]]
+        return cls.splits[split][rows[index]]
 
     def reset(self, item: int) -> str:
         self._question = self.question(item)
@@ -123,14 +123,14 @@ class SearchQA:
             return Step(str(refusal), info={"valid": False})
         if action.kind == "answer":
             return self._end(action.text)
-        (found,) = self._retriever.search([action.text], self.passages_per_search)
-        self._turns.append(Turn("search", action.text, tuple(found)))
-        for passage in found:
+        (passages,) = self._retriever.search([action.text], self.passages_per_search)
+        self._turns.append(Turn("search", action.text, tuple(passages)))
+        for passage in passages:
             self._seen.setdefault(passage.id, passage)
-        return Step(show_passages(found), info={"valid": True})
+        return Step(show_passages(passages), info={"valid": True})
 
     def _end(self, answer: str) -> Step:
-        """Whether it was right is told to the trainer, not in words: the text is the same either way."""
+        """End the episode. The text is the same for right and wrong answers; only the reward differs."""
         success = is_right(answer, self._question.answers)
         self._turns.append(Turn("right" if success else "wrong", answer, ()))
         self._answer = answer
@@ -141,42 +141,42 @@ class SearchQA:
         self._playing = False
 
     def actions(self) -> list[str]:
-        """The question as a search, searches for what it names and for titles found, and those as answers."""
+        """Return searches for the question, its names and found titles, and answers with found titles."""
         if not self._playing:
             return []
         titles = [passage.title for passage in self._seen.values() if passage.title]
-        names = list(dict.fromkeys([*_names_in(self._question.text), *titles]))[:_MAX_ACTIONS]
+        names = list(dict.fromkeys([*_probable_names(self._question.text), *titles]))[:_MAX_ACTIONS]
         searches = [self._question.text, *names]
         answers = [title.partition(" (")[0] for title in titles[:_MAX_ACTIONS]]
-        wrapped = [
+        candidates = [
             *(f"<search>{text}</search>" for text in searches),
             *(f"<answer>{text}</answer>" for text in answers),
         ]
-        return [action for action in dict.fromkeys(wrapped) if _is_clean(action)]
+        return [action for action in dict.fromkeys(candidates) if _is_valid(action)]
 
     def oracle(self) -> str:
-        """Search for the next passage not seen yet, unless it was searched for in vain; then answer."""
+        """Return a search for the next passage neither seen nor searched for, or else the answer."""
         self._require_playing()
         for fact in self._question.facts:
-            if not self._known(fact):
+            if not self._is_found(fact):
                 return f"<think>{fact.why}</think>\n<search>{fact.query}</search>"
         answer = self._question.answers[0]
         return f"<think>I know enough to answer.</think>\n<answer>{answer}</answer>"
 
-    def _known(self, fact: Fact) -> bool:
+    def _is_found(self, fact: Fact) -> bool:
         if any(turn.kind == "search" and turn.text == fact.query for turn in self._turns):
             return True
         return bool(fact.title) and any(passage.title == fact.title for passage in self._seen.values())
 
     def state_key(self) -> str:
-        """`12|` and a digest of the passages seen, in any order; `12|answered` at the end."""
+        """Return `12|` and a digest of the passages seen, in any order, or `12|answered` at the end."""
         if self._answer is not None:
             return f"{self._item}|answered"
         digest = hashlib.sha256("\n".join(sorted(self._seen)).encode(errors="replace")).hexdigest()
         return f"{self._item}|{digest[:16] if self._seen else 'nothing found yet'}"
 
     def render(self) -> str:
-        """An HTML page: the question, each search with what it found, the answer."""
+        """Return an HTML page with the question, the searches with their passages and the answer."""
         if self._item < 0:
             raise EnvError("searchqa has nothing to draw yet: call reset first")
         return draw(self._question, self._turns)
@@ -186,21 +186,21 @@ class SearchQA:
             raise EnvError("searchqa needs a running episode: call reset first")
 
 
-def _names_in(question: str) -> list[str]:
-    """Runs of capitalised words, without the question's first one: what is probably a name."""
+def _probable_names(question: str) -> list[str]:
+    """Return the probable names in a question: runs of capitalised words after the first word."""
     names: list[str] = []
     run: list[str] = []
     for word in [*question.split()[1:], ""]:
-        bare = word.strip("?,.:;\"'()")
-        if bare[:1].isupper():
-            run.append(bare)
-        if not bare[:1].isupper() or bare != word:
+        stripped = word.strip("?,.:;\"'()")
+        if stripped[:1].isupper():
+            run.append(stripped)
+        if not stripped[:1].isupper() or stripped != word:
             names += [" ".join(run)] if run else []
             run = []
     return names
 
 
-def _is_clean(action: str) -> bool:
+def _is_valid(action: str) -> bool:
     try:
         read_reply(action)
     except Refused:
@@ -210,21 +210,21 @@ def _is_clean(action: str) -> bool:
 
 @cache
 def _builtin_retriever() -> BM25Retriever:
-    return BM25Retriever.of(corpus())
+    return BM25Retriever.from_passages(corpus())
 
 
 @lru_cache(maxsize=16)
 def searchqa_from(
     data: str | Path, index: str | Path, *, retrieval: Kind = "auto", passages_per_search: int = 3
 ) -> type[SearchQA]:
-    """SearchQA over question files and an index folder or the address of a /retrieve service.
+    """Return a SearchQA class over question files and an index folder or the address of a /retrieve service.
 
-    The same arguments give the same class. `data` is a file or a folder, see docs/environments/searchqa.md.
+    The same arguments return the same class. `data` is a file or a folder, see docs/reference/environments/searchqa.md.
     """
     if passages_per_search < 1:
         raise ConfigError(f"searchqa shows at least 1 passage a search, got passages_per_search={passages_per_search}")
     loaded, loaded_rows = load_with_rows(Path(data))
-    shared = open_retriever(str(index), retrieval)
+    shared_retriever = open_retriever(str(index), retrieval)
     num_train = len(loaded["train"])
     all_questions = (*loaded["train"], *loaded["test"])
     per_search = passages_per_search
@@ -235,7 +235,7 @@ def searchqa_from(
             "test": range(num_train, len(all_questions)),
         }
         subsets: ClassVar[tuple[str, ...]] = DATASETS
-        cheap: ClassVar[bool] = shared.cheap
+        cheap: ClassVar[bool] = shared_retriever.cheap
         passages_per_search: ClassVar[int] = per_search
 
         @classmethod
@@ -248,17 +248,17 @@ def searchqa_from(
 
         @classmethod
         def retriever(cls) -> Retriever:
-            return shared
+            return shared_retriever
 
     return SearchQAFrom
 
 
 def load_searchqa() -> type[SearchQA]:
-    """The class the environment's variables ask for: the built-in questions when neither is set."""
+    """Return the class that the environment variables select: the built-in questions if neither is set."""
     data, index = os.environ.get(DATA_VARIABLE, ""), os.environ.get(INDEX_VARIABLE, "")
     if not data and not index:
         return SearchQA
     if not (data and index):
         given, missing = (DATA_VARIABLE, INDEX_VARIABLE) if data else (INDEX_VARIABLE, DATA_VARIABLE)
-        raise ConfigError(f"searchqa needs {missing} beside {given}: questions and an index that holds their facts")
+        raise ConfigError(f"searchqa needs {missing} together with {given}: questions and an index with their facts")
     return searchqa_from(data, index)

@@ -1,6 +1,6 @@
-"""The built-in corpus: states, cities, currencies, languages and continents, one short passage each.
+"""The built-in corpus: short passages about states, cities, currencies, languages and continents.
 
-Facts that a question combines stand in different passages: where a city lies, a state's capital and borders, its money
+Facts that a question combines are in different passages: a city's location, a state's capital and borders, its economy
 and its people each have their own.
 """
 
@@ -55,7 +55,7 @@ LANGUAGE_ALIASES = {"Bangla": ("Bengali",), "Divehi": ("Dhivehi", "Maldivian"), 
 
 @dataclass(frozen=True, slots=True)
 class Country:
-    """A state; what is empty or None is not known for certain and never asked."""
+    """A state. Empty or None values are uncertain and never asked for."""
 
     code: str
     name: str
@@ -64,19 +64,19 @@ class Country:
     population: int
     continent: str = ""
     capital: tuple[str, ...] = ()
-    """Its names, the usual one first."""
+    """Names of the capital, the usual one first."""
     currency: tuple[str, str] | None = None
     """Name and ISO code."""
     domain: str = ""
     calling: str = ""
     language: str = ""
-    """The only official one."""
+    """The only official language."""
     borders: tuple[str, ...] | None = None
     """Names of the states it has a land border with."""
 
     @property
     def called(self) -> str:
-        """As in a sentence."""
+        """Return the name as used in a sentence: the Bahamas."""
         return f"the {self.name}" if self.name in _WITH_ARTICLE else self.name
 
     @property
@@ -104,10 +104,10 @@ class City:
     zone: str
     """Name in the tz database."""
     state: str = ""
-    """In the United States."""
+    """State of a city in the United States."""
     capital: bool = False
     unique: bool = False
-    """No other place of 15,000 people bears this name."""
+    """Whether no other place of 15,000 people has this name."""
 
     @property
     def title(self) -> str:
@@ -117,11 +117,11 @@ class City:
 @dataclass(frozen=True, slots=True)
 class Geography:
     countries: dict[str, Country]
-    """By name, in the order of their ISO codes."""
+    """Countries by name, ordered by ISO code."""
     cities: tuple[City, ...]
-    """Largest first."""
+    """Cities, largest first."""
     capitals: dict[str, City]
-    """By the name of the country."""
+    """Capitals by the name of the country."""
 
 
 @cache
@@ -135,15 +135,15 @@ def load_geography() -> Geography:
     return Geography(countries, cities, {city.country: city for city in cities if city.capital})
 
 
-def plain(text: str) -> str:
-    """Without accents: Bogotá is also right as Bogota."""
+def without_accents(text: str) -> str:
+    """Return the text without accents: Bogota is also accepted for Bogotá."""
     folded = "".join(letter for letter in unicodedata.normalize("NFKD", text) if not unicodedata.combining(letter))
     return folded.replace("’", "'").replace("‘", "'")
 
 
 def spellings(*names: str) -> tuple[str, ...]:
-    """The names and their plain forms, each once."""
-    return tuple(dict.fromkeys([*names, *map(plain, names)]))
+    """Return the names and their forms without accents, each once."""
+    return tuple(dict.fromkeys([*names, *map(without_accents, names)]))
 
 
 @cache
@@ -160,13 +160,13 @@ def corpus() -> tuple[Passage, ...]:
 def _country_entries(country: Country, geography: Geography) -> list[tuple[str, str]]:
     called = country.called
     start = called[0].upper() + called[1:]
-    lies = f" in {country.continent}" if country.continent else ""
-    about = [f"{start} is a country{lies} with an area of {country.area:,} square kilometres."]
+    area = f" in {country.continent}" if country.continent else ""
+    about = [f"{start} is a country{area} with an area of {country.area:,} square kilometres."]
     if country.capital:
         about.append(f"Its capital is {country.capital[0]}.")
     if country.borders is not None:
-        around = [geography.countries[name].called for name in country.borders]
-        about.append(f"It has land borders with {_listed(around)}." if around else "It has no land borders.")
+        neighbours = [geography.countries[name].called for name in country.borders]
+        about.append(f"It has land borders with {_join(neighbours)}." if neighbours else "It has no land borders.")
     money = []
     if country.currency:
         money.append(f"The currency of {called} is the {country.currency[0]} ({country.currency[1]}).")
@@ -185,20 +185,20 @@ def _country_entries(country: Country, geography: Geography) -> list[tuple[str, 
 
 
 def _city_text(city: City, country: Country) -> str:
-    # Not whether it is the capital: that stands with the country, or one passage would tell what takes two.
-    lies = f"{city.state}, {country.called}" if city.state else country.called
+    # The country's passage says which city is the capital. Here it would turn a two-hop question into one hop.
+    area = f"{city.state}, {country.called}" if city.state else country.called
     latitude, longitude = city.place
     position = (
         f"{abs(latitude):.2f}° {'N' if latitude >= 0 else 'S'}, {abs(longitude):.2f}° {'E' if longitude >= 0 else 'W'}"
     )
     return (
-        f"{city.name} is a city in {lies}. It has {city.population:,} inhabitants, lies at {position}, and keeps the "
+        f"{city.name} is a city in {area}. It has {city.population:,} inhabitants, lies at {position}, and keeps the "
         f"time of the zone {city.zone}."
     )
 
 
 def _group_entries(geography: Geography) -> list[tuple[str, str]]:
-    """What countries share."""
+    """Return the passages about currencies, languages and continents."""
     currencies, languages, continents = defaultdict(list), defaultdict(list), defaultdict(list)
     for country in geography.countries.values():
         if country.currency:
@@ -208,11 +208,11 @@ def _group_entries(geography: Geography) -> list[tuple[str, str]]:
         if country.continent:
             continents[country.continent].append(country.called)
     return [
-        *((f"{name} ({code})", f"The {name} is money in {_listed(c)}.") for (name, code), c in currencies.items()),
-        *((f"{name} language", f"{name} is the official language in {_listed(c)}.") for name, c in languages.items()),
-        *((name, f"Countries of {name} are {_listed(c)}.") for name, c in continents.items()),
+        *((f"{name} ({code})", f"The {name} is money in {_join(c)}.") for (name, code), c in currencies.items()),
+        *((f"{name} language", f"{name} is the official language in {_join(c)}.") for name, c in languages.items()),
+        *((name, f"Countries of {name} are {_join(c)}.") for name, c in continents.items()),
     ]
 
 
-def _listed(names: list[str]) -> str:
+def _join(names: list[str]) -> str:
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,9 +1,9 @@
-"""An index in a folder: built once from a corpus file, mapped into memory, shared by all sessions of a process.
+"""A search index in a folder: built once from a corpus file, memory-mapped, shared by all sessions of a process.
 
-manifest.json     what is in here; written last, so a folder without it is unfinished
-passages.jsonl    the passages, and offsets.npy where each begins
+manifest.json     contents of the folder; written last, so a folder without it is incomplete
+passages.jsonl    the passages; offsets.npy holds the start of each
 bm25/             the tantivy index
-vectors.npy       with --dense: one vector a passage
+vectors.npy       with --dense: one vector per passage
 """
 
 from __future__ import annotations
@@ -32,77 +32,77 @@ from agentgym_rl.errors import ConfigError
 
 FORMAT = 1
 CHEAP_PASSAGES = 100_000
-"""Up to here a BM25 query stays within a few milliseconds; with more, searches leave the event loop."""
+"""Largest index whose BM25 queries take at most a few milliseconds. Larger ones are searched off the event loop."""
 Kind = Literal["auto", "bm25", "dense", "hybrid"]
 Progress = Callable[[str, int, int], None]
-"""(what is being done, how much is done, of how much)."""
+"""Called with (phase, amount done, total amount)."""
 
 
 def build_index(
     corpus: Path, folder: Path, encoder: EncoderSettings | None = None, progress: Progress = lambda *_: None
 ) -> int:
-    """Index `corpus` into `folder`, which must not exist; the number of passages. Nothing is left behind on failure."""
+    """Index `corpus` into `folder`, which must not exist, and return the number of passages. Clean up on failure."""
     if folder.exists():
         raise ConfigError(f"index folder {folder} exists already: remove it or choose another with --out")
     if not corpus.is_file():
         raise ConfigError(f"corpus {corpus}: no such file")
-    model = Encoder(encoder) if encoder else None  # first: a wrong name is found before the long work
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
-    (unfinished / "bm25").mkdir(parents=True)
+    model = Encoder(encoder) if encoder else None  # first, so that a wrong name fails before the long work
+    partial_folder = folder.with_name(f".{folder.name}.{os.getpid()}.unfinished")
+    (partial_folder / "bm25").mkdir(parents=True)
     try:
-        num_passages = _write_words(corpus, unfinished, progress)
+        num_passages = _write_bm25(corpus, partial_folder, progress)
         if model:
-            for done in write_vectors(unfinished, model, MappedPassages(unfinished)):
+            for done in write_vectors(partial_folder, model, MappedPassages(partial_folder)):
                 progress("vectors", done, num_passages)
         manifest: dict[str, Any] = {"format": FORMAT, "passages": num_passages, "corpus": corpus.name}
         if encoder:
             manifest["encoder"] = encoder.to_dict()
-        (unfinished / "manifest.json").write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
-        unfinished.rename(folder)
+        (partial_folder / "manifest.json").write_bytes(orjson.dumps(manifest, option=orjson.OPT_INDENT_2))
+        partial_folder.rename(folder)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(partial_folder, ignore_errors=True)
     return num_passages
 
 
-def _write_words(corpus: Path, folder: Path, progress: Progress) -> int:
+def _write_bm25(corpus: Path, folder: Path, progress: Progress) -> int:
     size = max(1, corpus.stat().st_size)
-    words, passages = BM25Writer(folder / "bm25"), PassageWriter(folder)
+    bm25_writer, passages = BM25Writer(folder / "bm25"), PassageWriter(folder)
     try:
         for passage, num_read in read_corpus(corpus):
-            words.add(passage)
+            bm25_writer.add(passage)
             if passages.add(passage) % 1000 == 0:
                 progress("words", num_read, size)
     except BaseException:
-        words.abandon()
+        bm25_writer.abandon()
         raise
-    words.close()
+    bm25_writer.close()
     num_passages = passages.close()
     if not num_passages:
-        raise ConfigError(f"corpus {corpus} holds no passage")
+        raise ConfigError(f"corpus {corpus} has no passages")
     progress("words", size, size)
     return num_passages
 
 
 @lru_cache(maxsize=16)
-def open_retriever(place: str, kind: Kind = "auto") -> Retriever:
-    """The retriever of an index folder, or of a service's address; one and the same for all who ask in this process.
+def open_retriever(location: str, kind: Kind = "auto") -> Retriever:
+    """Return the retriever of an index folder or a service's address, shared by all callers in this process.
 
-    `auto` is hybrid where the index has vectors, and BM25 where not.
+    `auto` is hybrid if the index has vectors, otherwise BM25.
     """
-    if place.startswith(("http://", "https://")):
-        return RemoteRetriever(place)
-    folder = Path(place)
+    if location.startswith(("http://", "https://")):
+        return RemoteRetriever(location)
+    folder = Path(location)
     manifest = read_manifest(folder)
     passages = MappedPassages(folder)
-    dense = "encoder" in manifest
-    if kind in ("dense", "hybrid") and not dense:
+    has_vectors = "encoder" in manifest
+    if kind in ("dense", "hybrid") and not has_vectors:
         raise ConfigError(f"index {folder} has no vectors: build it with --dense MODEL")
-    words = BM25Retriever.open(folder / "bm25", passages, cheap=len(passages) <= CHEAP_PASSAGES)
-    if kind == "bm25" or not dense:
-        return words
+    bm25 = BM25Retriever.open(folder / "bm25", passages, cheap=len(passages) <= CHEAP_PASSAGES)
+    if kind == "bm25" or not has_vectors:
+        return bm25
     vectors = np.load(folder / VECTORS_FILE, mmap_mode="r")
-    meaning = DenseRetriever(Encoder(EncoderSettings(**manifest["encoder"])), vectors, passages)
-    return meaning if kind == "dense" else HybridRetriever([words, meaning])
+    dense = DenseRetriever(Encoder(EncoderSettings(**manifest["encoder"])), vectors, passages)
+    return dense if kind == "dense" else HybridRetriever([bm25, dense])
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is searched: passages with a title and a text, read from a corpus file, kept in memory or mapped from disk."""
+"""Passages with a title and a text: read from a corpus file, kept in memory or mapped from disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Passage:
     """One document of a corpus, or a piece of one."""
 
     id: str
-    """As the corpus names it; unique in it."""
+    """Id in the corpus; unique."""
     title: str
     text: str
 
@@ -33,31 +33,31 @@ class Passage:
 
 
 class PassageStore(Protocol):
-    """Passages by their place in the corpus."""
+    """Passages by their index in the corpus."""
 
     def __len__(self) -> int: ...
-    def __getitem__(self, place: int, /) -> Passage: ...
+    def __getitem__(self, index: int, /) -> Passage: ...
 
 
-def passage_from(row: Any, place: int) -> Passage:
-    """From `{"id", "contents": "\\"Title\\"\\nText"}` or `{"title", "text"}`; the place is the id where none is given.
+def passage_from(row: Any, index: int) -> Passage:
+    """Return the passage of `{"id", "contents": "\\"Title\\"\\nText"}` or `{"title", "text"}`.
 
-    Raises ValueError with what is missing.
+    `index` is the default id. Raises ValueError if a key is missing.
     """
     if not isinstance(row, dict):
         raise ValueError(f"a passage is an object, got {type(row).__name__}")
-    name = str(row.get("id", row.get("_id", place)))
+    passage_id = str(row.get("id", row.get("_id", index)))
     if isinstance(row.get("contents"), str):
         title, _, text = row["contents"].partition("\n")
-        return Passage(name, title.strip().strip('"'), text.strip())
+        return Passage(passage_id, title.strip().strip('"'), text.strip())
     text = row.get("text", row.get("paragraph_text"))
     if isinstance(text, str) and isinstance(row.get("title", ""), str):
-        return Passage(name, row.get("title", "").strip(), text.strip())
+        return Passage(passage_id, row.get("title", "").strip(), text.strip())
     raise ValueError(f"a passage has `contents`, or `title` and `text`, as strings; got the keys {sorted(row)[:8]}")
 
 
 def read_corpus(path: Path) -> Iterator[tuple[Passage, int]]:
-    """Passages of a .jsonl file, or of a .json file that is one list, each with the bytes of the file read so far."""
+    """Yield the passages of a .jsonl file or of a .json list, each with the number of bytes read so far."""
     if not path.is_file():
         raise ConfigError(f"corpus {path}: no such file")
     num_read = 0
@@ -66,35 +66,35 @@ def read_corpus(path: Path) -> Iterator[tuple[Passage, int]]:
         if not isinstance(rows, list):
             raise ConfigError(f"corpus {path}: a .json corpus is one list of passages, got {type(rows).__name__}")
         size = path.stat().st_size
-        for place, row in enumerate(rows):
-            yield _checked(row, place, f"{path}, entry {place}"), size * (place + 1) // len(rows)
+        for index, row in enumerate(rows):
+            yield _parse_passage(row, index, f"{path}, entry {index}"), size * (index + 1) // len(rows)
         return
-    place = 0
+    index = 0
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             num_read += len(line)
             if line.strip():
-                yield _checked(parse_json(line, path, number), place, f"{path}, line {number}"), num_read
-                place += 1
+                yield _parse_passage(parse_json(line, path, number), index, f"{path}, line {number}"), num_read
+                index += 1
 
 
 def parse_json(data: bytes, path: Path, line: int | None = None) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        where = f"{path}, line {line}" if line else f"{path}"
-        raise ConfigError(f"{where} is not JSON: {error}") from error
+        location = f"{path}, line {line}" if line else f"{path}"
+        raise ConfigError(f"{location} is not JSON: {error}") from error
 
 
-def _checked(row: Any, place: int, where: str) -> Passage:
+def _parse_passage(row: Any, index: int, location: str) -> Passage:
     try:
-        return passage_from(row, place)
+        return passage_from(row, index)
     except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{location}: {error}") from error
 
 
 class PassageWriter:
-    """Writes passages one after the other, and where each begins."""
+    """Writer of passages and their offsets."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -102,21 +102,21 @@ class PassageWriter:
         self._offsets = array("q", [0])  # tens of millions in a large corpus
 
     def add(self, passage: Passage) -> int:
-        """The passage's place."""
+        """Write a passage and return its index."""
         line = orjson.dumps([passage.id, passage.title, passage.text], option=orjson.OPT_APPEND_NEWLINE)
         self._file.write(line)
         self._offsets.append(self._offsets[-1] + len(line))
         return len(self._offsets) - 2
 
     def close(self) -> int:
-        """Finish; the number of passages."""
+        """Finish the files and return the number of passages."""
         self._file.close()
         np.save(self._folder / OFFSETS_FILE, np.frombuffer(self._offsets, dtype=np.int64))
         return len(self._offsets) - 1
 
 
 class MappedPassages:
-    """Passages on disk, mapped into memory: any number of sessions share them, and only what is read is loaded."""
+    """Memory-mapped passages on disk, shared by all sessions and loaded on access."""
 
     def __init__(self, folder: Path) -> None:
         self._offsets = np.load(folder / OFFSETS_FILE, mmap_mode="r")
@@ -126,5 +126,5 @@ class MappedPassages:
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
-    def __getitem__(self, place: int) -> Passage:
-        return Passage(*orjson.loads(self._data[self._offsets[place] : self._offsets[place + 1]]))
+    def __getitem__(self, index: int) -> Passage:
+        return Passage(*orjson.loads(self._data[self._offsets[index] : self._offsets[index + 1]]))

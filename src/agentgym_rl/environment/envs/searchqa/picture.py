@@ -1,4 +1,4 @@
-"""A page to look at: the question, what was searched for and found, the answer. No scripts, nothing loaded."""
+"""HTML page of an episode: the question, the searches with their passages, the answer. It loads nothing."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ mark { background: #fdeeb3; color: inherit; padding: 0 1px; border-radius: 2px }
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What a reply came to."""
+    """Outcome of one reply."""
 
     kind: Literal["search", "refused", "right", "wrong"]
     text: str
-    """The query, the game's refusal, or the answer."""
-    found: tuple[Passage, ...]
+    """The query, the reason of a refusal, or the answer."""
+    passages: tuple[Passage, ...]
 
 
 def draw(question: Question, turns: Sequence[Turn]) -> str:
@@ -79,8 +79,8 @@ def draw(question: Question, turns: Sequence[Turn]) -> str:
 def _turn(number: int, turn: Turn, question: Question, needed: set[str]) -> str:
     head = f'<section class="{turn.kind}" data-number="{number}">'
     if turn.kind == "search":
-        found = "".join(_passage(passage, turn.text, needed) for passage in turn.found)
-        return f'{head}<span class="query">{_clipped(turn.text)}</span>{found or _NOTHING}</section>'
+        passages = "".join(_passage(passage, turn.text, needed) for passage in turn.passages)
+        return f'{head}<span class="query">{_clipped(turn.text)}</span>{passages or _NOTHING}</section>'
     if turn.kind == "refused":
         return f'{head}<div class="label">Not understood</div><div class="said">{_clipped(turn.text)}</div></section>'
     verdict = "right" if turn.kind == "right" else "wrong"
@@ -105,7 +105,7 @@ def _clipped(text: str) -> str:
 
 
 def _highlighted(text: str, query: str) -> str:
-    """The text with the query's words marked; escaped piece by piece, so that nothing of it becomes markup."""
+    """Return the text as escaped HTML with the query's words marked."""
     words = sorted({re.escape(word) for word in re.findall(r"\w{3,}", query)[:40]}, key=len, reverse=True)
     line = one_line(text)
     line = line if len(line) <= _MAX_CHARS else line[: _MAX_CHARS - 1] + "…"

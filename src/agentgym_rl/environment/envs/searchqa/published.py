@@ -1,4 +1,4 @@
-"""AgentGym's numbers of the questions of deep search: test questions first, set by set."""
+"""AgentGym's numbering of the deep-search questions: test questions first, set by set."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ COUNTS = {
     ("train", "nq"): 79168,
     ("train", "hotpotqa"): 90447,
 }
-"""Questions of each set, in the order in which AgentGym numbers them."""
+"""Number of questions of each set, in AgentGym's order."""
 
 
 def is_published(rows: Rows) -> bool:
-    """Whether files hold AgentGym's questions, going by how many there are of each set."""
-    return {group: len(places) for group, places in rows.items()} == COUNTS
+    """Return whether the files hold AgentGym's questions, judged by the number of questions per set."""
+    return {group: len(indices) for group, indices in rows.items()} == COUNTS
 
 
 def locate(number: int) -> tuple[str, str, int]:
-    """Return the split, the question set and the place in it of AgentGym's `searchqa_NUMBER`."""
+    """Return the split, the question set and the index in it of AgentGym's `searchqa_NUMBER`."""
     start = 0
     for (split, dataset), count in COUNTS.items():
         if start <= number < start + count:

@@ -1,13 +1,13 @@
-"""What is asked: a question, its accepted answers, and where its facts are."""
+"""Questions with their accepted answers and the passages that hold their facts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 DATASETS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
-"""The seven question sets of deep search, in the order results are usually given."""
+"""The seven question sets of deep search, in the usual order of results."""
 HOPS = ("hop1", "hop2", "hop3")
-"""Of the built-in questions: how many passages have to be read together."""
+"""Subsets of the built-in questions, by the number of passages needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,11 +15,11 @@ class Fact:
     """One passage to find on the way to an answer."""
 
     query: str
-    """A search that finds it."""
+    """Query that finds the passage."""
     title: str
-    """The passage's title; empty where it is not known, and then the search alone counts."""
+    """Title of the passage. If it is empty, searching for `query` is enough."""
     why: str
-    """What the oracle says before it searches."""
+    """Thought of the oracle before the search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Question:
 
     text: str
     answers: tuple[str, ...]
-    """Any of them is right; the first is the oracle's."""
+    """Accepted answers. The oracle gives the first."""
     subset: str
     facts: tuple[Fact, ...]
-    """In the order in which they can be looked for."""
+    """Facts in an order in which they can be found."""

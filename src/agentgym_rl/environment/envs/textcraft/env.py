@@ -37,9 +37,9 @@ kind will do: for craft 4 stick using 2 planks you may write craft 4 stick using
 command is useful for the goal, and some ingredients have to be crafted from others first."""
 
 _MAX_COUNT = 1000
-"""Items a single get hands out; no goal needs half as many of anything."""
+"""Largest amount of one command. No goal needs half as many of any item."""
 _MAX_CHARS = 500
-"""The longest sensible command has under 200 characters."""
+"""Longest command. Useful ones have under 200 characters."""
 _GET = re.compile(r"get ([0-9]+) (.+)")
 _CRAFT = re.compile(r"craft (?:[0-9]+ )?(.+?) using (.+)")
 _PART = re.compile(r"([0-9]+) (.+)")
@@ -47,11 +47,11 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class _Refused(Exception):
-    """The action is malformed or impossible; the text is the game's answer."""
+    """The action is malformed or impossible. The message is the game's answer."""
 
 
 class TextCraft:
-    """544 goals over Minecraft's recipes, from one to four crafting levels deep, and those of train under other names.
+    """544 goals over Minecraft's recipes, one to four crafting levels deep, and the training goals under other names.
     Implements TextEnv."""
 
     name: ClassVar[str] = "textcraft"
@@ -69,10 +69,10 @@ class TextCraft:
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
-        return (f"depth{load_book().depth[items.goals()[items.original(_known(item))]]}",)
+        return (f"depth{load_book().depth[items.goals()[items.original(_check_item(item))]]}",)
 
     def reset(self, item: int) -> str:
-        self._problem = items.problem(_known(item))
+        self._problem = items.problem(_check_item(item))
         self._book = self._problem.book
         self._item = item
         self._held = {}
@@ -90,23 +90,23 @@ class TextCraft:
         self._playing = False
 
     def actions(self) -> list[str]:
-        """Possible now and of some use for the listed commands, sorted; empty when the episode is over."""
+        """Return the possible actions that serve the listed commands, sorted; none when the episode is over."""
         if not self._playing:
             return []
         counts: dict[str, set[int]] = {}
-        found = {"inventory"}
+        actions = {"inventory"}
         for recipe in self._problem.commands:
             parts = fill(self._book, recipe, self._held)
             if parts is not None:
-                found.add(craft_command(recipe, parts))
+                actions.add(craft_command(recipe, parts))
             for name, count in recipe.needs:
                 raw = self._raw(name)
                 if raw is not None:
                     counts.setdefault(raw, set()).add(count)
         for name, count in best_plan(self._book, self._problem.goal, self._held, self._problem.favourites).gets.items():
             counts.setdefault(name, set()).add(count)
-        found.update(f"get {count} {name}" for name, amounts in counts.items() for count in amounts)
-        return sorted(found)
+        actions.update(f"get {count} {name}" for name, amounts in counts.items() for count in amounts)
+        return sorted(actions)
 
     def oracle(self) -> str:
         self._require_playing()
@@ -117,11 +117,11 @@ class TextCraft:
         return think(best_plan(self._book, self._problem.goal, self._held, self._problem.favourites), self._held)
 
     def state_key(self) -> str:
-        """`12|1 oak log,4 stick`: the item and what is held, sorted."""
+        """Return `12|1 oak log,4 stick`: the item and the inventory, sorted."""
         return f"{self._item}|" + ",".join(f"{count} {name}" for name, count in sorted(self._held.items()))
 
     def render(self) -> str:
-        """An SVG: the goal, what is held, and the goal's recipe tree with what is there highlighted."""
+        """Return an SVG of the goal, the inventory and the goal's recipe tree with the held items highlighted."""
         if self._item < 0:
             raise EnvError("textcraft has nothing to draw yet: call reset first")
         return draw(self._book, self._problem, self._held)
@@ -154,7 +154,7 @@ class TextCraft:
         return Step(f"Got {count} {raw}", info={"valid": True})
 
     def _raw(self, name: str) -> str | None:
-        """The gathered item that `name` stands for: itself, or the usual one of a kind; None if it must be crafted."""
+        """Return the raw item for `name`: itself, or the usual member of a kind. None if it must be crafted."""
         return next((n for n in self._book.generics.get(name, (name,)) if self._book.depth.get(n) == 0), None)
 
     def _craft(self, output: str, ingredients: str) -> Step:
@@ -180,9 +180,9 @@ class TextCraft:
         return Step(f"Crafted {recipe.count} {output}", float(success), success, info)
 
     def _match(self, recipe: Recipe, given: Mapping[str, int]) -> dict[str, int] | None:
-        """The items to use up when `given` is this recipe, members of generic ingredients mixed as you like, else None.
+        """Return the items to use up if `given` fits this recipe, else None.
 
-        A generic name in `given` takes whatever is held of that kind.
+        Members of a generic ingredient may be mixed. A generic name in `given` uses held items of that kind.
         """
         generics = self._book.generics
         wanted: dict[str, int] = {}
@@ -205,18 +205,18 @@ class TextCraft:
         for member, used in take(pool, count):
             wanted[member] = wanted.get(member, 0) + used
             count -= used
-        if count:  # more than is held: ask for it all the same, the caller refuses
+        if count:  # more than is held: the caller refuses it
             wanted[members[0]] = wanted.get(members[0], 0) + count
 
 
-def _known(item: int) -> int:
+def _check_item(item: int) -> int:
     if not any(item in split for split in TextCraft.splits.values()):
         raise IndexError(f"textcraft has items 0 to {items.RENAMED[-1]}, got {item}")
     return item
 
 
 def _normalise(text: str) -> str:
-    """Lower case, single spaces; item ids such as minecraft:oak_log read as oak log."""
+    """Return the text in lower case with single spaces. Item ids such as minecraft:oak_log become oak log."""
     if len(text) > _MAX_CHARS:
         raise _Refused(f"Could not execute a command of {len(text)} characters. Give one short command.")
     lines = text.strip().splitlines()
@@ -244,6 +244,6 @@ def _count(digits: str) -> int:
 
 
 def _quote(text: str) -> str:
-    """What the player wrote, made safe to repeat: short, and plain characters only."""
+    """Return the player's text, safe to repeat: short, and plain characters only."""
     plain = _UNPRINTABLE.sub("?", text)
     return plain if len(plain) <= 60 else plain[:57] + "..."

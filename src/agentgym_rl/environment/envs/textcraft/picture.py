@@ -17,7 +17,7 @@ _STATES = {
     "some": ("#fff6e0", "#d99a1c"),
     "none": ("#ffffff", "#c9d1d9"),
 }
-"""State of a node -> fill and border."""
+"""Fill and border by state of a node."""
 _HUES = {
     **dict.fromkeys(("oak", "spruce", "stick", "bowl", "chest", "wooden", "leather", "planks", "logs"), (28, 48)),
     **dict.fromkeys(("birch", "sand", "sandstone", "string", "paper", "bamboo", "wheat", "hay"), (44, 50)),
@@ -33,7 +33,7 @@ _HUES = {
     **dict.fromkeys(("white", "bone", "quartz", "diorite", "snow", "glass", "wool", "milk", "egg"), (210, 12)),
     **dict.fromkeys(("coal", "charcoal", "black", "blackstone", "netherite", "obsidian", "ink"), (230, 10)),
 }
-"""Word of a name -> hue and saturation of its tile. The first such word counts; without one, the name's hash."""
+"""Hue and saturation of a tile by word of the item's name. The first known word counts; else the name's hash."""
 _DARK = {"coal", "coals", "charcoal", "black", "blackstone", "netherite", "obsidian", "ink", "dark"}
 _PALE = {"white", "bone", "quartz", "diorite", "snow", "glass", "paper", "string", "birch", "milk", "egg"}
 
@@ -47,7 +47,7 @@ class _Node:
     need: int
     have: int
     used_up: bool
-    """It went into something that is there."""
+    """Whether it was used for an item that is held."""
     parts: list[_Node] = field(default_factory=list)
     row: float = 0.0
 
@@ -57,7 +57,7 @@ class _Node:
 
 
 def draw(book: Book, problem: Problem, held: Mapping[str, int]) -> str:
-    """The goal on the left of its tree, raw items on the right; green is there, amber is there in part."""
+    """Draw the recipe tree with the goal on the left and raw items on the right. Green is held, amber partly held."""
     tree = _grow(book, problem, held)
     num_rows = _place(tree, 0)
     nodes = list(_walk(tree))
@@ -89,9 +89,9 @@ def draw(book: Book, problem: Problem, held: Mapping[str, int]) -> str:
 
 
 def _grow(book: Book, problem: Problem, held: Mapping[str, int]) -> _Node:
-    """The tree of the shortest way on from here; what is held is shared out from the top.
+    """Return the tree of the shortest plan from here. Held items are assigned from the top.
 
-    Below a thing that is there, the tree is drawn as if it had been made in the usual way, down to generic ingredients.
+    Below a held item, the tree shows the usual way to make it, down to generic ingredients.
     """
     usual = best_plan(book, problem.goal, {}, problem.favourites)
     plan = best_plan(book, problem.goal, held, problem.favourites)
@@ -101,10 +101,10 @@ def _grow(book: Book, problem: Problem, held: Mapping[str, int]) -> _Node:
     def grow(name: str, need: int, used_up: bool) -> _Node:
         have = 0
         for member in () if used_up else book.generics.get(name, (name,)):
-            found = min(left.get(member, 0), need - have)
-            if found > 0:
-                left[member] -= found
-                have += found
+            used = min(left.get(member, 0), need - have)
+            if used > 0:
+                left[member] -= used
+                have += used
         node = _Node(name, need, have, used_up)
         settled = used_up or have == need
         missing = need if settled else need - have
@@ -122,7 +122,7 @@ def _grow(book: Book, problem: Problem, held: Mapping[str, int]) -> _Node:
 
 
 def _place(node: _Node, row: int) -> int:
-    """Give leaves rows of their own and centre parents on their parts; returns the next free row."""
+    """Give each leaf its own row and centre parents on their parts. Return the next free row."""
     if not node.parts:
         node.row = row
         return row + 1
@@ -151,7 +151,7 @@ def _header(goal: str, done: bool, width: int) -> list[str]:
 
 
 def _inventory(held: Mapping[str, int], width: int) -> tuple[list[str], int]:
-    """Cards that wrap to the width; returns them and the height they take."""
+    """Return the cards of the inventory, wrapped to the width, and their height."""
     top = 116
     parts = [_label(_MARGIN, top - 10, "INVENTORY")]
     if not held:
@@ -214,7 +214,7 @@ def _label(x: float, y: float, text: str) -> str:
 
 
 def _tile(name: str, x: float, y: float, size: float) -> Iterator[str]:
-    """A small mirrored pixel pattern, always the same for a name, in the colour of its material."""
+    """Draw a small mirrored pixel pattern, fixed for each name, in the colour of its material."""
     digest = hashlib.sha256(name.encode()).digest()
     words = name.split()
     hue, saturation = next((_HUES[word] for word in words if word in _HUES), (digest[0] * 360 // 256, 40))

@@ -1,4 +1,4 @@
-"""What is still to be done for a goal, given what is held: a function of the book, the goal and the inventory."""
+"""Plans for a goal: a function of the recipe book, the goal and the inventory."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from dataclasses import dataclass, field
 from agentgym_rl.environment.envs.textcraft.recipes import Book, Recipe, craft_command
 
 Choices = dict[str, int]
-"""Craftable item -> which of its recipes to follow; generic ingredient -> which of its members to make. 0 if absent."""
+"""Index of the recipe to follow by craftable item, and of the member to make by generic ingredient. Default 0."""
 
 
 @dataclass(slots=True)
 class Plan:
     gets: dict[str, int] = field(default_factory=dict)
-    """Gathered item -> how many are missing."""
+    """Missing amount of each raw item."""
     crafts: dict[str, tuple[Recipe, int]] = field(default_factory=dict)
-    """Item -> (recipe, how often), deepest first."""
+    """Recipe and number of crafts of each item, deepest first."""
     lacking: dict[str, int] = field(default_factory=dict)
-    """Item of `crafts` -> how many are missing."""
+    """Missing amount of each item of `crafts`."""
     set_aside: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Generic ingredient -> held items that are to stand for it."""
+    """Held items reserved for each generic ingredient."""
     members: dict[str, str] = field(default_factory=dict)
-    """Generic ingredient of which there is not enough -> the member to get or make."""
+    """Member to get or make of each generic ingredient that is missing."""
     forks: dict[str, int] = field(default_factory=dict)
-    """Where one could choose otherwise -> among how many."""
+    """Number of options by name, for each name with more than one."""
 
     @property
     def num_actions(self) -> int:
         return len(self.gets) + sum(times for _, times in self.crafts.values())
 
 
-class _Planning:
-    """One walk from the goal down, rank by rank, so that each thing is planned once for all that need it.
+class _Planner:
+    """Plans from the goal down, rank by rank, so that each item is planned once for all recipes that need it.
 
-    Recipes only use things of lower rank, so all demand for a rank is known when the walk reaches it.
+    Recipes only use items of lower rank, so all demand for a rank is known when the planner reaches it.
     """
 
     def __init__(self, book: Book, held: Mapping[str, int], choices: Choices) -> None:
@@ -44,14 +44,14 @@ class _Planning:
         self.plan = Plan()
         self.needed: dict[str, int] = {}
         self.taken: dict[str, int] = {}
-        """Held items set aside for generic ingredients."""
+        """Held items reserved for generic ingredients."""
         self.levels: list[list[str]] = []
 
     def run(self, goal: str) -> Plan:
         self.levels = [[] for _ in range(self.book.rank[goal] + 1)]
         self.need(goal, 1)
         for level in reversed(self.levels):
-            # Generic ingredients first: the member they choose may be of this same rank.
+            # Generic ingredients first: the chosen member may have the same rank.
             for name in [name for name in level if name in self.book.members]:
                 self.plan_generic(name)
             for name in level:
@@ -85,7 +85,7 @@ class _Planning:
             self.need(ingredient, count * times)
 
     def plan_generic(self, name: str) -> None:
-        """Set aside held members that nobody asked for by name, and ask for the chosen member to fill the rest."""
+        """Reserve held members that are not needed by name, and add the chosen member for the rest."""
         missing = self.needed[name]
         aside: dict[str, int] = {}
         for member in self.book.generics[name]:
@@ -98,7 +98,7 @@ class _Planning:
         self.plan.set_aside[name] = aside
         if missing > 0:
             members = self.book.members[name]
-            # More of what is made anyway, if there is such a member: leftovers are shared.
+            # Prefer a member that is needed anyway: leftovers are shared.
             shared = next((member for member in members if member in self.needed), None)
             member = shared or members[self.choose(name, len(members))]
             self.plan.members[name] = member
@@ -106,14 +106,14 @@ class _Planning:
 
 
 def best_plan(book: Book, goal: str, held: Mapping[str, int], favourites: Choices) -> Plan:
-    """The shortest plan that changing one choice at a time finds; equal ones go to `favourites`."""
+    """Return the shortest plan found by changing one choice at a time. Ties keep `favourites`."""
     choices = dict(favourites)
-    plan = _Planning(book, held, choices).run(goal)
+    plan = _Planner(book, held, choices).run(goal)
     tried: set[str] = set()
     while fork := next((name for name in plan.forks if name not in tried), None):
         tried.add(fork)
         for option in range(plan.forks[fork]):
-            other = _Planning(book, held, {**choices, fork: option}).run(goal)
+            other = _Planner(book, held, {**choices, fork: option}).run(goal)
             if other.num_actions < plan.num_actions:
                 plan = other
                 choices[fork] = option
@@ -121,7 +121,7 @@ def best_plan(book: Book, goal: str, held: Mapping[str, int], favourites: Choice
 
 
 def next_action(book: Book, goal: str, held: Mapping[str, int], favourites: Choices) -> str:
-    """Gather what is missing, each thing at once; then craft, the shallowest first."""
+    """Return the next action: first get each missing raw item, then craft, shallowest item first."""
     plan = best_plan(book, goal, held, favourites)
     if plan.gets:
         name, count = next(iter(plan.gets.items()))
@@ -137,19 +137,19 @@ def next_action(book: Book, goal: str, held: Mapping[str, int], favourites: Choi
 
 
 def fill(book: Book, recipe: Recipe, held: Mapping[str, int]) -> list[tuple[str, int]] | None:
-    """Held items that make `recipe`, or None when there are not enough."""
+    """Return the held items that make `recipe`, or None if there are not enough."""
     parts: list[tuple[str, int]] = []
     for name, count in recipe.needs:
         members = book.generics.get(name, (name,))
-        found = take({member: held[member] for member in members if member in held}, count)
-        if sum(amount for _, amount in found) < count:
+        used = take({member: held[member] for member in members if member in held}, count)
+        if sum(amount for _, amount in used) < count:
             return None
-        parts += found
+        parts += used
     return parts
 
 
 def take(pool: Mapping[str, int], count: int) -> list[tuple[str, int]]:
-    """Up to `count` from the pool, the most plentiful first so that few kinds are mixed."""
+    """Take up to `count` from the pool, most plentiful first so that few kinds are mixed."""
     parts = []
     for name, amount in sorted(pool.items(), key=lambda entry: -entry[1]):
         used = min(amount, count)

@@ -1,4 +1,4 @@
-"""The recipe book: Minecraft 1.16.5's crafting recipes with generic ingredients put back together."""
+"""The recipe book: Minecraft 1.16.5's crafting recipes with generic ingredients restored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import minecraft_data
 from agentgym_rl.errors import ConfigError
 
 VERSION = "1.16.5"
-"""minecraft_data serves the recipes of its 1.16.2 folder for 1.16.2 to 1.16.5; nothing was changed between these."""
+"""Minecraft's version. minecraft_data has the same recipes for 1.16.2 to 1.16.5."""
 
 _WOODS = ("oak", "birch", "spruce", "jungle", "acacia", "dark oak")
 _FUNGI = ("crimson", "warped")
@@ -25,9 +25,9 @@ _COLOURS = (
 
 
 def _generics() -> dict[str, tuple[str, ...]]:
-    """What the game calls tags: the package spells every member out as a recipe of its own, without the tag's name.
+    """Return the members of each generic ingredient (a tag in the game), the usual member first.
 
-    The usual member comes first.
+    The package lists one recipe for each member, without the tag's name.
     """
     generics: dict[str, tuple[str, ...]] = {}
     for wood in _WOODS:
@@ -50,14 +50,14 @@ def _generics() -> dict[str, tuple[str, ...]]:
 GENERICS: Mapping[str, tuple[str, ...]] = _generics()
 _GENERIC_OF = {frozenset(members): name for name, members in GENERICS.items()}
 OTHER_NAMES: Mapping[str, str] = {"stone tool materials": "stone crafting materials"}
-"""AgentGym's name for a generic ingredient -> the name here. The package cannot tell the two apart: equal members."""
+"""Names here by AgentGym's names of generic ingredients. The package cannot distinguish the two: equal members."""
 GATHERED_KINDS: Mapping[str, str] = {"wooden slabs": "oak slab"}
-"""Generic ingredient that AgentGym's game hands out although its members are crafted -> the member to hand out."""
+"""Members to give for generic ingredients that AgentGym's `get` provides although their members are crafted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`count` of `output` from `needs`: (name, count) pairs, a name being an item or a generic ingredient."""
+    """Makes `count` of `output` from `needs`: pairs of a name (an item or a generic ingredient) and a count."""
 
     output: str
     count: int
@@ -69,31 +69,31 @@ class Recipe:
 
 
 def craft_command(recipe: Recipe, parts: Sequence[tuple[str, int]]) -> str:
-    """The action that crafts `recipe` from `parts`."""
+    """Return the action that crafts `recipe` from `parts`."""
     return f"craft {recipe.count} {recipe.output} using " + ", ".join(f"{count} {name}" for name, count in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """Every recipe, and how deep each item is: 0 for what is gathered, else 1 + its deepest ingredient."""
+    """All recipes, and the depth of each item: 0 for a raw item, else 1 + its deepest ingredient."""
 
     recipes: Mapping[str, tuple[Recipe, ...]]
-    """Craftable item -> its recipes, the shallowest first, then by command."""
+    """Recipes of each craftable item, shallowest first, then by command."""
     depth: Mapping[str, int]
-    """Item or generic ingredient -> height of its lowest crafting tree."""
+    """Height of the lowest crafting tree of each item and generic ingredient."""
     generics: Mapping[str, tuple[str, ...]]
-    """Generic ingredient -> the items that may stand for it, the usual one first."""
+    """Members of each generic ingredient, the usual one first."""
     uses: Mapping[str, tuple[Recipe, ...]]
-    """Ingredient as written in recipes -> recipes that use it."""
+    """Recipes that use each ingredient, by its name in recipes."""
     rank: Mapping[str, int]
-    """Item or generic ingredient -> height of its highest tree: above everything any of its recipes may need."""
+    """Height of the highest tree of each item and generic ingredient. All ingredients have a lower rank."""
     members: Mapping[str, tuple[str, ...]]
-    """Generic ingredient -> its shallowest members."""
+    """Shallowest members of each generic ingredient."""
 
 
 @cache
 def load_book() -> Book:
-    """Read once per process (about 60 ms); the result is shared and never changed."""
+    """Return the recipe book, read once per process (about 60 ms) and shared. Do not change it."""
     recipes = _without_cycles(parse_recipes(*read_package()))
     depth = _depths(recipes)
     unreachable = sorted(set(recipes) - set(depth))
@@ -121,13 +121,13 @@ def load_book() -> Book:
 
 
 def read_package() -> tuple[dict[str, list[dict[str, Any]]], dict[int, str]]:
-    """The package's rows by output, and its item names by number."""
+    """Return the package's rows by output, and its item names by number."""
     data = minecraft_data(VERSION)
     return data.recipes, {number: row["name"].replace("_", " ") for number, row in data.items.items()}
 
 
 def parse_recipes(rows: Mapping[str, list[dict[str, Any]]], names: Mapping[int, str]) -> dict[str, list[Recipe]]:
-    """Fold the rows that differ only in which member fills a slot into one recipe each."""
+    """Merge rows that differ only in the member that fills a slot into one recipe each."""
     grouped: dict[tuple[str, int, tuple[int, ...]], list[tuple[str, ...]]] = {}
     shaped_keys = set()
     for row in (row for rows_of_output in rows.values() for row in rows_of_output):
@@ -149,10 +149,10 @@ def parse_recipes(rows: Mapping[str, list[dict[str, Any]]], names: Mapping[int, 
 
 
 def _fold(variants: list[tuple[str, ...]], *, shaped: bool) -> list[tuple[str, ...]]:
-    """Name the slots whose alternatives are a generic ingredient.
+    """Replace alternatives by the name of their generic ingredient.
 
-    Alternatives without a name are kept apart in shapeless recipes (dyes: each flower is a recipe of its own in the
-    game) and reduced to the first in shaped ones (`sand or red sand`), as the known TextCraft tree does.
+    Unnamed alternatives remain separate in shapeless recipes (dyes: the game has a recipe for each flower). In shaped
+    recipes only the first remains (`sand or red sand`), as in the known TextCraft tree.
     """
     slots = [tuple(dict.fromkeys(column)) for column in zip(*variants, strict=True)]
     if prod(len(slot) for slot in slots) == len(variants):
@@ -164,11 +164,11 @@ def _fold(variants: list[tuple[str, ...]], *, shaped: bool) -> list[tuple[str, .
 
 
 def _without_cycles(recipes: dict[str, list[Recipe]]) -> dict[str, list[Recipe]]:
-    """Drop what turns a block back into what it is made of, so that the unpacked thing is gathered.
+    """Drop the recipes that turn a block back into its ingredients, which are gathered instead.
 
-    Two rules, which give the known tree of 544 goals: a recipe whose only ingredient is called a block goes, and so
-    does one that makes more of an item than it takes of something which is packed from that item alone (ingot to
-    nuggets, honey block to bottles).
+    Two rules give the known tree of 544 goals. They drop a recipe whose only ingredient is named a block, and one that
+    unpacks an item: it makes more of something than it uses of an item made from that alone (ingot to nuggets, honey
+    block to bottles).
     """
     packed_from = {
         (recipe.output, recipe.needs[0][0])
@@ -192,22 +192,22 @@ def _depths(recipes: Mapping[str, list[Recipe]]) -> dict[str, int]:
     depth = {name: 0 for name in sorted(ingredients | members) if name not in recipes and name not in GENERICS}
     level = 0
     while True:
-        for name, standing_for in GENERICS.items():
-            if name not in depth and any(member in depth for member in standing_for):
+        for name, alternatives in GENERICS.items():
+            if name not in depth and any(member in depth for member in alternatives):
                 depth[name] = level
         level += 1
-        found = [
+        reached = [
             output
             for output, known in recipes.items()
             if output not in depth and any(all(name in depth for name, _ in r.needs) for r in known)
         ]
-        if not found:
+        if not reached:
             return depth
-        depth.update(dict.fromkeys(found, level))
+        depth.update(dict.fromkeys(reached, level))
 
 
 def rank_recipes(recipes: Mapping[str, list[Recipe]]) -> dict[str, int]:
-    """Height of the highest tree of everything; a cycle raises."""
+    """Return the height of the highest tree of each name. Raise ConfigError for a cycle."""
     ranks: dict[str, int] = {}
     open_names: set[str] = set()
 

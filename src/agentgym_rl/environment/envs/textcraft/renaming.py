@@ -1,8 +1,8 @@
-"""The training goals under other names: as many games as one likes in which no recipe can be known by heart.
+"""The training goals under other names: games whose recipes a model cannot know by heart.
 
-A variation of the book exchanges the names of items at random, the same way everywhere, so that a paper may be made of
-three anvils. Amounts, depths and solutions stay. Kinds of ingredient and their members keep their names, which say what
-stands for what, and so do the goals of test and validation: none of them becomes the goal of a renamed game.
+A variation permutes the names of items at random in the whole book, so that paper may be made of three anvils. Amounts,
+depths and solutions remain. Generic ingredients and their members keep their names, which show how they are related.
+The goals of test and validation keep theirs too, so that none of them becomes the goal of a renamed game.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NUM_VARIATIONS = 32
 
 
 def new_names(book: Book, variation: int, kept: Collection[str]) -> dict[str, str]:
-    """Every name that changes -> what it is called in this variation."""
-    bound = {*kept, *book.generics, *(member for members in book.generics.values() for member in members)}
-    free = sorted(name for name in book.depth if name not in bound)
-    drawn = random.Random(f"textcraft names {variation}").sample(free, len(free))
-    return dict(zip(free, drawn, strict=True))
+    """Return the new name in this variation of each name that changes."""
+    unchanged = {*kept, *book.generics, *(member for members in book.generics.values() for member in members)}
+    old_names = sorted(name for name in book.depth if name not in unchanged)
+    permuted = random.Random(f"textcraft names {variation}").sample(old_names, len(old_names))
+    return dict(zip(old_names, permuted, strict=True))
 
 
 @lru_cache(maxsize=NUM_VARIATIONS)
@@ -32,7 +32,7 @@ def renamed_book(variation: int, kept: tuple[str, ...]) -> Book:
 
 
 def rename(book: Book, names: Mapping[str, str]) -> Book:
-    """The same book with other names. Each item's recipes stay in their order: choices between them are by number."""
+    """Return the book with other names. Each item's recipes keep their order, because choices use their index."""
 
     def new(name: str) -> str:
         return names.get(name, name)

@@ -1,10 +1,10 @@
-"""Why the oracle does what it does, in words that a small model can learn to write by copying.
+"""The oracle's reasoning, in words that a small model can learn to write by copying.
 
 Have 1 birch log, 4 birch planks. birch door using 6 birch planks. birch planks using 1 birch logs makes 4, for 2 craft
 once. Missing nothing.
 
-Names stand before `using` as in the listed commands, so that a recipe is found and copied by its name. Every number is
-one that was seen, or follows from numbers written before it.
+A name comes before `using` as in the listed commands, so that a recipe can be found and copied by its name. Every
+number was seen before or follows from earlier numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from agentgym_rl.environment.envs.textcraft.planner import Plan
 
 
 def think(plan: Plan, held: Mapping[str, int]) -> str:
-    """What is held; the recipes still to be followed, the goal's first and the next one last; what is still to get."""
+    """Return the thought: the inventory, the recipes from the goal's to the next one, and the missing raw items."""
     sentences = [f"Have {_listed(held.items())}."]
     for name, (recipe, times) in plan.crafts.items():
         amounts = ""

@@ -1,4 +1,4 @@
-"""What the agent writes, read into an action. Nothing the agent writes is ever evaluated."""
+"""Parser of the agent's actions. It never evaluates what the agent writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 MAX_CHARS = 5000
-"""The longest action taken; no form of the sites needs as much."""
+"""Length of the longest action accepted. No form of the sites needs as much."""
 MAX_QUOTED = 60
 
 FORMS = (
@@ -27,39 +27,39 @@ FORMS = (
 
 
 class Refused(Exception):
-    """The action is malformed or impossible; the text is what the agent is told."""
+    """The action is malformed or impossible. The agent sees the text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action, ready to be carried out."""
+    """One parsed action."""
 
     kind: str
     element: int = 0
     """click, type, hover: the element's id; tab_focus: the tab's number."""
     text: str = ""
-    """type: what; press: a key in Playwright's spelling; scroll: direction; goto: address; stop: answer."""
+    """type: the text; press: a key in Playwright's spelling; scroll: direction; goto: address; stop: answer."""
     enter: bool = False
     """type: press Enter afterwards."""
 
 
 def parse(text: str) -> Action:
-    """Read one action; Refused says what is wrong with it."""
+    """Parse one action. Raise Refused with the reason if it is malformed."""
     if len(text) > MAX_CHARS:
         raise Refused(f"An action of {len(text)} characters is too long. Give one short action.")
     action = text.strip().strip("`").strip()
     word = re.match(r"[a-z_]+", action)
-    for pattern, make in _READERS.get(word[0] if word else "", ()):
+    for pattern, make in _PATTERNS.get(word[0] if word else "", ()):
         if match := pattern.fullmatch(action):
             return make(match)
-    if word and word[0] in _READERS:
+    if word and word[0] in _PATTERNS:
         form = next(form for form in FORMS if form.split()[0] == word[0])
         raise Refused(f"Could not read {quote(action)}. Write it as: {form}")
     raise Refused(f"There is no action {quote(action)}. Actions: {', '.join(FORMS)}")
 
 
 def quote(text: str) -> str:
-    """What the agent wrote, made safe to repeat: short, and printable ASCII only."""
+    """Return the agent's text in quotes, shortened and reduced to printable ASCII."""
     plain = re.sub(r"[^\x20-\x7e]+", "?", text)
     return f'"{plain}"' if len(plain) <= MAX_QUOTED else f'"{plain[: MAX_QUOTED - 3]}..."'
 
@@ -78,64 +78,64 @@ _KEYS = {
     "end": "End",
     "pageup": "PageUp",
     "pagedown": "PageDown",
-    **{f"arrow{way}": f"Arrow{way.capitalize()}" for way in ("up", "down", "left", "right")},
-    **{way: f"Arrow{way.capitalize()}" for way in ("up", "down", "left", "right")},
+    **{f"arrow{direction}": f"Arrow{direction.capitalize()}" for direction in ("up", "down", "left", "right")},
+    **{direction: f"Arrow{direction.capitalize()}" for direction in ("up", "down", "left", "right")},
 }
 
 
 def key_combination(text: str) -> str:
-    """`ctrl+a` -> `Control+a`; Refused when a key is unknown."""
+    """Return Playwright's spelling of a key combination: `ctrl+a` -> `Control+a`. Raise Refused if a key is unknown."""
     *modifiers, key = [part.strip() for part in text.split("+")] if text.strip("+") else [text]
     try:
-        named = [_MODIFIERS[modifier.lower()] for modifier in modifiers]
+        modifier_names = [_MODIFIERS[modifier.lower()] for modifier in modifiers]
     except KeyError:
         raise Refused(f"There is no key combination {quote(text)}. Modifiers are Ctrl, Alt, Shift and Meta.") from None
     if key.lower() in _KEYS:
         key = _KEYS[key.lower()]
     elif len(key) != 1 or not key.isascii() or not key.isprintable():
         raise Refused(f"There is no key {quote(key)}. Keys are single characters and: {', '.join(sorted(_KEYS))}")
-    return "+".join([*named, key])
+    return "+".join([*modifier_names, key])
 
 
-def _typed(match: re.Match[str]) -> Action:
+def _parse_type(match: re.Match[str]) -> Action:
     content = match[2]
     if re.search(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]", content):
         raise Refused("The text to type contains control characters, which no keyboard has.")
     return Action("type", int(match[1]), content, match[3] != "0")
 
 
-def _stopped(match: re.Match[str]) -> Action:
+def _parse_stop(match: re.Match[str]) -> Action:
     return Action("stop", text=(match[1] or "").strip())
 
 
-def _element(kind: str) -> Callable[[re.Match[str]], Action]:
+def _with_element(kind: str) -> Callable[[re.Match[str]], Action]:
     return lambda match: Action(kind, int(match[1]))
 
 
-def _bare(kind: str) -> Callable[[re.Match[str]], Action]:
+def _no_argument(kind: str) -> Callable[[re.Match[str]], Action]:
     return lambda match: Action(kind)
 
 
-_Reader = tuple[re.Pattern[str], Callable[[re.Match[str]], Action]]
+_Pattern = tuple[re.Pattern[str], Callable[[re.Match[str]], Action]]
 _ID = r"\s*\[?\s*([0-9]{1,6})\s*\]?"
 
 
-def _reader(pattern: str, make: Callable[[re.Match[str]], Action]) -> tuple[_Reader, ...]:
+def _pattern(pattern: str, make: Callable[[re.Match[str]], Action]) -> tuple[_Pattern, ...]:
     return ((re.compile(pattern, re.DOTALL), make),)
 
 
-_READERS: dict[str, tuple[_Reader, ...]] = {
-    **{kind: _reader(kind + _ID, _element(kind)) for kind in ("click", "hover", "tab_focus")},
-    **{kind: _reader(kind + r"(?:\s*\[\s*\])?", _bare(kind)) for kind in ("new_tab", "close_tab", "go_back")},
-    "go_forward": _reader(r"go_forward(?:\s*\[\s*\])?", _bare("go_forward")),
-    "type": _reader(rf"type{_ID}\s*\[(.*?)\](?:\s*\[\s*(?:press_enter_after\s*=\s*)?([01])\s*\])?", _typed),
-    "press": _reader(r"press\s*\[(.{1,40})\]", lambda m: Action("press", text=key_combination(m[1].strip()))),
-    "scroll": _reader(
+_PATTERNS: dict[str, tuple[_Pattern, ...]] = {
+    **{kind: _pattern(kind + _ID, _with_element(kind)) for kind in ("click", "hover", "tab_focus")},
+    **{kind: _pattern(kind + r"(?:\s*\[\s*\])?", _no_argument(kind)) for kind in ("new_tab", "close_tab", "go_back")},
+    "go_forward": _pattern(r"go_forward(?:\s*\[\s*\])?", _no_argument("go_forward")),
+    "type": _pattern(rf"type{_ID}\s*\[(.*?)\](?:\s*\[\s*(?:press_enter_after\s*=\s*)?([01])\s*\])?", _parse_type),
+    "press": _pattern(r"press\s*\[(.{1,40})\]", lambda m: Action("press", text=key_combination(m[1].strip()))),
+    "scroll": _pattern(
         r"scroll\s*\[?\s*(?:direction\s*=\s*)?(down|up)\s*\]?", lambda match: Action("scroll", text=match[1])
     ),
-    "goto": _reader(r"goto\s*\[\s*(\S{1,2000}?)\s*\]", lambda match: Action("goto", text=match[1])),
+    "goto": _pattern(r"goto\s*\[\s*(\S{1,2000}?)\s*\]", lambda match: Action("goto", text=match[1])),
     "stop": (
-        *_reader(r"stop\s*\[(.*)\]", _stopped),
-        *_reader(r"stop()", _stopped),
+        *_pattern(r"stop\s*\[(.*)\]", _parse_stop),
+        *_pattern(r"stop()", _parse_stop),
     ),
 }

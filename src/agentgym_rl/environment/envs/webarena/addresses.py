@@ -1,4 +1,4 @@
-"""Which addresses an agent may open. Whatever it writes is an address of the sites or refused in words."""
+"""Addresses that an agent may open: those of the task's sites."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from agentgym_rl.environment.envs.webarena.actions import Refused, quote
 
 
 def address(text: str, allowed: Callable[[str], bool]) -> str:
-    """What `goto` opens: `shop.test/a` without its scheme too; Refused when it is no address or not allowed."""
+    """Return the URL that `goto` opens; the scheme may be missing. Raise Refused if it is invalid or not allowed."""
     url = text if "://" in text else f"http://{text}"
     try:
-        readable = urlsplit(url).scheme in ("http", "https") and url.isprintable()
-    except ValueError:  # a bracket that is never closed, a letter that stands for a slash
-        readable = False
-    if not readable or not allowed(url):
+        valid = urlsplit(url).scheme in ("http", "https") and url.isprintable()
+    except ValueError:  # an unclosed bracket, or a character that normalises to a slash
+        valid = False
+    if not valid or not allowed(url):
         raise Refused(f"{quote(text)} is outside the sites of this task: it was not opened.")
     return url
 
 
 def on_sites(url: str, sites: Iterable[str]) -> bool:
-    """Whether an address is on one of the sites (or an empty tab)."""
+    """Return whether an address is on one of the sites or an empty tab."""
     if url == "about:blank":
         return True
     try:
@@ -31,8 +31,8 @@ def on_sites(url: str, sites: Iterable[str]) -> bool:
         return False
 
 
-def _origin(place: SplitResult) -> tuple[str, str, int | None]:
-    """Scheme, host (with whatever account stands before it) and port, also where it is the one that goes unsaid."""
-    port = place.port if place.port is not None else {"http": 80, "https": 443}.get(place.scheme)
-    account, _, _ = place.netloc.rpartition("@")
-    return place.scheme, f"{account}@{place.hostname}", port
+def _origin(url: SplitResult) -> tuple[str, str, int | None]:
+    """Return scheme, host (with the account before it) and port, filling in the default port."""
+    port = url.port if url.port is not None else {"http": 80, "https": 443}.get(url.scheme)
+    account, _, _ = url.netloc.rpartition("@")
+    return url.scheme, f"{account}@{url.hostname}", port

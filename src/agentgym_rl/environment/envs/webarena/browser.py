@@ -1,8 +1,8 @@
 """One Chromium for all sessions of this process.
 
-Playwright's objects belong to one event loop, sessions live in threads of their own: so one background thread runs a
-loop with the browser in it, and sessions hand coroutines to it, each with a deadline. A browser that dies is replaced
-when the next episode begins; the episodes that were in it fail with EnvError.
+Playwright's objects belong to one event loop, but sessions run in several threads. So one background thread runs an
+event loop with the browser, and sessions submit coroutines to it, each with a deadline. If the browser dies, its
+episodes fail with EnvError and the next episode starts a new browser.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ LAUNCH_TIMEOUT_S = 25.0
 
 
 def find_chromium() -> str:
-    """Path of the system's Chromium, or what WEBARENA_CHROMIUM names; ConfigError says how to install one."""
-    named = os.environ.get("WEBARENA_CHROMIUM")
-    if named:
-        if not (path := shutil.which(named)):
-            raise ConfigError(f"WEBARENA_CHROMIUM is {named!r}, which is no program: give the path of a Chromium")
+    """Return the path of Chromium: WEBARENA_CHROMIUM if set, otherwise the first one on the PATH."""
+    configured = os.environ.get("WEBARENA_CHROMIUM")
+    if configured:
+        if not (path := shutil.which(configured)):
+            raise ConfigError(f"WEBARENA_CHROMIUM is {configured!r}, not a program: set it to the path of a Chromium")
         return path
     for program in PROGRAMS:
         if path := shutil.which(program):
@@ -51,28 +51,28 @@ def find_chromium() -> str:
 
 
 class LoopThread:
-    """A daemon thread that runs an event loop; coroutines are handed to it from any other thread."""
+    """A daemon thread that runs an event loop for coroutines of other threads."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, Value], timeout_s: float, what: str) -> Value:
-        """Its result; past the deadline it is cancelled and EnvTimeout raised. What the browser raises is EnvError."""
+    def run(self, coroutine: Coroutine[Any, Any, Value], timeout_s: float, purpose: str) -> Value:
+        """Return the coroutine's result. Raise EnvTimeout past the deadline, EnvError if the browser fails."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
         except TimeoutError as error:
             future.cancel()
-            raise EnvTimeout(f"the browser took longer than {timeout_s:g} s to {what}") from error
+            raise EnvTimeout(f"the browser took longer than {timeout_s:g} s to {purpose}") from error
         except Error as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise EnvError(f"the browser failed to {what}: {first_line}") from error
+            raise EnvError(f"the browser failed to {purpose}: {first_line}") from error
 
 
 class Chromium:
-    """A browser that is started on first use and again after a crash. Coroutines run in the loop of `thread`."""
+    """A browser that starts on first use and again after a crash. Its coroutines run in the loop of `thread`."""
 
     def __init__(self, thread: LoopThread, flags: tuple[str, ...]) -> None:
         self.thread = thread
@@ -87,36 +87,36 @@ class Chromium:
         return len(self._browser.contexts) if self._browser is not None and self._browser.is_connected() else 0
 
     async def new_context(self, **options: Any) -> BrowserContext:
-        """A context of its own (cookies, storage), in a browser that is alive."""
-        making = asyncio.ensure_future(self._new_context(options))
+        """Return a context with its own cookies and storage, in a live browser."""
+        creation = asyncio.ensure_future(self._new_context(options))
         try:
-            return await asyncio.shield(making)
+            return await asyncio.shield(creation)
         except asyncio.CancelledError:
-            # Whoever asked has given up. The browser has not: what it still makes would stay open for ever.
-            making.add_done_callback(self._close_late)
+            # The caller has given up, but the browser may still create the context: close it then.
+            creation.add_done_callback(self._close_abandoned)
             raise
 
     async def _new_context(self, options: dict[str, Any]) -> BrowserContext:
-        return await (await self._alive()).new_context(**options)
+        return await (await self._connected_browser()).new_context(**options)
 
-    def _close_late(self, making: asyncio.Future[BrowserContext]) -> None:
-        if not making.cancelled() and making.exception() is None:
-            closing = asyncio.ensure_future(making.result().close())
+    def _close_abandoned(self, creation: asyncio.Future[BrowserContext]) -> None:
+        if not creation.cancelled() and creation.exception() is None:
+            closing = asyncio.ensure_future(creation.result().close())
             self._closing.add(closing)
             closing.add_done_callback(self._closing.discard)
 
-    async def _alive(self) -> Browser:
+    async def _connected_browser(self) -> Browser:
         async with self._starting:
             if self._browser is not None and self._browser.is_connected():
                 return self._browser
             program = find_chromium()
             if self._playwright is None:
                 self._playwright = await async_playwright().start()
-            root = os.geteuid() == 0 if hasattr(os, "geteuid") else False
+            is_root = os.geteuid() == 0 if hasattr(os, "geteuid") else False
             self._browser = await self._playwright.chromium.launch(
                 executable_path=program,
                 headless=True,
-                chromium_sandbox=not root,
+                chromium_sandbox=not is_root,
                 args=[*FLAGS, *self._flags],
                 timeout=LAUNCH_TIMEOUT_S * 1000,
                 handle_sigint=False,
@@ -140,7 +140,7 @@ _browsers: dict[tuple[str, ...], Chromium] = {}
 
 
 def shared_chromium(*flags: str) -> Chromium:
-    """The process's browser with these further flags; started when its first context is asked for."""
+    """Return the process's browser with these extra flags. It starts with its first context."""
     global _thread
     with _lock:
         if _thread is None:

@@ -1,4 +1,4 @@
-"""Playing on the embedded sites, with nothing outside this process but the browser."""
+"""Stage for the embedded sites. It needs nothing outside this process except the browser."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 from agentgym_rl.environment.envs.webarena.browser import shared_chromium
 from agentgym_rl.environment.envs.webarena.evaluators.data import only_changed
 from agentgym_rl.environment.envs.webarena.observation import View
-from agentgym_rl.environment.envs.webarena.oracle import Guide
+from agentgym_rl.environment.envs.webarena.oracle import ScriptedOracle
 from agentgym_rl.environment.envs.webarena.sites.server import HOSTS, site_server
 from agentgym_rl.environment.envs.webarena.sites.store import fresh_database
 from agentgym_rl.environment.envs.webarena.sites.visit import COOKIE
-from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read
+from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig, read_task
 from agentgym_rl.environment.envs.webarena.tasks.embedded import problems
 
 
 class EmbeddedStage:
-    """A copy of the sites' data of its own, found by the cookie its browser context carries. Implements Stage."""
+    """Embedded sites with a private copy of their data, selected by a cookie. Implements Stage."""
 
     addresses: Mapping[str, str] = {site: f"http://{host}" for site, host in HOSTS.items()}
 
@@ -25,21 +25,21 @@ class EmbeddedStage:
         self._episodes = site_server().episodes
         self.chromium = shared_chromium(*site_server().resolver_flags)
         self._token = ""
-        self._guide: Guide
+        self._oracle: ScriptedOracle
 
     def begin(self, item: int) -> tuple[TaskConfig, dict[str, Any]]:
         problem = problems()[item]
-        task = read(problem.config, self.addresses)
-        self._guide = Guide(problem.script, task.start_urls[0])
+        task = read_task(problem.config, self.addresses)
+        self._oracle = ScriptedOracle(problem.script, task.start_urls[0])
         self._token = self._episodes.open()
         cookies = [{"name": COOKIE, "value": self._token, "url": url} for url in self.addresses.values()]
         return task, {"cookies": cookies}
 
-    def taken(self, action: str, view: View) -> None:
-        self._guide.taken(action, view)
+    def record_action(self, action: str, view: View) -> None:
+        self._oracle.record_action(action, view)
 
     def oracle(self, view: View) -> str:
-        return self._guide.next(view)
+        return self._oracle.next(view)
 
     def data(self) -> bytes:
         store = self._episodes.get(self._token)

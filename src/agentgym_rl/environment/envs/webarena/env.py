@@ -1,4 +1,4 @@
-"""WebArena as a text environment: a real browser, an accessibility tree to read, actions to write."""
+"""WebArena as a text environment: the agent reads an accessibility tree and acts in a real browser."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentgym_rl.environment.envs.webarena.addresses import on_sites
 from agentgym_rl.environment.envs.webarena.browser import LAUNCH_TIMEOUT_S, find_chromium
 from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
 from agentgym_rl.environment.envs.webarena.evaluators import evaluate, judge
-from agentgym_rl.environment.envs.webarena.evaluators.program import holds
+from agentgym_rl.environment.envs.webarena.evaluators.program import target_holds
 from agentgym_rl.environment.envs.webarena.observation import CLICKABLE, TYPABLE, View
 from agentgym_rl.environment.envs.webarena.official import OfficialStage
 from agentgym_rl.environment.envs.webarena.stage import Stage
@@ -54,12 +54,11 @@ type [7] [lamp] [1]"""
 
 PAGE_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 30.0
-"""Of one action with everything it loads; with LAUNCH_TIMEOUT_S less than a session's deadline, so that the reason is
-known."""
+"""Seconds for one action and all it loads. LAUNCH_TIMEOUT_S is added at reset. Both fit into a session's deadline."""
 
 
 class WebArena:
-    """240 tasks on embedded sites and the 812 published ones on sites that the user runs. Implements TextEnv."""
+    """WebArena: 240 tasks on embedded sites and 812 published tasks on sites that the user runs. Implements TextEnv."""
 
     name: ClassVar[str] = "webarena"
     instruction: ClassVar[str] = INSTRUCTION
@@ -68,14 +67,14 @@ class WebArena:
     cheap: ClassVar[bool] = False
 
     def __init__(self) -> None:
-        find_chromium()  # so that a missing browser is known before anything is played
+        find_chromium()  # fails now, not at the first reset, if there is no browser
         self._stage: Stage
         self._task: TaskConfig
         self._item = -1
         self._tabs: Tabs | None = None
         self._view = View((), False, False)
-        self._shown = ""
-        """The page as last told to the agent."""
+        self._observation = ""
+        """The page as last shown to the agent."""
         self._playing = False
 
     @classmethod
@@ -89,10 +88,10 @@ class WebArena:
 
     @classmethod
     def agentgym_item(cls, number: int) -> int:
-        """A published task if the addresses of its sites are set; otherwise there are only embedded tasks to play."""
+        """Return the published item if an address of its sites is set, otherwise the embedded item of that number."""
         if any(os.environ.get(site) for site in SITES):
             return cls.published_item(number)
-        _warn_of_embedded_tasks()
+        _warn_about_embedded_tasks()
         return number
 
     @classmethod
@@ -115,8 +114,8 @@ class WebArena:
         except Refused as error:
             raise EnvError(f"webarena item {item} could not start: {error}") from error
         self._playing = True
-        self._look()
-        return f"Objective: {self._task.intent}\n\n{self._shown}"
+        self._observe()
+        return f"Objective: {self._task.intent}\n\n{self._observation}"
 
     def step(self, text: str) -> Step:
         tabs = self._require_playing()
@@ -130,57 +129,57 @@ class WebArena:
         try:
             self._run(tabs.act(action, before), CALL_TIMEOUT_S, f"carry out {action.kind}")
         except Refused as refusal:
-            shown = self._shown
-            self._look()
-            # An address that does not open leaves another page behind; then the agent has to see it.
-            changed = "" if self._shown == shown else f"\n\n{self._shown}"
+            before_refusal = self._observation
+            self._observe()
+            # An address that fails to open can leave another page in the tab; then the agent has to see it.
+            changed = "" if self._observation == before_refusal else f"\n\n{self._observation}"
             return Step(f"{refusal}{changed}", info={"valid": False})
-        self._stage.taken(text.strip(), before)
-        self._look()
-        return Step(self._with_notes(), info={"valid": True})
+        self._stage.record_action(text.strip(), before)
+        self._observe()
+        return Step(self._observation_with_notes(), info={"valid": True})
 
     def close(self) -> None:
         tabs, self._tabs = self._tabs, None
         self._playing = False
         if tabs is not None:
-            with contextlib.suppress(EnvError):  # a browser that is gone has nothing left to close
+            with contextlib.suppress(EnvError):  # a dead browser has nothing left to close
                 self._run(tabs.close(), 10.0, "close a context")
         if self._item >= 0:
             self._stage.end()
 
     def oracle(self) -> str:
-        """The next action of the scripted solution; the published tasks have none."""
+        """Return the next action of the scripted solution. The published tasks have none."""
         self._require_playing()
         return self._stage.oracle(self._view)
 
     def state_key(self) -> str:
-        """The item and a digest of tabs, page, scrolling and (embedded sites only) the episode's data."""
+        """Return the item and a digest of tabs, page, scrolling and (embedded sites only) the episode's data."""
         current, urls = self._require_open().tabs
-        shown = [(element.line, element.visible) for element in self._view.elements]
-        digest = hashlib.sha256(f"{current} {urls} {shown}".encode("utf-8", "replace"))
+        lines = [(element.line, element.visible) for element in self._view.elements]
+        digest = hashlib.sha256(f"{current} {urls} {lines}".encode("utf-8", "replace"))
         digest.update(self._stage.data())
         return f"{self._item}|{digest.hexdigest()[:24]}"
 
     def actions(self) -> list[str]:
-        """What can be clicked and typed in view, and where to go from here; quoted words of the objective to type."""
+        """Return the clicks, scrolls and stops possible now, and texts of the objective to type into visible fields."""
         if not self._playing:
             return []
-        words = self._words()
-        found = []
+        texts = self._typable_texts()
+        actions = []
         for element in self._view.elements:
             if element.visible and element.role in CLICKABLE and ("disabled", True) not in element.properties:
-                found.append(f"click [{element.id}]")
+                actions.append(f"click [{element.id}]")
             elif element.visible and element.role in TYPABLE:
                 enter = int(element.role == "searchbox")
-                found += [f"type [{element.id}] [{word}] [{enter}]" for word in words]
+                actions += [f"type [{element.id}] [{text}] [{enter}]" for text in texts]
         if self._view.below:
-            found.append("scroll [down]")
+            actions.append("scroll [down]")
         if self._view.above:
-            found.append("scroll [up]")
-        return [*found, "go_back", "stop []"]
+            actions.append("scroll [up]")
+        return [*actions, "go_back", "stop []"]
 
     def render(self) -> bytes:
-        """A PNG of the browser's window."""
+        """Return a PNG of the browser's window."""
         if self._tabs is None:
             raise EnvError("webarena has nothing to draw yet: call reset first")
         return self._run(self._tabs.screenshot(), CALL_TIMEOUT_S, "take a picture")
@@ -190,26 +189,27 @@ class WebArena:
         check = partial(self._check_pages, tabs)
         success = evaluate(self._task, answer, tabs.page.url, check, self._stage.only_changed)
         self._playing = False
-        told = "The task is done." if success else "The task ended without success."
-        return Step(told, float(success), True, {"valid": True, "success": success})
+        message = "The task is done." if success else "The task ended without success."
+        return Step(message, float(success), True, {"valid": True, "success": success})
 
     def _check_pages(self, tabs: Tabs, targets: list[Mapping[str, Any]]) -> bool:
-        """Every page with a deadline of its own: some tasks name ten. The first miss ends it."""
+        """Return whether all targets hold. Each has its own deadline, because some tasks check ten pages."""
         return all(
-            self._run(holds(target, tabs.page, self._stage.addresses), CALL_TIMEOUT_S, "check a page")
+            self._run(target_holds(target, tabs.page, self._stage.addresses), CALL_TIMEOUT_S, "check a page")
             for target in targets
         )
 
-    def _look(self) -> None:
+    def _observe(self) -> None:
         tabs = self._require_playing()
-        header, self._view = self._run(_observed(tabs), CALL_TIMEOUT_S, "read the page")
-        self._shown = f"{header}\n\n{self._view.text}"
+        header, self._view = self._run(_observe_with_retry(tabs), CALL_TIMEOUT_S, "read the page")
+        self._observation = f"{header}\n\n{self._view.text}"
 
-    def _with_notes(self) -> str:
+    def _observation_with_notes(self) -> str:
         notes, self._require_playing().notes = self._require_playing().notes, []
-        return "\n".join([*notes, self._shown])
+        return "\n".join([*notes, self._observation])
 
-    def _words(self) -> list[str]:
+    def _typable_texts(self) -> list[str]:
+        """Return up to four quoted (or else capitalised) texts of the objective."""
         quoted = re.findall(r'"([^"]+)"', self._task.intent)
         named = re.findall(r"\b[A-Z0-9][\w./-]*(?: (?:[A-Z0-9][\w./-]*|of|the))*", self._task.intent[1:])
         return list(dict.fromkeys(quoted or [name.rstrip(".") for name in named]))[:4]
@@ -228,18 +228,18 @@ class WebArena:
             raise EnvError("webarena needs a running episode: call reset first")
         return tabs
 
-    def _run(self, coroutine: Any, timeout_s: float, what: str) -> Any:
-        return self._stage.chromium.thread.run(coroutine, timeout_s, what)
+    def _run(self, coroutine: Any, timeout_s: float, purpose: str) -> Any:
+        return self._stage.chromium.thread.run(coroutine, timeout_s, purpose)
 
 
 @cache
-def _warn_of_embedded_tasks() -> None:
-    """Once is enough."""
+def _warn_about_embedded_tasks() -> None:
+    """Log the warning once per process."""
     logger.warning("webarena: no address of a published site is set, so AgentGym's clients play the embedded tasks")
 
 
-async def _observed(tabs: Tabs) -> tuple[str, View]:
-    """A page may go on to another while it is read: then it is read again."""
+async def _observe_with_retry(tabs: Tabs) -> tuple[str, View]:
+    """Observe the page. Retry if it navigates while it is read."""
     for attempt in range(3):
         try:
             return await tabs.observe()

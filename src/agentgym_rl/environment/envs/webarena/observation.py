@@ -1,8 +1,8 @@
 """The page as text: Chromium's accessibility tree, pruned and numbered as WebArena prints it.
 
-Ids count elements of the whole page in document order, and an element keeps its id as long as the page is not left:
-what appears later gets higher ones. Unlike the browser's own node ids they do not depend on what was loaded before, so
-an item looks the same whenever it is played.
+Ids count the elements of the whole page in document order. An element keeps its id until the tab leaves the page, and
+elements that appear later get higher ids. Unlike the browser's node ids they do not depend on earlier pages, so an item
+looks the same in every episode.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 MAX_CHARS = 6000
-"""Of one page's tree; about 2,000 tokens."""
+"""Length of one page's text; about 2,000 tokens."""
 MAX_NAME = 600
-"""Of one element's name."""
+"""Length of one element's name."""
 
 CLICKABLE = frozenset(
     {"link", "button", "checkbox", "radio", "tab", "menuitem", "menuitemcheckbox", "menuitemradio", "option", "switch"}
     | {"combobox", "treeitem"}
 )
 TYPABLE = frozenset({"textbox", "searchbox", "spinbutton"})
-_PASSED_OVER = frozenset({"none", "generic", "InlineTextBox", "LineBreak", "ListMarker", "MenuListPopup"})
-"""Never a line of its own; what is inside takes its place."""
-_BARE = frozenset(
+_SKIPPED_ROLES = frozenset({"none", "generic", "InlineTextBox", "LineBreak", "ListMarker", "MenuListPopup"})
+"""Roles that never get a line. Their children take their place."""
+_NAMED_ONLY_ROLES = frozenset(
     {"img", "list", "listitem", "paragraph", "strong", "emphasis", "banner", "navigation", "main", "contentinfo"}
     | {"complementary", "region", "Section", "LabelText", "Legend", "rowgroup", "row", "form", "article", "group"}
     | {"term", "definition", "DescriptionList", "time", "code", "figure", "Figcaption", "sectionheader"}
     | {"sectionfooter", "blockquote", "superscript", "subscript", "mark", "search", "Abbr", "status"}
 )
-"""A line only when it has a name."""
+"""Roles that get a line only if they have a name."""
 _PROPERTIES = ("focused", "required", "hasPopup", "expanded", "checked", "selected", "pressed", "disabled")
 
 
@@ -43,9 +43,9 @@ class Element:
     name: str
     properties: tuple[tuple[str, Any], ...]
     backend_id: int
-    """Chromium's name of the DOM node; 0 when it has none."""
+    """Chromium's id of the DOM node, or 0 if there is none."""
     visible: bool
-    """Whether some of it is in the viewport."""
+    """Whether part of it is in the viewport."""
 
     @property
     def line(self) -> str:
@@ -60,22 +60,22 @@ class View:
 
     elements: tuple[Element, ...]
     above: bool
-    """There is more of the page above the viewport."""
+    """Whether the page continues above the viewport."""
     below: bool
 
     def find(self, element_id: int) -> Element | None:
-        """The element of that id if it is in view."""
+        """Return the element with that id if it is visible."""
         return next((each for each in self.elements if each.id == element_id and each.visible), None)
 
     @property
     def text(self) -> str:
-        """The visible lines, cut at MAX_CHARS, with a note where there is more."""
+        """Return the visible lines, cut at MAX_CHARS, with notes if there is more."""
         lines = [element.line for element in self.elements if element.visible]
         kept: list[str] = []
-        room = MAX_CHARS
+        chars_left = MAX_CHARS
         for line in lines:
-            room -= len(line) + 1
-            if room < 0:
+            chars_left -= len(line) + 1
+            if chars_left < 0:
                 break
             kept.append(line)
         if len(kept) < len(lines):
@@ -88,23 +88,23 @@ class View:
 
 
 Box = tuple[float, float, float, float]
-"""x, y, width, height in the document."""
+"""x, y, width and height in the document."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where things are on a page."""
+    """Positions of a page's nodes."""
 
     boxes: Mapping[int, Box]
-    """By the DOM node's backend id."""
+    """Boxes by the DOM node's backend id."""
     scroll: tuple[float, float]
     height: float
-    """Of the whole page."""
+    """Height of the whole page."""
     title: str
 
 
 def read_layout(snapshot: Mapping[str, Any]) -> Layout:
-    """The main document's layout from DOMSnapshot.captureSnapshot."""
+    """Return the main document's layout from the result of DOMSnapshot.captureSnapshot."""
     document = snapshot["documents"][0]
     backend_ids = document["nodes"]["backendNodeId"]
     layout = document["layout"]
@@ -118,51 +118,49 @@ def read_layout(snapshot: Mapping[str, Any]) -> Layout:
 
 
 class Numbering:
-    """The ids given to a page's elements so far; another page starts anew."""
+    """Ids assigned to a page's elements so far. A new page starts at 1 again."""
 
     def __init__(self) -> None:
         self._page = 0
-        self._given: dict[int, int] = {}
-        self._last = 0
+        self._ids: dict[int, int] = {}
+        self._last_id = 0
 
     def start(self, page: int) -> None:
-        """`page`: backend id of the document."""
+        """Forget all ids if `page`, the document's backend id, has changed."""
         if page != self._page:
             self._page = page
-            self._given = {}
-            self._last = 0
+            self._ids = {}
+            self._last_id = 0
 
     def id_of(self, backend_id: int) -> int:
-        number = self._given.get(backend_id)
+        number = self._ids.get(backend_id)
         if number is None:
-            self._last += 1
-            number = self._last
+            self._last_id += 1
+            number = self._last_id
             if backend_id:
-                self._given[backend_id] = number
+                self._ids[backend_id] = number
         return number
 
 
-def build(nodes: Iterable[Mapping[str, Any]], layout: Layout, viewport: tuple[int, int], numbering: Numbering) -> View:
-    """The view of a page from Accessibility.getFullAXTree and its layout."""
+def build_view(
+    nodes: Iterable[Mapping[str, Any]], layout: Layout, viewport: tuple[int, int], numbering: Numbering
+) -> View:
+    """Return the view of a page from the nodes of Accessibility.getFullAXTree and its layout."""
     by_id = {node["nodeId"]: node for node in nodes}
-    lines = _Lines(by_id, layout, viewport, numbering)
+    collector = _Collector(by_id, layout, viewport, numbering)
     root = next((node for node in by_id.values() if not node.get("parentId")), None)
     if root is not None:
         numbering.start(root.get("backendDOMNodeId", 0))
-        lines.add(root, depth=0, parent=None, visible=True)
+        collector.add(root, depth=0, parent=None, visible=True)
     top = layout.scroll[1]
-    return View(tuple(lines.elements), top > 1, top + viewport[1] < layout.height - 1)
+    return View(tuple(collector.elements), top > 1, top + viewport[1] < layout.height - 1)
 
 
-class _Lines:
-    """Collects elements in document order."""
+class _Collector:
+    """Collector of a page's elements in document order."""
 
     def __init__(
-        self,
-        by_id: Mapping[str, Mapping[str, Any]],
-        layout: Layout,
-        viewport: tuple[int, int],
-        numbering: Numbering,
+        self, by_id: Mapping[str, Mapping[str, Any]], layout: Layout, viewport: tuple[int, int], numbering: Numbering
     ) -> None:
         self._numbering = numbering
         self.elements: list[Element] = []
@@ -171,7 +169,7 @@ class _Lines:
         self._viewport = viewport
 
     def add(self, node: Mapping[str, Any], depth: int, parent: Element | None, visible: bool) -> None:
-        """Add a node and what is inside it, with a stack of its own: pages nest deeper than Python may recurse."""
+        """Add a node and its descendants. Uses an explicit stack, because pages nest deeper than Python can recurse."""
         stack = [(node, depth, parent, visible)]
         while stack:
             node, depth, parent, visible = stack.pop()
@@ -187,39 +185,39 @@ class _Lines:
     def _element(self, node: Mapping[str, Any], depth: int, parent: Element | None, visible: bool) -> Element | None:
         role = _value(node, "role")
         name = " ".join(_value(node, "name").split())
-        if node.get("ignored") or role in _PASSED_OVER or (not name and role in _BARE):
+        if node.get("ignored") or role in _SKIPPED_ROLES or (not name and role in _NAMED_ONLY_ROLES):
             return None
-        if role == "StaticText" and (not name or (parent is not None and _says(parent, name))):
+        if role == "StaticText" and (not name or (parent is not None and _covers(parent, name))):
             return None
         if role == "StaticText" and self._labels_control(node, name):
             return None
-        found = {entry["name"]: entry["value"].get("value") for entry in node.get("properties", ())}
-        properties = [(key, found[key]) for key in _PROPERTIES if key in found]
+        values = {entry["name"]: entry["value"].get("value") for entry in node.get("properties", ())}
+        properties = [(key, values[key]) for key in _PROPERTIES if key in values]
         if role == "combobox":
             properties.insert(0, ("value", _value(node, "value")))
         backend_id = node.get("backendDOMNodeId", 0)
         return Element(self._numbering.id_of(backend_id), depth, role, name, tuple(properties), backend_id, visible)
 
     def _labels_control(self, node: Mapping[str, Any], name: str) -> bool:
-        """Whether this text is the label of a control beside it, which carries it as its name."""
+        """Return whether this text labels a sibling control that has it as its name."""
         label = self._by_id.get(node.get("parentId", ""), {})
         if _value(label, "role") != "LabelText":
             return False
-        beside = (self._by_id.get(child, {}) for child in label.get("childIds", ()))
-        return any(_value(other, "role") != "StaticText" and name in _value(other, "name") for other in beside)
+        siblings = (self._by_id.get(child, {}) for child in label.get("childIds", ()))
+        return any(_value(sibling, "role") != "StaticText" and name in _value(sibling, "name") for sibling in siblings)
 
     def _in_viewport(self, node: Mapping[str, Any], inherited: bool) -> bool:
-        place = self._layout.boxes.get(node.get("backendDOMNodeId", 0))
-        if place is None or not node.get("parentId"):
+        box = self._layout.boxes.get(node.get("backendDOMNodeId", 0))
+        if box is None or not node.get("parentId"):
             return inherited
-        x, y = place[0] - self._layout.scroll[0], place[1] - self._layout.scroll[1]
-        if place[2] <= 0 or place[3] <= 0:
+        x, y = box[0] - self._layout.scroll[0], box[1] - self._layout.scroll[1]
+        if box[2] <= 0 or box[3] <= 0:
             return False
-        return x < self._viewport[0] and x + place[2] > 0 and y < self._viewport[1] - 2 and y + place[3] > 2
+        return x < self._viewport[0] and x + box[2] > 0 and y < self._viewport[1] - 2 and y + box[3] > 2
 
 
-def _says(parent: Element, text: str) -> bool:
-    """Whether the line above already tells a text: it is in the name, or the name stands for it (an arrow's label)."""
+def _covers(parent: Element, text: str) -> bool:
+    """Return whether the parent's line covers a text: the name contains it or replaces it (an arrow's label)."""
     return text in parent.name or (parent.role in ("button", "link") and bool(parent.name))
 
 

@@ -1,4 +1,4 @@
-"""Scripted solutions: moves named by what they touch, turned into actions on the page as it is now."""
+"""Scripted solutions: moves that name their element, turned into actions on the current page."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Move:
     role: str = ""
     name: str = ""
     text: str = ""
-    """type: what; stop: the answer."""
+    """type: the text; stop: the answer."""
     enter: bool = False
     after: str = ""
-    """Name of an element that comes before the one meant, where the name alone fits several."""
+    """Name of an earlier element, if several elements have the same role and name."""
 
 
 def click(role: str, name: str, after: str = "") -> Move:
@@ -29,7 +29,7 @@ def click(role: str, name: str, after: str = "") -> Move:
 
 
 def choose(list_name: str, option: str) -> Move:
-    """An option of a drop-down list."""
+    """Return the move that selects an option of a drop-down list."""
     return Move("click", "option", option, after=list_name)
 
 
@@ -38,7 +38,7 @@ def fill(name: str, text: str, role: str = "textbox") -> Move:
 
 
 def search(name: str, text: str) -> Move:
-    """Type into a search field and press Enter."""
+    """Return the move that types into a search field and presses Enter."""
     return Move("type", "searchbox", name, text, enter=True)
 
 
@@ -46,8 +46,8 @@ def stop(answer: str = "") -> Move:
     return Move("stop", text=answer)
 
 
-class Guide:
-    """Follows a script. Whoever leaves it is led back to where it starts; what was changed meanwhile stays changed."""
+class ScriptedOracle:
+    """Follower of a script. After another action it goes back to the start URL; changes made meanwhile remain."""
 
     def __init__(self, script: Sequence[Move], start_url: str) -> None:
         self._script = script
@@ -56,7 +56,7 @@ class Guide:
         self._lost = False
 
     def next(self, view: View) -> str:
-        """The action to take now."""
+        """Return the next action."""
         if self._lost:
             return f"goto [{self._start_url}]"
         move = self._script[self._position]
@@ -67,16 +67,16 @@ class Guide:
             self._lost = True
             return self.next(view)
         if element is None:
-            raise EnvError(f"the oracle needs a {move.role} {move.name!r} on this page, and there is none")
+            raise EnvError(f"the oracle needs a {move.role} {move.name!r} on this page, got none")
         if not element.visible:
-            last_seen = max((place for place, each in enumerate(view.elements) if each.visible), default=0)
-            return f"scroll [{'down' if view.elements.index(element) > last_seen else 'up'}]"
+            last_visible = max((index for index, each in enumerate(view.elements) if each.visible), default=0)
+            return f"scroll [{'down' if view.elements.index(element) > last_visible else 'up'}]"
         if move.kind == "click":
             return f"click [{element.id}]"
         return f"type [{element.id}] [{move.text}] [{int(move.enter)}]"
 
-    def taken(self, action: str, view: View) -> None:
-        """Note that `action` was carried out on the page that `view` showed."""
+    def record_action(self, action: str, view: View) -> None:
+        """Record that `action` was carried out on the page in `view`."""
         try:
             expected = self.next(view)
         except EnvError:
@@ -93,10 +93,10 @@ class Guide:
 
 
 def _find(view: View, move: Move) -> Element | None:
-    """The element a move means, in view or not."""
-    passed = not move.after
+    """Return the element of a move, visible or not."""
+    after_passed = not move.after
     for element in view.elements:
-        if passed and element.role == move.role and element.name == move.name:
+        if after_passed and element.role == move.role and element.name == move.name:
             return element
-        passed = passed or element.name == move.after
+        after_passed = after_passed or element.name == move.after
     return None

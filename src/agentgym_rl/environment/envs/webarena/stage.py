@@ -1,4 +1,4 @@
-"""Where a task is played: what the embedded and the published tasks do differently."""
+"""Interface to the sites of an episode, with one implementation for embedded and one for published tasks."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ class Stage(Protocol):
 
     chromium: Chromium
     addresses: Mapping[str, str]
-    """Of the sites, by their names: SHOPPING, SHOPPING_ADMIN, ..."""
+    """Address of each site by its name: SHOPPING, SHOPPING_ADMIN, ..."""
 
     def begin(self, item: int) -> tuple[TaskConfig, dict[str, Any]]:
-        """The task, and what a fresh browser context needs for it (cookies, signed-in state)."""
+        """Return the task and the options of its browser context (cookies, signed-in state)."""
         ...
 
-    def taken(self, action: str, view: View) -> None:
-        """Note an action that was carried out on the page that `view` showed."""
+    def record_action(self, action: str, view: View) -> None:
+        """Record an action that was carried out on the page in `view`."""
         ...
 
     def oracle(self, view: View) -> str: ...
 
     def data(self) -> bytes:
-        """The sites' data as far as it is known: part of an episode's state."""
+        """Return the sites' data as far as it is known. It is part of an episode's state."""
         ...
 
     def only_changed(self, wanted: list[Mapping[str, Any]]) -> bool:
-        """Whether the episode changed the sites' data as the task's changed_data says, and in nothing else."""
+        """Return whether the episode made the changes of the task's changed_data and no others."""
         ...
 
     def end(self) -> None:
-        """Give back what the episode held; may be called twice."""
+        """Release the episode's resources. May be called twice."""
         ...

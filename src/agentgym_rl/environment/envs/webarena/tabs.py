@@ -1,4 +1,4 @@
-"""One episode's browser context: its tabs, the actions done in them, and what is seen. Runs in the browser's loop."""
+"""Browser context of one episode: tabs, actions and observations. Its coroutines run in the browser's event loop."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from playwright.async_api import BrowserContext, CDPSession, Dialog, Error, Fram
 from agentgym_rl.environment.envs.webarena.actions import Action, Refused, quote
 from agentgym_rl.environment.envs.webarena.addresses import address
 from agentgym_rl.environment.envs.webarena.browser import Chromium
-from agentgym_rl.environment.envs.webarena.observation import Element, Numbering, View, build, read_layout
+from agentgym_rl.environment.envs.webarena.observation import Element, Numbering, View, build_view, read_layout
 from agentgym_rl.errors import EnvError
 
 VIEWPORT = (1280, 720)
 MAX_TABS = 8
-QUIET_S = 0.03
-"""How long after an action a navigation may still be about to begin that the page has not asked for yet."""
-BEGIN_S = 5.0
-"""How long one may be about to begin that it has asked for: the browser may have much else to do."""
+SETTLE_DELAY_S = 0.03
+"""Seconds to wait after an action for a navigation that the page has not requested yet."""
+NAVIGATION_START_TIMEOUT_S = 5.0
+"""Seconds within which a requested navigation must start. The browser may be busy."""
 
-_LATER = "new Promise(done => setTimeout(() => setTimeout(done, 0), 0))"
-"""Two turns of the page's own loop: a click's handlers and a form's submission have happened by then."""
-_CHOOSE = """function() {
+_TWO_TASKS = "new Promise(done => setTimeout(() => setTimeout(done, 0), 0))"
+"""Two tasks of the page's event loop. By then click handlers and form submissions have run."""
+_SELECT_OPTION = """function() {
     const list = this.closest('select');
     if (!list || list.disabled || this.disabled) return false;
     if (list.multiple) this.selected = !this.selected; else list.value = this.value;
@@ -32,7 +32,7 @@ _CHOOSE = """function() {
     list.dispatchEvent(new Event('change', {bubbles: true}));
     return true;
 }"""
-_EDITABLE = """function() {
+_FOCUS_FIELD = """function() {
     const field = this.nodeType === 1 ? this : this.parentElement;
     if (!field || field.disabled || field.readOnly) return false;
     const typable = field.isContentEditable || field.tagName === 'TEXTAREA' || (field.tagName === 'INPUT' &&
@@ -46,19 +46,19 @@ _EDITABLE = """function() {
 
 
 class _Tab:
-    """A page and what is known about its loading."""
+    """A page and its loading state."""
 
     def __init__(self, page: Page, cdp: CDPSession, frame_id: str) -> None:
         self.page = page
         self.cdp = cdp
         self._frame_id = frame_id
         self.title = ""
-        """As it was when the tab was last looked at."""
+        """Title at the last observation."""
         self.numbering = Numbering()
-        self.navigating = 0
-        self._due_until = 0.0
+        self.num_navigations = 0
+        self._start_deadline = 0.0
         self.crashed = False
-        cdp.on("Page.frameRequestedNavigation", self._on_wish)
+        cdp.on("Page.frameRequestedNavigation", self._on_navigation_requested)
         page.on("framenavigated", self._on_navigated)
         page.on("request", self._on_request)
         page.on("requestfailed", self._on_request_end)
@@ -66,48 +66,48 @@ class _Tab:
         page.on("crash", self._on_crash)
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether another page is on its way or has been asked for."""
-        return self.navigating > 0 or asyncio.get_running_loop().time() < self._due_until
+    def is_navigating(self) -> bool:
+        """Return whether a navigation has been requested or is under way."""
+        return self.num_navigations > 0 or asyncio.get_running_loop().time() < self._start_deadline
 
-    def _on_wish(self, wish: dict[str, Any]) -> None:
-        # The page's own process says this before it answers anything that is asked of it after the click.
-        if wish["frameId"] == self._frame_id and wish["disposition"] == "currentTab":
-            self._due_until = asyncio.get_running_loop().time() + BEGIN_S
+    def _on_navigation_requested(self, event: dict[str, Any]) -> None:
+        # The renderer sends this event before it answers any request made after the click.
+        if event["frameId"] == self._frame_id and event["disposition"] == "currentTab":
+            self._start_deadline = asyncio.get_running_loop().time() + NAVIGATION_START_TIMEOUT_S
 
     def _on_navigated(self, frame: Frame) -> None:
         if frame == self.page.main_frame:
-            self._due_until = 0.0
+            self._start_deadline = 0.0
 
     def _on_request(self, request: Request) -> None:
         if request.is_navigation_request() and request.frame == self.page.main_frame:
-            self.navigating += 1
-            self._due_until = 0.0
+            self.num_navigations += 1
+            self._start_deadline = 0.0
 
     def _on_request_end(self, request: Request) -> None:
         if request.is_navigation_request() and request.frame == self.page.main_frame:
-            self.navigating -= 1
+            self.num_navigations -= 1
 
     def _on_crash(self, _: Page) -> None:
         self.crashed = True
 
 
 class Tabs:
-    """The tabs of one episode. `allowed` says whether an address belongs to the sites."""
+    """The tabs of one episode. `allowed` returns whether an address belongs to the sites."""
 
     def __init__(self, context: BrowserContext, allowed: Callable[[str], bool], load_timeout_s: float) -> None:
         self.context = context
         self.notes: list[str] = []
-        """What happened besides the action: dialogs, slow pages. Told with the next observation."""
+        """Events besides the action (dialogs, slow pages), shown with the next observation."""
         self._allowed = allowed
         self._load_timeout_s = load_timeout_s
         self._tabs: list[_Tab] = []
         self._current = 0
-        self._making = False
-        self._arrived: list[Page] = []
-        """Windows that the site opened and that are no tab yet."""
-        self._windows_due = 0
-        """Windows that the site asked for and that have not arrived."""
+        self._opening_tab = False
+        self._new_windows: list[Page] = []
+        """Windows that the site opened and that are not tabs yet."""
+        self._pending_windows = 0
+        """Number of windows that the site requested and that have not opened yet."""
 
     @classmethod
     async def open(
@@ -119,7 +119,7 @@ class Tabs:
         cookies: Sequence[Mapping[str, Any]] = (),
         **options: Any,
     ) -> Tabs:
-        """A fresh context with one tab per address, the first in front."""
+        """Open a fresh context with one tab per address, the first in front."""
         context = await chromium.new_context(
             viewport={"width": VIEWPORT[0], "height": VIEWPORT[1]},
             locale="en-GB",
@@ -135,8 +135,8 @@ class Tabs:
             tabs = cls(context, allowed, load_timeout_s)
             context.set_default_timeout(load_timeout_s * 1000)
             for url in urls:
-                await tabs._make()
-                await tabs._visit(url)
+                await tabs._open_tab()
+                await tabs._load(url)
                 tabs._tab.title = await tabs.page.title()
             tabs._current = 0
             await tabs._tab.page.bring_to_front()
@@ -157,16 +157,16 @@ class Tabs:
 
     @property
     def tabs(self) -> tuple[int, list[str]]:
-        """Number of the current tab and the addresses of all."""
+        """Return the number of the current tab and the addresses of all tabs."""
         return self._current, [tab.page.url for tab in self._tabs]
 
     async def act(self, action: Action, view: View) -> None:
-        """Carry an action out and wait until the page has settled; Refused says why it cannot be done."""
-        await _DO[action.kind](self, action, view)
+        """Carry out an action and wait until the page has settled. Raise Refused if it is impossible."""
+        await _HANDLERS[action.kind](self, action, view)
         await self.settle()
 
     async def observe(self) -> tuple[str, View]:
-        """The line of tabs and the view of the current one."""
+        """Return the header (tabs and URL) and the view of the current tab."""
         tab = self._tab
         if tab.crashed:
             raise EnvError("the browser's page crashed")
@@ -179,7 +179,7 @@ class Tabs:
         header = " | ".join(
             f"Tab {n}{' (current)' if n == self._current else ''}: {each.title}" for n, each in enumerate(self._tabs)
         )
-        return f"{header}\nURL: {tab.page.url}", build(tree["nodes"], layout, VIEWPORT, tab.numbering)
+        return f"{header}\nURL: {tab.page.url}", build_view(tree["nodes"], layout, VIEWPORT, tab.numbering)
 
     async def screenshot(self) -> bytes:
         return await self.page.screenshot(type="png", timeout=self._load_timeout_s * 1000)
@@ -188,13 +188,13 @@ class Tabs:
     def _tab(self) -> _Tab:
         return self._tabs[self._current]
 
-    async def _make(self) -> None:
-        """A new tab of the agent's own, in front."""
-        self._making = True
+    async def _open_tab(self) -> None:
+        """Open an empty tab for the agent, in front."""
+        self._opening_tab = True
         try:
             page = await self.context.new_page()
         finally:
-            self._making = False
+            self._opening_tab = False
         await self._add(page)
 
     async def _add(self, page: Page) -> None:
@@ -207,15 +207,15 @@ class Tabs:
         self._current = len(self._tabs) - 1
 
     def _on_window_open(self, _: Any) -> None:
-        self._windows_due += 1
+        self._pending_windows += 1
 
     def _on_page(self, page: Page) -> None:
-        if not self._making:
-            self._arrived.append(page)
+        if not self._opening_tab:
+            self._new_windows.append(page)
 
-    async def _adopt(self, page: Page) -> None:
-        """A window that the site itself opened becomes a tab, as a person would see it."""
-        self._windows_due = max(0, self._windows_due - 1)
+    async def _add_window(self, page: Page) -> None:
+        """Make a window that the site opened the current tab, or close it if there are too many tabs."""
+        self._pending_windows = max(0, self._pending_windows - 1)
         if len(self._tabs) < MAX_TABS:
             await self._add(page)
         else:
@@ -228,48 +228,48 @@ class Tabs:
             await dialog.accept()
 
     async def settle(self) -> None:
-        """Wait until no navigation is under way and the page is loaded, but not longer than the deadline."""
+        """Wait until no navigation is under way and the page is loaded, at most until the deadline."""
         deadline = asyncio.get_running_loop().time() + self._load_timeout_s
         try:
             async with asyncio.timeout_at(deadline):
                 while True:
-                    with contextlib.suppress(Error):  # a navigation ends the document this runs in
-                        await self._tab.cdp.send("Runtime.evaluate", {"expression": _LATER, "awaitPromise": True})
-                    await asyncio.sleep(QUIET_S)
-                    while self._arrived:
-                        await self._adopt(self._arrived.pop(0))
+                    with contextlib.suppress(Error):  # a navigation destroys the document this runs in
+                        await self._tab.cdp.send("Runtime.evaluate", {"expression": _TWO_TASKS, "awaitPromise": True})
+                    await asyncio.sleep(SETTLE_DELAY_S)
+                    while self._new_windows:
+                        await self._add_window(self._new_windows.pop(0))
                     if self._tab.crashed or self._tab.page.is_closed():
                         break
-                    if self._tab.is_leaving or self._windows_due:
+                    if self._tab.is_navigating or self._pending_windows:
                         continue
                     await self._tab.page.wait_for_load_state("load", timeout=self._load_timeout_s * 1000)
-                    if not self._tab.is_leaving:
+                    if not self._tab.is_navigating:
                         break
         except (TimeoutError, Error) as error:
             if self._tab.crashed or not self.context.browser or not self.context.browser.is_connected():
                 raise EnvError("the browser crashed") from error
-            self._windows_due = 0
-            # Left alone it would hold up whatever is asked of this tab next.
+            self._pending_windows = 0
+            # A pending load would block the next request to this tab.
             await self._tab.cdp.send("Page.stopLoading")
             self.notes.append(f"The page was still loading after {self._load_timeout_s:g} s and was stopped.")
         if not self._allowed(self.page.url):
-            left = self.page.url
-            await self._back(1)
-            self.notes.append(f"{quote(left)} is outside the sites of this task; you were taken back.")
+            outside_url = self.page.url
+            await self._move_back(1)
+            self.notes.append(f"{quote(outside_url)} is outside the sites of this task; you were taken back.")
 
-    async def _visit(self, url: str) -> None:
+    async def _load(self, url: str) -> None:
         try:
             await self._tab.page.goto(url, timeout=self._load_timeout_s * 1000, wait_until="load")
         except Error as error:
             if self.context.browser is None or not self.context.browser.is_connected():
                 raise
-            with contextlib.suppress(Error):  # one that may still come would hold up whatever is asked next
+            with contextlib.suppress(Error):  # a pending load would block the next request
                 await self._tab.cdp.send("Page.stopLoading")
             reason = str(error).splitlines()[0].removeprefix("Page.goto: ")
             raise Refused(f"{quote(url)} could not be opened: {reason}.") from error
 
-    async def _point(self, element: Element) -> tuple[float, float]:
-        """Middle of an element, scrolled into view."""
+    async def _center(self, element: Element) -> tuple[float, float]:
+        """Scroll an element into view and return its centre."""
         cdp = self._tab.cdp
         try:
             await cdp.send("DOM.scrollIntoViewIfNeeded", {"backendNodeId": element.backend_id})
@@ -304,18 +304,18 @@ class Tabs:
         return bool(answer["result"].get("value"))
 
     async def _click(self, action: Action, view: View) -> None:
-        element = _element(view, action.element)
-        if element.role == "option" and await self._call_on(element, _CHOOSE):
+        element = _visible_element(view, action.element)
+        if element.role == "option" and await self._call_on(element, _SELECT_OPTION):
             return
-        await self.page.mouse.click(*await self._point(element))
+        await self.page.mouse.click(*await self._center(element))
 
     async def _hover(self, action: Action, view: View) -> None:
-        await self.page.mouse.move(*await self._point(_element(view, action.element)))
+        await self.page.mouse.move(*await self._center(_visible_element(view, action.element)))
 
     async def _type(self, action: Action, view: View) -> None:
-        element = _element(view, action.element)
-        point = await self._point(element)
-        if not await self._call_on(element, _EDITABLE):
+        element = _visible_element(view, action.element)
+        point = await self._center(element)
+        if not await self._call_on(element, _FOCUS_FIELD):
             raise Refused(f"Element [{element.id}] is a {element.role}: nothing can be typed there.")
         await self.page.mouse.move(*point)
         if action.text:
@@ -331,14 +331,14 @@ class Tabs:
     async def _scroll(self, action: Action, view: View) -> None:
         if not (view.below if action.text == "down" else view.above):
             raise Refused(f"The page does not go on {'below' if action.text == 'down' else 'above'}.")
-        # A little less than the window, so that a line cut at its edge is whole in one of the two views.
+        # A little less than the window, so that a line cut at the edge is whole in one of the two views.
         distance = (VIEWPORT[1] - 40) * (1 if action.text == "down" else -1)
         await self.page.evaluate("distance => window.scrollBy(0, distance)", distance)
 
     async def _new_tab(self, action: Action, view: View) -> None:
         if len(self._tabs) >= MAX_TABS:
             raise Refused(f"There are {MAX_TABS} tabs open already: close one first.")
-        await self._make()
+        await self._open_tab()
 
     async def _tab_focus(self, action: Action, view: View) -> None:
         if action.element >= len(self._tabs):
@@ -355,18 +355,18 @@ class Tabs:
         await self.page.bring_to_front()
 
     async def _goto(self, action: Action, view: View) -> None:
-        await self._visit(address(action.text, self._allowed))
+        await self._load(address(action.text, self._allowed))
 
     async def _go_back(self, action: Action, view: View) -> None:
-        if not await self._back(1):
+        if not await self._move_back(1):
             raise Refused("There is no earlier page in this tab.")
 
     async def _go_forward(self, action: Action, view: View) -> None:
-        if not await self._back(-1):
+        if not await self._move_back(-1):
             raise Refused("There is no later page in this tab.")
 
-    async def _back(self, steps: int) -> bool:
-        """Move in the tab's history; False when there is nothing there."""
+    async def _move_back(self, steps: int) -> bool:
+        """Move back in the tab's history (forward if negative). Return False if there is no such entry."""
         history = await self._tab.cdp.send("Page.getNavigationHistory")
         index = history["currentIndex"] - steps
         if not 0 <= index < len(history["entries"]) or history["entries"][index]["url"] == "about:blank":
@@ -374,18 +374,18 @@ class Tabs:
         await self._tab.cdp.send("Page.navigateToHistoryEntry", {"entryId": history["entries"][index]["id"]})
         url = history["entries"][index]["url"]
         with contextlib.suppress(Error):
-            await self.page.wait_for_url(lambda now: now == url, timeout=self._load_timeout_s * 1000)
+            await self.page.wait_for_url(lambda current_url: current_url == url, timeout=self._load_timeout_s * 1000)
         return True
 
 
-def _element(view: View, element_id: int) -> Element:
+def _visible_element(view: View, element_id: int) -> Element:
     element = view.find(element_id)
     if element is None or not element.backend_id:
         raise Refused(f"There is no element [{element_id}] in view.")
     return element
 
 
-_DO: dict[str, Callable[..., Any]] = {
+_HANDLERS: dict[str, Callable[..., Any]] = {
     "click": Tabs._click,
     "hover": Tabs._hover,
     "type": Tabs._type,

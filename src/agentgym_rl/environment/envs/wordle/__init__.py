@@ -1,4 +1,4 @@
-"""Wordle: find a five-letter word in six guesses, with word lists of its own."""
+"""Wordle: find a five-letter word in six guesses, with its own word lists."""
 
 from agentgym_rl.environment.envs.wordle.env import Wordle
 

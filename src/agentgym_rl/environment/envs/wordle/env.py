@@ -30,7 +30,7 @@ _UNPRINTABLE = re.compile(r"[^\x20-\x7e]+")
 
 
 class _Refused(Exception):
-    """Not a guess; the text is the game's answer."""
+    """The text is not a valid guess. The message is the game's answer."""
 
 
 class Wordle:
@@ -72,16 +72,16 @@ class Wordle:
         success = guess == self._answer
         self._playing = not success and left > 0
         ending = "You found the word." if success else f"The word was {self._answer}."
-        said = f"Guess {len(self._history)}: {' '.join(guess)}\nMarks:   {' '.join(marks)}"
+        shown = f"Guess {len(self._history)}: {' '.join(guess)}\nMarks:   {' '.join(marks)}"
         if self._playing:
-            return Step(f"{said}\n{_guesses_left(left)}", info={"valid": True})
-        return Step(f"{said}\n{ending}", float(success), True, {"valid": True, "success": success})
+            return Step(f"{shown}\n{_guesses_left(left)}", info={"valid": True})
+        return Step(f"{shown}\n{ending}", float(success), True, {"valid": True, "success": success})
 
     def close(self) -> None:
         self._playing = False
 
     def actions(self) -> list[str]:
-        """A few words that fit all marks and a few that need not, the same ones in the same state, sorted."""
+        """Return a few words that fit all marks and a few random ones, sorted. Equal states give equal words."""
         if not self._playing:
             return []
         rng = random.Random(self.state_key())
@@ -90,20 +90,20 @@ class Wordle:
         return sorted({*offered, *rng.sample(words.answers(), _NUM_OTHERS_OFFERED)})
 
     def oracle(self) -> str:
-        """The guess of a solver that does not know the word: it may fail, see the environment's page for how often."""
+        """Return the guess of a solver that does not know the word. Its success rate is on the environment's page."""
         self._require_playing()
         return solver.best_guess(self._history)
 
     def vocabulary(self) -> list[str]:
-        """Words that may be hidden, given the marks so far."""
+        """Return the words that may be hidden, given the marks so far."""
         return list(solver.candidates(self._history))
 
     def state_key(self) -> str:
-        """`12|crane,slate`: the item and the guesses, sorted, for their order does not matter."""
+        """Return `12|crane,slate`: the item and the guesses, sorted because their order does not matter."""
         return f"{self._item}|" + ",".join(sorted(guess for guess, _ in self._history))
 
     def render(self) -> str:
-        """An SVG: the board and the keyboard, coloured."""
+        """Return an SVG of the board and the keyboard."""
         if self._item < 0:
             raise EnvError("wordle has nothing to draw yet: call reset first")
         return draw(self._item, self._history, self._answer if not self._playing else None)
@@ -125,7 +125,7 @@ def _guesses_left(left: int) -> str:
 
 
 def _read_guess(text: str) -> str:
-    """`crane` from `crane`, `C R A N E`, `"Crane".` and the like."""
+    """Return `crane` for `crane`, `C R A N E`, `"Crane".` and the like."""
     if len(text) > _MAX_CHARS:
         raise _Refused(f"Could not read {len(text)} characters. Guess one word of five letters.")
     guess = text.strip().strip("\"'`. ").lower()
@@ -139,6 +139,6 @@ def _read_guess(text: str) -> str:
 
 
 def _quote(text: str) -> str:
-    """What the player wrote, made safe to repeat: short, and plain characters only."""
+    """Return the player's text, safe to repeat: short, and plain characters only."""
     plain = _UNPRINTABLE.sub("?", text) or "nothing"
     return plain if len(plain) <= 60 else plain[:57] + "..."

@@ -17,7 +17,7 @@ _TOP = 92
 
 
 def draw(item: int, history: History, answer: str | None) -> str:
-    """`answer` only when the game is over."""
+    """Draw the game. `answer` is given only when it is over."""
     keyboard_top = _TOP + MAX_GUESSES * (_TILE + _GAP) + 18
     height = keyboard_top + len(_ROWS) * (_KEY_H + _KEY_GAP) + _MARGIN - _KEY_GAP
     return "\n".join(
@@ -35,9 +35,9 @@ def draw(item: int, history: History, answer: str | None) -> str:
 
 
 def _header(item: int, history: History, answer: str | None) -> Iterator[str]:
-    found = bool(history) and set(history[-1][1]) == {"g"}
+    solved = bool(history) and set(history[-1][1]) == {"g"}
     status, colour = f"{len(history)} of {MAX_GUESSES} guesses", "#3a6ea5"
-    if found:
+    if solved:
         status, colour = f"found in {len(history)}", _COLOURS["g"]
     elif answer is not None:
         status, colour = f"it was {answer}", "#c0392b"

@@ -1,6 +1,6 @@
-"""A solver that knows what the player knows: which words fit all marks, and which guess tells them apart best.
+"""A solver with the player's knowledge: the words that fit all marks, and the guess that separates them best.
 
-Legend: A answers, C candidates, G guesses weighed (all answers). Marks are numbers in base 3: b 0, y 1, g 2.
+Legend: A answers, C candidates, G possible guesses (all answers). Marks are numbers in base 3: b 0, y 1, g 2.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def _letters_A5() -> NDArray[np.uint8]:
 
 @lru_cache(maxsize=8192)
 def _marks_A(guess: str) -> NDArray[np.uint8]:
-    """The marks `guess` gets under every answer."""
+    """Return the marks of `guess` for every answer."""
     letters_A5 = _letters_A5()
-    said_5 = np.frombuffer(guess.encode(), dtype=np.uint8)
-    green_A5 = letters_A5 == said_5
+    guess_5 = np.frombuffer(guess.encode(), dtype=np.uint8)
+    green_A5 = letters_A5 == guess_5
     total_A = np.zeros(len(letters_A5), dtype=np.uint8)
     used: dict[int, NDArray[np.int64]] = {}
-    for place, letter in enumerate(said_5.tolist()):
+    for place, letter in enumerate(guess_5.tolist()):
         if letter not in used:
             used[letter] = ((letters_A5 == letter) & ~green_A5).sum(axis=1)
         yellow_A = ~green_A5[:, place] & (used[letter] > 0)
@@ -58,13 +58,13 @@ def _fitting(history: History) -> NDArray[np.intp]:
 
 
 def candidates(history: History) -> list[str]:
-    """Answers that fit every mark, most frequent first."""
+    """Return the answers that fit every mark, most frequent first."""
     return [answers()[index] for index in _fitting(history)]
 
 
 @lru_cache(maxsize=4096)
 def best_guess(history: History) -> str:
-    """The answer that splits the candidates into the most parts; among equals a candidate, then a frequent word."""
+    """Return the answer that splits the candidates into the most parts. Ties prefer candidates, then frequent words."""
     fitting_C = _fitting(history)
     if len(fitting_C) <= 2 or len(history) == MAX_GUESSES - 1:
         return answers()[fitting_C[0]]

@@ -1,4 +1,4 @@
-"""The words, their marks, and which word an item number stands for."""
+"""The words, their marks, and the hidden word of each item."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LENGTH = 5
 MAX_GUESSES = 6
 SPLITS = {"train": range(850), "test": range(850, 1050), "validation": range(1050, 1150)}
 SUBSETS = ("common", "rare", "repeated")
-"""The more and the less frequent half of the words; words with a letter that comes more than once."""
+"""The more and the less frequent half of the words, and the words with a repeated letter."""
 
 
 def _read(name: str) -> tuple[str, ...]:
@@ -19,19 +19,19 @@ def _read(name: str) -> tuple[str, ...]:
 
 @cache
 def answers() -> tuple[str, ...]:
-    """Words that can be hidden, most frequent first."""
+    """Return the words that can be hidden, most frequent first."""
     return _read("answers.txt")
 
 
 @cache
 def allowed() -> frozenset[str]:
-    """Words that can be guessed."""
+    """Return the words that can be guessed."""
     return frozenset((*answers(), *_read("guesses.txt")))
 
 
 @cache
 def hidden_words() -> tuple[str, ...]:
-    """Item number -> hidden word. The shuffle is seeded."""
+    """Return the hidden words by item number. The shuffle is seeded."""
     words = list(answers())
     random.Random("wordle items").shuffle(words)
     return tuple(words)
@@ -48,19 +48,19 @@ def subsets_of_word(word: str) -> tuple[str, ...]:
 
 
 def marks(guess: str, answer: str) -> str:
-    """`gybbb`: g for the right place, y for another place, b for a letter that is not there (again).
+    """Return marks such as `gybbb`: g right place, y another place, b not in the word (or not once more).
 
-    A letter is marked y or g as often as the answer has it: right places first, then from the left.
+    A letter is marked g or y as often as the answer has it: right places first, then from the left.
     """
     result = ["b"] * LENGTH
-    left: dict[str, int] = {}
-    for place, (said, hidden) in enumerate(zip(guess, answer, strict=True)):
-        if said == hidden:
+    unmatched: dict[str, int] = {}
+    for place, (guessed, hidden) in enumerate(zip(guess, answer, strict=True)):
+        if guessed == hidden:
             result[place] = "g"
         else:
-            left[hidden] = left.get(hidden, 0) + 1
-    for place, said in enumerate(guess):
-        if result[place] == "b" and left.get(said):
+            unmatched[hidden] = unmatched.get(hidden, 0) + 1
+    for place, guessed in enumerate(guess):
+        if result[place] == "b" and unmatched.get(guessed):
             result[place] = "y"
-            left[said] -= 1
+            unmatched[guessed] -= 1
     return "".join(result)

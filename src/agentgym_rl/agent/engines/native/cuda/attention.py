@@ -1,4 +1,4 @@
-"""Attention over the slot cache, in Triton: one query a row when decoding, packed queries when prefilling.
+"""Triton attention over the slot cache: one query per row for decoding, packed queries for prefill.
 
 All query heads of a key/value head are rows of one product, so every key and value is read once for all of them.
 Shapes: B rows, T packed tokens, H query heads, K key/value heads, D head width, L positions of a slot.
@@ -213,7 +213,7 @@ def decode_attention(
     scaling: float,
     num_processors: int,
 ) -> torch.Tensor:
-    """[B, H * D] queries at `positions` of `slots` over keys and values [slots, K, L, D]; rows that are done give 0."""
+    """Attend with queries [B, H * D] over keys and values [slots, K, L, D]. Finished rows give 0."""
     num_rows, width = query.shape
     _, num_kv, _, head_dim = keys.shape
     num_heads = width // head_dim
@@ -255,14 +255,14 @@ def decode_attention(
 
 
 def num_splits(num_programs: int, num_processors: int) -> int:
-    """Into how many parts each sequence is cut, so that few sequences still keep every processor busy."""
+    """Return into how many parts each sequence is split, so that few sequences still use every processor."""
     return next((splits for splits in (16, 4) if num_programs * splits <= 3 * num_processors), 1)
 
 
 def prefill_attention(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, blocks: Blocks, scaling: float, out: torch.Tensor
 ) -> None:
-    """Packed queries [T, H * D] over keys and values [slots, K, L, D] into `out`; each sees its sequence up to itself.
+    """Attend with packed queries [T, H * D] over keys and values [slots, K, L, D] into `out`, causally per sequence.
 
     The new tokens' own keys and values are in the cache already.
     """
@@ -292,13 +292,13 @@ def prefill_attention(
 
 
 def queries_per_block(group: int, dtype: torch.dtype) -> int:
-    """Tokens that one prefill program takes."""
+    """Return the tokens of one prefill program."""
     rows = 32 if dtype.itemsize == 4 else PREFILL_ROWS
     return max(1, rows // group)
 
 
 def copy_slots(keys: torch.Tensor, values: torch.Tensor, pairs: torch.Tensor, longest: int) -> None:
-    """The first pairs[2] positions of slots pairs[0] to slots pairs[1], of one layer's [slots, K, L, D]."""
+    """Copy the first pairs[2] positions of slots pairs[0] to slots pairs[1], in one layer's [slots, K, L, D]."""
     _, num_kv, _, head_dim = keys.shape
     block = 64
     copy_slots_kernel[(pairs.shape[1], num_kv, triton.cdiv(longest, block))](

@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel is set up while the one before it ends, instead of after it.
+"""Programmatic dependent launch: a kernel is set up while the previous one ends.
 
-Every kernel of a chain begins with `follow`: it waits for all the results of the kernel before it, then lets the next
-one be set up. Pass `**CHAINED` to its launch.
+Every kernel of a chain begins with `follow`: it waits for the results of the previous kernel, then allows the setup of
+the next one. Pass `**CHAINED` to its launch.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_POSSIBLE = (
+_SUPPORTED = (
     os.environ.get("TRITON_INTERPRET") != "1"
     and torch.cuda.is_available()
     and torch.cuda.get_device_capability() >= (9, 0)
 )
-"""From Hopper on."""
-CHAINED: dict[str, Any] = {"CHAIN": True, "launch_pdl": True} if _POSSIBLE else {"CHAIN": False}
+"""Hopper and later devices support it."""
+CHAINED: dict[str, Any] = {"CHAIN": True, "launch_pdl": True} if _SUPPORTED else {"CHAIN": False}
 
 
 @triton.jit

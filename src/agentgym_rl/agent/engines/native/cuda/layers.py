@@ -1,5 +1,5 @@
-"""What lies between the matrix products of a decoder layer, in Triton: norm, rotary embedding with the write into the
-cache, SiLU times up. For prefill, and for models so wide that the library's products are best.
+"""Triton kernels between the matrix products of a decoder layer: norm, rotary embedding with the cache write, SiLU
+times up. Used for prefill, and for wide models, for which the library's products are fastest.
 
 Shapes: T tokens (rows of a decode step, or packed prompts), C hidden size, H and K query and key/value heads, D head
 width, I intermediate size. Weights are as in torch.nn.Linear: [out, in].
@@ -30,7 +30,7 @@ def rms_norm_kernel(x, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[T, C]."""
+    """Return the RMS norm of [T, C]."""
     out = torch.empty_like(x)
     size = x.shape[1]
     block = triton.next_power_of_2(size)
@@ -64,7 +64,7 @@ def rope_and_store_kernel(
     HAS_DONE: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
-    """One token: all its heads, [heads, D] in two halves because rotation pairs them."""
+    """Process all heads of one token, [heads, D] in two halves, because rotation pairs them."""
     follow(CHAIN)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -116,8 +116,8 @@ def rope_and_store(
     positions: torch.Tensor,
     done: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Queries [T, H * D], rotated; keys and values go into the cache [slots, K, L, D], those of rows that are done to
-    its spare position."""
+    """Return rotated queries [T, H * D]. Keys and values go into the cache [slots, K, L, D]; those of finished rows go
+    to its spare position."""
     _, num_kv, length, head_dim = keys.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv
     query = torch.empty((len(qkv), num_heads * head_dim), dtype=qkv.dtype, device=qkv.device)
@@ -162,7 +162,7 @@ def silu_times_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr, CHA
 
 
 def silu_times(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(first half) * second half: [T, 2 I] to [T, I]."""
+    """Return silu(first half) * second half: [T, 2 I] to [T, I]."""
     size = gate_up.shape[1] // 2
     out = torch.empty((len(gate_up), size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(2048, triton.next_power_of_2(size))

@@ -11,14 +11,14 @@ import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention import decode_attention, prefill_attention
+from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
+from agentgym_rl.agent.engines.native.cuda.matmul_kernels import add_product, embed, gate_up, qkv
 from agentgym_rl.agent.engines.native.cuda.packing import Packed
-from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState, pick
-from agentgym_rl.agent.engines.native.cuda.products import add_product, embed, gate_up, qkv
-from agentgym_rl.agent.engines.native.cuda.weights import LayerWeights, layer_weights
+from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState, pick
 
 NARROW = 1024
-"""Models up to this hidden size decode with the fused products alone; for wider ones the library's are better."""
+"""Models up to this hidden size decode with the fused products only; for wider ones the library's are faster."""
 
 
 class CapturedModel:
@@ -32,21 +32,21 @@ class CapturedModel:
         self._norm = (decoder.norm.weight.data, decoder.norm.variance_epsilon)
         self._layers: list[LayerWeights] = [layer_weights(layer) for layer in decoder.layers]
         self._scaling = decoder.layers[0].self_attn.scaling
-        # The fused products read rows that are not normalised yet, for which float16 has no room.
+        # The fused products read rows before normalization, whose range float16 cannot hold.
         self._narrow = self._embedding.shape[1] <= NARROW and self._embedding.dtype != torch.float16
         device = self._embedding.device
-        self._num_processors = 8  # of an interpreter, which has none: few programs are quick
+        self._num_processors = 8  # an interpreter has none, and is faster with few programs
         if device.type == "cuda":
             self._num_processors = torch.cuda.get_device_properties(device).multi_processor_count
         self._cos = self._sin = torch.empty(0)
 
     @property
     def num_positions(self) -> int:
-        """That there are angles for."""
+        """Positions for which there are rotary angles."""
         return len(self._cos)
 
     def refresh_rotary(self) -> None:
-        """Angles for every position of the cache, as the model's own module rounds them: [L, D / 2] each."""
+        """Compute the angles of every cache position with the model's own module: [L, D / 2] each."""
         like = torch.empty(0, dtype=self._embedding.dtype, device=self._embedding.device)
         positions = torch.arange(self._cache.spare_position + 1, device=like.device).unsqueeze(0)
         cos, sin = self._model.model.rotary_emb(like, positions)
@@ -54,13 +54,13 @@ class CapturedModel:
         self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
     def decode(self, state: RowState, picks: Picks, *, with_top_p: bool) -> None:
-        """Compute each row's token and pick the one after it."""
+        """Compute each row's token and sample the next one."""
         hidden = self._narrow_layers(state) if self._narrow else self._wide_layers(state)
         hidden = rms_norm(hidden, *self._norm)
         pick(_logits(hidden, self._head), state, picks, with_top_p=with_top_p)
 
     def prefill(self, packed: Packed) -> None:
-        """Compute keys and values of the packed tokens. Nothing is picked, so the last layer ends with its keys."""
+        """Compute keys and values of the packed tokens. Nothing is sampled, so the last layer stops after its keys."""
         hidden = self._embedding.index_select(0, packed.token_ids)
         for index, layer in enumerate(self._layers):
             keys, values = self._cache.keys[index], self._cache.values[index]
@@ -69,7 +69,7 @@ class CapturedModel:
                 return
             mixed = torch.empty_like(query)
             prefill_attention(query, keys, values, packed.blocks, self._scaling, mixed)
-            self._rest(layer, hidden, mixed)
+            self._finish_layer(layer, hidden, mixed)
 
     def _narrow_layers(self, state: RowState) -> torch.Tensor:
         stream = embed(state.token, self._embedding, self._layers[0].input_norm[0])
@@ -101,7 +101,7 @@ class CapturedModel:
         for index, layer in enumerate(self._layers):
             query = self._query(index, layer, hidden, state.slot, state.position, state.done)
             mixed = self._attend(index, query, state)
-            self._rest(layer, hidden, mixed)
+            self._finish_layer(layer, hidden, mixed)
         return hidden
 
     def _attend(self, index: int, query: torch.Tensor, state: RowState) -> torch.Tensor:
@@ -129,8 +129,8 @@ class CapturedModel:
         keys, values = self._cache.keys[index], self._cache.values[index]
         return rope_and_store(projected, keys, values, layer.head_norms, self._cos, self._sin, slots, positions, done)
 
-    def _rest(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
-        """What follows attention; the residual sums are part of the products."""
+    def _finish_layer(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Compute the layer after attention. The residual sums are part of the products."""
         torch.addmm(hidden, mixed, layer.out.t(), out=hidden)
         if layer.out_bias is not None:
             hidden += layer.out_bias
@@ -143,7 +143,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """float32, without rounding in between."""
+    """Return float32 logits without intermediate rounding."""
     if x.dtype is torch.float32:
         return torch.mm(x, weight.t())
     return torch.mm(x, weight.t(), out_dtype=torch.float32)

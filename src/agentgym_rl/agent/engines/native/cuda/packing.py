@@ -1,4 +1,4 @@
-"""The new tokens of many rows as passes of packed tokens: numpy in, one array a pass out."""
+"""Packs the new tokens of many rows into prefill passes, as numpy arrays."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ TOKEN_FIELDS, BLOCK_FIELDS = 3, 4
 
 @dataclass(slots=True)
 class Blocks:
-    """Runs of queries that one prefill program takes, [N] each; a count of 0 is padding."""
+    """Runs of queries for one prefill program each, [N]; a count of 0 is padding."""
 
     first: torch.Tensor
-    """Place of the first query among the packed tokens."""
+    """Index of the first query among the packed tokens."""
     position: torch.Tensor
-    """Its position in its sequence."""
+    """Position of the first query in its sequence."""
     count: torch.Tensor
     slot: torch.Tensor
 
 
 @dataclass(slots=True)
 class Packed:
-    """Tokens of several sequences, end to end, [T] each; padding writes to the spare position of slot 0."""
+    """Tokens of several sequences, end to end, [T]. Padding writes to the spare position of slot 0."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -44,22 +44,22 @@ class Pass:
     """[4, N]: first, position, count, slot."""
 
 
-def pack(rows: list[Row], tokens_most: int, block_tokens: int) -> list[Pass]:
-    """Tokens [start, length - 1) of every row, the last one being left to the decode step that follows.
+def pack(rows: list[Row], max_tokens: int, block_tokens: int) -> list[Pass]:
+    """Pack tokens [start, length - 1) of every row. The next decode step computes the last one.
 
-    Passes are full; a row may be cut in two, since later tokens find the earlier ones in the cache.
+    Passes are full. A row may be split over two, because later tokens find the earlier ones in the cache.
     """
-    passes, pieces, room = [], [], tokens_most
+    passes, pieces, free = [], [], max_tokens
     for row in rows:
         start, end = row.start, len(row.token_ids) - 1
         while start < end:
-            taken = min(room, end - start)
-            pieces.append((row.slot, start, row.token_ids[start : start + taken]))
-            start += taken
-            room -= taken
-            if room == 0:
+            count = min(free, end - start)
+            pieces.append((row.slot, start, row.token_ids[start : start + count]))
+            start += count
+            free -= count
+            if free == 0:
                 passes.append(_pass(pieces, block_tokens))
-                pieces, room = [], tokens_most
+                pieces, free = [], max_tokens
     if pieces:
         passes.append(_pass(pieces, block_tokens))
     return passes
@@ -81,12 +81,12 @@ def _pass(pieces: list[tuple[int, int, list[int]]], block_tokens: int) -> Pass:
     counts = -(-lengths // block_tokens)
     piece = numpy.repeat(numpy.arange(len(pieces)), counts)
     within = (numpy.arange(len(piece)) - numpy.repeat(numpy.cumsum(counts) - counts, counts)) * block_tokens
-    left = lengths[piece] - within
-    blocks = numpy.stack([firsts[piece] + within, starts[piece] + within, left.clip(max=block_tokens), slots[piece]])
-    # The longest first: the last programs to finish are then short ones.
+    rest = lengths[piece] - within
+    blocks = numpy.stack([firsts[piece] + within, starts[piece] + within, rest.clip(max=block_tokens), slots[piece]])
+    # Longest first, so that the last programs to finish are short.
     return Pass(tokens, blocks[:, numpy.argsort(-blocks[1], kind="stable")])
 
 
 def as_packed(tokens: torch.Tensor, blocks: torch.Tensor) -> Packed:
-    """Views of [3, T] and [4, N]."""
+    """Return views of [3, T] and [4, N] arrays."""
     return Packed(tokens[0], tokens[1], tokens[2], Blocks(blocks[0], blocks[1], blocks[2], blocks[3]))

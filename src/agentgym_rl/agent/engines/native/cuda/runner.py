@@ -1,7 +1,7 @@
-"""Decode steps captured whole in CUDA graphs, several in one launch, and packed prefill passes before them.
+"""Decode steps captured as CUDA graphs, several per launch, and packed prefill passes before them.
 
-One graph is one step for a bucket of batch sizes; a launch replays it as often as wanted without asking the host. What
-a step needs to know of its rows is on the device (`RowState`), and so is what it picks until the launch is over.
+One graph is one step for a bucket of batch sizes. A launch replays it several times without the host. The rows' state
+(`RowState`) and the sampled tokens are on the device until the launch is over.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention import copy_slots, queries_per_block
+from agentgym_rl.agent.engines.native.cuda.joint_weights import addresses, why_not_captured
 from agentgym_rl.agent.engines.native.cuda.model import NARROW, CapturedModel
 from agentgym_rl.agent.engines.native.cuda.packing import BLOCK_FIELDS, TOKEN_FIELDS, as_packed, pack
-from agentgym_rl.agent.engines.native.cuda.picking import Picks, RowState
-from agentgym_rl.agent.engines.native.cuda.weights import addresses, why_not_captured
+from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 from agentgym_rl.agent.engines.native.decoder import share_prompts
-from agentgym_rl.agent.engines.native.runner import MOST_STOPS, DecodeRow, Row
-from agentgym_rl.cuda_graphs import capture
+from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Row
+from agentgym_rl.common.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-STEPS_MOST = 32
+MAX_STEPS = 32
 """Steps of one launch."""
 PREFILL_TOKENS = 16384
 """Tokens of one prefill pass."""
-CAPTURED_PREFILLS = (64, 128, 256, 512, 1024, 2048)
-NARROW_PREFILLS = (*CAPTURED_PREFILLS, 3072, 4096, 6144, 8192)
-"""Passes of up to so many tokens are replayed: launching their kernels one by one takes longer than they do. In narrow
-models that is so of longer ones too."""
+PREFILL_SIZES = (64, 128, 256, 512, 1024, 2048)
+NARROW_PREFILL_SIZES = (*PREFILL_SIZES, 3072, 4096, 6144, 8192)
+"""Sizes of captured prefill passes: launching their kernels one by one takes longer than running them. In narrow models
+this holds for longer passes too."""
 WHOLE_CACHE_SHARE = 0.15
-"""The cache is reserved to its full length at once where that takes no more than this share of the device's memory;
-otherwise it grows, and steps are captured anew each time."""
+"""The cache is reserved in full length if it takes at most this share of the device's memory. Otherwise it grows, and
+steps are captured again each time."""
 
 TOKEN, POSITION, SLOT, REMAINING, SEED, DONE, TEMPERATURE, TOP_P, STOPS = range(9)
 """Rows of the input array."""
 
 
 class CapturedLaunch:
-    """Replays under way."""
+    """Replays that run on the device."""
 
     def __init__(self, host: torch.Tensor, num_rows: int, steps: int, event: Any) -> None:
         self._host, self._num_rows, self.steps, self._event = host, num_rows, steps, event
@@ -53,15 +53,15 @@ class CapturedLaunch:
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         array = self._host.numpy()[:, : self._num_rows]
         tokens = array[: self.steps].T.tolist()
-        logprobs = array[STEPS_MOST : STEPS_MOST + self.steps].view(numpy.float32).T.tolist()
-        for row, count in enumerate(array[2 * STEPS_MOST].tolist()):
+        logprobs = array[MAX_STEPS : MAX_STEPS + self.steps].view(numpy.float32).T.tolist()
+        for row, count in enumerate(array[2 * MAX_STEPS].tolist()):
             if count < self.steps:
                 tokens[row], logprobs[row] = tokens[row][:count], logprobs[row][:count]
         return tokens, logprobs
 
 
 class CapturedRunner:
-    """Runs the models that `why_not_captured` has no word against."""
+    """Runs the models that `why_not_captured` allows."""
 
     def __init__(self, model: Any, *, max_slots: int, max_length: int) -> None:
         self._model = model
@@ -84,11 +84,11 @@ class CapturedRunner:
         self._stream = torch.cuda.Stream(self._device) if self._on_cuda else None
         self._addresses: tuple[int, ...] = ()
         self._captured: CapturedModel
-        self._prefill_sizes = NARROW_PREFILLS if config.hidden_size <= NARROW else CAPTURED_PREFILLS
-        self._most = bucket_for(max_slots)
-        self._inputs = torch.zeros((STOPS + MOST_STOPS, self._most), dtype=torch.int64, device=self._device)
+        self._prefill_sizes = NARROW_PREFILL_SIZES if config.hidden_size <= NARROW else PREFILL_SIZES
+        self._max_rows = bucket_for(max_slots)
+        self._inputs = torch.zeros((STOPS + MAX_STOPS, self._max_rows), dtype=torch.int64, device=self._device)
         self._host_inputs = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._on_cuda)
-        self._outputs = torch.zeros((2 * STEPS_MOST + 1, self._most), dtype=torch.int32, device=self._device)
+        self._outputs = torch.zeros((2 * MAX_STEPS + 1, self._max_rows), dtype=torch.int32, device=self._device)
         self._host_outputs = [
             torch.zeros(self._outputs.shape, dtype=torch.int32, pin_memory=self._on_cuda) for _ in "ab"
         ]
@@ -97,12 +97,12 @@ class CapturedRunner:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Captured steps hold for weights at their addresses: where one has moved, begin anew."""
+        """Drop captured steps if a weight has moved, because they are valid only for its address."""
         if addresses(self._model) != self._addresses:
-            self._forget_graphs()
+            self._drop_graphs()
             reason = why_not_captured(self._model)
             if reason is not None:
-                raise EngineError(f"The model was changed under the engine and {reason}: make another engine.")
+                raise EngineError(f"The model has changed and {reason}: make another engine.")
             self._captured = CapturedModel(self._model, self.cache)
             self._addresses = addresses(self._model)
             if self.cache.spare_position > 0:
@@ -110,10 +110,10 @@ class CapturedRunner:
 
     @torch.no_grad()
     def reserve(self, length: int) -> None:
-        """Room for sequences of `length` tokens."""
-        if self.has_room(length):
+        """Reserve cache for sequences of `length` tokens."""
+        if self.fits(length):
             return
-        self._forget_graphs()
+        self._drop_graphs()
         if self._on_cuda:
             whole = self.cache.bytes_of(self.cache.max_slots, self.cache.max_length)
             if whole <= WHOLE_CACHE_SHARE * torch.cuda.get_device_properties(self._device).total_memory:
@@ -121,12 +121,12 @@ class CapturedRunner:
         self.cache.reserve(self.cache.max_slots, length)
         self._captured.refresh_rotary()
 
-    def has_room(self, length: int) -> bool:
+    def fits(self, length: int) -> bool:
         return length <= self.cache.spare_position < self._captured.num_positions
 
     @torch.no_grad()
     def prefill(self, rows: list[Row]) -> int:
-        """Compute what is missing of all rows but their last tokens; returns how many tokens that took."""
+        """Compute all uncached tokens of the rows except the last ones. Return how many were computed."""
         rows = [row for row in rows if row.start < len(row.token_ids) - 1]
         if not rows:
             return 0
@@ -155,11 +155,11 @@ class CapturedRunner:
 
     @torch.no_grad()
     def begin(self, rows: list[DecodeRow]) -> None:
-        """Put the rows of the next launches on the device."""
+        """Copy the rows of the next launches to the device."""
         num_rows = len(rows)
         bucket = bucket_for(num_rows)
         self._num_rows, self._with_top_p = num_rows, any(row.top_p < 1 for row in rows)
-        self._step(bucket)  # captured before the rows are there: capturing runs a step
+        self._step(bucket)  # captured before the rows are copied, because capturing runs a step
         array = self._host_inputs.numpy()
         array[:, num_rows:bucket] = 0
         array[DONE, :num_rows], array[DONE, num_rows:bucket] = 0, 1
@@ -171,16 +171,16 @@ class CapturedRunner:
         array[TEMPERATURE].view(numpy.float64)[:num_rows] = [row.temperature for row in rows]
         array[TOP_P].view(numpy.float64)[:num_rows] = [row.top_p for row in rows]
         array[STOPS:, :num_rows] = -1
-        for place, row in enumerate(rows):
-            for index, stop in enumerate(row.stop_token_ids[:MOST_STOPS]):
-                array[STOPS + index, place] = stop
+        for column, row in enumerate(rows):
+            for index, stop in enumerate(row.stop_token_ids[:MAX_STOPS]):
+                array[STOPS + index, column] = stop
         self._inputs.copy_(self._host_inputs, non_blocking=True)
 
     @torch.no_grad()
     def launch(self, steps: int) -> CapturedLaunch:
-        """Start up to STEPS_MOST steps for the rows of `begin`. Two launches may be under way at once."""
+        """Start up to MAX_STEPS steps for the rows of `begin`. Two launches may run at once."""
         step = self._step(bucket_for(self._num_rows))
-        self._outputs[2 * STEPS_MOST].zero_()
+        self._outputs[2 * MAX_STEPS].zero_()
         for _ in range(steps):
             step()
         self._host_outputs.reverse()
@@ -197,24 +197,24 @@ class CapturedRunner:
             self.cache.clear(slot)
 
     def free(self) -> None:
-        self._forget_graphs()
+        self._drop_graphs()
         self.cache.free()
 
     def resize(self, max_slots: int) -> None:
         if self._on_cuda:
-            torch.cuda.synchronize(self._device)  # launches may be under way
+            torch.cuda.synchronize(self._device)  # launches may be running
         self.free()
         self.cache.max_slots = max_slots
 
-    def _forget_graphs(self) -> None:
-        """And their memory, which ends with the last of them: later ones need a pool of their own."""
+    def _drop_graphs(self) -> None:
+        """Drop all graphs with their memory pool. Later graphs use a new pool."""
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
 
     def _step(self, bucket: int) -> Callable[[], None]:
         key = ("decode", bucket, self._with_top_p)
         if key not in self._graphs:
-            # Of rows that are done only the position is read: that of an earlier row may be beyond a smaller cache.
+            # Finished rows still read their position, which an earlier row may have left beyond a smaller cache.
             self._inputs[POSITION].zero_()
             self._inputs[DONE].fill_(1)
             state, picks, with_top_p = self._state(bucket), self._picks(bucket), self._with_top_p
@@ -224,14 +224,14 @@ class CapturedRunner:
     def _prefill_pass(self, tokens: torch.Tensor, blocks: torch.Tensor) -> None:
         num_tokens, num_blocks = tokens.shape[1], blocks.shape[1]
         size = next((size for size in self._prefill_sizes if size >= num_tokens), None)
-        blocks_most = 0 if size is None else size // self._block_tokens + min(size, 256)
-        if size is None or num_blocks > blocks_most or not self._on_cuda:
+        max_blocks = 0 if size is None else size // self._block_tokens + min(size, 256)
+        if size is None or num_blocks > max_blocks or not self._on_cuda:
             self._captured.prefill(as_packed(tokens, blocks))
             return
         key = ("prefill", size)
         if key not in self._graphs:
             static_tokens = torch.zeros((TOKEN_FIELDS, size), dtype=torch.int64, device=self._device)
-            static_blocks = torch.zeros((BLOCK_FIELDS, blocks_most), dtype=torch.int64, device=self._device)
+            static_blocks = torch.zeros((BLOCK_FIELDS, max_blocks), dtype=torch.int64, device=self._device)
             static_tokens[1] = self.cache.spare_position
             packed = as_packed(static_tokens, static_blocks)
             replay = self._capture(lambda: self._captured.prefill(packed))
@@ -248,7 +248,7 @@ class CapturedRunner:
         self._graphs[key](tokens, blocks)  # type: ignore[call-arg]
 
     def _capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run once, which compiles the kernels, then record. Without CUDA there is nothing to record."""
+        """Run once to compile the kernels, then record a graph. Without CUDA return `run` itself."""
         stream = self._stream
         if stream is None:
             return run
@@ -259,7 +259,7 @@ class CapturedRunner:
                 torch.cuda.synchronize(self._device)
                 graph = capture(run, self._pool)
         except BaseException:
-            self._forget_graphs()
+            self._drop_graphs()
             raise
         torch.cuda.current_stream(self._device).wait_stream(stream)
         self.captures += 1
@@ -267,7 +267,7 @@ class CapturedRunner:
 
     def _state(self, bucket: int) -> RowState:
         rows = self._inputs[:, :bucket]
-        heat, top_p = rows[TEMPERATURE].view(torch.float64), rows[TOP_P].view(torch.float64)
+        temperature, top_p = rows[TEMPERATURE].view(torch.float64), rows[TOP_P].view(torch.float64)
         return RowState(
             token=rows[TOKEN],
             position=rows[POSITION],
@@ -275,16 +275,16 @@ class CapturedRunner:
             remaining=rows[REMAINING],
             seed=rows[SEED],
             done=rows[DONE],
-            temperature=heat,
+            temperature=temperature,
             top_p=top_p,
             stops=rows[STOPS:],
         )
 
     def _picks(self, bucket: int) -> Picks:
         rows = self._outputs[:, :bucket]
-        return Picks(rows[:STEPS_MOST], rows[STEPS_MOST : 2 * STEPS_MOST].view(torch.float32), rows[2 * STEPS_MOST])
+        return Picks(rows[:MAX_STEPS], rows[MAX_STEPS : 2 * MAX_STEPS].view(torch.float32), rows[2 * MAX_STEPS])
 
 
 def bucket_for(num_rows: int) -> int:
-    """The batch size that a step for so many rows is captured with."""
+    """Return the batch size with which a step for so many rows is captured."""
     return next((bucket for bucket in BUCKETS if bucket >= num_rows), -(-num_rows // 256) * 256)

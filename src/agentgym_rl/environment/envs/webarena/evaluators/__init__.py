@@ -1,4 +1,4 @@
-"""Whether a task was done: WebArena's evaluators. All that a task names must be content."""
+"""WebArena's evaluators. An episode succeeds if all evaluators of its task accept it."""
 
 from agentgym_rl.environment.envs.webarena.evaluators.evaluate import evaluate
 

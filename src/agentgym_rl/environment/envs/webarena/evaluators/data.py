@@ -1,4 +1,4 @@
-"""What an episode changed in the embedded sites' data: all that was asked for, and nothing else."""
+"""Comparison of the embedded sites' data before and after an episode."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 NEW = "new"
-"""Stands for the number of a row that the episode adds."""
+"""Row number of a row that the episode adds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One row that is not as it was."""
+    """One row that was changed, added or deleted."""
 
     table: str
     row: int | str
-    """Its rowid, or NEW."""
+    """Rowid, or NEW."""
     values: Mapping[str, Any]
-    """The columns that changed and what they hold now; of a new row all columns; of a deleted one none."""
+    """Changed columns and their new values. All columns of a new row, none of a deleted row."""
 
     def is_wanted(self, wanted: Mapping[str, Any]) -> bool:
-        """A changed row has exactly the wanted changes; a new one may have more columns than the task speaks of."""
+        """Return whether it matches. A changed row must match exactly; a new row may have more columns."""
         if (self.table, self.row) != (wanted["table"], wanted["row"]):
             return False
         if self.row != NEW and set(self.values) != set(wanted["values"]):
@@ -31,28 +31,28 @@ class Difference:
 
 
 def only_changed(wanted: Sequence[Mapping[str, Any]], before: sqlite3.Connection, after: sqlite3.Connection) -> bool:
-    """Whether the differences between the two are those that are wanted, one for one."""
-    left = list(wanted)
+    """Return whether the differences between the two databases match the wanted ones one to one."""
+    missing = list(wanted)
     for difference in differences(before, after):
-        fits = next((each for each in left if difference.is_wanted(each)), None)
-        if fits is None:
+        match = next((each for each in missing if difference.is_wanted(each)), None)
+        if match is None:
             return False
-        left.remove(fits)
-    return not left
+        missing.remove(match)
+    return not missing
 
 
 def differences(before: sqlite3.Connection, after: sqlite3.Connection) -> list[Difference]:
-    found = []
+    result = []
     for (table,) in before.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"):
         old, new = _rows(before, table), _rows(after, table)
-        found += [Difference(table, number, {}) for number in old.keys() - new.keys()]
+        result += [Difference(table, number, {}) for number in old.keys() - new.keys()]
         for number, row in new.items():
             if number not in old:
-                found.append(Difference(table, NEW, row))
+                result.append(Difference(table, NEW, row))
             elif row != old[number]:
                 changed = {column: value for column, value in row.items() if value != old[number][column]}
-                found.append(Difference(table, number, changed))
-    return found
+                result.append(Difference(table, number, changed))
+    return result
 
 
 def _rows(db: sqlite3.Connection, table: str) -> dict[int, dict[str, Any]]:

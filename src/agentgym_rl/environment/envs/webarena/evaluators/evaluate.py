@@ -1,4 +1,4 @@
-"""A task's evaluators, one after the other."""
+"""Runs a task's evaluators in order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from agentgym_rl.environment.envs.webarena.tasks.config import TaskConfig
 from agentgym_rl.errors import ConfigError
 
 CheckPages = Callable[[list[Mapping[str, Any]]], bool]
-"""Looks at program_html's targets in the browser."""
+"""Checks the targets of program_html in the browser."""
 CheckData = Callable[[list[Mapping[str, Any]]], bool]
-"""Compares the embedded sites' data with what it was."""
+"""Compares the embedded sites' data with the wanted changes."""
 
 
 def evaluate(task: TaskConfig, answer: str, url: str, check_pages: CheckPages, check_data: CheckData) -> bool:
-    """Whether the episode that ended with `answer` at `url` did what the task asks."""
+    """Return whether the episode that ended with `answer` at `url` solved the task."""
     evaluation = task.evaluation
     for kind in evaluation["eval_types"]:
         if kind == "string_match":
@@ -65,7 +65,7 @@ def string_match(task: TaskConfig, answer: str) -> bool:
 
 
 def _fuzzy(task: TaskConfig, wanted: str | list[str], answer: str) -> bool:
-    """A list: the answer says all of it. N/A: the answer says so, or gives the reason why the task cannot be done."""
+    """Return whether the answer covers all references. For N/A it may give the reason instead."""
     if wanted == "N/A":
         if exact_match("N/A", clean(answer)):
             return True

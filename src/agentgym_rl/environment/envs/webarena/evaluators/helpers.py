@@ -1,4 +1,4 @@
-"""The `func:` helpers that WebArena's configs name. They are looked up in a table; nothing is evaluated."""
+"""The `func:` helpers of WebArena's configs. They come from a fixed table; no text is evaluated as code."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ LAST_URL = "__last_url__"
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """`gitlab_get_project_memeber_role(__page__, 'koush')`, read."""
+    """A parsed helper call such as `gitlab_get_project_memeber_role(__page__, 'koush')`."""
 
     name: str
     arguments: tuple[str, ...]
-    """Without the page, which every helper may look at."""
+    """Arguments without the page, which every helper gets."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a helper may look at."""
+class HelperContext:
+    """Input of a helper besides its arguments."""
 
     page: Page
     last_url: str
@@ -37,7 +37,7 @@ class Surroundings:
 
 
 def read_call(text: str) -> Call:
-    """Read `func:name(__page__, 'text', ...)`; ConfigError when it is anything else or names no known helper."""
+    """Parse `func:name(__page__, 'text', ...)`. Raise ConfigError if it is malformed or the helper is unknown."""
     source = text.removeprefix("func:").strip()
     try:
         tree = ast.parse(source, mode="eval").body
@@ -56,16 +56,16 @@ def read_call(text: str) -> Call:
     return Call(tree.func.id, tuple(arguments))
 
 
-async def call(text: str, around: Surroundings) -> str:
-    """What the helper says, as text."""
-    asked = read_call(text)
-    arguments = [around.last_url if argument == LAST_URL else argument for argument in asked.arguments]
-    return str(await HELPERS[asked.name](around, *arguments))
+async def call(text: str, context: HelperContext) -> str:
+    """Run a helper and return its result as text."""
+    helper_call = read_call(text)
+    arguments = [context.last_url if argument == LAST_URL else argument for argument in helper_call.arguments]
+    return str(await HELPERS[helper_call.name](context, *arguments))
 
 
-async def _shop_api(around: Surroundings, path: str) -> object:
-    """Ask the shop's REST interface as its administrator, whose account WebArena publishes."""
-    shop = around.addresses["SHOPPING"].rstrip("/")
+async def _shop_api(context: HelperContext, path: str) -> object:
+    """Query the shop's REST API as its administrator. WebArena publishes the account."""
+    shop = context.addresses["SHOPPING"].rstrip("/")
     account = {
         "username": os.environ.get("WEBARENA_SHOP_ADMIN_USER", "admin"),
         "password": os.environ.get("WEBARENA_SHOP_ADMIN_PASSWORD", "admin1234"),
@@ -82,39 +82,39 @@ async def _shop_api(around: Surroundings, path: str) -> object:
         raise EnvError(f"the shop's REST interface did not answer {path!r}: {error!r:.200}") from error
 
 
-async def _latest_order_url(around: Surroundings) -> str:
+async def _latest_order_url(context: HelperContext) -> str:
     sort = "searchCriteria[sortOrders][0]"
     query = f"orders?{sort}[field]=created_at&{sort}[direction]=DESC&searchCriteria[pageSize]=1"
-    answer = await _shop_api(around, query)
+    answer = await _shop_api(context, query)
     try:
         number = int(answer["items"][0]["increment_id"])  # type: ignore[index]
     except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise EnvError(f"the shop's list of orders looks different: {answer!r:.120}") from error
-    return f"{around.addresses['SHOPPING'].rstrip('/')}/sales/order/view/order_id/{number}/"
+        raise EnvError(f"the shop's list of orders has an unknown format, got {answer!r:.120}") from error
+    return f"{context.addresses['SHOPPING'].rstrip('/')}/sales/order/view/order_id/{number}/"
 
 
-async def _latest_review(around: Surroundings, sku: str) -> Mapping[str, object] | None:
-    reviews = await _shop_api(around, f"products/{quote(sku, safe='')}/reviews")
+async def _latest_review(context: HelperContext, sku: str) -> Mapping[str, object] | None:
+    reviews = await _shop_api(context, f"products/{quote(sku, safe='')}/reviews")
     return reviews[-1] if isinstance(reviews, list) and reviews else None
 
 
-async def _latest_review_author(around: Surroundings, sku: str) -> str:
-    review = await _latest_review(around, sku)
+async def _latest_review_author(context: HelperContext, sku: str) -> str:
+    review = await _latest_review(context, sku)
     return str(review["nickname"]) if review else ""
 
 
-async def _latest_review_rating(around: Surroundings, sku: str) -> str:
-    review = await _latest_review(around, sku)
+async def _latest_review_rating(context: HelperContext, sku: str) -> str:
+    review = await _latest_review(context, sku)
     ratings = review.get("ratings") if review else None
     if not isinstance(ratings, list) or not ratings:
         return ""
     return str(ratings[0]["percent"])
 
 
-async def _post_url(around: Surroundings, url: str) -> str:
-    """The address of a forum post without what follows it; any other address as it is, as WebArena does it.
+async def _post_url(context: HelperContext, url: str) -> str:
+    """Return a forum post's address without its title, and any other address unchanged, as WebArena does.
 
-    Empty if a browser cannot open it (its own page of a failed load).
+    Return an empty string if it is no web address (the browser's error page).
     """
     split = urlsplit(url)
     parts = split.path.split("/")
@@ -125,9 +125,9 @@ async def _post_url(around: Surroundings, url: str) -> str:
     return f"{split.scheme}://{split.netloc}/f/{parts[2]}/{parts[3]}/"
 
 
-async def _member_role(around: Surroundings, account: str) -> str:
-    """The role that a project's page of members shows beside @account; empty when it is not there."""
-    return await around.page.evaluate(
+async def _member_role(context: HelperContext, account: str) -> str:
+    """Return the role that a project's members page shows for @account, or an empty string."""
+    return await context.page.evaluate(
         """account => {
             for (const row of document.querySelectorAll('tr')) {
                 const who = row.querySelector('td[data-label="Account"]');
@@ -145,7 +145,7 @@ HELPERS: dict[str, Callable[..., Awaitable[str]]] = {
     "shopping_get_sku_latest_review_author": _latest_review_author,
     "shopping_get_sku_latest_review_rating": _latest_review_rating,
     "reddit_get_post_url": _post_url,
-    # The misspelling is how the configs write it.
+    # The configs contain this misspelling.
     "gitlab_get_project_memeber_role": _member_role,
     "gitlab_get_project_member_role": _member_role,
 }

@@ -1,4 +1,4 @@
-"""Comparing texts as WebArena does: without case, outer spaces and one pair of quotes around the whole."""
+"""WebArena's text comparison: ignores case, outer spaces and one pair of surrounding quotes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import re
 from urllib.parse import parse_qs, urlsplit
 
 OR = " |OR| "
-_MARKS = r"\s;@#$%&?!*()\[\]{}<>\"`“”«»„‘’"
-"""Spaces, and marks that are words of their own wherever they stand."""
-_ALONE_AFTER = rf"(?:(?<![^{_MARKS}])|(?<=(?<!\w)')|(?<=--)|(?<=\.\.))"
-_ALONE_BEFORE = rf"(?=(?:'[smd]?)?(?:$|[{_MARKS}]|--|\.\.|[,:](?!\d))|\.[{_MARKS}']*$)"
-"""A comma or colon before a digit belongs to a number, a full stop ends a word only at the end of the answer."""
+_SEPARATORS = r"\s;@#$%&?!*()\[\]{}<>\"`“”«»„‘’"
+"""Spaces, and marks that always separate words."""
+_WORD_START = rf"(?:(?<![^{_SEPARATORS}])|(?<=(?<!\w)')|(?<=--)|(?<=\.\.))"
+_WORD_END = rf"(?=(?:'[smd]?)?(?:$|[{_SEPARATORS}]|--|\.\.|[,:](?!\d))|\.[{_SEPARATORS}']*$)"
+"""A comma or colon before a digit belongs to a number. A full stop ends a word only at the end of the answer."""
 
 
 def clean(text: str) -> str:
@@ -25,36 +25,36 @@ def exact_match(reference: str, answer: str) -> bool:
 
 
 def must_include(reference: str, answer: str, whole_word: bool = False) -> bool:
-    """`whole_word`: a reference of one letter or digit must be a word of the answer: 0 is not found in 10, 0th or -0.
+    """Return whether the answer contains the reference.
 
-    The words are those of NLTK's tokenizer, which WebArena uses.
+    With `whole_word` a reference of one letter or digit must be a word (by NLTK's rules): 0 is not in 10, 0th or -0.
     """
     wanted, given = clean(reference), clean(answer)
     if whole_word and len(wanted) == 1 and wanted.isalnum():
-        return re.search(_ALONE_AFTER + wanted + _ALONE_BEFORE, given) is not None
+        return re.search(_WORD_START + wanted + _WORD_END, given) is not None
     return wanted in given
 
 
 def any_included(reference: str, answer: str) -> bool:
-    """`a |OR| b`: one of them."""
+    """Return whether the answer contains one alternative of `a |OR| b`."""
     return any(must_include(part, answer) for part in reference.split(OR))
 
 
 def url_match(reference: str, url: str) -> bool:
-    """GOLD in PRED: the address contains one of the references and has every query value that they ask for."""
+    """Return whether the address contains a reference and has all required query values (GOLD in PRED)."""
     references = [_parts(part) for part in reference.split(OR)]
     place, query = _parts(url)
     if not any(wanted in place for wanted, _ in references):
         return False
     wanted_values: dict[str, set[str]] = {}
-    for _, asked in references:
-        for key, values in asked.items():
+    for _, wanted_query in references:
+        for key, values in wanted_query.items():
             wanted_values.setdefault(key, set()).update(values)
     return all(any(value in query.get(key, ()) for value in values) for key, values in wanted_values.items())
 
 
 def same_url(reference: str, url: str) -> bool:
-    """EXACT: the same page with the same query, in any order. The first page of a list may be asked for by number."""
+    """Return whether both are the same page and query, in any order (EXACT). `page=1` may be given or left out."""
     (place, query), (wanted_place, wanted_query) = _parts(url), _parts(reference)
     place, wanted_place = place.rstrip("/"), wanted_place.rstrip("/")
     if query.get("page") == ["1"] and "page" not in wanted_query:

@@ -1,4 +1,4 @@
-"""The shop's administration: dashboard, orders, products, customers, reviews that wait for approval."""
+"""The shop's administration: dashboard, orders, products, customers, pending reviews."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LOOK = Look(
 _page = pages(LOOK)
 
 
-def _find(path: str, label: str, text: str) -> Html:
+def _search_form(path: str, label: str, text: str) -> Html:
     return el(
         "form",
         el("label", label, " ", el("input", type="search", name="q", value=text, size="30"), class_="row"),
@@ -55,19 +55,19 @@ def dashboard(visit: Visit) -> Html:
         " JOIN orders o ON o.id = l.order_id WHERE o.status != 'cancelled' GROUP BY p.id"
         " ORDER BY sold DESC, p.id LIMIT 5"
     )
-    last = visit.rows(
+    latest_orders = visit.rows(
         "SELECT o.*, c.name FROM orders o JOIN customer c ON c.id = o.customer_id ORDER BY o.id DESC LIMIT 5"
     )
     terms = visit.rows("SELECT * FROM search_term ORDER BY uses DESC")
     turnover = sum(order_total(visit, row) for row in visit.rows("SELECT * FROM orders WHERE status = 'complete'"))
-    waiting = visit.value("SELECT count(*) FROM review WHERE status = 'pending'")
+    num_pending = visit.value("SELECT count(*) FROM review WHERE status = 'pending'")
     return _page(
         visit,
         "Dashboard",
         facts(
             ("Turnover", f"{money(turnover)} in completed orders"),
             ("Customers", visit.value("SELECT count(*) FROM customer")),
-            ("Waiting reviews", waiting),
+            ("Waiting reviews", num_pending),
         ),
         el(
             "div",
@@ -87,7 +87,7 @@ def dashboard(visit: Visit) -> Html:
                             status_tag(row["status"]),
                             money(order_total(visit, row)),
                         )
-                        for row in last
+                        for row in latest_orders
                     ],
                     "Last orders",
                 ),
@@ -129,7 +129,7 @@ def orders(visit: Visit) -> Html:
     return _page(
         visit,
         "Orders",
-        _find("/orders", "Customer or number", text),
+        _search_form("/orders", "Customer or number", text),
         el("p", "Status: ", filters, a("all", "/orders")),
         table(("Order", "Date", "Customer", "Status", "Total"), listed),
         pager("/orders", f"status={status}&" if status else "", number, -(-count // PER_PAGE)) if not text else None,
@@ -213,7 +213,7 @@ def products(visit: Visit) -> Html:
     return _page(
         visit,
         "Products",
-        _find("/products", "Name or SKU", text),
+        _search_form("/products", "Name or SKU", text),
         table(("SKU", "Product", "Price", "Stock", "State"), listed),
         pager("/products", "", number, -(-count // PER_PAGE)) if not text else None,
         heading=f"Products ({count})",
@@ -242,28 +242,28 @@ def product(visit: Visit) -> Html:
 def save_product(visit: Visit) -> Redirect:
     row = visit.row("SELECT * FROM product WHERE id = ?", visit.path["id"])
     name, price, quantity = (visit.form.get(key, "").strip() for key in ("name", "price", "quantity"))
-    here = f"/products/{row['id']}"
+    path = f"/products/{row['id']}"
     amount = re.fullmatch(r"\$?([0-9]{1,6})(?:\.([0-9]{1,2}))?", price)
     if not name or amount is None:
-        return Redirect(here, "A product needs a name and a price such as 12.50.")
+        return Redirect(path, "A product needs a name and a price such as 12.50.")
     if not re.fullmatch(r"[0-9]{1,5}", quantity):
-        return Redirect(here, "The stock must be a number from 0 to 99999.")
+        return Redirect(path, "The stock must be a number from 0 to 99999.")
     cents = int(amount[1]) * 100 + int((amount[2] or "0").ljust(2, "0"))
     visit.change(
         "UPDATE product SET name = ?, price = ?, quantity = ?, enabled = ?, description = ? WHERE id = ?",
         *(name[:120], cents, int(quantity), int(visit.form.get("enabled") == "1")),
         *(visit.form.get("description", "").strip()[:2000], row["id"]),
     )
-    return Redirect(here, "The product was saved.")
+    return Redirect(path, "The product was saved.")
 
 
 def customers(visit: Visit) -> Html:
     text = visit.query.get("q", "")
     number = visit.page_number()
     where = "FROM customer WHERE name LIKE ? ESCAPE '\\' OR email LIKE ? ESCAPE '\\' OR phone LIKE ? ESCAPE '\\'"
-    likes = [like(text)] * 3
-    count = visit.value(f"SELECT count(*) {where}", *likes)
-    rows = visit.rows(f"SELECT * {where} ORDER BY name LIMIT ? OFFSET ?", *likes, PER_PAGE, (number - 1) * PER_PAGE)
+    patterns = [like(text)] * 3
+    count = visit.value(f"SELECT count(*) {where}", *patterns)
+    rows = visit.rows(f"SELECT * {where} ORDER BY name LIMIT ? OFFSET ?", *patterns, PER_PAGE, (number - 1) * PER_PAGE)
     listed = [
         (a(row["name"], f"/customers/{row['id']}"), row["email"], row["phone"], row["city"], row["kind"])
         for row in rows
@@ -271,7 +271,7 @@ def customers(visit: Visit) -> Html:
     return _page(
         visit,
         "Customers",
-        _find("/customers", "Name, email or phone", text),
+        _search_form("/customers", "Name, email or phone", text),
         table(("Name", "Email", "Phone", "City", "Group"), listed),
         pager("/customers", "", number, -(-count // PER_PAGE)) if not text else None,
         heading=f"Customers ({count})",
@@ -280,10 +280,10 @@ def customers(visit: Visit) -> Html:
 
 def customer(visit: Visit) -> Html:
     row = visit.row("SELECT * FROM customer WHERE id = ?", visit.path["id"])
-    bought = visit.rows("SELECT * FROM orders WHERE customer_id = ? ORDER BY id DESC", row["id"])
+    customer_orders = visit.rows("SELECT * FROM orders WHERE customer_id = ? ORDER BY id DESC", row["id"])
     listed = [
         (a(f"Order {o['id']}", f"/orders/{o['id']}"), o["day"], status_tag(o["status"]), money(order_total(visit, o)))
-        for o in bought
+        for o in customer_orders
     ]
     return _page(
         visit,
@@ -293,7 +293,7 @@ def customer(visit: Visit) -> Html:
             ("Address", f"{row['street']}, {row['city']}"),
             ("Customer since", row["since"]),
             ("Newsletter", "yes" if row["newsletter"] else "no"),
-            ("Orders", len(bought)),
+            ("Orders", len(customer_orders)),
         ),
         form(
             f"/customers/{row['id']}",

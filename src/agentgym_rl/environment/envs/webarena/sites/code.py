@@ -49,20 +49,20 @@ def _project(visit: Visit) -> sqlite3.Row:
     return visit.row("SELECT * FROM project WHERE owner = ? AND name = ?", visit.path["owner"], visit.path["name"])
 
 
-def _inside(visit: Visit, project: sqlite3.Row, title: str, *body: Child, heading: str) -> Html:
-    here = _path(project)
-    places = (
-        ("Overview", here),
-        ("Issues", f"{here}/-/issues"),
-        ("Merge requests", f"{here}/-/merge_requests"),
-        ("Commits", f"{here}/-/commits"),
-        ("Members", f"{here}/-/members"),
+def _project_page(visit: Visit, project: sqlite3.Row, title: str, *body: Child, heading: str) -> Html:
+    url = _path(project)
+    links = (
+        ("Overview", url),
+        ("Issues", f"{url}/-/issues"),
+        ("Merge requests", f"{url}/-/merge_requests"),
+        ("Commits", f"{url}/-/commits"),
+        ("Members", f"{url}/-/members"),
     )
-    below = [el("strong", f"{project['owner']} / {project['name']}"), [a(text, href) for text, href in places]]
+    below = [el("strong", f"{project['owner']} / {project['name']}"), [a(text, href) for text, href in links]]
     return _page(visit, f"{title} - {project['name']}", *body, heading=heading, below=below)
 
 
-def _listed(rows: list[sqlite3.Row]) -> Html:
+def _project_table(rows: list[sqlite3.Row]) -> Html:
     listed = [
         (
             a(f"{row['owner']}/{row['name']}", _path(row)),
@@ -83,22 +83,22 @@ def home(visit: Visit) -> Html:
         visit,
         "Your projects",
         a("New project", "/projects/new"),
-        _listed(mine),
+        _project_table(mine),
         el("h2", "Starred projects"),
-        el("div", _listed(starred), id="starred") if starred else el("p", "None yet.", id="starred"),
+        el("div", _project_table(starred), id="starred") if starred else el("p", "None yet.", id="starred"),
     )
 
 
 def explore(visit: Visit) -> Html:
     rows = visit.rows("SELECT * FROM project ORDER BY stars DESC")
-    return _page(visit, "Explore", _listed(rows), heading="All projects")
+    return _page(visit, "Explore", _project_table(rows), heading="All projects")
 
 
 def search(visit: Visit) -> Html:
     text = visit.query.get("q", "").strip()
     pattern = like(text)
     rows = visit.rows("SELECT * FROM project WHERE owner || '/' || name || description LIKE ? ESCAPE '\\'", pattern)
-    return _page(visit, "Search", _listed(rows), heading=f"Projects with '{text}'")
+    return _page(visit, "Search", _project_table(rows), heading=f"Projects with '{text}'")
 
 
 def new_project(visit: Visit) -> Html:
@@ -133,18 +133,18 @@ def create_project(visit: Visit) -> Redirect:
 
 def project(visit: Visit) -> Html:
     row = _project(visit)
-    here = _path(row)
+    url = _path(row)
     counts = {
         name: visit.value(f"SELECT count(*) FROM {name} WHERE project_id = ?", row["id"])
         for name in ("revision", "project_member")
     }
     open_issues = visit.value("SELECT count(*) FROM issue WHERE project_id = ? AND state = 'open'", row["id"])
-    return _inside(
+    return _project_page(
         visit,
         row,
         "Overview",
         el("p", row["description"], id="description"),
-        button_form(f"{here}/-/star", "Unstar" if row["starred"] else "Star"),
+        button_form(f"{url}/-/star", "Unstar" if row["starred"] else "Star"),
         el(
             "div",
             facts(
@@ -197,7 +197,7 @@ def star(visit: Visit) -> Redirect:
 
 def issues(visit: Visit) -> Html:
     row = _project(visit)
-    here = f"{_path(row)}/-/issues"
+    url = f"{_path(row)}/-/issues"
     state, label = visit.query.get("state", "open"), visit.query.get("label", "")
     where, arguments = "project_id = ?", [row["id"]]
     if state in ("open", "closed"):
@@ -210,7 +210,7 @@ def issues(visit: Visit) -> Html:
     listed = [
         (
             f"#{item['number']}",
-            a(item["title"], f"{here}/{item['number']}"),
+            a(item["title"], f"{url}/{item['number']}"),
             [el("span", tag, class_="tag") for tag in item["labels"].split(",") if tag],
             item["author"],
             item["assignee"] or "-",
@@ -218,16 +218,16 @@ def issues(visit: Visit) -> Html:
         )
         for item in rows
     ]
-    return _inside(
+    return _project_page(
         visit,
         row,
         "Issues",
         el(
             "p",
-            [(a(text, f"{here}?state={text}"), "  ") for text in ("open", "closed", "all")],
-            a("New issue", f"{here}/new"),
+            [(a(text, f"{url}?state={text}"), "  ") for text in ("open", "closed", "all")],
+            a("New issue", f"{url}/new"),
         ),
-        el("p", "Label: ", [(a(text, f"{here}?state=all&label={text.replace(' ', '+')}"), "  ") for text in LABELS]),
+        el("p", "Label: ", [(a(text, f"{url}?state=all&label={text.replace(' ', '+')}"), "  ") for text in LABELS]),
         table(("", "Issue", "Labels", "Author", "Assignee", "Opened"), listed),
         heading=f"Issues ({len(rows)})",
     )
@@ -241,7 +241,7 @@ def _members(visit: Visit, project_id: int) -> list[str]:
 def new_issue(visit: Visit) -> Html:
     row = _project(visit)
     people = [("", "nobody"), *((name, name) for name in _members(visit, row["id"]))]
-    return _inside(
+    return _project_page(
         visit,
         row,
         "New issue",
@@ -260,10 +260,10 @@ def new_issue(visit: Visit) -> Html:
 
 def create_issue(visit: Visit) -> Redirect:
     row = _project(visit)
-    here = f"{_path(row)}/-/issues"
+    url = f"{_path(row)}/-/issues"
     title, assignee, label = (visit.form.get(key, "").strip() for key in ("title", "assignee", "label"))
     if not title:
-        return Redirect(f"{here}/new", "An issue needs a title.")
+        return Redirect(f"{url}/new", "An issue needs a title.")
     if assignee and assignee not in _members(visit, row["id"]):
         raise NotFound
     number = visit.value("SELECT coalesce(max(number), 0) + 1 FROM issue WHERE project_id = ?", row["id"])
@@ -273,14 +273,14 @@ def create_issue(visit: Visit) -> Redirect:
         *(row["id"], number, title[:300], visit.form.get("body", "").strip()[:4000], ME, assignee),
         *(label if label in LABELS else "", TODAY),
     )
-    return Redirect(f"{here}/{number}", "The issue was created.")
+    return Redirect(f"{url}/{number}", "The issue was created.")
 
 
 def _item(visit: Visit, kind: str, project_id: int) -> sqlite3.Row:
     return visit.row(f"SELECT * FROM {kind} WHERE project_id = ? AND number = ?", project_id, visit.path["number"])
 
 
-def _remarks(visit: Visit, kind: str, parent_id: int, here: str) -> list[Html]:
+def _remarks(visit: Visit, kind: str, parent_id: int, url: str) -> list[Html]:
     rows = visit.rows("SELECT * FROM remark WHERE kind = ? AND parent_id = ? ORDER BY id", kind, parent_id)
     listed = [
         el(
@@ -293,16 +293,16 @@ def _remarks(visit: Visit, kind: str, parent_id: int, here: str) -> list[Html]:
     ]
     return [
         el("div", el("h2", f"Comments ({len(rows)})"), listed, id="comments"),
-        form(f"{here}/comment", area("Write a comment", "body", rows=2), button="Comment"),
+        form(f"{url}/comment", area("Write a comment", "body", rows=2), button="Comment"),
     ]
 
 
 def issue(visit: Visit) -> Html:
     row = _project(visit)
     item = _item(visit, "issue", row["id"])
-    here = f"{_path(row)}/-/issues/{item['number']}"
+    url = f"{_path(row)}/-/issues/{item['number']}"
     people = [("", "nobody"), *((name, name) for name in _members(visit, row["id"]))]
-    return _inside(
+    return _project_page(
         visit,
         row,
         item["title"],
@@ -316,16 +316,16 @@ def issue(visit: Visit) -> Html:
                 ("Opened", item["day"]),
             ),
             el("div", paragraphs(item["body"]), id="body"),
-            button_form(f"{here}/state", "Close issue" if item["state"] == "open" else "Reopen issue"),
+            button_form(f"{url}/state", "Close issue" if item["state"] == "open" else "Reopen issue"),
             form(
-                f"{here}/assign",
+                f"{url}/assign",
                 choice("Assign to", "assignee", people, item["assignee"]),
                 choice("Set label", "label", [("", "none"), *((name, name) for name in LABELS)], item["labels"]),
                 button="Save issue",
             ),
             class_="card",
         ),
-        _remarks(visit, "issue", item["id"], here),
+        _remarks(visit, "issue", item["id"], url),
         heading=f"#{item['number']} {item['title']}",
     )
 
@@ -350,12 +350,12 @@ def assign_issue(visit: Visit) -> Redirect:
 
 def merge_requests(visit: Visit) -> Html:
     row = _project(visit)
-    here = f"{_path(row)}/-/merge_requests"
+    url = f"{_path(row)}/-/merge_requests"
     rows = visit.rows("SELECT * FROM merge_request WHERE project_id = ? ORDER BY number DESC", row["id"])
     listed = [
         (
             f"!{item['number']}",
-            a(item["title"], f"{here}/{item['number']}"),
+            a(item["title"], f"{url}/{item['number']}"),
             item["author"],
             item["reviewer"] or "-",
             el("span", item["state"], class_="tag"),
@@ -363,7 +363,7 @@ def merge_requests(visit: Visit) -> Html:
         )
         for item in rows
     ]
-    return _inside(
+    return _project_page(
         visit,
         row,
         "Merge requests",
@@ -375,15 +375,15 @@ def merge_requests(visit: Visit) -> Html:
 def merge_request(visit: Visit) -> Html:
     row = _project(visit)
     item = _item(visit, "merge_request", row["id"])
-    here = f"{_path(row)}/-/merge_requests/{item['number']}"
+    url = f"{_path(row)}/-/merge_requests/{item['number']}"
     people = [("", "nobody"), *((name, name) for name in _members(visit, row["id"]))]
     buttons = None
     if item["state"] == "open":
         buttons = [
-            button_form(f"{here}/state", "Merge", state="merged"),
-            button_form(f"{here}/state", "Close merge request", state="closed"),
+            button_form(f"{url}/state", "Merge", state="merged"),
+            button_form(f"{url}/state", "Close merge request", state="closed"),
         ]
-    return _inside(
+    return _project_page(
         visit,
         row,
         item["title"],
@@ -398,13 +398,13 @@ def merge_request(visit: Visit) -> Html:
             el("div", paragraphs(item["body"]), id="body"),
             buttons,
             form(
-                f"{here}/review",
+                f"{url}/review",
                 choice("Ask for review by", "reviewer", people, item["reviewer"]),
                 button="Save reviewer",
             ),
             class_="card",
         ),
-        _remarks(visit, "merge_request", item["id"], here),
+        _remarks(visit, "merge_request", item["id"], url),
         heading=f"!{item['number']} {item['title']}",
     )
 
@@ -435,15 +435,15 @@ def add_remark(visit: Visit) -> Redirect:
     if not kind:
         raise NotFound
     item = _item(visit, kind, row["id"])
-    here = f"{_path(row)}/-/{visit.path['kind']}/{item['number']}"
+    url = f"{_path(row)}/-/{visit.path['kind']}/{item['number']}"
     body = visit.form.get("body", "").strip()
     if not body:
-        return Redirect(here, "The comment is empty.")
+        return Redirect(url, "The comment is empty.")
     visit.change(
         "INSERT INTO remark(kind, parent_id, author, body, day) VALUES (?, ?, ?, ?, ?)",
         *(kind, item["id"], ME, body[:4000], TODAY),
     )
-    return Redirect(here, "The comment was added.")
+    return Redirect(url, "The comment was added.")
 
 
 def members(visit: Visit) -> Html:
@@ -467,13 +467,13 @@ def members(visit: Visit) -> Html:
             button="Invite member",
             class_="card",
         )
-    return _inside(
+    return _project_page(
         visit, row, "Members", el("div", _member_table(rows), id="members"), invite, heading=f"Members ({len(rows)})"
     )
 
 
 def _member_table(rows: list[sqlite3.Row]) -> Html:
-    """Marked as GitLab marks its own, so that the helper that reads roles there reads them here."""
+    """Return the table of members, with GitLab's markup, so that the same helper reads roles on both sites."""
     listed = [
         el(
             "tr",
@@ -500,7 +500,7 @@ def commits(visit: Visit) -> Html:
     row = _project(visit)
     rows = visit.rows("SELECT * FROM revision WHERE project_id = ? ORDER BY day DESC, id DESC", row["id"])
     listed = [(item["sha"], item["title"], item["author"], item["day"]) for item in rows]
-    return _inside(
+    return _project_page(
         visit, row, "Commits", table(("Commit", "Title", "Author", "Date"), listed), heading=f"Commits ({len(rows)})"
     )
 
@@ -510,9 +510,9 @@ def _assigned(visit: Visit, kind: str, where: str, title: str) -> Html:
         f"SELECT i.*, p.owner, p.name FROM {kind} i JOIN project p ON p.id = i.project_id WHERE {where}"
         " ORDER BY i.day DESC"
     )
-    place = "issues" if kind == "issue" else "merge_requests"
+    section = "issues" if kind == "issue" else "merge_requests"
     listed = [
-        (a(item["title"], f"/{item['owner']}/{item['name']}/-/{place}/{item['number']}"), item["name"], item["state"])
+        (a(item["title"], f"/{item['owner']}/{item['name']}/-/{section}/{item['number']}"), item["name"], item["state"])
         for item in rows
     ]
     return _page(visit, title, table(("Title", "Project", "State"), listed))

@@ -8,7 +8,7 @@ import sqlite3
 from agentgym_rl.environment.envs.webarena.sites.people import day, full_name
 
 ME = "nora"
-"""The user as whom the agent works."""
+"""User name of the agent."""
 
 SCHEMA = """
 CREATE TABLE developer(username TEXT PRIMARY KEY, name TEXT, status TEXT);
@@ -140,8 +140,8 @@ def _merge_requests(db: sqlite3.Connection, rng: random.Random, project_id: int,
 
 def _revisions(db: sqlite3.Connection, rng: random.Random, project_id: int, team: list[str]) -> None:
     days = sorted(day(rng, "2025-10-01", "2026-03-14") for _ in range(14))
-    for when in days:
+    for date in days:
         db.execute(
             "INSERT INTO revision(project_id, sha, title, author, day) VALUES (?, ?, ?, ?, ?)",
-            (project_id, f"{rng.getrandbits(32):08x}", rng.choice(CHANGES), rng.choice([*team, ME]), when),
+            (project_id, f"{rng.getrandbits(32):08x}", rng.choice(CHANGES), rng.choice([*team, ME]), date),
         )

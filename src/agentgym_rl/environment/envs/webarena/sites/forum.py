@@ -40,7 +40,7 @@ _page = pages(LOOK)
 
 
 def _votes(kind: str, row: sqlite3.Row, name: str) -> list[Html]:
-    """Buttons to vote; the one that was pressed takes the vote back."""
+    """Return the vote buttons. Pressing the same button again takes the vote back."""
     path = f"/vote/{kind}/{row['id']}"
     up, down = row["my_vote"] == 1, row["my_vote"] == -1
     return [
@@ -75,7 +75,7 @@ def _listing(visit: Visit, title: str, path: str, where: str, *arguments: Child,
     sort = visit.query.get("sort", "new")
     sort = sort if sort in SORTS else "new"
     number = visit.page_number()
-    found = visit.rows(f"{_POSTS} WHERE {where} ORDER BY {SORTS[sort][1]}", *arguments)
+    posts = visit.rows(f"{_POSTS} WHERE {where} ORDER BY {SORTS[sort][1]}", *arguments)
     sorting = [
         (el("strong", text) if key == sort else a(text, f"{path}?sort={key}"), "  ") for key, (text, _) in SORTS.items()
     ]
@@ -84,8 +84,8 @@ def _listing(visit: Visit, title: str, path: str, where: str, *arguments: Child,
         title,
         head,
         el("p", "Sort: ", sorting),
-        [_entry(post) for post in found[(number - 1) * PER_PAGE : number * PER_PAGE]],
-        pager(path, f"sort={sort}&", number, -(-len(found) // PER_PAGE)),
+        [_entry(post) for post in posts[(number - 1) * PER_PAGE : number * PER_PAGE]],
+        pager(path, f"sort={sort}&", number, -(-len(posts) // PER_PAGE)),
     )
 
 
@@ -112,41 +112,41 @@ def communities(visit: Visit) -> Html:
 
 def community(visit: Visit) -> Html:
     row = visit.row("SELECT * FROM community WHERE slug = ?", visit.path["slug"])
-    here = f"/f/{row['slug']}"
+    path = f"/f/{row['slug']}"
     head = el(
         "div",
         el("p", row["description"], id="about"),
-        button_form(f"{here}/subscribe", "Unsubscribe" if row["subscribed"] else "Subscribe"),
+        button_form(f"{path}/subscribe", "Unsubscribe" if row["subscribed"] else "Subscribe"),
         a("New post here", f"/submit?community={row['slug']}"),
     )
-    return _listing(visit, row["title"], here, "p.community_id = ?", row["id"], head=head)
+    return _listing(visit, row["title"], path, "p.community_id = ?", row["id"], head=head)
 
 
 def subscribe(visit: Visit) -> Redirect:
     row = visit.row("SELECT * FROM community WHERE slug = ?", visit.path["slug"])
     visit.change("UPDATE community SET subscribed = 1 - subscribed WHERE id = ?", row["id"])
-    told = f"You left {row['slug']}." if row["subscribed"] else f"You subscribed to {row['slug']}."
-    return Redirect(f"/f/{row['slug']}", told)
+    flash = f"You left {row['slug']}." if row["subscribed"] else f"You subscribed to {row['slug']}."
+    return Redirect(f"/f/{row['slug']}", flash)
 
 
 def search(visit: Visit) -> Html:
     text = visit.query.get("q", "").strip()
     pattern = like(text)
-    found = visit.rows(
+    posts = visit.rows(
         f"{_POSTS} WHERE (p.title || ' ' || p.body) LIKE ? ESCAPE '\\' ORDER BY p.day DESC LIMIT 20", pattern
     )
     return _page(
-        visit, "Search", [_entry(row) for row in found] or el("p", "Nothing was found."), heading=f"Posts with '{text}'"
+        visit, "Search", [_entry(row) for row in posts] or el("p", "Nothing was found."), heading=f"Posts with '{text}'"
     )
 
 
 def post(visit: Visit) -> Html:
     row = visit.row(f"{_POSTS} WHERE p.id = ? AND c.slug = ?", visit.path["id"], visit.path["slug"])
     comments = visit.rows("SELECT * FROM comment WHERE post_id = ? ORDER BY score DESC, id", row["id"])
-    here = f"/f/{row['slug']}/{row['id']}"
+    path = f"/f/{row['slug']}/{row['id']}"
     edit = None
     if row["author"] == ME:
-        edit = el("p", a("Edit", f"{here}/edit"), " ", button_form(f"{here}/delete", "Delete post"))
+        edit = el("p", a("Edit", f"{path}/edit"), " ", button_form(f"{path}/delete", "Delete post"))
     listed = [
         el(
             "div",
@@ -174,7 +174,7 @@ def post(visit: Visit) -> Html:
             edit,
             class_="card",
         ),
-        form(f"{here}/comment", area("Your comment", "body", rows=2), button="Post comment"),
+        form(f"{path}/comment", area("Your comment", "body", rows=2), button="Post comment"),
         el("h2", f"Comments ({len(comments)})"),
         el("div", listed, id="comments"),
     )
@@ -184,25 +184,25 @@ def vote(visit: Visit) -> Redirect:
     kind = visit.path["kind"]
     if kind not in ("post", "comment"):
         raise NotFound
-    row = visit.row(f"SELECT * FROM {kind} WHERE id = ?", visit.path["id"])  # one of two names
-    wanted = {"1": 1, "-1": -1}.get(visit.form.get("vote", "0"), 0)
-    visit.change(f"UPDATE {kind} SET score = score + ? - my_vote, my_vote = ? WHERE id = ?", wanted, wanted, row["id"])
+    row = visit.row(f"SELECT * FROM {kind} WHERE id = ?", visit.path["id"])  # kind is one of two table names
+    value = {"1": 1, "-1": -1}.get(visit.form.get("vote", "0"), 0)
+    visit.change(f"UPDATE {kind} SET score = score + ? - my_vote, my_vote = ? WHERE id = ?", value, value, row["id"])
     post_id = row["id"] if kind == "post" else row["post_id"]
     slug = visit.value("SELECT c.slug FROM post p JOIN community c ON c.id = p.community_id WHERE p.id = ?", post_id)
-    return Redirect(f"/f/{slug}/{post_id}", "Your vote was counted." if wanted else "Your vote was taken back.")
+    return Redirect(f"/f/{slug}/{post_id}", "Your vote was counted." if value else "Your vote was taken back.")
 
 
 def add_comment(visit: Visit) -> Redirect:
     row = visit.row(f"{_POSTS} WHERE p.id = ? AND c.slug = ?", visit.path["id"], visit.path["slug"])
-    here = f"/f/{row['slug']}/{row['id']}"
+    path = f"/f/{row['slug']}/{row['id']}"
     body = visit.form.get("body", "").strip()
     if not body:
-        return Redirect(here, "The comment is empty.")
+        return Redirect(path, "The comment is empty.")
     visit.change(
         "INSERT INTO comment(post_id, author, body, day, score, my_vote) VALUES (?, ?, ?, ?, 1, 1)",
         *(row["id"], ME, body[:4000], TODAY),
     )
-    return Redirect(here, "Your comment was posted.")
+    return Redirect(path, "Your comment was posted.")
 
 
 def submit_form(visit: Visit) -> Html:
@@ -234,30 +234,30 @@ def submit(visit: Visit) -> Redirect:
     return Redirect(f"/f/{row['slug']}/{number}", "Your post was created.")
 
 
-def _mine(visit: Visit) -> sqlite3.Row:
+def _own_post(visit: Visit) -> sqlite3.Row:
     return visit.row(
         f"{_POSTS} WHERE p.id = ? AND c.slug = ? AND p.author = ?", visit.path["id"], visit.path["slug"], ME
     )
 
 
 def edit_form(visit: Visit) -> Html:
-    row = _mine(visit)
-    here = f"/f/{row['slug']}/{row['id']}"
+    row = _own_post(visit)
+    path = f"/f/{row['slug']}/{row['id']}"
     return _page(
         visit,
         f"Edit {row['title']}",
-        form(f"{here}/edit", area("Body", "body", row["body"], rows=5), button="Save post", class_="card"),
+        form(f"{path}/edit", area("Body", "body", row["body"], rows=5), button="Save post", class_="card"),
     )
 
 
 def edit(visit: Visit) -> Redirect:
-    row = _mine(visit)
+    row = _own_post(visit)
     visit.change("UPDATE post SET body = ? WHERE id = ?", visit.form.get("body", "").strip()[:8000], row["id"])
     return Redirect(f"/f/{row['slug']}/{row['id']}", "Your post was saved.")
 
 
 def delete(visit: Visit) -> Redirect:
-    row = _mine(visit)
+    row = _own_post(visit)
     visit.change("DELETE FROM post WHERE id = ?", row["id"])
     visit.change("DELETE FROM comment WHERE post_id = ?", row["id"])
     return Redirect(f"/f/{row['slug']}", "Your post was deleted.")

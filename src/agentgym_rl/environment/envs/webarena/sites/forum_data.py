@@ -8,7 +8,7 @@ import sqlite3
 from agentgym_rl.environment.envs.webarena.sites.people import day, username
 
 ME = "quiet_harbour"
-"""The member as whom the agent writes."""
+"""Member name of the agent."""
 
 SCHEMA = """
 CREATE TABLE community(id INTEGER PRIMARY KEY, slug TEXT, title TEXT, description TEXT, subscribed INT);
@@ -104,7 +104,7 @@ def fill(db: sqlite3.Connection) -> None:
     authors = [username(number) for number in range(200, 224)]
     members = [(name, rng.choice(BIOS), day(rng, "2020-01-01", "2025-06-01")) for name in authors]
     db.executemany("INSERT INTO member VALUES (?, ?, ?)", [*members, (ME, "New around here.", "2025-11-02")])
-    scores = rng.sample(range(3, 480), 36)  # all different, so that "the best" is one post
+    scores = rng.sample(range(3, 480), 36)  # all different, so that "the best" is unique
     days = sorted({day(rng, "2025-09-01", "2026-03-15") for _ in range(90)})
     dated = rng.sample(days, 36)
     number = 0

@@ -1,4 +1,4 @@
-"""HTML by function calls: every text and attribute is escaped unless it is Html already."""
+"""HTML builder functions. They escape every text and attribute that is not Html already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOID = frozenset({"input", "br", "hr", "meta", "link", "img"})
 
 
 class Html(str):
-    """Text that is HTML already."""
+    """A string of HTML."""
 
     __slots__ = ()
 
@@ -20,9 +20,9 @@ Child = Any
 
 
 def el(name: str, /, *children: Child, **attributes: Any) -> Html:
-    """`el("a", "Orders", href="/orders", aria_label="x")` -> `<a href="/orders" aria-label="x">Orders</a>`.
+    """Return an element: `el("a", "Orders", href="/", aria_label="x")` -> `<a href="/" aria-label="x">Orders</a>`.
 
-    A trailing underscore is dropped (class_, for_); True is an attribute without value, None and False are left out.
+    A trailing underscore is dropped (class_, for_). True is an attribute without value; None and False are omitted.
     """
     pieces = [name]
     for key, value in attributes.items():
@@ -35,7 +35,7 @@ def el(name: str, /, *children: Child, **attributes: Any) -> Html:
 
 
 def join(*children: Child) -> Html:
-    """Children one after the other."""
+    """Return the children, concatenated."""
     return Html("".join(_flat(children)))
 
 
@@ -56,7 +56,7 @@ def a(text: Child, href: str, **attributes: Any) -> Html:
 
 
 def paragraphs(text: str) -> list[Html]:
-    """Plain text of people: blank lines divide paragraphs."""
+    """Return the paragraphs of a plain text, split at blank lines."""
     return [el("p", part) for part in text.split("\n\n") if part.strip()]
 
 
@@ -70,7 +70,7 @@ def table(headings: Iterable[Child], rows: Iterable[Iterable[Child]], caption: s
 
 
 def facts(*pairs: tuple[str, Child]) -> Html:
-    """A list of names and values."""
+    """Return a list of names and values."""
     return el("dl", [join(el("dt", name), el("dd", value)) for name, value in pairs], class_="facts")
 
 
@@ -82,10 +82,10 @@ def area(label: str, name: str, value: str = "", rows: int = 3) -> Html:
     return el("label", label, el("textarea", value, name=name, rows=rows))
 
 
-def choice(label: str, name: str, options: Iterable[tuple[str, str]], chosen: str = "") -> Html:
-    """A drop-down list of (value, text)."""
-    inside = [el("option", text, value=value, selected=value == chosen) for value, text in options]
-    return el("label", label, " ", el("select", inside, name=name))
+def choice(label: str, name: str, options: Iterable[tuple[str, str]], selected_value: str = "") -> Html:
+    """Return a drop-down list of (value, text)."""
+    option_elements = [el("option", text, value=value, selected=value == selected_value) for value, text in options]
+    return el("label", label, " ", el("select", option_elements, name=name))
 
 
 def form(action: str, *children: Child, button: str, method: str = "post", **attributes: Any) -> Html:
@@ -93,13 +93,13 @@ def form(action: str, *children: Child, button: str, method: str = "post", **att
 
 
 def button_form(action: str, button: str, label: str | None = None, **hidden: Any) -> Html:
-    """A form that is one button; `label` is its name for those who do not see where it stands."""
+    """Return a form with one button. `label` is its accessible name."""
     inputs = [el("input", type="hidden", name=key, value=value) for key, value in hidden.items()]
     return el("form", *inputs, el("button", button, aria_label=label), action=action, method="post", class_="inline")
 
 
 def pager(path: str, query: str, page: int, num_pages: int) -> Html | None:
-    """Links to the pages of a list; `query` is what goes before page=, ending in & when it is not empty."""
+    """Return links to the pages of a list. `query` goes before page= and ends in & unless it is empty."""
     if num_pages <= 1:
         return None
     links = [

@@ -12,14 +12,14 @@ CREATE TABLE saved(place_id INTEGER PRIMARY KEY, note TEXT);
 """
 
 AVENUES = ["Alder", "Birch", "Cedar", "Dogwood", "Elm", "Fir", "Gorse", "Hazel", "Ivy", "Juniper"]
-"""Run north to south, from west to east."""
+"""Avenues run north to south. Listed from west to east."""
 STREETS = ("North", "Abbey", "Mill", "Market", "Chapel", "Harbour", "Quay", "South")
-"""Run west to east, from north to south."""
+"""Streets run west to east. Listed from north to south."""
 BLOCK_M = 150
 RIVER_ROW = 4
 """The river flows between this street and the next one south."""
 BRIDGES = (2, 7)
-"""Avenues that cross it."""
+"""Avenues that cross the river."""
 
 PLACES: dict[str, tuple[str, ...]] = {
     "cafe": ("Blue Heron Cafe", "The Copper Kettle", "Driftwood Coffee", "Cafe Meridian"),

@@ -1,4 +1,4 @@
-"""The map: places, what is near, routes on foot, by bicycle and by car, saved places."""
+"""The map: places, nearest places, routes on foot, by bicycle and by car, saved places."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def address(place: sqlite3.Row) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A shortest way between two corners."""
+    """A shortest route between two corners."""
 
     corners: tuple[Corner, ...]
 
@@ -52,7 +52,7 @@ class Route:
 
     @property
     def steps(self) -> list[str]:
-        """`Go east on Mill Street for 300 m`, ..."""
+        """Return the instructions: `Go east on Mill Street for 300 m`, ..."""
         legs: list[tuple[str, str, int]] = []
         for (x, y), (to_x, to_y) in zip(self.corners, self.corners[1:], strict=False):
             heading = "east" if to_x > x else "west" if to_x < x else "south" if to_y > y else "north"
@@ -64,16 +64,16 @@ class Route:
         return [f"Go {heading} on {name} for {metres} m" for heading, name, metres in legs]
 
 
-def shortest(start: Corner, end: Corner) -> Route:
-    """By blocks, then by turns, then the one that comes first: always the same of several equally long ones."""
+def shortest_route(start: Corner, end: Corner) -> Route:
+    """Return the route with the fewest blocks, then the fewest turns. Ties are broken deterministically."""
     queue: list[tuple[int, int, tuple[Corner, ...]]] = [(0, 0, (start,))]
     done: set[tuple[Corner, bool]] = set()
     while queue:
-        blocks, turns, way = heapq.heappop(queue)
-        x, y = way[-1]
+        blocks, turns, corners = heapq.heappop(queue)
+        x, y = corners[-1]
         if (x, y) == end:
-            return Route(way)
-        vertical = len(way) > 1 and way[-2][0] == x
+            return Route(corners)
+        vertical = len(corners) > 1 and corners[-2][0] == x
         if ((x, y), vertical) in done:
             continue
         done.add(((x, y), vertical))
@@ -82,41 +82,41 @@ def shortest(start: Corner, end: Corner) -> Route:
                 continue
             if {y, next_y} == {RIVER_ROW, RIVER_ROW + 1} and x not in BRIDGES:
                 continue
-            turn = int(len(way) > 1 and vertical != (next_x == x))
-            heapq.heappush(queue, (blocks + 1, turns + turn, (*way, (next_x, next_y))))
-    raise ValueError(f"no way from {start} to {end}")  # the grid is connected
+            turn = int(len(corners) > 1 and vertical != (next_x == x))
+            heapq.heappush(queue, (blocks + 1, turns + turn, (*corners, (next_x, next_y))))
+    raise ValueError(f"no route from {start} to {end}")  # the grid is connected
 
 
-def picture(places: list[sqlite3.Row], way: Route | None = None) -> Html:
-    """The town as a drawing; those who do not see it read the same in words beside it."""
+def picture(places: list[sqlite3.Row], trip: Route | None = None) -> Html:
+    """Return a drawing of the town. The page gives the same information as text."""
 
-    def spot(corner: Corner) -> tuple[int, int]:
+    def pixel(corner: Corner) -> tuple[int, int]:
         return 50 + corner[0] * 68, 26 + corner[1] * 46
 
-    right, bottom = spot((len(AVENUES) - 1, len(STREETS) - 1))
-    river = spot((0, RIVER_ROW))[1] + 23
+    right, bottom = pixel((len(AVENUES) - 1, len(STREETS) - 1))
+    river = pixel((0, RIVER_ROW))[1] + 23
     parts = [
         f'<rect width="{right + 60}" height="{bottom + 26}" fill="#eef0e6"/>',
         f'<path d="M0 {river}H{right + 60}" stroke="#9cc7e0" stroke-width="20"/>',
     ]
-    heights = [spot((0, y))[1] for y in range(len(STREETS))]
+    heights = [pixel((0, y))[1] for y in range(len(STREETS))]
     parts += [f'<path d="M30 {height}H{right + 20}" stroke="#fff" stroke-width="7"/>' for height in heights]
     for x in range(len(AVENUES)):
-        across = spot((x, 0))[0]
-        upper, lower = spot((x, RIVER_ROW))[1], spot((x, RIVER_ROW + 1))[1]
+        across = pixel((x, 0))[0]
+        upper, lower = pixel((x, RIVER_ROW))[1], pixel((x, RIVER_ROW + 1))[1]
         ends = f"M{across} 10V{bottom + 12}" if x in BRIDGES else f"M{across} 10V{upper}M{across} {lower}V{bottom + 12}"
         parts.append(f'<path d="{ends}" stroke="#fff" stroke-width="7"/>')
     label = 'font-size="9" fill="#7a8088"'
-    parts += [f'<text x="4" y="{spot((0, y))[1] + 3}" {label}>{name}</text>' for y, name in enumerate(STREETS)]
+    parts += [f'<text x="4" y="{pixel((0, y))[1] + 3}" {label}>{name}</text>' for y, name in enumerate(STREETS)]
     parts += [
-        f'<text x="{spot((x, 0))[0]}" y="{bottom + 23}" text-anchor="middle" {label}>{name}</text>'
+        f'<text x="{pixel((x, 0))[0]}" y="{bottom + 23}" text-anchor="middle" {label}>{name}</text>'
         for x, name in enumerate(AVENUES)
     ]
-    if way is not None:
-        points = " ".join(f"{x},{y}" for x, y in map(spot, way.corners))
+    if trip is not None:
+        points = " ".join(f"{x},{y}" for x, y in map(pixel, trip.corners))
         parts.append(f'<polyline points="{points}" fill="none" stroke="#d2452d" stroke-width="5" opacity=".85"/>')
     for place in places:
-        x, y = spot((place["x"], place["y"]))
+        x, y = pixel((place["x"], place["y"]))
         parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="#2d6a3e" stroke="#fff" stroke-width="2"/>')
         if len(places) <= 4:
             name = el("text", place["name"], x=x + 9, y=y - 6, font_size="13", font_weight="bold")
@@ -127,7 +127,7 @@ def picture(places: list[sqlite3.Row], way: Route | None = None) -> Html:
     )
 
 
-def _listed(rows: list[sqlite3.Row]) -> Html:
+def _place_table(rows: list[sqlite3.Row]) -> Html:
     return table(
         ("Place", "Kind", "Address"),
         [(a(row["name"], f"/place/{row['id']}"), row["category"], address(row)) for row in rows],
@@ -149,7 +149,7 @@ def search(visit: Visit) -> Html:
     text = visit.query.get("q", "").strip()
     pattern = like(text)
     rows = visit.rows("SELECT * FROM place WHERE name || ' ' || category LIKE ? ESCAPE '\\' ORDER BY name", pattern)
-    body = _listed(rows) if rows else el("p", "Nothing was found.")
+    body = _place_table(rows) if rows else el("p", "Nothing was found.")
     return _page(visit, "Search", body, heading=f"Places with '{text}'")
 
 
@@ -157,17 +157,17 @@ def categories(visit: Visit) -> Html:
     chosen = visit.query.get("kind", "")
     links = [(a(kind, f"/categories?kind={kind}"), "  ") for kind in PLACES]
     rows = visit.rows("SELECT * FROM place WHERE category = ? ORDER BY name", chosen)
-    body = [el("h2", f"{chosen} ({len(rows)})"), _listed(rows)] if rows else None
+    body = [el("h2", f"{chosen} ({len(rows)})"), _place_table(rows)] if rows else None
     return _page(visit, "Categories", el("p", links), body)
 
 
 def place(visit: Visit) -> Html:
     row = visit.row("SELECT * FROM place WHERE id = ?", visit.path["id"])
     saved = visit.rows("SELECT * FROM saved WHERE place_id = ?", row["id"])
-    here = f"/place/{row['id']}"
-    save = form(f"{here}/save", field("Note", "note", size="30"), button="Save place")
+    path = f"/place/{row['id']}"
+    save = form(f"{path}/save", field("Note", "note", size="30"), button="Save place")
     if saved:
-        save = el("p", "Saved. ", button_form(f"{here}/forget", "Forget place"))
+        save = el("p", "Saved. ", button_form(f"{path}/forget", "Forget place"))
     return _page(
         visit,
         row["name"],
@@ -206,33 +206,33 @@ def near(visit: Visit) -> Html:
     start = visit.row("SELECT * FROM place WHERE id = ?", number)
     kind = visit.query.get("kind", "")
     rows = visit.rows("SELECT * FROM place WHERE category = ? AND id != ?", kind, start["id"])
-    ways = [(shortest((start["x"], start["y"]), (row["x"], row["y"])), row) for row in rows]
-    ways.sort(key=lambda pair: (pair[0].metres, pair[1]["name"]))
+    trips = [(shortest_route((start["x"], start["y"]), (row["x"], row["y"])), row) for row in rows]
+    trips.sort(key=lambda pair: (pair[0].metres, pair[1]["name"]))
     listed = [
-        (a(row["name"], f"/place/{row['id']}"), f"{way.metres} m", f"{way.minutes('foot')} min on foot")
-        for way, row in ways
+        (a(row["name"], f"/place/{row['id']}"), f"{trip.metres} m", f"{trip.minutes('foot')} min on foot")
+        for trip, row in trips
     ]
     return _page(
         visit, "Nearby", table(("Place", "Distance", "Time"), listed), heading=f"Nearest {kind} to {start['name']}"
     )
 
 
-def _named(visit: Visit, text: str) -> sqlite3.Row | None:
-    """The place a person means: by its whole name, else by a part that fits only one."""
+def _find_place(visit: Visit, text: str) -> sqlite3.Row | None:
+    """Return the place with this name, or else the only place whose name contains it."""
     text = text.strip()
     exact = visit.rows("SELECT * FROM place WHERE lower(name) = lower(?)", text)
     if exact:
         return exact[0]
     pattern = like(text)
-    part = visit.rows("SELECT * FROM place WHERE name LIKE ? ESCAPE '\\'", pattern) if text else []
-    return part[0] if len(part) == 1 else None
+    partial = visit.rows("SELECT * FROM place WHERE name LIKE ? ESCAPE '\\'", pattern) if text else []
+    return partial[0] if len(partial) == 1 else None
 
 
 def directions(visit: Visit) -> Html:
     start_text, end_text = visit.query.get("from", ""), visit.query.get("to", "")
     mode = visit.query.get("mode", "foot")
     mode = mode if mode in SPEEDS_KMH else "foot"
-    ask = el(
+    query_form = el(
         "form",
         el("label", "From", " ", el("input", name="from", value=start_text, size="28"), class_="row"),
         el("label", "To", " ", el("input", name="to", value=end_text, size="28"), class_="row"),
@@ -250,25 +250,25 @@ def directions(visit: Visit) -> Html:
     )
     answer: Child = None
     if start_text and end_text:
-        start, end = _named(visit, start_text), _named(visit, end_text)
+        start, end = _find_place(visit, start_text), _find_place(visit, end_text)
         if start is None or end is None:
             missing = start_text if start is None else end_text
             answer = el("p", f"'{missing}' is not one place here: search for its full name.")
         else:
-            way = shortest((start["x"], start["y"]), (end["x"], end["y"]))
+            trip = shortest_route((start["x"], start["y"]), (end["x"], end["y"]))
             answer = el(
                 "div",
-                el("div", picture([start, end], way)),
+                el("div", picture([start, end], trip)),
                 el(
                     "div",
                     el("h2", f"{start['name']} to {end['name']} by {mode}", id="route"),
-                    facts(("Distance", f"{way.metres} m"), ("Time", f"{way.minutes(mode)} min")),
-                    el("ol", [el("li", step) for step in way.steps]),
+                    facts(("Distance", f"{trip.metres} m"), ("Time", f"{trip.minutes(mode)} min")),
+                    el("ol", [el("li", step) for step in trip.steps]),
                     class_="card",
                 ),
                 class_="two",
             )
-    return _page(visit, "Directions", ask, answer)
+    return _page(visit, "Directions", query_form, answer)
 
 
 def save(visit: Visit) -> Redirect:

@@ -1,4 +1,4 @@
-"""Invented people, shared by the sites' data."""
+"""Invented people in the sites' data."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ LAST = [
 
 
 def full_name(index: int) -> str:
-    """The index-th person; the first 900 differ."""
+    """Return the name of a person. The first 900 names are distinct."""
     return f"{FIRST[index % 30]} {LAST[(index * 7 + index // 30) % 30]}"
 
 
@@ -82,6 +82,6 @@ def username(index: int) -> str:
 
 
 def day(rng: random.Random, first: str, last: str) -> str:
-    """A day between two, both included."""
+    """Return a random day between two, both included."""
     start, end = date.fromisoformat(first), date.fromisoformat(last)
     return (start + timedelta(days=rng.randint(0, (end - start).days))).isoformat()

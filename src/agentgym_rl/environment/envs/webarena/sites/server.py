@@ -1,4 +1,4 @@
-"""One small web server for the embedded sites, in a thread of this process, on a free port of loopback."""
+"""Web server of the embedded sites, in a thread of this process, on a free port of the loopback interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOSTS = {
     "GITLAB": "code.test",
     "MAP": "map.test",
 }
-"""Names of the sites as WebArena calls them, and where the embedded ones are found. `.test` exists nowhere else."""
+"""Host of each embedded site by WebArena's site name. The domain `.test` is reserved and never resolves."""
 _ROUTES = {
     "shop.test": shop.ROUTES,
     "admin.test": admin.ROUTES,
@@ -51,15 +51,15 @@ class SiteServer:
         threading.Thread(
             target=self._server.run, kwargs={"sockets": [listener]}, name="webarena-sites", daemon=True
         ).start()
-        give_up_at = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not self._server.started:
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > deadline:
                 raise EnvError(f"the embedded sites did not start within {START_TIMEOUT_S:g} s")
             time.sleep(0.005)
 
     @property
     def resolver_flags(self) -> tuple[str, ...]:
-        """Browser flags with which the sites' names lead here and every other name leads nowhere."""
+        """Return browser flags that resolve the sites' names to this server and all other names to nothing."""
         rules = [f"MAP {host}:80 127.0.0.1:{self.port}" for host in HOSTS.values()]
         return ("--no-proxy-server", f"--host-resolver-rules={','.join([*rules, 'MAP * ~NOTFOUND'])}")
 
@@ -68,11 +68,11 @@ _lock = threading.Lock()
 
 
 def site_server() -> SiteServer:
-    """The process's server, started when first asked for."""
+    """Return the process's server. Start it on the first call."""
     with _lock:
-        return _started()
+        return _start_server()
 
 
 @lru_cache(maxsize=1)
-def _started() -> SiteServer:
+def _start_server() -> SiteServer:
     return SiteServer()

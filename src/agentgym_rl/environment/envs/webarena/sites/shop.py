@@ -60,7 +60,7 @@ def _page(visit: Visit, title: str, *body: Child, heading: str = "") -> Html:
 
 
 def initial(name: str) -> str:
-    """The letter on a product's picture: of its second word, since the first is the maker; names can be edited."""
+    """Return the letter on a product's picture: the initial of the second word, because the first is the maker."""
     words = name.split() or ["?"]
     return words[min(1, len(words) - 1)][0]
 
@@ -81,24 +81,26 @@ def _card(product: sqlite3.Row) -> Html:
 
 
 def _listing(
-    visit: Visit, title: str, path: str, where: str, arguments: Sequence[object], kept: dict[str, str]
+    visit: Visit, title: str, path: str, where: str, arguments: Sequence[object], parameters: dict[str, str]
 ) -> Html:
     sort = visit.query.get("sort", "name")
     sort = sort if sort in SORTS else "name"
-    found = visit.rows(f"{_LISTED} AND {where} ORDER BY {SORTS[sort][1]}", *arguments)
+    products = visit.rows(f"{_LISTED} AND {where} ORDER BY {SORTS[sort][1]}", *arguments)
     number = visit.page_number()
-    num_pages = max(1, -(-len(found) // PER_PAGE))
-    shown = found[(number - 1) * PER_PAGE : number * PER_PAGE]
+    num_pages = max(1, -(-len(products) // PER_PAGE))
+    page_products = products[(number - 1) * PER_PAGE : number * PER_PAGE]
     sorting = [
-        (el("strong", text) if key == sort else a(text, f"{path}?{urlencode({**kept, 'sort': key})}"), "  ")
+        (el("strong", text) if key == sort else a(text, f"{path}?{urlencode({**parameters, 'sort': key})}"), "  ")
         for key, (text, _) in SORTS.items()
     ]
-    query = urlencode({**kept, "sort": sort}) + "&"
+    query = urlencode({**parameters, "sort": sort}) + "&"
     return _page(
         visit,
         title,
-        el("p", f"{len(found)} products. Sort by: ", sorting),
-        el("div", [_card(product) for product in shown], class_="grid") if shown else el("p", "Nothing was found."),
+        el("p", f"{len(products)} products. Sort by: ", sorting),
+        el("div", [_card(product) for product in page_products], class_="grid")
+        if page_products
+        else el("p", "Nothing was found."),
         pager(path, query, number, num_pages),
     )
 
@@ -192,14 +194,14 @@ def _quantity(text: str) -> int | None:
 def add_to_basket(visit: Visit) -> Redirect:
     row = visit.row("SELECT * FROM product WHERE id = ? AND enabled = 1", visit.path["id"])
     quantity = _quantity(visit.form.get("quantity", "1"))
-    here = f"/product/{row['id']}"
+    path = f"/product/{row['id']}"
     if not quantity:
-        return Redirect(here, "The quantity must be a number from 1 to 999.")
-    held = visit.value("SELECT coalesce(sum(quantity), 0) FROM basket WHERE product_id = ?", row["id"])
-    if held + quantity > row["quantity"]:
-        return Redirect(here, f"Only {row['quantity']} of this product are in stock.")
-    visit.change("REPLACE INTO basket VALUES (?, ?)", row["id"], held + quantity)
-    return Redirect(here, f"You added {quantity} x {row['name']} to your basket.")
+        return Redirect(path, "The quantity must be a number from 1 to 999.")
+    basket_quantity = visit.value("SELECT coalesce(sum(quantity), 0) FROM basket WHERE product_id = ?", row["id"])
+    if basket_quantity + quantity > row["quantity"]:
+        return Redirect(path, f"Only {row['quantity']} of this product are in stock.")
+    visit.change("REPLACE INTO basket VALUES (?, ?)", row["id"], basket_quantity + quantity)
+    return Redirect(path, f"You added {quantity} x {row['name']} to your basket.")
 
 
 def add_wish(visit: Visit) -> Redirect:
@@ -246,14 +248,14 @@ def add_review(visit: Visit) -> Redirect:
     return Redirect(f"/product/{row['id']}", "Thank you for your review.")
 
 
-def _lines(visit: Visit) -> list[sqlite3.Row]:
+def _basket_lines(visit: Visit) -> list[sqlite3.Row]:
     return visit.rows(
         "SELECT p.id, p.name, p.price, b.quantity FROM basket b JOIN product p ON p.id = b.product_id ORDER BY p.id"
     )
 
 
 def basket(visit: Visit) -> Html:
-    lines = _lines(visit)
+    lines = _basket_lines(visit)
     if not lines:
         return _page(visit, "Basket", el("p", "Your basket is empty."))
     rows = [
@@ -297,11 +299,11 @@ def change_basket(visit: Visit) -> Redirect:
 
 
 def checkout(visit: Visit) -> Html | Redirect:
-    lines = _lines(visit)
+    lines = _basket_lines(visit)
     if not lines:
         return Redirect("/basket")
     me = visit.row("SELECT * FROM customer WHERE id = ?", CUSTOMER)
-    ways = [
+    options = [
         el(
             "label",
             el("input", type="radio", name="shipping", value=key, checked=key == "standard"),
@@ -322,7 +324,7 @@ def checkout(visit: Visit) -> Html | Redirect:
         form(
             "/checkout",
             field("Deliver to", "address", f"{me['street']}, {me['city']}", size="50"),
-            el("fieldset", el("legend", "Shipping"), ways),
+            el("fieldset", el("legend", "Shipping"), options),
             button="Place order",
             class_="card",
         ),
@@ -330,7 +332,7 @@ def checkout(visit: Visit) -> Html | Redirect:
 
 
 def place_order(visit: Visit) -> Redirect:
-    lines = _lines(visit)
+    lines = _basket_lines(visit)
     shipping, address = visit.form.get("shipping", ""), visit.form.get("address", "").strip()
     if not lines or shipping not in SHIPPING or not address:
         return Redirect("/checkout", "An order needs an address and a way of shipping.")
@@ -429,12 +431,12 @@ def account(visit: Visit) -> Html:
 
 
 def save_account(visit: Visit) -> Redirect:
-    given = {key: visit.form.get(key, "").strip()[:120] for key in ("email", "phone", "street", "city")}
-    if not all(given.values()) or "@" not in given["email"]:
+    values = {key: visit.form.get(key, "").strip()[:120] for key in ("email", "phone", "street", "city")}
+    if not all(values.values()) or "@" not in values["email"]:
         return Redirect("/account", "Email, phone, street and city are all needed.")
     visit.change(
         "UPDATE customer SET email = ?, phone = ?, street = ?, city = ?, newsletter = ? WHERE id = ?",
-        *given.values(),
+        *values.values(),
         int(visit.form.get("newsletter") == "1"),
         CUSTOMER,
     )

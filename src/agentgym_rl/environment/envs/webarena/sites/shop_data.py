@@ -8,7 +8,7 @@ import sqlite3
 from agentgym_rl.environment.envs.webarena.sites.people import day, full_name
 
 CUSTOMER = 1
-"""The customer as whom the agent shops."""
+"""Customer id of the agent."""
 CUSTOMER_NAME = "Nora Lindqvist"
 
 SCHEMA = """
@@ -143,11 +143,11 @@ def _products(db: sqlite3.Connection, rng: random.Random) -> None:
     prices: set[int] = set()
     for category_id, (category, names) in enumerate(CATEGORIES.items(), 1):
         db.execute("INSERT INTO category VALUES (?, ?, ?)", (category_id, category.lower(), category))
-        for place, name in enumerate(names):
+        for index, name in enumerate(names):
             number += 1
-            maker = MAKERS[(place * 5 + category_id) % len(MAKERS)]
+            maker = MAKERS[(index * 5 + category_id) % len(MAKERS)]
             price = rng.choice([cents for cents in range(450, 14950, 50) if cents - 1 not in prices]) - 1
-            prices.add(price)  # no two alike, so that "the cheapest" is one product
+            prices.add(price)  # all different, so that "the cheapest" is unique
             material, colour = rng.choice(MATERIALS), rng.choice(COLOURS)
             description = (
                 f"The {maker} {name} in {colour}. Made of {material}, designed to last and easy to repair: spare parts "
@@ -174,7 +174,7 @@ def _reviews(db: sqlite3.Connection, rng: random.Random) -> None:
     for product_id, material, colour in db.execute("SELECT id, material, colour FROM product").fetchall():
         authors = rng.sample(range(1, 60), rng.randint(2, 5))
         days = sorted((day(rng, "2025-01-05", "2026-03-01") for _ in authors), reverse=True)
-        for person, written in zip(authors, days, strict=True):
+        for person, date in zip(authors, days, strict=True):
             rating = rng.choice((5, 5, 4, 4, 3, 2, 1))
             title, body = rng.choice(PRAISE if rating >= 4 else MIXED if rating == 3 else BLAME)
             db.execute(
@@ -185,11 +185,11 @@ def _reviews(db: sqlite3.Connection, rng: random.Random) -> None:
                     rating,
                     title,
                     body.format(material=material, colour=colour),
-                    written,
+                    date,
                     "approved",
                 ),
             )
-    # A few that wait for the shopkeeper, one per product so that each can be named by it.
+    # Pending reviews, at most one per product, so that a task can name one by its product.
     for product_id in rng.sample(range(1, 65), 6):
         author = full_name(rng.randint(60, 110))
         good = rng.random() < 0.5
@@ -231,9 +231,9 @@ def _orders(db: sqlite3.Connection, rng: random.Random) -> None:
     customers = {row[0]: f"{row[1]}, {row[2]}" for row in db.execute("SELECT id, street, city FROM customer")}
     prices = dict(db.execute("SELECT id, price FROM product").fetchall())
     days = sorted(day(rng, "2025-06-01", "2026-03-10") for _ in range(96))
-    owners = [CUSTOMER if place % 12 == 5 else rng.randint(2, 36) for place in range(96)]
-    for place, (ordered, owner) in enumerate(zip(days, owners, strict=True)):
-        number = 4001 + place
+    owners = [CUSTOMER if index % 12 == 5 else rng.randint(2, 36) for index in range(96)]
+    for index, (ordered, owner) in enumerate(zip(days, owners, strict=True)):
+        number = 4001 + index
         status = "complete" if ordered < "2026-01-15" and rng.random() < 0.85 else rng.choice(STATUSES)
         db.execute(
             "INSERT INTO orders VALUES (?, ?, ?, ?, ?, ?)",

@@ -1,4 +1,4 @@
-"""The sites' data: generated once per process and copied for every episode, so that each starts from the same."""
+"""The sites' data: generated once per process and copied for every episode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import lru_cache
 from agentgym_rl.environment.envs.webarena.sites import code_data, forum_data, map_data, shop_data
 
 TODAY = "2026-03-16"
-"""The day on which every episode takes place."""
+"""Current date in every episode."""
 
 
 @dataclass(slots=True)
@@ -20,12 +20,12 @@ class Store:
 
     db: sqlite3.Connection
     flash: str = ""
-    """What the next page tells about the last change."""
+    """Message about the last change, shown on the next page."""
 
 
 @lru_cache(maxsize=1)
 def pristine() -> bytes:
-    """The database of a fresh episode."""
+    """Return the serialised database of a fresh episode."""
     db = sqlite3.connect(":memory:")
     for data in (shop_data, forum_data, code_data, map_data):
         db.executescript(data.SCHEMA)
@@ -44,7 +44,7 @@ def fresh_database() -> sqlite3.Connection:
 
 
 class Episodes:
-    """The running episodes' stores by their tokens. Opened and closed in sessions' threads, read in the server's."""
+    """Stores of the running episodes by token. Sessions' threads open and close them; the server reads them."""
 
     def __init__(self) -> None:
         self._stores: dict[str, Store] = {}
@@ -64,6 +64,6 @@ class Episodes:
         return self._stores.get(token)
 
     def close(self, token: str) -> None:
-        # The connection is not closed here: a request that still holds it ends in peace, then memory is given back.
+        # Do not close the connection: a request may still use it. It is freed with its last reference.
         with self._lock:
             self._stores.pop(token, None)

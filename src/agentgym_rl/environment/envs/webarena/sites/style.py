@@ -1,4 +1,4 @@
-"""The look of the embedded sites: one small style sheet, a colour per site."""
+"""Page layout of the embedded sites: one style sheet, with a colour per site."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ form.inline button,button.quiet{background:#e9edf3;color:#20242a;padding:3px 10p
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What all pages of a site share."""
+    """Settings shared by all pages of a site."""
 
     brand: str
     colour: str
@@ -58,7 +58,7 @@ class Look:
 
 
 def page(look: Look, title: str, *body: Child, heading: str = "", flash: str = "", below: Child = None) -> Html:
-    """A whole document. `heading` is the title unless said otherwise; `below` is a second row of navigation."""
+    """Return a whole document. `heading` defaults to the title; `below` is a second row of navigation."""
     search = None
     if look.search:
         search = el(

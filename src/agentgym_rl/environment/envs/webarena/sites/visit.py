@@ -1,4 +1,4 @@
-"""From an HTTP request to a site's handler and back."""
+"""Routing of HTTP requests to the handlers of the sites."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_BODY_BYTES = 65536
 
 @dataclass(frozen=True, slots=True)
 class Redirect:
-    """Go and see another page, which tells `flash` once."""
+    """Answer that sends the browser to another page, which shows `flash` once."""
 
     to: str
     flash: str = ""
@@ -38,7 +38,7 @@ class NotFound(Exception):
 
 @dataclass(slots=True)
 class Visit:
-    """What a handler gets to see of a request."""
+    """A request as a handler sees it."""
 
     store: Store
     path: dict[str, Any]
@@ -53,23 +53,23 @@ class Visit:
         return self.db.execute(sql, arguments).fetchall()
 
     def row(self, sql: str, *arguments: Any) -> sqlite3.Row:
-        """The one row; NotFound when there is none."""
-        found = self.db.execute(sql, arguments).fetchone()
-        if found is None:
+        """Return the first row. Raise NotFound if there is none."""
+        row = self.db.execute(sql, arguments).fetchone()
+        if row is None:
             raise NotFound
-        return found
+        return row
 
     def value(self, sql: str, *arguments: Any) -> Any:
         return self.row(sql, *arguments)[0]
 
     def change(self, sql: str, *arguments: Any) -> int:
-        """Execute a change; the id of a row it added."""
+        """Execute a change and return the id of the added row."""
         return self.db.execute(sql, arguments).lastrowid or 0
 
     def flash(self) -> str:
-        """What there is to tell, once."""
-        told, self.store.flash = self.store.flash, ""
-        return told
+        """Return the pending message and clear it."""
+        message, self.store.flash = self.store.flash, ""
+        return message
 
     def page_number(self) -> int:
         text = self.query.get("page", "1")
@@ -80,38 +80,38 @@ Handler = Callable[[Visit], Html | Redirect]
 
 
 class Page(Protocol):
-    """Makes a page of a site."""
+    """Function that returns a page of a site."""
 
     def __call__(self, visit: Visit, title: str, *body: Child, heading: str = "", below: Child = None) -> Html: ...
 
 
 def pages(look: Look) -> Page:
-    """For a site whose pages all look the same: they tell what there is to tell, then show their body."""
+    """Return the page function of a site. Its pages show the pending message, then the body."""
 
-    def made(visit: Visit, title: str, *body: Child, heading: str = "", below: Child = None) -> Html:
+    def site_page(visit: Visit, title: str, *body: Child, heading: str = "", below: Child = None) -> Html:
         return page(look, title, *body, heading=heading, flash=visit.flash(), below=below)
 
-    return made
+    return site_page
 
 
 def like(text: str) -> str:
-    """A pattern for `LIKE ? ESCAPE '\\'` that finds a text anywhere, whatever signs it has."""
+    """Return a pattern for `LIKE ? ESCAPE '\\'` that finds a text literally, anywhere."""
     return "%" + text.strip().replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
 
 
 def notice(title: str, status: int, text: str = "") -> HTMLResponse:
-    """A page that says why there is no page."""
+    """Return a page that says why there is no page."""
     body = join(el("title", title), el("h1", title), el("p", text) if text else None, a("Home", "/"))
     return HTMLResponse(body, status)
 
 
 async def http_notice(request: Request, error: Exception) -> Response:
-    """What no route answers, in the same words."""
+    """Return the notice for a request without a route."""
     return notice("Page not found", error.status_code if isinstance(error, HTTPException) else 404)
 
 
-def _whole(handler: Handler, visit: Visit) -> Html | Redirect:
-    """Call a handler; what it changes is changed altogether or not at all."""
+def _in_transaction(handler: Handler, visit: Visit) -> Html | Redirect:
+    """Call a handler in a transaction."""
     visit.db.execute("BEGIN")
     try:
         answer = handler(visit)
@@ -123,7 +123,7 @@ def _whole(handler: Handler, visit: Visit) -> Html | Redirect:
 
 
 def route(path: str, handler: Handler, method: str = "GET") -> Route:
-    """A page (GET) or a change (POST) of a site. Handlers run on the server's loop: they only touch memory."""
+    """Return the route of a page (GET) or a change (POST). Handlers run on the event loop, so they only use memory."""
 
     async def endpoint(request: Request) -> Response:
         episodes: Episodes = request.app.state.episodes
@@ -135,12 +135,12 @@ def route(path: str, handler: Handler, method: str = "GET") -> Route:
             body = await request.body()
             if len(body) > MAX_BODY_BYTES:
                 return notice("This form is too long", 413)
-            # A name that comes twice is a list of checkboxes; commas keep it one value.
+            # A repeated name is a list of checkboxes: join its values with commas.
             for key, value in parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True, max_num_fields=100):
                 visit.form[key] = f"{visit.form[key]},{value}" if key in visit.form else value.replace("\r\n", "\n")
         try:
-            answer = _whole(handler, visit)
-        except (NotFound, OverflowError):  # a number too large for a row is no row
+            answer = _in_transaction(handler, visit)
+        except (NotFound, OverflowError):  # a number too large for SQLite matches no row
             return notice("Page not found", 404)
         except Exception:
             logger.exception("an embedded site failed to answer %s %s", method, request.url)

@@ -1,1 +1,1 @@
-"""The tasks: embedded ones, made from templates over the embedded sites, and WebArena's own 812."""
+"""The tasks: those generated from templates for the embedded sites, and WebArena's 812 published ones."""

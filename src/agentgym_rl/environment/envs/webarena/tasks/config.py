@@ -9,22 +9,22 @@ from typing import Any
 from agentgym_rl.errors import ConfigError
 
 SITES = ("SHOPPING", "SHOPPING_ADMIN", "REDDIT", "GITLAB", "MAP", "WIKIPEDIA", "HOMEPAGE")
-"""Names of the sites: environment variables that hold their addresses, and `__SHOPPING__` and so on in a config."""
+"""Site names. Environment variables of these names hold the addresses; configs contain `__SHOPPING__` and so on."""
 SUBSETS = {"shopping": "Shopping", "shopping_admin": "CMS", "map": "Map", "gitlab": "GitLab", "reddit": "Reddit"}
-"""Site in a config -> name of the subset; what needs several sites belongs to several subsets."""
+"""Subset of each site in a config. A task with several sites belongs to several subsets."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskConfig:
-    """One task, its addresses filled in."""
+    """One task, with its addresses filled in."""
 
     task_id: int
     sites: tuple[str, ...]
     intent: str
     start_urls: tuple[str, ...]
-    """One tab each."""
+    """Addresses of the first tabs."""
     storage_state: str | None
-    """File with the cookies of somebody signed in, relative to where these are kept."""
+    """Name of the file with the cookies of a signed-in user."""
     evaluation: Mapping[str, Any]
     """`eval` of the config: eval_types, reference_answers, reference_url, program_html, string_note."""
 
@@ -33,16 +33,16 @@ class TaskConfig:
         return "fuzzy_match" in (self.evaluation.get("reference_answers") or {})
 
 
-def read(raw: Mapping[str, Any], addresses: Mapping[str, str]) -> TaskConfig:
-    """A config with every `__SITE__` replaced; ConfigError when one is needed whose address is unknown."""
-    filled = _fill(raw, addresses)
+def read_task(raw: Mapping[str, Any], addresses: Mapping[str, str]) -> TaskConfig:
+    """Return the task of a config with every `__SITE__` replaced. Raise ConfigError if an address is missing."""
+    config = _fill_addresses(raw, addresses)
     return TaskConfig(
-        task_id=filled["task_id"],
-        sites=tuple(filled["sites"]),
-        intent=filled["intent"],
-        start_urls=tuple(filled["start_url"].split(" |AND| ")),
-        storage_state=filled.get("storage_state"),
-        evaluation=filled["eval"],
+        task_id=config["task_id"],
+        sites=tuple(config["sites"]),
+        intent=config["intent"],
+        start_urls=tuple(config["start_url"].split(" |AND| ")),
+        storage_state=config.get("storage_state"),
+        evaluation=config["eval"],
     )
 
 
@@ -50,21 +50,21 @@ def subsets_of(sites: Iterable[str]) -> tuple[str, ...]:
     return tuple(SUBSETS[site] for site in sites if site in SUBSETS)
 
 
-def _fill(value: Any, addresses: Mapping[str, str]) -> Any:
+def _fill_addresses(value: Any, addresses: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         for site in SITES:
-            mark = f"__{site}__"
-            if mark not in value:
+            placeholder = f"__{site}__"
+            if placeholder not in value:
                 continue
             if not addresses.get(site):
                 raise ConfigError(
                     f"this task needs the site {site}: set the environment variable {site} to its address, "
                     "for example http://localhost:7770"
                 )
-            value = value.replace(mark, addresses[site])
+            value = value.replace(placeholder, addresses[site])
         return value
     if isinstance(value, Mapping):
-        return {key: _fill(inner, addresses) for key, inner in value.items()}
+        return {key: _fill_addresses(item, addresses) for key, item in value.items()}
     if isinstance(value, list):
-        return [_fill(inner, addresses) for inner in value]
+        return [_fill_addresses(item, addresses) for item in value]
     return value

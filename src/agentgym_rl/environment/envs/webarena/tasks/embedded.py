@@ -1,4 +1,4 @@
-"""The embedded tasks: every instance of every template, numbered, in train and test."""
+"""The embedded tasks: all instances of all templates, numbered and split into train and test."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ TEMPLATES: tuple[Template, ...] = (
     *map_tasks.TEMPLATES,
 )
 TEST_SHARE = 4
-"""One instance in so many, the last ones of each template, is for testing."""
+"""One in this many instances, the last ones of each template, belongs to the test split."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A task and how it is done."""
+    """A task and its solution."""
 
     config: dict[str, Any]
-    """In WebArena's format, with `__SHOPPING__` and so on for the sites."""
+    """Task in WebArena's format, with `__SHOPPING__` and so on for the sites."""
     script: tuple[Move, ...]
     changes: bool
 
 
 @lru_cache(maxsize=1)
 def _instances() -> tuple[list[tuple[int, Instance]], list[tuple[int, Instance]]]:
-    """To train on and to test on, each with the number of its template."""
+    """Return the train and the test instances, each with the number of its template."""
     database = fresh_database()
     train: list[tuple[int, Instance]] = []
     test: list[tuple[int, Instance]] = []
@@ -52,7 +52,7 @@ def _instances() -> tuple[list[tuple[int, Instance]], list[tuple[int, Instance]]
 
 @lru_cache(maxsize=1)
 def problems() -> tuple[Problem, ...]:
-    """All tasks by number: those to train on first, then those to test on."""
+    """Return all tasks by number, first train, then test."""
     train, test = _instances()
     return tuple(_problem(task_id, *numbered) for task_id, numbered in enumerate([*train, *test]))
 
@@ -89,5 +89,5 @@ def _problem(task_id: int, number: int, instance: Instance) -> Problem:
 
 
 def as_json() -> str:
-    """All tasks as one JSON list, as WebArena publishes its own."""
+    """Return all tasks as one JSON list in WebArena's format."""
     return json.dumps([problem.config for problem in problems()], ensure_ascii=False, indent=1)

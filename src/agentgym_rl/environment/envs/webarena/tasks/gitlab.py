@@ -36,34 +36,34 @@ def _open(path: str) -> tuple[Move, ...]:
 
 
 def stars(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for path in ("lantern/lantern-ui", "openferry/router", "starfield/plate-solve", "nora/recipe-box"):
         count = str(_project(db, path)["stars"])
-        found.append(Instance({"project": path}, exactly(count), (*_open(path), stop(count))))
-    return found
+        instances.append(Instance({"project": path}, exactly(count), (*_open(path), stop(count))))
+    return instances
 
 
 def clone(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     addresses = column(db, "SELECT 'git@code.test:' || owner || '/' || name || '.git' FROM project")
     for path in ("openferry/feed-parser", "nora/tidewatch", "starfield/observing-planner"):
         address = f"git@code.test:{path}.git"
-        found.append(Instance({"project": path}, one_of(address, addresses), (*_open(path), stop(address))))
-    return found
+        instances.append(Instance({"project": path}, one_of(address, addresses), (*_open(path), stop(address))))
+    return instances
 
 
 def open_issues(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for path in ("nora/tidewatch", "lantern/lantern-docs", "openferry/feed-parser", "nora/garden-log"):
         sql = "SELECT count(*) FROM issue WHERE project_id = ? AND state = 'open'"
         count = str(db.execute(sql, (_project(db, path)["id"],)).fetchone()[0])
         script = (*_open(path), click("link", "Issues"), stop(count))
-        found.append(Instance({"project": path}, exactly(count), script))
-    return found
+        instances.append(Instance({"project": path}, exactly(count), script))
+    return instances
 
 
 def role(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for path in ("nora/recipe-box", "lantern/lantern-ui", "openferry/router", "starfield/plate-solve"):
         row = db.execute(
             "SELECT username, role FROM project_member WHERE project_id = ? AND username != ? ORDER BY username",
@@ -71,12 +71,12 @@ def role(db: sqlite3.Connection) -> list[Instance]:
         ).fetchone()
         script = (*_open(path), click("link", "Members"), stop(row["role"]))
         checks = one_of(row["role"], (*ROLES, "Owner"))
-        found.append(Instance({"user": row["username"], "project": path}, checks, script))
-    return found
+        instances.append(Instance({"user": row["username"], "project": path}, checks, script))
+    return instances
 
 
 def num_commits(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for path in ("nora/tidewatch", "openferry/router", "lantern/lantern-ui"):
         row = db.execute(
             "SELECT author, count(*) AS num FROM revision WHERE project_id = ? AND author != ? GROUP BY author"
@@ -84,8 +84,8 @@ def num_commits(db: sqlite3.Connection) -> list[Instance]:
             (_project(db, path)["id"], ME),
         ).fetchone()
         script = (*_open(path), click("link", "Commits"), stop(str(row["num"])))
-        found.append(Instance({"user": row["author"], "project": path}, exactly(row["num"]), script))
-    return found
+        instances.append(Instance({"user": row["author"], "project": path}, exactly(row["num"]), script))
+    return instances
 
 
 def labelled(db: sqlite3.Connection) -> list[Instance]:
@@ -113,13 +113,13 @@ def new_issue(db: sqlite3.Connection) -> list[Instance]:
         ("nora/garden-log", "Which weather service is used?", "question"),
         ("lantern/lantern-docs", "Example of a date field", "documentation"),
     )
-    found = []
+    instances = []
     for path, title, label in cases:
         project = _project(db, path)["id"]
         (number,) = column(db, "SELECT max(number) + 1 FROM issue WHERE project_id = ?", project)
-        there = f"{CODE}/{path}/-/issues/{number}"
+        url = f"{CODE}/{path}/-/issues/{number}"
         checks = with_data(
-            page_has((there, text_of("h1"), f"#{number} {title}"), (there, text_of("#labels"), label)),
+            page_has((url, text_of("h1"), f"#{number} {title}"), (url, text_of("#labels"), label)),
             added("issue", project_id=project, title=title, labels=label, author=ME, state="open", assignee=""),
         )
         script = (
@@ -131,8 +131,8 @@ def new_issue(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Create issue"),
             stop(),
         )
-        found.append(Instance({"project": path, "title": title, "label": label}, checks, script))
-    return found
+        instances.append(Instance({"project": path, "title": title, "label": label}, checks, script))
+    return instances
 
 
 def _issues(db: sqlite3.Connection, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
@@ -162,7 +162,7 @@ def close_issue(db: sqlite3.Connection) -> list[Instance]:
 
 
 def assign(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for path, issue in _issues(db, ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), 1):
         user = db.execute(
             "SELECT username FROM project_member WHERE project_id = ? AND username NOT IN (?, ?)"
@@ -179,8 +179,8 @@ def assign(db: sqlite3.Connection) -> list[Instance]:
         )
         pages = page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#assignee"), user))
         checks = with_data(pages, changed("issue", issue["id"], assignee=user))
-        found.append(Instance({"title": issue["title"], "project": path, "user": user}, checks, script))
-    return found
+        instances.append(Instance({"title": issue["title"], "project": path, "user": user}, checks, script))
+    return instances
 
 
 def _merge_requests(db: sqlite3.Connection, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
@@ -189,10 +189,10 @@ def _merge_requests(db: sqlite3.Connection, paths: tuple[str, ...], number: int)
 
 
 def merge(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     paths = ("nora/tidewatch", "nora/recipe-box", "nora/garden-log", "nora/dotfiles")
-    for place, (path, request) in enumerate(_merge_requests(db, paths, 1)):
-        verb, button, state = (("Merge", "Merge", "merged"), ("Close", "Close merge request", "closed"))[place % 2]
+    for index, (path, request) in enumerate(_merge_requests(db, paths, 1)):
+        verb, button, state = (("Merge", "Merge", "merged"), ("Close", "Close merge request", "closed"))[index % 2]
         script = (
             *_open(path),
             click("link", "Merge requests"),
@@ -202,8 +202,8 @@ def merge(db: sqlite3.Connection) -> list[Instance]:
         )
         pages = page_has((f"{CODE}/{path}/-/merge_requests/1", text_of("#state"), state))
         checks = with_data(pages, changed("merge_request", request["id"], state=state))
-        found.append(Instance({"verb": verb, "title": request["title"], "project": path}, checks, script))
-    return found
+        instances.append(Instance({"verb": verb, "title": request["title"], "project": path}, checks, script))
+    return instances
 
 
 def remark(db: sqlite3.Connection) -> list[Instance]:
@@ -230,9 +230,9 @@ def remark(db: sqlite3.Connection) -> list[Instance]:
 
 
 def invite(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     roles = ("Developer", "Reporter", "Maintainer", "Guest")
-    for path, wanted in zip(
+    for path, member_role in zip(
         ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), roles, strict=True
     ):
         user = db.execute(
@@ -245,16 +245,16 @@ def invite(db: sqlite3.Connection) -> list[Instance]:
             *_open(path),
             click("link", "Members"),
             choose("Invite", user),
-            choose("Role", wanted),
+            choose("Role", member_role),
             click("button", "Invite member"),
             stop(),
         )
         checks = with_data(
-            page_has((f"{CODE}/{path}/-/members", locator, wanted)),
-            added("project_member", project_id=_project(db, path)["id"], username=user, role=wanted),
+            page_has((f"{CODE}/{path}/-/members", locator, member_role)),
+            added("project_member", project_id=_project(db, path)["id"], username=user, role=member_role),
         )
-        found.append(Instance({"user": user, "project": path, "role": wanted}, checks, script))
-    return found
+        instances.append(Instance({"user": user, "project": path, "role": member_role}, checks, script))
+    return instances
 
 
 def star(db: sqlite3.Connection) -> list[Instance]:

@@ -6,7 +6,7 @@ import sqlite3
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.sites.map_data import STREETS
-from agentgym_rl.environment.envs.webarena.sites.maps import Route, shortest
+from agentgym_rl.environment.envs.webarena.sites.maps import Route, shortest_route
 from agentgym_rl.environment.envs.webarena.tasks.template import (
     Instance,
     Template,
@@ -31,7 +31,7 @@ def _place(db: sqlite3.Connection, name: str) -> sqlite3.Row:
 
 def _route(db: sqlite3.Connection, start: str, end: str) -> Route:
     a, b = _place(db, start), _place(db, end)
-    return shortest((a["x"], a["y"]), (b["x"], b["y"]))
+    return shortest_route((a["x"], a["y"]), (b["x"], b["y"]))
 
 
 def _open(name: str) -> tuple[Move, ...]:
@@ -54,23 +54,23 @@ PAIRS = (
 
 
 def distance(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for start, end in PAIRS:
         metres = str(_route(db, start, end).metres)
         arguments = {"start": start, "end": end}
-        found.append(Instance(arguments, quantity(metres, "m"), (*_directions(start, end), stop(f"{metres} m"))))
-    return found
+        instances.append(Instance(arguments, quantity(metres, "m"), (*_directions(start, end), stop(f"{metres} m"))))
+    return instances
 
 
 def duration(db: sqlite3.Connection) -> list[Instance]:
-    found = []
-    for place, (end, start) in enumerate(PAIRS):
-        mode = ("bicycle", "car", "foot")[place % 3]
+    instances = []
+    for index, (end, start) in enumerate(PAIRS):
+        mode = ("bicycle", "car", "foot")[index % 3]
         minutes = str(_route(db, start, end).minutes(mode))
         arguments = {"start": start, "end": end, "mode": mode}
         script = (*_directions(start, end, mode), stop(f"{minutes} minutes"))
-        found.append(Instance(arguments, quantity(minutes, "min"), script))
-    return found
+        instances.append(Instance(arguments, quantity(minutes, "min"), script))
+    return instances
 
 
 _DETAILS = {"phone": "phone number", "hours": "opening hours"}
@@ -84,21 +84,21 @@ def detail(db: sqlite3.Connection) -> list[Instance]:
         ("Trattoria Nove", "hours"),
         ("Quayside Library", "phone"),
     )
-    found = []
-    for name, what in cases:
-        value = _place(db, name)[what]
-        checks = one_of(value, column(db, f"SELECT {what} FROM place"))
-        found.append(Instance({"place": name, "what": _DETAILS[what]}, checks, (*_open(name), stop(value))))
-    return found
+    instances = []
+    for name, attribute in cases:
+        value = _place(db, name)[attribute]
+        checks = one_of(value, column(db, f"SELECT {attribute} FROM place"))
+        instances.append(Instance({"place": name, "what": _DETAILS[attribute]}, checks, (*_open(name), stop(value))))
+    return instances
 
 
 def street(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     streets = [f"{each} Street" for each in STREETS]
     for name in ("Playhouse Theatre", "St Brendan School", "Lotus Garden", "Lighthouse Gardens"):
         value = f"{STREETS[_place(db, name)['y']]} Street"
-        found.append(Instance({"place": name}, one_of(value, streets), (search("Find a place", name), stop(value))))
-    return found
+        instances.append(Instance({"place": name}, one_of(value, streets), (search("Find a place", name), stop(value))))
+    return instances
 
 
 def nearest(db: sqlite3.Connection) -> list[Instance]:
@@ -110,18 +110,18 @@ def nearest(db: sqlite3.Connection) -> list[Instance]:
         ("Alder Primary School", "park"),
         ("Ellery House", "hotel"),
     )
-    found = []
+    instances = []
     for start, kind in cases:
-        ways = sorted(
+        distances = sorted(
             (_route(db, start, row["name"]).metres, row["name"])
             for row in db.execute("SELECT * FROM place WHERE category = ?", (kind,)).fetchall()
         )
-        if ways[0][0] == ways[1][0]:
-            continue  # two are equally near: not a fair question
-        script = (*_open(start), choose("What is near", kind), click("button", "Show nearest"), stop(ways[0][1]))
-        checks = one_of(ways[0][1], [name for _, name in ways])
-        found.append(Instance({"kind": kind, "place": start}, checks, script))
-    return found
+        if distances[0][0] == distances[1][0]:
+            continue  # a tie would be ambiguous
+        script = (*_open(start), choose("What is near", kind), click("button", "Show nearest"), stop(distances[0][1]))
+        checks = one_of(distances[0][1], [name for _, name in distances])
+        instances.append(Instance({"kind": kind, "place": start}, checks, script))
+    return instances
 
 
 def show_route(db: sqlite3.Connection) -> list[Instance]:
@@ -131,13 +131,13 @@ def show_route(db: sqlite3.Connection) -> list[Instance]:
         ("Mill Meadow", "Central Library", "bicycle"),
         ("Driftwood Coffee", "Harbour Savings Bank", "car"),
     )
-    found = []
+    instances = []
     for start, end, mode in cases:
         checks = page_has(("last", text_of("#route"), f"{start} to {end} by {mode}"))
-        found.append(
+        instances.append(
             Instance({"start": start, "end": end, "mode": mode}, checks, (*_directions(start, end, mode), stop()))
         )
-    return found
+    return instances
 
 
 def show_place(db: sqlite3.Connection) -> list[Instance]:

@@ -1,4 +1,4 @@
-"""WebArena's own 812 tasks, read from the package that publishes them."""
+"""WebArena's 812 published tasks, read from the package that contains them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentgym_rl.environment.envs.webarena.tasks.config import subsets_of
 from agentgym_rl.errors import ConfigError
 
 PACKAGES = (("webarena", "test.raw.json"), ("webarena_verified", "assets/dataset/test.raw.json"))
-"""Where the list lies in `libwebarena` and in `webarena-verified`."""
+"""Path of the task list in `libwebarena` and in `webarena-verified`."""
 NUM_TASKS = 812
 OFFICIAL = range(1000, 1000 + NUM_TASKS)
 """Items of the split `official`: 1000 + the published task_id."""
@@ -24,8 +24,8 @@ s5 a12 g3 a10 m7 s11 m2 s5 a5 m10 g2 s5 wm4 s18 m1 a5 g5 s5 g10 s1 g5 s20 g5 a5 
 s5 g10 r12 g12 a1 wm7 s10 g12 a12 s5 a5 g11 a20 s16 g6 s5 g5 a14 gr4 gw6 gr5 g4 s5 g4 r5 s5 g5 r58 s5 g13 sr5 a5
 rg8 s5 a20 r22 g1 wm5 g15 m2 ma2 m7 a15 g7 a1 gr1 s7 g13
 """
-"""Which sites each task uses, so that subsets are known without the list: letters and how many tasks in a row."""
-_LETTERS = {
+"""Sites of each task, as letters and a number of consecutive tasks. Gives subsets without the task list."""
+_SITE_OF_LETTER = {
     "a": "shopping_admin",
     "g": "gitlab",
     "m": "map",
@@ -42,7 +42,7 @@ def _sites() -> tuple[str, ...]:
 
 
 def official_subsets(item: int) -> tuple[str, ...]:
-    return subsets_of(_LETTERS[letter] for letter in _sites()[item - OFFICIAL.start])
+    return subsets_of(_SITE_OF_LETTER[letter] for letter in _sites()[item - OFFICIAL.start])
 
 
 def published_item(number: int) -> int:
@@ -53,16 +53,16 @@ def published_item(number: int) -> int:
 
 
 def find_tasks() -> Path:
-    """The file with the tasks: what WEBARENA_TASKS names, or the one in an installed package."""
-    if named := os.environ.get("WEBARENA_TASKS"):
-        path = Path(named)
+    """Return the file with the tasks: WEBARENA_TASKS if set, otherwise the one in an installed package."""
+    if configured := os.environ.get("WEBARENA_TASKS"):
+        path = Path(configured)
         if not path.is_file():
-            raise ConfigError(f"WEBARENA_TASKS is {named!r}: there is no such file")
+            raise ConfigError(f"WEBARENA_TASKS is {configured!r}: there is no such file")
         return path
-    for package, inside in PACKAGES:
+    for package, relative_path in PACKAGES:
         spec = find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec else ():
-            path = Path(folder) / inside
+            path = Path(folder) / relative_path
             if path.is_file():
                 return path
     raise ConfigError(
@@ -84,5 +84,5 @@ def _read(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 def official_tasks() -> tuple[dict[str, Any], ...]:
-    """The configs, task i at place i."""
+    """Return the configs, ordered by task_id."""
     return _read(find_tasks())

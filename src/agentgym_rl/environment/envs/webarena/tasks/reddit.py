@@ -42,38 +42,38 @@ def _members(db: sqlite3.Connection) -> list[str]:
 
 
 def num_comments(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for post in _posts(db, (2, 11, 17, 26)):
         count = str(db.execute("SELECT count(*) FROM comment WHERE post_id = ?", (post["id"],)).fetchone()[0])
-        found.append(Instance({"title": post["title"]}, exactly(count), (*_open(post), stop(count))))
-    return found
+        instances.append(Instance({"title": post["title"]}, exactly(count), (*_open(post), stop(count))))
+    return instances
 
 
 def top_author(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for slug in ("gardening", "cycling", "bookclub", "astronomy"):
         author = db.execute(
             "SELECT author FROM post p JOIN community c ON c.id = p.community_id WHERE slug = ? ORDER BY score DESC",
             (slug,),
         ).fetchone()[0]
         script = (click("link", "Communities"), click("link", slug), click("link", "Top"), stop(author))
-        found.append(Instance({"community": slug}, one_of(author, _members(db)), script))
-    return found
+        instances.append(Instance({"community": slug}, one_of(author, _members(db)), script))
+    return instances
 
 
 def best_comment(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for post in _posts(db, (5, 14, 22, 31)):
         author = db.execute(
             "SELECT author FROM comment WHERE post_id = ? ORDER BY score DESC, id", (post["id"],)
         ).fetchone()[0]
         checks = one_of(author, _members(db))
-        found.append(Instance({"title": post["title"]}, checks, (*_open(post), stop(author))))
-    return found
+        instances.append(Instance({"title": post["title"]}, checks, (*_open(post), stop(author))))
+    return instances
 
 
 def oldest(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for slug in ("trains", "homebrew", "gardening"):
         post = db.execute(
             "SELECT p.*, c.slug FROM post p JOIN community c ON c.id = p.community_id WHERE slug = ?"
@@ -87,8 +87,8 @@ def oldest(db: sqlite3.Connection) -> list[Instance]:
             click("link", post["title"]),
             stop(),
         )
-        found.append(Instance({"community": slug}, at_url(_url(post)), script))
-    return found
+        instances.append(Instance({"community": slug}, at_url(_url(post)), script))
+    return instances
 
 
 def comment(db: sqlite3.Connection) -> list[Instance]:
@@ -113,17 +113,17 @@ def comment(db: sqlite3.Connection) -> list[Instance]:
 
 
 def vote(db: sqlite3.Connection) -> list[Instance]:
-    found = []
-    for place, post in enumerate(_posts(db, (3, 8, 13, 20, 29, 33))):
-        way = ("Upvote", "Downvote")[place % 2]
-        value = 1 if way == "Upvote" else -1
+    instances = []
+    for index, post in enumerate(_posts(db, (3, 8, 13, 20, 29, 33))):
+        direction = ("Upvote", "Downvote")[index % 2]
+        value = 1 if direction == "Upvote" else -1
         checks = with_data(
             page_has((_url(post), "document.querySelector('#votes').getAttribute('data-vote')", str(value))),
             changed("post", post["id"], my_vote=value, score=post["score"] + value),
         )
-        script = (search("Search posts", post["title"]), click("button", f"{way}: {post['title']}"), stop())
-        found.append(Instance({"way": way, "title": post["title"]}, checks, script))
-    return found
+        script = (search("Search posts", post["title"]), click("button", f"{direction}: {post['title']}"), stop())
+        instances.append(Instance({"way": direction, "title": post["title"]}, checks, script))
+    return instances
 
 
 def submit(db: sqlite3.Connection) -> list[Instance]:
@@ -135,12 +135,12 @@ def submit(db: sqlite3.Connection) -> list[Instance]:
         ("homebrew", "Scale with a timer", "Mine stopped at 300 grams."),
     )
     (number,) = column(db, "SELECT max(id) + 1 FROM post")
-    found = []
+    instances = []
     for slug, title, body in cases:
-        there = f"{FORUM}/f/{slug}/{number}"
+        url = f"{FORUM}/f/{slug}/{number}"
         (community,) = column(db, "SELECT id FROM community WHERE slug = ?", slug)
         checks = with_data(
-            page_has((there, text_of("h1"), title), (there, text_of("#body"), body)),
+            page_has((url, text_of("h1"), title), (url, text_of("#body"), body)),
             added("post", community_id=community, author=ME, title=title, body=body),
         )
         script = (
@@ -151,21 +151,23 @@ def submit(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Create post"),
             stop(),
         )
-        found.append(Instance({"community": slug, "title": title, "body": body}, checks, script))
-    return found
+        instances.append(Instance({"community": slug, "title": title, "body": body}, checks, script))
+    return instances
 
 
 def subscribe(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for slug in ("cycling", "astronomy", "trains", "bookclub"):
-        number, now = db.execute("SELECT id, subscribed FROM community WHERE slug = ?", (slug,)).fetchone()
-        verb, other = ("Unsubscribe", "Subscribe") if now else ("Subscribe", "Unsubscribe")
-        there = f"{FORUM}/f/{slug}"
-        pages = page_has((there, "document.querySelector('form.inline button').innerText", other))
-        checks = with_data(pages, changed("community", number, subscribed=1 - now))
+        number, subscribed = db.execute("SELECT id, subscribed FROM community WHERE slug = ?", (slug,)).fetchone()
+        verb, opposite = ("Unsubscribe", "Subscribe") if subscribed else ("Subscribe", "Unsubscribe")
+        url = f"{FORUM}/f/{slug}"
+        pages = page_has((url, "document.querySelector('form.inline button').innerText", opposite))
+        checks = with_data(pages, changed("community", number, subscribed=1 - subscribed))
         script = (click("link", "Communities"), click("link", slug), click("button", verb), stop())
-        found.append(Instance({"what": "Leave" if now else "Subscribe to", "community": slug}, checks, script))
-    return found
+        instances.append(
+            Instance({"what": "Leave" if subscribed else "Subscribe to", "community": slug}, checks, script)
+        )
+    return instances
 
 
 def biography(db: sqlite3.Connection) -> list[Instance]:

@@ -42,17 +42,17 @@ def price(db: sqlite3.Connection) -> list[Instance]:
 
 
 def detail(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     kinds = ("material", "colour", "weight", "material", "colour")
-    for p, what in zip(_products(db, (2, 18, 33, 41, 57)), kinds, strict=True):
-        value = str(p[what])
-        checks = quantity(value, "g") if what == "weight" else one_of(value, column(db, f"SELECT {what} FROM product"))
-        found.append(Instance({"product": p["name"], "detail": what}, checks, (*_find(p), stop(value))))
-    return found
+    for p, name in zip(_products(db, (2, 18, 33, 41, 57)), kinds, strict=True):
+        value = str(p[name])
+        checks = quantity(value, "g") if name == "weight" else one_of(value, column(db, f"SELECT {name} FROM product"))
+        instances.append(Instance({"product": p["name"], "detail": name}, checks, (*_find(p), stop(value))))
+    return instances
 
 
 def cheapest(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for slug, name in db.execute("SELECT slug, name FROM category ORDER BY id LIMIT 5").fetchall():
         names = column(
             db,
@@ -60,8 +60,8 @@ def cheapest(db: sqlite3.Connection) -> list[Instance]:
             slug,
         )
         script = (click("link", name), click("link", "Price, lowest first"), stop(names[0]))
-        found.append(Instance({"category": name}, one_of(names[0], names), script))
-    return found
+        instances.append(Instance({"category": name}, one_of(names[0], names), script))
+    return instances
 
 
 def unhappy(db: sqlite3.Connection) -> list[Instance]:
@@ -110,7 +110,7 @@ def sorted_listing(db: sqlite3.Connection) -> list[Instance]:
 
 
 def into_basket(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for p, units in zip(_products(db, (6, 15, 29, 44, 52, 64)), (3, 2, 3, 2, 1, 2), strict=True):
         fields = "[...document.querySelectorAll('[name=quantity]:not([type=hidden])')]"
         listed = f"{fields}.map(field => field.value + ' ' + field.ariaLabel).join(', ')"
@@ -120,8 +120,8 @@ def into_basket(db: sqlite3.Connection) -> list[Instance]:
         )
         amount = (fill("Quantity", str(units)),) if units > 1 else ()
         script = (*_find(p), *amount, click("button", "Add to basket"), stop())
-        found.append(Instance({"product": p["name"], "quantity": units}, checks, script))
-    return found
+        instances.append(Instance({"product": p["name"], "quantity": units}, checks, script))
+    return instances
 
 
 def wish(db: sqlite3.Connection) -> list[Instance]:
@@ -138,12 +138,12 @@ def wish(db: sqlite3.Connection) -> list[Instance]:
 
 
 def buy(db: sqlite3.Connection) -> list[Instance]:
-    found = []
-    ways = (("express", "Express, 8.90", 890), ("pickup", "Pick-up, free", 0))
+    instances = []
+    shipping_options = (("express", "Express, 8.90", 890), ("pickup", "Pick-up, free", 0))
     me = db.execute("SELECT * FROM customer WHERE id = ?", (CUSTOMER,)).fetchone()
     home = f"{me['street']}, {me['city']}"
-    for place, p in enumerate(_products(db, (1, 19, 24, 39, 55))):
-        way, label, cost = ways[place % 2]
+    for index, p in enumerate(_products(db, (1, 19, 24, 39, 55))):
+        shipping, label, cost = shipping_options[index % 2]
         line = f"{p['name']}; {money(p['price'])}; 1"
         checks = with_data(
             page_has(
@@ -163,18 +163,18 @@ def buy(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Place order"),
             stop(),
         )
-        found.append(Instance({"product": p["name"], "way": way}, checks, script))
-    return found
+        instances.append(Instance({"product": p["name"], "way": shipping}, checks, script))
+    return instances
 
 
 def review(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     titles = ("Better than the old one", "Not for me", "Sturdy and simple", "Fine for the price")
     for p, title, stars in zip(_products(db, (5, 22, 35, 50)), titles, (5, 2, 4, 3), strict=True):
-        here = f"{SHOP}/product/{p['id']}"
+        url = f"{SHOP}/product/{p['id']}"
         first = text_of("article")
         checks = with_data(
-            page_has((here, first, [title, f"{stars} of 5 stars, by {CUSTOMER_NAME}"])),
+            page_has((url, first, [title, f"{stars} of 5 stars, by {CUSTOMER_NAME}"])),
             added("review", product_id=p["id"], author=CUSTOMER_NAME, rating=stars, title=title, status="approved"),
         )
         script = (
@@ -185,8 +185,8 @@ def review(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Submit review"),
             stop(),
         )
-        found.append(Instance({"product": p["name"], "title": title, "stars": stars}, checks, script))
-    return found
+        instances.append(Instance({"product": p["name"], "title": title, "stars": stars}, checks, script))
+    return instances
 
 
 def account(db: sqlite3.Connection) -> list[Instance]:
@@ -198,14 +198,14 @@ def account(db: sqlite3.Connection) -> list[Instance]:
     )
     return [
         Instance(
-            {"what": what, "value": value},
+            {"what": name, "value": value},
             with_data(
                 page_has((f"{SHOP}/account", f"document.querySelector('[name={key}]').value", value)),
                 changed("customer", CUSTOMER, **{key: value}),
             ),
             (click("link", "My account"), fill(label, value), click("button", "Save changes"), stop()),
         )
-        for what, label, key, value in cases
+        for name, label, key, value in cases
     ]
 
 

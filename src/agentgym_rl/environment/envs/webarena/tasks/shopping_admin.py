@@ -48,29 +48,29 @@ def bestseller(db: sqlite3.Connection) -> list[Instance]:
     return [
         Instance({"rank": rank}, one_of(row["name"], names), (stop(row["name"]),))
         for rank, row in zip(ranks, rows, strict=False)
-        if amounts.count(row["sold"]) == 1  # two that sell alike: not a fair question
+        if amounts.count(row["sold"]) == 1  # a tie would be ambiguous
     ]
 
 
 def contact(db: sqlite3.Connection) -> list[Instance]:
-    found = []
-    for number, what in ((4, "email address"), (9, "phone number"), (15, "email address"), (22, "phone number")):
+    instances = []
+    for number, attribute in ((4, "email address"), (9, "phone number"), (15, "email address"), (22, "phone number")):
         row = db.execute("SELECT * FROM customer WHERE id = ?", (number,)).fetchone()
-        kind = "email" if what == "email address" else "phone"
+        kind = "email" if attribute == "email address" else "phone"
         value = row[kind]
         checks = one_of(value, column(db, f"SELECT {kind} FROM customer"))
         script = (click("link", "Customers"), search("Name, email or phone", row["name"]), stop(value))
-        found.append(Instance({"customer": row["name"], "what": what}, checks, script))
-    return found
+        instances.append(Instance({"customer": row["name"], "what": attribute}, checks, script))
+    return instances
 
 
 def num_orders(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for status in ("pending", "processing", "complete", "cancelled"):
         count = str(db.execute("SELECT count(*) FROM orders WHERE status = ?", (status,)).fetchone()[0])
         script = (click("link", "Orders"), click("link", status), stop(count))
-        found.append(Instance({"status": status}, exactly(count), script))
-    return found
+        instances.append(Instance({"status": status}, exactly(count), script))
+    return instances
 
 
 def stock(db: sqlite3.Connection) -> list[Instance]:
@@ -138,15 +138,15 @@ def set_price(db: sqlite3.Connection) -> list[Instance]:
 
 
 def restock(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for p, units in zip(_products(db, (10, 23, 37, 53)), (25, 40, 12, 60), strict=True):
         total = p["quantity"] + units
         field = "document.querySelector('[name=quantity]').value"
         script = (*_product(p), fill("Stock", str(total)), click("button", "Save product"), stop())
         pages = page_has((f"{ADMIN}/products/{p['id']}", field, str(total)))
         checks = with_data(pages, changed("product", p["id"], quantity=total))
-        found.append(Instance({"sku": p["sku"], "units": units}, checks, script))
-    return found
+        instances.append(Instance({"sku": p["sku"], "units": units}, checks, script))
+    return instances
 
 
 def disable(db: sqlite3.Connection) -> list[Instance]:
@@ -167,7 +167,7 @@ def set_status(db: sqlite3.Connection) -> list[Instance]:
     rows = db.execute(
         "SELECT id FROM orders WHERE status IN ('pending', 'processing') AND customer_id > 1 ORDER BY id LIMIT 5"
     ).fetchall()
-    wanted = ("complete", "cancelled", "complete", "cancelled", "complete")
+    statuses = ("complete", "cancelled", "complete", "cancelled", "complete")
     return [
         Instance(
             {"order": row["id"], "status": status},
@@ -177,7 +177,7 @@ def set_status(db: sqlite3.Connection) -> list[Instance]:
             ),
             (*_order(row["id"]), choose("Order status", status), click("button", "Save order"), stop()),
         )
-        for row, status in zip(rows, wanted, strict=False)
+        for row, status in zip(rows, statuses, strict=False)
     ]
 
 
@@ -220,26 +220,26 @@ def judge_review(db: sqlite3.Connection) -> list[Instance]:
         "SELECT r.id, p.id AS product_id, p.name, r.author FROM review r JOIN product p ON p.id = r.product_id"
         " WHERE r.status = 'pending' ORDER BY r.id LIMIT 5"
     ).fetchall()
-    found = []
-    for place, row in enumerate(rows):
-        verb = ("Approve", "Reject")[place % 2]
+    instances = []
+    for index, row in enumerate(rows):
+        verb = ("Approve", "Reject")[index % 2]
         listed = "[...document.querySelectorAll('article')].map(each => each.innerText)"
-        there = f"{listed}.some(text => text.includes('by {row['author']}')).toString()"
-        waiting = f"{listed}.some(text => text.includes('{row['name']}, ')).toString()"
+        is_listed = f"{listed}.some(text => text.includes('by {row['author']}')).toString()"
+        is_pending = f"{listed}.some(text => text.includes('{row['name']}, ')).toString()"
         checks = with_data(
             page_has(
-                (f"{SHOP}/product/{row['product_id']}", there, "true" if verb == "Approve" else "false"),
-                (f"{ADMIN}/reviews", waiting, "false"),
+                (f"{SHOP}/product/{row['product_id']}", is_listed, "true" if verb == "Approve" else "false"),
+                (f"{ADMIN}/reviews", is_pending, "false"),
             ),
             changed("review", row["id"], status="approved" if verb == "Approve" else "rejected"),
         )
         script = (click("link", "Reviews"), click("button", f"{verb} review of {row['name']}"), stop())
-        found.append(Instance({"verb": verb, "product": row["name"], "author": row["author"]}, checks, script))
-    return found
+        instances.append(Instance({"verb": verb, "product": row["name"], "author": row["author"]}, checks, script))
+    return instances
 
 
 def group(db: sqlite3.Connection) -> list[Instance]:
-    found = []
+    instances = []
     for number in (6, 13, 27):
         row = db.execute("SELECT * FROM customer WHERE id = ?", (number,)).fetchone()
         kind = "retail" if row["kind"] == "wholesale" else "wholesale"
@@ -253,8 +253,8 @@ def group(db: sqlite3.Connection) -> list[Instance]:
         )
         pages = page_has((f"{ADMIN}/customers/{number}", "document.querySelector('[name=kind]').value", kind))
         checks = with_data(pages, changed("customer", number, kind=kind))
-        found.append(Instance({"customer": row["name"], "group": kind}, checks, script))
-    return found
+        instances.append(Instance({"customer": row["name"], "group": kind}, checks, script))
+    return instances
 
 
 TEMPLATES = (

@@ -1,4 +1,4 @@
-"""What a template of embedded tasks gives, and how instances become tasks."""
+"""Templates of embedded tasks, and the parts of their evaluations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Instance:
     """One task of a template, before it has a number."""
 
     arguments: dict[str, Any]
-    """What is filled into the template's text."""
+    """Values for the template's text."""
     evaluation: dict[str, Any]
     script: tuple[Move, ...]
     start: str = ""
-    """Path on the site where it starts; the front page unless said otherwise."""
+    """Path of the start page on the site. Default: the front page."""
 
 
 Make = Callable[[sqlite3.Connection], Sequence[Instance]]
@@ -30,13 +30,13 @@ class Template:
     """A kind of task."""
 
     site: str
-    """As configs write it: shopping, shopping_admin, reddit, gitlab, map."""
+    """Site name as in configs: shopping, shopping_admin, reddit, gitlab, map."""
     text: str
-    """The intent, with {{argument}} in WebArena's manner."""
+    """The intent, with {{argument}} placeholders as in WebArena."""
     make: Make
-    """Instances from a fresh copy of the sites' data, always the same ones."""
+    """Returns the instances for a fresh copy of the sites' data, always the same."""
     changes: bool = False
-    """Whether doing it changes the site's data."""
+    """Whether the solution changes the site's data."""
 
 
 def _question(approach: str, wanted: Any, right: str) -> dict[str, Any]:
@@ -51,27 +51,27 @@ def _question(approach: str, wanted: Any, right: str) -> dict[str, Any]:
 
 
 def exactly(right: object) -> dict[str, Any]:
-    """Evaluation of a question that asks for nothing but a number."""
+    """Return the evaluation of a question whose answer must be a number and nothing else."""
     return _question("number_only", str(right), str(right))
 
 
 def quantity(value: str, unit: str) -> dict[str, Any]:
-    """Evaluation of a question whose answer is one number, with or without its unit."""
+    """Return the evaluation of a question whose answer is one number, with or without its unit."""
     return _question("number", {"value": value, "unit": unit}, f"{value} {unit}")
 
 
 def one_of(right: str, choices: Iterable[str]) -> dict[str, Any]:
-    """Evaluation of a question whose answer is one of several: naming another one beside it does not count."""
+    """Return the evaluation of a question whose answer is one of several choices. Naming a second choice fails."""
     return _question("one_of", {"right": right, "choices": sorted(set(choices))}, right)
 
 
 def column(db: sqlite3.Connection, sql: str, *arguments: Any) -> list[Any]:
-    """The first column of what a query finds."""
+    """Return the first column of a query's result."""
     return [row[0] for row in db.execute(sql, arguments).fetchall()]
 
 
 def at_url(url: str) -> dict[str, Any]:
-    """Evaluation of finding a page: this one, and not one whose address begins alike."""
+    """Return the evaluation of reaching exactly this page."""
     return {
         "eval_types": ["url_match"],
         "reference_answers": None,
@@ -82,7 +82,7 @@ def at_url(url: str) -> dict[str, Any]:
 
 
 def page_has(*targets: tuple[str, str, str | list[str]]) -> dict[str, Any]:
-    """Evaluation of a change: (url, locator, text it must equal or list of texts it must include)."""
+    """Return the evaluation of a change by (url, locator, text it must equal or list of texts it must include)."""
     return {
         "eval_types": ["program_html"],
         "reference_answers": None,
@@ -99,26 +99,26 @@ def page_has(*targets: tuple[str, str, str | list[str]]) -> dict[str, Any]:
 
 
 def changed(table: str, row: int, **values: Any) -> dict[str, Any]:
-    """A row that changes in these columns only."""
+    """Return the description of a row that changes in these columns only."""
     return {"table": table, "row": row, "values": values}
 
 
 def added(table: str, **values: Any) -> dict[str, Any]:
-    """A new row with at least these values."""
+    """Return the description of a new row with at least these values."""
     return {"table": table, "row": "new", "values": values}
 
 
 def with_data(pages: dict[str, Any], *rows: dict[str, Any]) -> dict[str, Any]:
-    """Evaluation of a change by the site's data too: these rows and no others. Looked at first, since it is quick."""
+    """Return an evaluation that first checks the site's data (these rows changed, no others), because that is fast."""
     return {**pages, "eval_types": ["changed_data", *pages["eval_types"]], "changed_data": list(rows)}
 
 
 def rows_text(selector: str) -> str:
-    """A locator: the rows of a table's body, their cells apart by `; ` and themselves by ` / `."""
+    """Return a locator of a table's body: rows joined by ` / `, cells by `; `."""
     cells = "[...row.cells].map(cell => cell.innerText.trim()).join('; ')"
     return f"[...document.querySelectorAll('{selector} tbody tr')].map(row => {cells}).join(' / ')"
 
 
 def text_of(selector: str) -> str:
-    """A locator: the text of the first element that fits a CSS selector."""
+    """Return a locator of the text of the first element that matches a CSS selector."""
     return f"document.querySelector('{selector}').innerText"

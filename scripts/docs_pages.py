@@ -1,0 +1,394 @@
+"""MkDocs hook: fills the generated parts of pages when the site is built.
+
+A page holds a marker such as `<!-- generated: recipe -->`; the text comes from the code or from the JSON of a
+measurement, so it cannot drift. `mkdocs.yml` names this file under `hooks`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import json
+import re
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "results" / "benchmarks"
+MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
+
+
+PLAIN = {
+    "Config.name": "Name of the run; its directory is `runs/<name>`.",
+    "Config.seed": "Seed of everything random.",
+    "ModelConfig.device": "`auto`, `cpu`, `cuda`, or one of several such as `cuda:1`.",
+    "ScratchSettings.hidden_size": "Width of the hidden states; a multiple of 2 × `num_heads`.",
+    "ScratchSettings.intermediate_size": "Width of the MLP.",
+    "ScratchSettings.num_layers": "Layers.",
+    "ScratchSettings.num_heads": "Attention heads.",
+    "ScratchSettings.max_context": "Longest sequence in tokens.",
+    "LoraSettings.rank": "Rank of the adapters.",
+    "EnvironmentConfig.name": "Name in the catalogue, or on the server.",
+    "EnvironmentConfig.split": "Split to train on.",
+    "EnvironmentConfig.eval_split": "Split to evaluate on.",
+    "EnvironmentConfig.group_size": "Episodes of each task, instead of `rl.group_size`.",
+    "EnvironmentConfig.max_new_tokens": "Tokens of a reply, instead of `agent.max_new_tokens`.",
+    "EnvironmentConfig.max_context": "Tokens of an episode, instead of `agent.max_context`.",
+    "EnvironmentConfig.eval_max_turns": "Turns in evaluation, instead of `eval.max_turns`.",
+    "AgentConfig.style": "How the agent is asked to reply.",
+    "AgentConfig.temperature": "Sampling temperature in training.",
+    "AgentConfig.max_new_tokens": "Longest reply in tokens.",
+    "AgentConfig.max_context": "Longest episode in tokens.",
+    "AgentConfig.step_timeout_s": "Seconds that one call of an environment may take.",
+    "AgentConfig.episode_timeout_s": "Seconds that an episode may take.",
+    "WarmStartConfig.max_turns": "Turns of a demonstration.",
+    "HorizonSettings.kind": "Schedule of the horizon.",
+    "SFTSettings.epochs": "Passes over the demonstrations.",
+    "DPOSettings.epochs": "Passes over the pairs of a round.",
+    "OptimizerSettings.lr": "Learning rate.",
+    "OptimizerSettings.min_lr_ratio": "Last learning rate of a decay, relative to `lr`.",
+    "OptimizerSettings.weight_decay": "AdamW's weight decay.",
+    "OptimizerSettings.betas": "AdamW's betas.",
+    "RLSettings.algorithm": "How rewards become advantages.",
+    "RLSettings.steps": "Steps of RL.",
+    "RLSettings.groups_per_step": "Tasks drawn in a step.",
+    "RLSettings.group_size": "Episodes of each task.",
+    "RLSettings.overlong_buffer": 'Tokens before the limit over which `overlong = "penalty"` grows.',
+    "RLSettings.aggregate_length": 'Divisor of `aggregate = "constant"`.',
+    "RLSettings.clip_low": "The ratio is clipped below at 1 − this.",
+    "RLSettings.kl_estimator": "Estimator of the KL divergence of a token.",
+    "RLSettings.kl_in": "Whether the KL term is part of the loss or taken off the reward.",
+    "RLSettings.sequence_mask_low": 'Lower bound of a trajectory\'s mean ratio for `importance = "sequence_mask"`.',
+    "EvalConfig.max_turns": "Turns allowed in evaluation.",
+    "EvalConfig.temperature": "Sampling temperature in evaluation.",
+    "CheckpointConfig.keep": "Checkpoints that are kept.",
+    "ScaleConfig.engines": "Replicas that sample.",
+    "ScaleConfig.engine_cpus": "Cores of an engine.",
+    "ScaleConfig.env_host_cpus": "Cores of an environment host.",
+}
+"""Meanings of keys that have no docstring in the code, because their name says it there. A docstring wins."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace every marker of a page by its generated text (called by MkDocs)."""
+    return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
+
+
+def field_texts(owner: type) -> dict[str, str]:
+    """Return the docstring under each field of a class, read from its source."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    assert isinstance(definition, ast.ClassDef)
+    texts = {}
+    for field, text in zip(definition.body, definition.body[1:], strict=False):
+        is_text = isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and is_text:
+            texts[field.target.id] = inspect.cleandoc(str(text.value.value)).replace("\n", " ")
+    return texts
+
+
+def section_of(annotation: Any) -> type | None:
+    """Return the settings class that an annotation holds, if it does: `LoraSettings | None`, `tuple[Env, ...]`."""
+    for candidate in (annotation, *typing.get_args(annotation)):
+        if inspect.isclass(candidate) and (hasattr(candidate, "model_fields") or dataclasses.is_dataclass(candidate)):
+            return candidate
+    return None
+
+
+def type_text(annotation: Any) -> str:
+    """Return an annotation as a recipe's reader would write it."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " or ".join(f"`{value!r}`".replace("'", '"') for value in arguments)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(type_text(each) for each in arguments if each is not type(None))
+    if origin is tuple:
+        inner = [each for each in arguments if each is not Ellipsis]
+        return "list of " + type_text(inner[0])
+    if origin is dict:
+        return "table of " + type_text(arguments[1])
+    names = {str: "string", int: "integer", float: "number", bool: "boolean"}
+    return names.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def default_text(value: Any) -> str:
+    if value is dataclasses.MISSING or type(value).__name__ == "PydanticUndefinedType":
+        return "required"
+    if value is None:
+        return "none"
+    return f"`{json.dumps(value)}`"
+
+
+def bounds_text(metadata: list[Any]) -> str:
+    """Return the bounds that a field checks: `≥ 1`, `> 0, < 1`."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<", "min_length": "at least"}
+    found = [
+        f"{sign} {getattr(each, name)}" for each in metadata for name, sign in signs.items() if hasattr(each, name)
+    ]
+    return ", ".join(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    name: str
+    annotation: Any
+    default: Any
+    bounds: str
+    text: str
+
+
+def keys_of(owner: type, given: Any = None) -> list[Key]:
+    """Return the keys of a settings class; defaults are those of the instance `given`, if there is one."""
+    hints = typing.get_type_hints(owner)
+    plain = {name.partition(".")[2]: text for name, text in PLAIN.items() if name.startswith(f"{owner.__name__}.")}
+    texts = plain | field_texts(owner)
+    keys = []
+    if hasattr(owner, "model_fields"):
+        for name, field in owner.model_fields.items():
+            default = field.default if given is None else getattr(given, name)
+            keys.append(Key(name, hints[name], default, bounds_text(field.metadata), texts.get(name, "")))
+        return keys
+    for field in dataclasses.fields(owner):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        if given is not None:
+            default = getattr(given, field.name)
+        keys.append(Key(field.name, hints[field.name], default, "", texts.get(field.name, "")))
+    return keys
+
+
+def instance_of(value: Any, section: type) -> Any:
+    return value if isinstance(value, section) else None
+
+
+def recipe_sections() -> Iterator[tuple[str, type, Any]]:
+    """Yield (path, settings class, instance with the defaults or None) of every section, outer ones first."""
+    from agentgym_rl.config import Config
+
+    waiting: list[tuple[str, type, Any]] = [("", Config, None)]
+    while waiting:
+        path, owner, given = waiting.pop(0)
+        yield path, owner, given
+        inner = [
+            (f"{path}.{key.name}".strip("."), section, instance_of(key.default, section))
+            for key in keys_of(owner, given)
+            if (section := section_of(key.annotation)) is not None
+        ]
+        waiting = inner + waiting if path else inner
+
+
+def recipe() -> str:
+    """Return every key of a recipe with type, default and meaning."""
+    sections = list(recipe_sections())
+    documented: dict[type, tuple[str, dict[str, Any]]] = {}
+    for path, owner, given in sorted(sections, key=lambda section: section[0].count(".")):
+        documented.setdefault(owner, (path, {key.name: key.default for key in keys_of(owner, given)}))
+    lines = []
+    for path, owner, given in sections:
+        title = f"`[{path}]`" if path else "Top level"
+        if path == "environments":
+            title = "`[[environments]]`"
+        lines += [f"## {title}", ""]
+        first, defaults = documented[owner]
+        if path != first:
+            changed = [
+                f"`{key.name}` = {default_text(key.default)}"
+                for key in keys_of(owner, given)
+                if section_of(key.annotation) is None and key.default != defaults[key.name]
+            ]
+            other = f", with other defaults: {', '.join(changed)}" if changed else ""
+            lines += [f"The keys of [`[{first}]`](#{anchor(first)}){other}.", ""]
+            continue
+        keys = keys_of(owner, given)
+        lines += [inspect.cleandoc(owner.__doc__ or "").split("\n\n")[0].replace("\n", " "), ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            section = section_of(key.annotation)
+            where = f"{path}.{key.name}".strip(".")
+            kind, default = type_text(key.annotation), default_text(key.default) if section is None else ""
+            if section is not None:
+                kind = f"[section](#{anchor(where)})"
+                default = "none" if key.default is None else "see there"
+            elif key.bounds:
+                kind += f", {key.bounds}"
+            lines.append(f"| `{key.name}` | {kind} | {default} | {cell(key.text)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def cell(text: str) -> str:
+    """Return text that is safe inside a table: no column ends, no HTML."""
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+def anchor(path: str) -> str:
+    """Return the anchor that MkDocs gives to the heading of a section."""
+    return re.sub(r"[^\w]", "", path.lower())
+
+
+def commands() -> str:
+    """Return every command of the command line with its arguments and options."""
+    import typer
+
+    cli = importlib.import_module("agentgym_rl.cli")
+    group = typer.main.get_command(cli.app)
+    lines = []
+    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+        named = [each for each in command.params if each.param_type_name == "argument"]
+        options = [each for each in command.params if each.param_type_name == "option" and each.name != "help"]
+        usage = " ".join(
+            [f"agentgym-rl {name}", *(argument_usage(each) for each in named), "[OPTIONS]" * bool(options)]
+        )
+        lines += [f"## {name}", "", f"```\n{usage.strip()}\n```", "", inspect.cleandoc(command.help or ""), ""]
+        if named or options:
+            lines += ["| argument or option | default | meaning |", "|---|---|---|"]
+        for each in [*named, *options]:
+            shown = ", ".join(f"`{flag}`" for flag in [*each.opts, *each.secondary_opts])
+            shown = f"`{argument_usage(each)}`" if each in named else shown
+            default = each.default
+            plain = default is None or default == () or callable(default) or "Sentinel" in type(default).__name__
+            shown_default = "" if plain else f"`{default}`"
+            text = cell((getattr(each, "help", "") or "").replace("\n", " "))
+            lines.append(f"| {shown} | {shown_default} | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def argument_usage(argument: Any) -> str:
+    shown = (argument.metavar or argument.name).upper()
+    shown += "..." if argument.nargs == -1 or getattr(argument, "multiple", False) else ""
+    return shown if argument.required else f"[{shown}]"
+
+
+def measured(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def rollout() -> str:
+    """Return new tokens a second of each engine, beside the bandwidth bound of the same case."""
+    rows, bound, ours = [], {}, {}
+    for line in measured("gpu_rollout")["measured"]:
+        case, speed = line["case"], line.get("tokens_per_s", 0.0)
+        if line["part"] == "machine":
+            continue
+        if line["who"] == "bound":
+            bound[case] = speed
+            continue
+        if line["who"] == "ours":
+            ours[case] = speed
+        ratio = "" if line["who"] == "ours" else f"{ours[case] / speed:.1f}×"
+        who = "native engine" if line["who"] == "ours" else line["who"].replace("vllm", "vLLM 0.22.1")
+        rows.append([case, who, f"{speed / 1000:.1f}k", f"{speed / bound[case]:.0%}", ratio])
+    return table(["model × episodes", "engine", "new tokens/s", "of the bandwidth bound", "native ÷ this"], rows)
+
+
+def learner() -> str:
+    """Return tokens a second and memory of the learner, beside a plain padded step."""
+    rows, plain = [], {}
+    for line in measured("gpu_learner")["measured"]:
+        if line["who"] == "transformers":
+            plain[line["case"]] = line["tokens_per_s"]
+        who = {"transformers": "plain: padded, `model(labels=…)`", "ours": "packed"}.get(line["who"], line["who"])
+        rows.append(
+            [
+                line["case"],
+                who.replace("ours, ", "packed, "),
+                f"{line['tokens_per_s'] / 1000:.1f}k",
+                f"{line['tokens_per_s'] / plain[line['case']]:.2f}×",
+                f"{line['share_of_ceiling']:.0%}",
+                f"{line['allocated_gb']:.1f} GB",
+            ]
+        )
+    return table(["case", "learner", "tokens/s", "÷ plain", "of the matrix ceiling", "allocated"], rows)
+
+
+def step() -> str:
+    """Return where the time of a GRPO step goes."""
+    (line,) = measured("gpu_step")["measured"]
+    rows = [
+        ["episodes per second", f"{line['episodes_per_s']:.0f}"],
+        ["a step, median", f"{line['step_s']:.2f} s"],
+        ["– rollout", f"{line['rollout_s']:.2f} s"],
+        ["– learning", f"{line['learn_s']:.2f} s"],
+        [
+            f"GPU busy while playing, profiled ({line['profiled_s']:.2f} s)",
+            f"{line['kernels_playing_s']:.2f} s",
+        ],
+        ["GPU busy while learning, in the same step", f"{line['kernels_learning_s']:.2f} s"],
+        ["environments, in the same step", f"{line['environments_s']:.2f} s"],
+        ["tokens sampled a step", f"{line['sampled_tokens'] / 1000:.1f}k"],
+        ["mean gap between sampler and learner", f"{line['mismatch']:.4f} nats a token"],
+    ]
+    return table(["", ""], rows)
+
+
+def vllm_weights() -> str:
+    """Return seconds of a weight update to vLLM by each way."""
+    found = measured("vllm_weights")
+    names = {
+        "memory": "CUDA IPC, in one process",
+        "lent": "CUDA IPC from the learner's process, as `[scale]` does if both share a GPU",
+        "node": "memory of the node, as `[scale]` does on one machine",
+        "buckets": "buckets, as on a cluster",
+        "files": "a folder",
+    }
+    seconds = found["seconds"]
+    step_s = seconds["rollout"] + seconds["learn"]
+    rows = [
+        [
+            text,
+            f"{found['each'][way][0]:.2f} s",
+            f"{seconds[way]:.2f} s",
+            f"{seconds[way] / (step_s + seconds[way]):.0%}",
+        ]
+        for way, text in names.items()
+    ]
+    return table(["weights by", "first update", "median of later ones", "of a step with it"], rows)
+
+
+def load() -> str:
+    """Return throughput and latency of one environment server against its number of sessions."""
+    rows = [
+        [
+            f"{point['sessions']:,}",
+            f"{point['episodes_per_s']:.0f}",
+            f"{point['steps_per_s']:,.0f}",
+            f"{point['p50_ms']:.1f} ms",
+            f"{point['p99_ms']:.1f} ms",
+            f"{point['server_cpu_ms']:.2f} ms",
+        ]
+        for point in measured("load")["curve"]
+    ]
+    return table(["sessions", "episodes/s", "steps/s", "p50", "p99", "server CPU an episode"], rows)
+
+
+def reading_lengths() -> str:
+    """Return how long the files of the reading list are."""
+    page = (ROOT / "docs" / "how-it-works" / "read-it.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| \d+ \| `([^`]+)`", page, re.MULTILINE)
+    lengths = [len((ROOT / name).read_text(encoding="utf-8").splitlines()) for name in listed]
+    return f"{len(listed)} files, {sum(lengths):,} lines."
+
+
+GENERATORS: dict[str, Callable[[], str]] = {
+    "recipe": recipe,
+    "cli": commands,
+    "rollout": rollout,
+    "learner": learner,
+    "step": step,
+    "vllm-weights": vllm_weights,
+    "load": load,
+    "reading-lengths": reading_lengths,
+}

@@ -1,0 +1,46 @@
+"""Selects the fastest runner that computes a model exactly. Warns in one line if it is a slow one."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+from agentgym_rl.agent.engines.native.decoder import DecoderRunner, unwrap, why_unsupported
+from agentgym_rl.agent.engines.native.recompute import RecomputeRunner
+
+if TYPE_CHECKING:
+    from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
+
+
+def make_runner(model: Any, *, max_slots: int, max_length: int) -> DecoderRunner | RecomputeRunner | CapturedRunner:
+    reason = why_unsupported(model)
+    if reason is not None:
+        warnings.warn(
+            f"The native engine has no fast path for this model ({reason}): every token recomputes its whole "
+            "sequence through the model's own forward. Results are correct, but slow.",
+            stacklevel=3,
+        )
+        return RecomputeRunner(model)
+    if unwrap(model).get_input_embeddings().weight.device.type == "cuda":
+        reason = why_not_captured(model)
+        if reason is None:
+            from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
+
+            return CapturedRunner(model, max_slots=max_slots, max_length=max_length)
+        warnings.warn(
+            f"The native engine cannot capture this model's steps in CUDA graphs ({reason}): they run module by "
+            "module. Results are correct, but slower.",
+            stacklevel=3,
+        )
+    return DecoderRunner(model, max_slots=max_slots, max_length=max_length)
+
+
+def why_not_captured(model: Any) -> str | None:
+    """Return None if CapturedRunner supports this model, else the reason."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return "Triton is not installed"
+    from agentgym_rl.agent.engines.native.cuda import joint_weights
+
+    return joint_weights.why_not_captured(model)

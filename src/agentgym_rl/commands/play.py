@@ -1,0 +1,165 @@
+"""Episodes in the terminal: play one by hand, or print those of a run."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+
+from rich.panel import Panel
+from rich.text import Text
+
+from agentgym_rl.agent.policy import HumanPolicy, OraclePolicy
+from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.common.screen import Screen
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.environment.wire import NotSupported
+from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.run.log import read_trajectories
+from agentgym_rl.types import EnvSession, Limits, StopReason, Task, Trajectory
+
+COMMANDS = "?  list valid actions   !  show the oracle's next action   picture  draw the state   Ctrl-D  give up"
+
+
+async def play(
+    name: str, item: int, max_turns: int, *, oracle: bool, url: str | None = None, token: str | None = None
+) -> Trajectory:
+    """Play one episode of `name`, in this process or on the server at `url`, by hand or with the oracle."""
+    console = Screen(highlight=False)
+    pool: LocalPool | RemotePool = _local_pool(name, item) if url is None else RemotePool({name: url}, token)
+    try:
+        session = await pool.open(name)
+        console.print(Panel(Text(session.instruction), title=f"{name}, item {item}", border_style="cyan"))
+        if not oracle:
+            console.print(Text(COMMANDS, "dim"))
+        policy = _Spectator(console, session) if oracle else _Player(console, session)
+        limits = Limits(max_turns=max_turns, max_new_tokens=1, max_context=1)
+        trajectory = await rollout(Task(name, item), session, policy, limits, id="play")
+    finally:
+        await pool.close()
+    if not trajectory.messages:  # without an observation the item could not be reset
+        raise EnvError(f"{name}, item {item} cannot be played: {trajectory.error}")
+    _print_ending(console, trajectory)
+    return trajectory
+
+
+def _local_pool(name: str, item: int) -> LocalPool:
+    env_class = catalog.load(name)
+    if not any(item in items for items in env_class.splits.values()):
+        ranges = ", ".join(f"{split} {r.start}-{r.stop - 1}" for split, r in env_class.splits.items())
+        raise ConfigError(f"{name} has no item {item}: its items are {ranges}")
+    return LocalPool({name: env_class})
+
+
+class _Player(HumanPolicy):
+    """A person at the terminal. Some inputs are help commands, not actions."""
+
+    def __init__(self, console: Screen, session: EnvSession) -> None:
+        super().__init__(self._unused, session.instruction)
+        self._console, self._session = console, session
+
+    async def reply_text(self, observation: str) -> str:
+        self._console.print(Text(f"\n{observation}"))
+        while True:
+            try:
+                typed = self._console.input("[bold cyan]> [/]").strip()
+            except EOFError:
+                raise EnvError("the player gave up") from None
+            if typed in ("?", "!", "picture"):
+                self._console.print(Text(await self._help(typed), "dim"))
+            elif typed:
+                return typed
+
+    async def _help(self, typed: str) -> str:
+        try:
+            if typed == "?":
+                return "\n".join(await self._session.actions())
+            if typed == "!":
+                return await self._session.oracle()
+            return f"wrote {await _draw(self._session)}"
+        except NotSupported as error:  # show the reason and continue the episode
+            return str(error)
+
+    @staticmethod
+    def _unused(observation: str) -> str:
+        raise AssertionError("words() reads the input")
+
+
+class _Spectator(OraclePolicy):
+    """The oracle. Its actions are printed as it plays."""
+
+    def __init__(self, console: Screen, session: EnvSession) -> None:
+        super().__init__(session)
+        self._console = console
+
+    async def reply_text(self, observation: str) -> str:
+        action = await super().reply_text(observation)
+        self._console.print(Text(f"\n{observation}"))
+        self._console.print(Text.assemble(("> ", "bold cyan"), action))
+        return action
+
+
+async def _draw(session: EnvSession) -> Path:
+    picture = await session.render()
+    data = picture if isinstance(picture, bytes) else picture.encode()
+    kind = "png" if data.startswith(b"\x89PNG") else "svg" if b"<svg" in data[:200] else "html"
+    path = Path.cwd() / f"agentgym-rl-{session.name}.{kind}"
+    path.write_bytes(data)
+    webbrowser.open(path.as_uri())
+    return path
+
+
+def show(run: Path, step: int | None, number: int, success: bool | None) -> None:
+    """Print up to `number` episodes of a step of a run, by default the last step."""
+    console = Screen(highlight=False)
+    path = _trajectory_file(run, step)
+    shown = 0
+    for trajectory in read_trajectories(path):
+        if success is not None and trajectory.success is not success:
+            continue
+        _print_trajectory(console, trajectory)
+        shown += 1
+        if shown == number:
+            break
+    console.print(Text(f"{shown} of the episodes in {path}", "dim"))
+
+
+def _trajectory_file(run: Path, step: int | None) -> Path:
+    if run.is_file():
+        return run
+    files = sorted((run / "trajectories").glob("step_*.jsonl"))
+    if step is not None:
+        files = [f for f in files if f.stem == f"step_{step:06d}"]
+    if not files:
+        what = "no training episodes" if step is None else f"no training episodes of step {step}"
+        raise ConfigError(f"{run} holds {what}: give a run directory or a file of its trajectories")
+    return files[-1]
+
+
+def _print_trajectory(console: Screen, trajectory: Trajectory) -> None:
+    lines = Text()
+    turn = 0
+    for message in trajectory.messages:
+        if message.role == "assistant":
+            reward = trajectory.rewards[turn]
+            turn += 1
+            reward_text = f"   reward {reward:g}" if reward else ""
+            lines.append(f"> {message.content}", "bold cyan").append(f"{reward_text}\n\n", "green")
+        elif message.role == "system":
+            lines.append(f"{message.content}\n\n", "dim")
+        else:
+            lines.append(f"{message.content}\n")
+    title = f"{trajectory.task.key}  {trajectory.id}"
+    console.print(Panel(lines, title=title, border_style="green" if trajectory.success else "red"))
+    _print_ending(console, trajectory)
+
+
+def _print_ending(console: Screen, trajectory: Trajectory) -> None:
+    ending = {StopReason.ERROR: f"error: {trajectory.error}"}.get(
+        trajectory.stop or StopReason.ERROR, str(trajectory.stop)
+    )
+    outcome = Text("success" if trajectory.success else "no success", "green" if trajectory.success else "red")
+    console.print(
+        Text.assemble(outcome, f"  {ending}, {trajectory.num_turns} turns, reward {trajectory.reward:g}, horizon ")
+        + Text(f"{trajectory.horizon}\n")
+    )

@@ -1,0 +1,256 @@
+"""The command `view`: connects the viewer to environments and policies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from agentgym_rl.agent.policy import OraclePolicy, PolicyFactory, RandomPolicy
+from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.environment import catalog
+from agentgym_rl.environment.formats import action_format
+from agentgym_rl.environment.pool import LocalPool, RemotePool
+from agentgym_rl.errors import AgentGymError, ConfigError
+from agentgym_rl.types import EnvSession, Limits, Message
+
+MAX_SESSIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlayer:
+    """A model that plays episodes in the viewer."""
+
+    make_policy: PolicyFactory
+    limits: Limits
+    parse: Callable[[str], str]
+    """Function from a reply to the action in it."""
+
+
+class ViewerEnvironments:
+    """Environments of the viewer, in this process or on servers, and the policies that can play them."""
+
+    def __init__(
+        self, model: ModelPlayer | None = None, urls: Mapping[str, str] | None = None, token: str | None = None
+    ) -> None:
+        self.policies: dict[str, PolicyFactory] = {
+            "oracle": lambda session, seed: OraclePolicy(session),
+            "random": RandomPolicy,
+        }
+        if model is not None:
+            self.policies["model"] = model.make_policy
+        self._model = model
+        self.limits = model.limits if model else Limits(max_turns=1000, max_new_tokens=512, max_context=8192)
+        self._pools: dict[tuple[str, str], LocalPool | RemotePool] = {}
+        self._urls = dict(urls or {})
+        self._token = token
+
+    def describe(self) -> list[dict[str, Any]]:
+        local = {name: entry for name, entry in catalog.CATALOG.items() if name not in self._urls}
+        served = [asyncio.run(self._describe_served(name, url)) for name, url in self._urls.items()]
+        return [*served, *(_describe(name, entry) for name, entry in local.items())]
+
+    async def _describe_served(self, env: str, url: str) -> dict[str, Any]:
+        """Describe a server's environment. A server that does not answer may do so later, so its row has no ranges."""
+        row = {"name": env, "summary": f"served at {url}", "licence": "", "installed": True, "missing": ""}
+        pool = RemotePool({env: url}, self._token, 1)
+        try:
+            info = await pool.info(env)
+        except AgentGymError as error:
+            return row | {"summary": str(error), "ranges": {}, "subsets": []}
+        finally:
+            await pool.close()
+        return row | {"ranges": info.get("splits", {}), "subsets": info.get("subsets", [])}
+
+    def action_in(self, policy: str, reply: str) -> str:
+        return self._model.parse(reply) if self._model and policy == "model" else reply
+
+    def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
+        return () if env in self._urls else _subsets_of(env, item)
+
+    async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
+        if style not in STYLES:
+            raise ConfigError(f"the run's style {style!r} is unknown: known are {', '.join(STYLES)}")
+        session = await (await self._pool(env, STYLES[style].action_format)).open(env)
+        return STYLES[style].wrap(session, turns_per_attempt)
+
+    async def _pool(self, env: str, action_format: str) -> LocalPool | RemotePool:
+        if env not in self._urls and env not in catalog.CATALOG:
+            raise ConfigError(
+                f"unknown environment {env!r}: if it is your own, start its server, then start the viewer with "
+                f"--url {env}=http://HOST:PORT"
+            )
+        # Loading imports the environment's packages, which can take seconds.
+        env_class = None if env in self._urls else await asyncio.to_thread(catalog.load, env)
+        if (env, action_format) not in self._pools:
+            self._pools[env, action_format] = (
+                RemotePool(
+                    {env: self._urls[env]}, self._token, MAX_SESSIONS, wait_timeout_s=10.0, action_format=action_format
+                )
+                if env_class is None
+                else LocalPool({env: env_class}, MAX_SESSIONS, wait_timeout_s=10.0, action_format=action_format)
+            )
+        return self._pools[env, action_format]
+
+    async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
+        if env in self._urls:
+            return await (await self._pool(env, STYLES["act"].action_format)).items(env, split, subset)
+        return list(await asyncio.to_thread(lambda: catalog.items(catalog.load(env), split, subset)))
+
+    async def close(self) -> None:
+        await asyncio.gather(*(pool.close() for pool in self._pools.values()))
+
+
+def _describe(name: str, entry: catalog.Entry) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": name, "summary": entry.summary, "licence": entry.licence}
+    try:
+        env = catalog.load(name)
+        entry.check()
+    except ConfigError as error:
+        return row | {"installed": False, "missing": str(error), "ranges": {}, "subsets": []}
+    ranges = {split: [items.start, items.stop] for split, items in env.splits.items()}
+    return row | {"installed": True, "missing": "", "ranges": ranges, "subsets": list(env.subsets)}
+
+
+@lru_cache(maxsize=1 << 16)
+def _subsets_of(env: str, item: int) -> tuple[str, ...]:
+    # Subsets only help filtering. They remain empty if the environment is not installed or has no such item.
+    with contextlib.suppress(Exception):
+        return tuple(catalog.load(env).subsets_of(item))
+    return ()
+
+
+def load_policy(name: str) -> ModelPlayer:
+    """Load a local model by the spec of `eval --agent`, to play as it would be evaluated."""
+    from agentgym_rl.agent.engines.native import NativeEngine
+    from agentgym_rl.agent.policy import EnginePolicy, Policy
+    from agentgym_rl.agent.renderer import Renderer
+    from agentgym_rl.commands.load_agent import AgentOptions, find_agent, load_weights
+    from agentgym_rl.types import Sampling
+
+    try:
+        candidate = find_agent(AgentOptions(name))
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--agent", "--policy")) from error
+    if candidate.model is None:
+        raise ConfigError(f"--policy needs a model's folder, a hub name, RUN or RUN@STEP, got {name!r}")
+    playing = candidate.playing
+    style = STYLES[playing.style]
+    model, tokenizer = load_weights(candidate)
+    renderer = Renderer(tokenizer, candidate.model.chat_template)
+    limits = Limits(max_turns=1000, max_new_tokens=playing.max_new_tokens, max_context=playing.max_context)
+    engine = NativeEngine(model, decode=renderer.decode, max_sessions=MAX_SESSIONS, max_context=limits.max_context)
+
+    class Model(EnginePolicy):
+        """A policy that also reads turns of other players, which have no token ids yet."""
+
+        async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Any:
+            return await super().reply(_with_ids(renderer, messages), observation, limits)
+
+    def make(session: EnvSession, seed: int) -> Policy:
+        task = session.instruction if playing.instruction is None else playing.instruction
+        parts = (task, action_format(style.action_format).explain, style.suffix)
+        instruction = "\n\n".join(part for part in parts if part)
+        sampling = Sampling(limits.max_new_tokens, playing.temperature, seed=seed)
+        return Model(engine, renderer, sampling, instruction=instruction)
+
+    limits = replace(limits, max_context=min(limits.max_context, engine.max_context))
+    return ModelPlayer(make, limits, action_format(style.action_format).parse)
+
+
+def _with_ids(renderer: Any, messages: list[Message]) -> list[Message]:
+    """Return `messages` with missing token ids filled in, tokenized as in a rollout."""
+    if not messages or all(message.token_ids for message in messages):
+        return messages
+    first = next(i for i, message in enumerate(messages) if message.role == "assistant")
+    opening = renderer.opening([replace(m, token_ids=[]) for m in messages[:first]])
+    rest = [
+        message
+        if message.token_ids
+        else replace(
+            message,
+            token_ids=renderer.reply_ids(message.content)
+            if message.role == "assistant"
+            else renderer.follow_up(message.content),
+        )
+        for message in messages[first:]
+    ]
+    return [*(kept if kept.token_ids else new for kept, new in zip(messages[:first], opening, strict=True)), *rest]
+
+
+def served_environments(options: list[str]) -> dict[str, str]:
+    """Parse the `NAME=URL` of every --url."""
+    urls: dict[str, str] = {}
+    for text in options:
+        name, _, url = text.partition("=")
+        if not name or not url.removeprefix("agentgym+").startswith(("http://", "https://")):
+            raise ConfigError(f"--url needs NAME=URL such as mine=http://127.0.0.1:36001/mine, got {text!r}")
+        urls[name] = url
+    return urls
+
+
+def view(
+    folders: list[Path],
+    host: str,
+    port: int,
+    token: str | None,
+    policy: str | None,
+    announce: Callable[[str], None],
+    *,
+    urls: Mapping[str, str] | None = None,
+    environment_token: str | None = None,
+) -> None:
+    """Serve the viewer until interrupted."""
+    from agentgym_rl.viewer.library import Library
+    from agentgym_rl.viewer.server import serve
+
+    library = Library(folders, ViewerEnvironments(load_policy(policy) if policy else None, urls, environment_token))
+    if library.index.note:
+        announce(library.index.note)
+    serve(library, host, port, token, announce)
+
+
+def export(
+    folders: list[Path],
+    out: Path,
+    *,
+    episodes: int,
+    pictures: bool,
+    announce: Callable[[str], None],
+    urls: Mapping[str, str] | None = None,
+    environment_token: str | None = None,
+) -> None:
+    """Write the viewer's content into one HTML file."""
+    from rich.progress import Progress
+
+    from agentgym_rl.viewer.export import exported_page
+    from agentgym_rl.viewer.library import Library
+
+    library = Library(folders, ViewerEnvironments(None, urls, environment_token))
+    if not library.run_folders():
+        raise ConfigError(f"no run found below {', '.join(map(str, folders))}: name a folder that contains runs")
+
+    async def make_page() -> tuple[bytes, str]:
+        with Progress(transient=True) as bar:
+            task = bar.add_task("reading")
+
+            def advance(description: str, done: int, total: int) -> None:
+                bar.update(task, description=description, completed=done, total=total)
+
+            try:
+                return await exported_page(library, episodes=episodes, pictures=pictures, on_progress=advance)
+            finally:
+                await library.environments.close()
+
+    page, summary = asyncio.run(make_page())
+    try:
+        out.write_bytes(page)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written: {error.strerror or error}") from error
+    finally:
+        library.close()
+    announce(f"wrote {out}: {summary}, {len(page) / 1e6:.1f} MB")

@@ -1,0 +1,1 @@
+"""Small leaf modules that every package may import."""

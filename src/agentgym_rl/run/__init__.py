@@ -1,0 +1,1 @@
+"""One training run, from a checked recipe to its summary."""

@@ -1,0 +1,273 @@
+"""The processes and weights that do the work of a run: all in this process, or (backend_ray.py) actors on a cluster.
+
+A run calls its backend through one protocol: it plays through `collector`, learns through `learner` or `trainer`, and
+asks for new weights to be published.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, Protocol
+
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.engines.replicas import Replicas
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.config import Config, ModelConfig
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run import backend_vllm
+from agentgym_rl.run.collectors import collect_each, engine_policies
+from agentgym_rl.run.model import load_from
+from agentgym_rl.training import lora
+from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
+from agentgym_rl.training.critic import ValueModel
+from agentgym_rl.training.dpo import DPO, Preference, prefer
+from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.model import Lent
+from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.rl import Learner
+from agentgym_rl.training.rl_learner import RLLearner
+from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
+from agentgym_rl.training.sft import SFT
+from agentgym_rl.types import Collect, EnvPool, Sample, Trajectory
+
+OnTrajectory = Callable[[Trajectory], None]
+"""Called with every episode as it ends."""
+
+
+class Trainer(Protocol):
+    """Updates on data that is complete before the first of them."""
+
+    total: int
+    """Number of updates."""
+
+    @property
+    def updates(self) -> int:
+        """Number of updates made so far."""
+        ...
+
+    def step(self) -> dict[str, float]:
+        """Make the next update and return its metrics."""
+        ...
+
+
+class Backend(Protocol):
+    """Plays and learns for a run: with `learner` for RL, with one `trainer` at a time for offline methods."""
+
+    max_context: int
+    """Tokens of an episode that an engine can hold."""
+    num_parameters: int
+    renderer: Renderer
+
+    @property
+    def learner(self) -> Learner: ...
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that were published last."""
+        ...
+
+    def collector(
+        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+    ) -> Collect:
+        """Return a function that plays groups of `group_size`, or of each environment's own size."""
+        ...
+
+    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+        """Return a trainer of the present model: SFT on samples, or DPO on preferences."""
+        ...
+
+    def forget_trainer(self) -> None:
+        """Free the trainer's data and optimizer."""
+        ...
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        """Return pairs with their log-probabilities under the present model."""
+        ...
+
+    def go_back(self, folder: Path) -> None:
+        """Load the model of `folder` and forget the trainer."""
+        ...
+
+    async def publish(self, version: int) -> None:
+        """Give engines the learner's weights, which episodes are played with from now on."""
+        ...
+
+    def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
+        """Write a checkpoint of `state`, the model and the learner."""
+        ...
+
+    async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
+        """Restore the learner, or the trainer that was just made, from a checkpoint. The model is loaded already."""
+        ...
+
+    async def events(self) -> list[dict[str, Any]]:
+        """Return what happened to workers since the last call: {"kind", "message", ...}."""
+        ...
+
+    async def close(self) -> None:
+        """Free everything."""
+        ...
+
+
+class LocalBackend:
+    """Learner, engine and environments in this process.
+
+    A native engine shares the learner's parameters. A `vllm` that was started for the same model gets them in memory,
+    or through files in `weights_dir`. Without a `reference_dir` there is no RL learner.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EnvPool,
+        model: Any,
+        tokenizer: Any,
+        reference_dir: Path | None,
+        vllm: backend_vllm.Vllm | None = None,
+        weights_dir: Path | None = None,
+    ) -> None:
+        self._config, self._pool, self._model, self._tokenizer = config, pool, model, tokenizer
+        self.learner: Any = None
+        if reference_dir is not None:
+            self.learner = make_learner(
+                model,
+                config.rl,
+                config.model,
+                config.agent.temperature,
+                reference_dir,
+                warm=config.warm_start is not None,
+            )
+        self.renderer = Renderer(tokenizer, config.model.chat_template)
+        self._vllm, self._weights_dir = vllm, weights_dir
+        if vllm is None:
+            # With overlap the learner changes its weights while episodes are played: the engine needs a copy.
+            played = freeze(copy.deepcopy(model)) if config.rl.overlap else model
+            self._engine: backend_vllm.RunEngine = make_engine(
+                played, self.renderer, config.sessions_per_engine(), config.longest_context()
+            )
+        else:
+            self._engine = vllm
+        self.max_context = self._engine.max_context
+        self.num_parameters: int = model.num_parameters()
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    def collector(
+        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+    ) -> Collect:
+        config = self._config
+        policies = engine_policies(self._engine, self.renderer, config.agent, temperature, seeded=config.engine.seeded)
+        sizes = config.group_sizes(group_size)
+        return collect_each(
+            config.agent, config.environments, self._pool, policies, sizes, prefix, on_trajectory=on_trajectory
+        )
+
+    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+        self.learner = make_trainer(self._model, data, settings, seed)
+        return self.learner
+
+    def forget_trainer(self) -> None:
+        self.learner = None
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        return prefer(self._model, pairs, max_tokens)
+
+    def go_back(self, folder: Path) -> None:
+        self.forget_trainer()
+        before, _ = load_from(folder, self._config.model)
+        self._model.load_state_dict(before.state_dict())
+
+    async def publish(self, version: int) -> None:
+        if self._vllm is None:
+            await self._engine.update_weights(self._model.state_dict() if self._config.rl.overlap else None, version)
+        else:
+            assert self._weights_dir is not None
+            await backend_vllm.publish(
+                self._vllm,
+                self._config.engine,
+                self._model,
+                self._tokenizer,
+                version,
+                self._weights_dir,
+                adapters=self._config.model.lora is not None,
+            )
+
+    def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
+        with_optimizer = self.learner is not None and self._config.checkpoint.optimizer
+        learner = self.learner.state() if with_optimizer else None
+        save_checkpoint(root, step, self._model, self._tokenizer, state | {"learner": learner}, keep)
+
+    async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
+        state = saved["learner"]
+        if (folder / SHARDS).is_dir():  # written by several ranks
+            from agentgym_rl.scale.shards import load_shards
+
+            state = load_shards(folder / SHARDS, lambda name, shape: None)
+        if state is None:
+            raise ConfigError(
+                f"{folder} was saved with checkpoint.optimizer = false and cannot be resumed from: start a new run "
+                "with model.path set to its folder `model`"
+            )
+        self.learner.restore(state)
+
+    async def events(self) -> list[dict[str, Any]]:
+        return self._vllm.drain_events() if isinstance(self._vllm, Replicas) else []
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+def make_engine(model: Any, renderer: Renderer, max_sessions: int, max_context: int) -> NativeEngine:
+    """Return a native engine over `model`."""
+    return NativeEngine(model, decode=renderer.decode, max_sessions=max_sessions, max_context=max_context)
+
+
+def make_learner(
+    model: Any,
+    rl: RLSettings,
+    settings: ModelConfig,
+    temperature: float,
+    reference_dir: Path,
+    ranks: Ranks = ALONE,
+    *,
+    warm: bool,
+) -> RLLearner:
+    """Return the RL learner of one process, or of one rank of several. `warm`: a warm start changed the reference."""
+    reference = _reference(model, reference_dir, settings, ranks, warm=warm) if rl.kl_coef else None
+    return RLLearner(model, rl, temperature, reference, _critic(model, rl, settings), ranks)
+
+
+def make_trainer(
+    model: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str, ranks: Ranks = ALONE
+) -> SFT | DPO:
+    """Return the trainer of one process, or of one rank of several."""
+    if isinstance(settings, SFTSettings):
+        return SFT(model, data, settings, seed, ranks)
+    return DPO(model, data, settings, seed, ranks)
+
+
+def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> Lent:
+    """Return the frozen model that RL started from. With LoRA it needs no second copy."""
+    if settings.lora is None:
+        frozen = freeze(load_from(folder, settings)[0])
+        ranks.place(frozen)
+        return lambda: nullcontext(frozen)
+    if not warm:
+        return lambda: lora.adapter(model, None)
+    lora.load_adapter(model, folder, lora.REFERENCE)
+    return lambda: lora.adapter(model, lora.REFERENCE)
+
+
+def _critic(model: Any, rl: RLSettings, settings: ModelConfig) -> ValueModel | None:
+    """Return PPO's critic: a copy of the decoder, or with LoRA one more adapter on the same decoder."""
+    if rl.algorithm != "ppo":
+        return None
+    if settings.lora is None:
+        return ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
+    lora.copy_adapter(model, settings.lora, lora.CRITIC)
+    return ValueModel(model.get_decoder(), model.config.hidden_size, lambda: lora.adapter(model, lora.CRITIC))

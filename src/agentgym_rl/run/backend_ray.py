@@ -1,0 +1,538 @@
+"""The backend of a run on a Ray cluster: the contents of each process, and the handles that a run calls.
+
+The functions here run inside the actors of scale/ray_app.py, which knows nothing of recipes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoTokenizer
+
+from agentgym_rl.agent.engines.vllm import Probe, probe_model
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.templates import resolve_template
+from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run import backend_vllm
+from agentgym_rl.run.backend import OnTrajectory, Trainer, make_engine, make_learner, make_trainer
+from agentgym_rl.run.collectors import engine_policies, episode_slots, make_collector
+from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.model import choose_device, load_from
+from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.start import Start, describe_scratch, imitate, untrained
+from agentgym_rl.scale.folders import require_same, require_shared
+from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.process_group import ProcessRanks, whole_state
+from agentgym_rl.scale.publisher import shares_device_memory
+from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, shard_state
+from agentgym_rl.training import lora
+from agentgym_rl.training.batch import Batch, split_batch
+from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
+from agentgym_rl.training.dpo import Preference, prefer
+from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.rl_learner import by_turn
+from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
+from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
+from agentgym_rl.types import Collect, Group, Limits, Sample, Task
+
+FOUND = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
+"""Fields of a sample that a learner fills in."""
+Found = list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A group to play."""
+
+    task: Task
+    limits: Limits
+    seed: int
+    index: int
+    """Index among the tasks of the step, so that ids and seeds are those of a run in one process."""
+    prefix: str
+    group_size: int
+    temperature: float
+    version: int
+    """Version of the weights that it is played with."""
+
+
+class Rank:
+    """One learner rank, inside its actor. All ranks must call every method together."""
+
+    def __init__(self, config: Config, rank: int, size: int) -> None:
+        assert config.scale is not None
+        torch.set_num_threads(config.threads or int(config.scale.learner_cpus) or 1)
+        device, self._dtype = choose_device(config.model)
+        adapters = config.model.lora is not None
+        # Sharded weights are loaded on the host in float32, as the optimizer's masters. Passes run in `dtype`.
+        changes = {} if adapters else {"device": "cpu", "dtype": "float32"}
+        self._loading = config.model_copy(update={"model": config.model.model_copy(update=changes)})
+        self._config, self._rank = config, rank
+        self._ranks = ProcessRanks(device, shard=not adapters, dtype=self._dtype)
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._learner: Any = None
+        """RL learner or trainer."""
+        self._shares = config.scale.layout == "colocated"
+        self._merges = adapters and config.engine.kind == "vllm"
+        """Whether to send merged weights: vLLM takes adapters only from disk, which nodes need not share."""
+        self._sent_dtype = torch.float32 if self._merges else self._dtype
+        """Type of the weights sent to engines. A config whose vLLM would round merged weights is refused."""
+
+    def untrained(self, folder: str) -> int:
+        """Make the recipe's untrained model with the tokenizer of `folder`; return its number of parameters."""
+        self._tokenizer = AutoTokenizer.from_pretrained(folder)
+        self._model = untrained(self._loading.model, self._loading.seed, self._tokenizer)
+        if self._merges:
+            lora.require_mergeable(self._model)
+        return self._model.num_parameters()
+
+    def load(self, folder: str, reference_dir: str | None = None) -> None:
+        """Load the model in `folder`, and make an RL learner if there is a reference."""
+        self._learner = self._model = None
+        release_memory()
+        self._model, self._tokenizer = load_from(folder, self._loading.model)
+        if self._merges:
+            lora.require_mergeable(self._model)
+        if reference_dir is not None:
+            config, folder_of_reference = self._config, Path(reference_dir)
+            self._learner = make_learner(
+                self._model,
+                config.rl,
+                config.model,
+                config.agent.temperature,
+                folder_of_reference,
+                self._ranks,
+                warm=config.warm_start is not None,
+            )
+
+    def teach(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
+        """Make a trainer on `data`; return its number of updates."""
+        self._learner = make_trainer(self._model, data, settings, seed, self._ranks)
+        return self._learner.total
+
+    def step(self) -> dict[str, float]:
+        return self._learner.step()
+
+    @torch.no_grad()
+    def forget_trainer(self) -> None:
+        """Free the trainer and round the weights to those that engines have, as one process and a resumed run do."""
+        self._learner = None
+        for parameter in self._masters().values():
+            parameter.copy_(parameter.to(self._dtype))
+        self._release_device()
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        found = prefer(self._model, pairs, max_tokens, self._ranks)
+        return found if self._rank == 0 else []
+
+    def assess(self, samples: list[Sample], own: bool) -> Found:
+        self._learner.assess(samples, own=own)
+        self._release_device()
+        return [_found(sample) for sample in samples]
+
+    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Found]:
+        count = len(batch.samples)
+        metrics = self._learner.learn(batch, seed)
+        self._release_device()
+        return metrics, self._learner.kl_coef, [_found(sample) for sample in batch.samples[:count]]
+
+    def num_parameters(self) -> int:
+        return self._model.num_parameters()
+
+    def whole_state(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights for engines, in their type. Every rank must read all of them."""
+        named = lora.merged(self._model, self._policy()) if self._merges else self._policy()
+        for name, tensor in named:
+            yield name, tensor.to(self._sent_dtype) if tensor.is_floating_point() else tensor
+        self._release_device()
+
+    def probe(self) -> Probe | None:
+        """Return a probe for vLLM, which may miss part of an update silently. All ranks take part."""
+        engine = self._config.engine
+        if engine.kind == "native":
+            return None
+        dtype = self._dtype if engine.dtype == "auto" else getattr(torch, engine.dtype)
+        merge = partial(lora.merged, self._model) if self._merges else None
+        probe = probe_model(self._model, dtype, sent_dtype=self._sent_dtype, merge=merge)
+        self._release_device()
+        return probe
+
+    def save(self, folder: str) -> None:
+        """Write this rank's part of the learner's state; the first rank also writes the model."""
+        # Gather first: all ranks take part, and a rank that fails to write would leave the others waiting.
+        whole = self._whole()
+        if self._learner is not None:
+            save_shards(Path(folder) / SHARDS, self._learner.state() | {"masters": self._masters()})
+        self._write_model(Path(folder) / "model", whole)
+
+    def export(self, folder: str) -> None:
+        """Write the model alone."""
+        self._write_model(Path(folder), self._whole())
+
+    def _policy(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the policy's weights as they are learned."""
+        for name, tensor in whole_state(self._model):
+            if not any(f".{learners_own}." in name for learners_own in (lora.REFERENCE, lora.CRITIC)):
+                yield name, tensor
+
+    def _whole(self) -> dict[str, torch.Tensor | None]:
+        """Return the weights for a folder: as engines have them, adapters as they are learned."""
+        state = self.whole_state() if self._ranks.shard else self._policy()
+        return {name: tensor.cpu() if self._rank == 0 else None for name, tensor in state}
+
+    def _masters(self) -> dict[str, torch.Tensor]:
+        """Return the float32 master weights, which a folder in bf16 does not hold."""
+        kept = self._ranks.shard and self._dtype is not torch.float32
+        return dict(self._model.named_parameters()) if kept else {}
+
+    def _write_model(self, folder: Path, whole: dict[str, torch.Tensor | None]) -> None:
+        if self._rank == 0:
+            self._model.save_pretrained(folder, state_dict=whole)
+            self._tokenizer.save_pretrained(folder)
+
+    def restore(self, folder: str, state: dict[str, Any] | None) -> tuple[int, float]:
+        """Restore from shards, or from the `state` of a run in one process; return (updates made, KL weight)."""
+        learner, critic = self._learner, getattr(self._learner, "critic", None)
+        optimizers = {"optimizer": learner._parameters}
+        masters = self._masters()
+        parameters = {"masters": masters}
+        if critic is not None:
+            optimizers["critic.optimizer"] = critic._parameters
+            parameters["critic.parameters"] = dict(critic.model.named_parameters())
+        like = like_learner(optimizers, parameters)
+        shards = Path(folder) / SHARDS
+        found = load_shards(shards, like) if shards.is_dir() else shard_state(state or {}, like)
+        with torch.no_grad():
+            for name, value in found.pop("masters", {}).items():
+                masters[name].copy_(value)
+        learner.restore(found)
+        return learner.updates, getattr(learner, "kl_coef", 0.0)
+
+    def _release_device(self) -> None:
+        """Return freed memory to the engine on the same device: torch keeps it otherwise."""
+        if self._shares:
+            release_memory()
+
+
+class Player:
+    """Sessions and collectors of one environment host, inside its actor."""
+
+    def __init__(
+        self,
+        environments: tuple[EnvironmentConfig, ...],
+        agent: AgentConfig,
+        make_renderer: Callable[[], Renderer],
+        variables: dict[str, str],
+        seeded: bool,
+        engine: Any,
+    ) -> None:
+        """`variables`: environment variables of the driver that the recipe names."""
+        os.environ.update(variables)
+        self._agent, self._seeded, self._engine = agent, seeded, engine
+        self._pool, self._slots = EnvironmentsPool(environments, agent), episode_slots(agent, environments)
+        self._renderer = make_renderer()
+
+    @property
+    def num_open(self) -> int:
+        return self._pool.num_open
+
+    async def play(self, job: Job) -> Group:
+        engine = self._engine.at_least(job.version)
+        policies = engine_policies(engine, self._renderer, self._agent, job.temperature, seeded=self._seeded)
+        collect = make_collector(self._agent, self._pool, policies, job.group_size, job.prefix, self._slots)
+        (group,) = await collect([job.task], job.limits, job.seed, job.index)
+        return group
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
+    """Return an engine with weights of its own, behind the interface that weights are sent through."""
+    if config.engine.kind == "vllm":
+        # It gets the weights of a model with adapters merged.
+        base = folder if config.model.lora is None else Path(str(config.model.path))
+        return backend_vllm.VllmAdapter(backend_vllm.make_vllm(config, base))
+    assert config.scale is not None
+    torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
+    model, tokenizer = load_from(folder, config.model)
+    model = freeze(model)
+    renderer = Renderer(tokenizer, config.model.chat_template)
+    return NativeAdapter(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
+
+
+def _load_renderer(folder: Path, chat_template: str | None) -> Renderer:
+    return Renderer(AutoTokenizer.from_pretrained(folder), chat_template)
+
+
+def for_workers(config: Config, device: str) -> Config:
+    """Return the recipe for processes on other machines: full paths, the text of the driver's files, one device."""
+    model = config.model
+    changes = {
+        "device": device,
+        "path": None if model.path is None else str(_absolute(Path(model.path))),
+        "chat_template": resolve_template(model.chat_template),
+    }
+    # Only the driver asks which items there are.
+    environments = tuple(env.model_copy(update={"items": {}}) for env in config.environments)
+    return config.model_copy(update={"model": model.model_copy(update=changes), "environments": environments})
+
+
+def named_variables(environments: Iterable[EnvironmentConfig]) -> dict[str, str]:
+    """Return the environment variables that the recipe names, for the processes that read them.
+
+    They are not given to Ray as variables of the job, which it would write into its logs.
+    """
+    names = [env.token_variable for env in environments if env.token_variable is not None]
+    return {name: os.environ[name] for name in names if name in os.environ}
+
+
+class TrainerHandle:
+    """A `Trainer` on ranks: every rank has all data and takes its share of a batch."""
+
+    def __init__(self, app: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> None:
+        self._app = app
+        claim_device(app)
+        self.total: int = app.on_all("teach", data, settings, seed)[0]
+        self.updates = 0
+
+    def step(self) -> dict[str, float]:
+        claim_device(self._app)
+        metrics = self._app.on_all("step")[0]
+        self.updates += 1
+        return metrics
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.updates = updates
+
+
+class LearnerHandle:
+    """The learner of `train_rl` on ranks: gives each rank its share and joins their results."""
+
+    def __init__(self, app: Any, settings: RLSettings) -> None:
+        self._app, self._rl, self._size = app, settings, app.plan.learners
+        self.kl_coef = settings.kl_coef
+
+    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
+        claim_device(self._app)
+        shares = balanced([len(s.token_ids) for s in samples], self._size)
+        found = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
+        for share, some in zip(shares, found, strict=True):
+            _fill([samples[i] for i in share], some)
+
+    def learn(self, batch: Batch, seed: int) -> dict[str, float]:
+        claim_device(self._app)
+        shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
+        results = self._app.on_ranks("learn", [(share, seed) for share in shares])
+        for known, (_, _, found) in zip(indices, results, strict=True):
+            _fill([batch.samples[i] for i in known], found)
+        metrics, self.kl_coef, _ = results[0]
+        return metrics | by_turn(batch.samples)
+
+    def restored(self, updates: int, kl_coef: float) -> None:
+        self.kl_coef = kl_coef
+
+
+class RayBackend:
+    """The backend of a run as actors on a Ray cluster."""
+
+    def __init__(self, context: RunContext, app: Any, folder: Path) -> None:
+        config = context.config
+        self._config, self._app = config, app
+        self.learner: Any = LearnerHandle(app, config.rl) if config.method == "rl" else None
+        self.renderer = _load_renderer(folder, config.model.chat_template)
+        self.max_context: int = app.max_context
+        self.num_parameters: int = app.on_all("num_parameters")[0]
+
+    @classmethod
+    async def start(
+        cls, context: RunContext, folder: Path, reference_dir: Path | None = None, start: Start | None = None
+    ) -> RayBackend:
+        """Start ranks, engines and environment hosts with the model in `folder`.
+
+        With a `start`, ranks make the model and write it there first. RL's reference is the model in `reference_dir`,
+        or that of `folder`.
+        """
+        config, console, run_dir = context.config, context.console, context.log.root
+        try:
+            from agentgym_rl.scale.ray_app import RayApp, on_other_nodes
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                "[scale] needs the package ray, which is not installed: pip install 'agentgym-rl[scale]'"
+            ) from error
+        plan = plan_of(config)
+        console.stage(
+            "Cluster", f"{plan.learners} learners, {plan.engines} engines, {plan.env_hosts} environment hosts"
+        )
+        app = RayApp(plan)
+        if start is not None:
+            start.tokenizer.save_pretrained(folder)
+        folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
+        try:
+            app.connect()
+            worker_config = for_workers(config, app.plan.device)
+            await app.start_learners(partial(Rank, worker_config))
+            ask = partial(on_other_nodes, plan.worker_timeout_s)
+            await require_shared(_absolute(run_dir), ask)
+            for place in sorted({folder, reference_dir, _absolute(Path(config.model.path or folder))}):
+                if place.is_dir() and not place.is_relative_to(_absolute(run_dir)):
+                    await require_same(place, ask)
+            console.note(f"on {'GPUs' if app.plan.device == 'cuda' else 'CPUs'}, {config.model.dtype}")
+            if start is not None:
+                await _make_starting_model(app, context, folder, start)
+            await asyncio.gather(
+                app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
+                app.start_players(
+                    partial(make_engine_adapter, worker_config, folder),
+                    partial(
+                        Player,
+                        worker_config.environments,
+                        worker_config.agent,
+                        partial(_load_renderer, folder, worker_config.model.chat_template),
+                        named_variables(config.environments),
+                        config.engine.seeded,
+                    ),
+                ),
+            )
+            backend = cls(context, app, folder)
+            console.note(f"weights go to engines {await app.weights.publish(0)}")
+        except BaseException:
+            await app.close()
+            raise
+        return backend
+
+    @property
+    def version(self) -> int:
+        return self._app.weights.version
+
+    def collector(
+        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+    ) -> Collect:
+        sizes = self._config.group_sizes(group_size)
+
+        async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+            more = (temperature, self.version)
+            jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
+            return list(await asyncio.gather(*(play(job) for job in jobs)))
+
+        async def play(job: Job) -> Group:
+            group = await self._app.play(job, job.group_size)
+            if on_trajectory is not None:
+                for trajectory in group.trajectories:
+                    on_trajectory(trajectory)
+            return group
+
+        return collect
+
+    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+        self.learner = TrainerHandle(self._app, data, settings, seed)
+        return self.learner
+
+    def forget_trainer(self) -> None:
+        self.learner = None
+        self._app.on_all("forget_trainer")
+
+    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        claim_device(self._app)
+        return self._app.on_all("prefer", pairs, max_tokens)[0]
+
+    def go_back(self, folder: Path) -> None:
+        self.learner = None
+        self._app.on_all("load", str(folder.absolute()))
+
+    async def publish(self, version: int) -> None:
+        if version != self.version:
+            await self._app.weights.publish(version)
+
+    def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
+        with staged(root, step, keep) as folder:
+            self._app.on_all("save", str(folder.absolute()))
+            require_written(folder, shards=self.learner is not None)
+            save_state(folder, step, state | {"learner": None})
+
+    async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
+        found = await self._app.wait_for_all("restore", str(_absolute(folder)), saved["learner"])
+        self.learner.restored(*found[0])
+
+    async def events(self) -> list[dict[str, Any]]:
+        return await self._app.events()
+
+    async def close(self) -> None:
+        await self._app.close()
+
+
+async def _make_starting_model(app: Any, context: RunContext, folder: Path, start: Start) -> None:
+    """Make the model that training starts from on the ranks, and write it into `folder`."""
+    config, console = context.config, context.console
+    (num_parameters, *_) = await app.wait_for_all("untrained", str(folder))
+    if config.model.scratch is not None:
+        console.note(describe_scratch(num_parameters, start))
+    if config.warm_start is not None:
+        await imitate(TrainerHandle(app, start.samples, config.warm_start.sft, config.seed), console)
+    await app.wait_for_all("export", str(folder))
+
+
+def plan_of(config: Config) -> Plan:
+    scale = config.scale
+    assert scale is not None
+    device: Literal["cpu", "cuda", "auto"] = "auto"
+    if scale.address is None or config.model.device != "auto":  # else the driver may have no GPU where nodes do
+        device = "cuda" if choose_device(config.model)[0].startswith("cuda") else "cpu"
+    plan = Plan(
+        learners=scale.learners,
+        engines=scale.engines,
+        env_hosts=scale.env_hosts,
+        layout=scale.layout,
+        device=device,
+        learner_cpus=scale.learner_cpus,
+        engine_cpus=scale.engine_cpus,
+        env_host_cpus=scale.env_host_cpus,
+        episodes_per_host=max(1, config.agent.concurrency // scale.env_hosts),
+        address=scale.address,
+        object_store_mb=scale.object_store_mb,
+        bucket_mb=scale.bucket_mb,
+        worker_timeout_s=scale.worker_timeout_s,
+        devices_per_engine=config.engine.tensor_parallel,
+    )
+    shares_device_memory(plan)  # raises for an unknown value
+    return plan
+
+
+def claim_device(app: Any) -> None:
+    """Free the device for ranks if they share it with engines."""
+    if app.plan.layout == "colocated":
+        app.sleep_engines()
+
+
+def release_memory() -> None:
+    """Release unused device memory to other processes."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _absolute(folder: Path) -> Path:
+    """Return an absolute path. A hub name stays as it is."""
+    place = folder.expanduser()
+    return place.absolute() if place.is_dir() else folder
+
+
+def _found(sample: Sample) -> tuple[Any, ...]:
+    return tuple(getattr(sample, name) for name in FOUND)
+
+
+def _fill(samples: list[Sample], found: Found) -> None:
+    for sample, values in zip(samples, found, strict=True):
+        for name, value in zip(FOUND, values, strict=True):
+            setattr(sample, name, value)

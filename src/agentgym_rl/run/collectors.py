@@ -1,0 +1,121 @@
+"""Collectors: policies, limits and wrappers of the recipe, put together to play episodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from agentgym_rl.agent.collect import Collector, Places
+from agentgym_rl.agent.engines.base import Engine
+from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.styles import STYLES, Style
+from agentgym_rl.config import AgentConfig, EnvironmentConfig
+from agentgym_rl.environment.formats import action_format
+from agentgym_rl.types import Collect, EnvPool, EnvSession, Group, Limits, Sampling, Task
+
+Wrap = Callable[[EnvSession], EnvSession]
+
+
+def limits_of(
+    agent: AgentConfig, max_turns: int, engine_context: int | None = None, env: EnvironmentConfig | None = None
+) -> Limits:
+    """Return the limits of an episode, from the agent's settings or the environment's own.
+
+    `engine_context` is the number of tokens that the engine can hold: a longer episode ends as max_context.
+    """
+    max_context = (env and env.max_context) or agent.max_context
+    max_new_tokens = (env and env.max_new_tokens) or agent.max_new_tokens
+    if engine_context is not None:
+        max_context = min(max_context, engine_context)
+    return Limits(max_turns=max_turns, max_new_tokens=max_new_tokens, max_context=max_context)
+
+
+def engine_policies(
+    engine: Engine, renderer: Renderer, agent: AgentConfig, temperature: float, *, seeded: bool = True
+) -> PolicyFactory:
+    """Return a factory of policies that sample from `engine`."""
+
+    def make(session: EnvSession, seed: int) -> Policy:
+        sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
+        return EnginePolicy(engine, renderer, sampling, instruction=session.instruction)
+
+    return make
+
+
+def demonstrators(name: str) -> PolicyFactory:
+    """Return a factory of policies to imitate: `oracle` or `random`."""
+    return {"oracle": lambda session, seed: OraclePolicy(session), "random": RandomPolicy}[name]
+
+
+def episode_slots(agent: AgentConfig, environments: Iterable[EnvironmentConfig]) -> Places:
+    """Return slots for the episodes that a run plays at once, shared by its environments by weight."""
+    return Places(agent.concurrency, {env.name: env.weight for env in environments})
+
+
+def _unwrapped(session: EnvSession) -> EnvSession:
+    return session
+
+
+def wrap_of(agent: AgentConfig, inner: Wrap = _unwrapped) -> Wrap:
+    """Return a function that wraps a session in `inner`, then in the recipe's style and instruction."""
+    style: Style = STYLES[agent.style]
+
+    def wrap(session: EnvSession) -> EnvSession:
+        if agent.instruction is not None:
+            # Replaces the environment's part only: how to write an action is still explained.
+            explain = action_format(style.action_format).explain
+            session.instruction = "\n\n".join(text for text in (agent.instruction, explain) if text)
+        return style.wrap(inner(session), agent.turns_per_attempt)
+
+    return wrap
+
+
+def make_collector(
+    agent: AgentConfig,
+    pool: EnvPool,
+    make_policy: PolicyFactory,
+    group_size: int,
+    prefix: str,
+    slots: Places,
+    *,
+    inner: Wrap = _unwrapped,
+    **options: Any,
+) -> Collector:
+    """Return a collector of groups. Collectors that play at the same time share `slots`."""
+    return Collector(
+        pool,
+        make_policy,
+        group_size,
+        slots,
+        agent.retries,
+        agent.episode_timeout_s,
+        wrap=wrap_of(agent, inner),
+        prefix=prefix,
+        on_timeout=agent.on_timeout,
+        **options,
+    )
+
+
+def collect_each(
+    agent: AgentConfig,
+    environments: tuple[EnvironmentConfig, ...],
+    pool: EnvPool,
+    make_policy: PolicyFactory,
+    group_sizes: Mapping[str, int],
+    prefix: str,
+    **options: Any,
+) -> Collect:
+    """Return a function that plays episodes of any of the environments, at most `agent.concurrency` at once."""
+    slots = episode_slots(agent, environments)
+    collectors = {
+        env.name: make_collector(agent, pool, make_policy, group_sizes[env.name], prefix, slots, **options)
+        for env in environments
+    }
+
+    async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
+        """Play tasks of one environment: the trainer calls each with limits of its own."""
+        (env,) = {task.env for task in tasks}
+        return await collectors[env](tasks, limits, seed)
+
+    return collect

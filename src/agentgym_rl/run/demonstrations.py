@@ -1,0 +1,165 @@
+"""Demonstrations: conversations read from files, and episodes that an oracle or random play plays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import cycle, islice
+
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.errors import ConfigError, EnvError
+from agentgym_rl.run.collectors import demonstrators, episode_slots, limits_of, make_collector
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.heldout import spread
+from agentgym_rl.run.log import Kind
+from agentgym_rl.run.mistakes import Solutions, erring
+from agentgym_rl.training.conversations import (
+    Conversation,
+    find_files,
+    is_trajectory_file,
+    read_conversations,
+    read_trajectory_files,
+)
+from agentgym_rl.training.rl import derive_seed
+from agentgym_rl.types import Sample, StopReason, Task, Trajectory
+
+Demonstration = Trajectory | Conversation
+
+
+async def load_demonstrations(context: RunContext) -> list[Demonstration]:
+    """Return everything that `[data]` names: read from files, played, or both."""
+    data = context.config.data
+    assert data is not None
+    found: list[Demonstration] = []
+    paths = find_files(data.files)
+    trajectories = load_trajectories(context)
+    found += [t for t in trajectories if data.keep == "all" or t.success]
+    for path in paths:
+        if not is_trajectory_file(path):
+            found += [c for c in read_conversations(path) if any(c.trained)]
+    if paths:
+        context.console.note(f"{len(found)} conversations from {len(paths)} files")
+    if data.play is not None:
+        found += await play_demonstrations(
+            context, "data", data.play, episodes=data.episodes, max_turns=data.max_turns, mistakes=data.mistakes
+        )
+    if not found:
+        raise ConfigError("data: nothing to imitate was found: no success among the trajectories, no trained reply")
+    return found
+
+
+def load_trajectories(context: RunContext) -> list[Trajectory]:
+    """Return the episodes of the trajectory files that `[data]` names, without those of held-out items."""
+    data = context.config.data
+    held_out = {
+        (env, item) for env, subsets in context.items.held_out.items() for items in subsets.values() for item in items
+    }
+    paths = [path for path in find_files(data.files if data else ()) if is_trajectory_file(path)]
+    read = [t for t in read_trajectory_files(paths) if any(t.imitated)]
+    kept = [t for t in read if (t.task.env, t.task.item) not in held_out]
+    if len(kept) < len(read):
+        context.console.warn(f"{len(read) - len(kept)} of {len(read)} episodes are of held-out items and left out")
+    return kept
+
+
+def to_samples(
+    demonstrations: Sequence[Demonstration], renderer: Renderer, max_context: int, console: Console
+) -> list[Sample]:
+    """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play."""
+    samples = [to_sample(demonstration, renderer) for demonstration in demonstrations]
+    kept = [s for s in samples if len(s.token_ids) <= max_context]
+    if len(kept) < len(samples):
+        console.warn(
+            f"{len(samples) - len(kept)} of {len(samples)} conversations are longer than "
+            f"agent.max_context = {max_context} tokens and left out"
+        )
+    return kept
+
+
+def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
+    """Return the ids of an episode as sampled if this tokenizer sampled them, else as the template renders it."""
+    if isinstance(demonstration, Conversation):
+        sample = renderer.demonstration(demonstration.messages, demonstration.trained)
+        sample.trajectory_id = demonstration.item_id
+        return sample
+    if _sampled_with(renderer, demonstration):
+        return Sample(demonstration.token_ids, demonstration.loss_mask, trajectory_id=demonstration.id)
+    sample = renderer.demonstration(demonstration.messages, demonstration.imitated)
+    sample.trajectory_id = demonstration.id
+    return sample
+
+
+def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:
+    """Return whether the ids that the episode holds are those of this renderer's tokenizer."""
+    messages = trajectory.messages
+    replies = [i for i, m in enumerate(messages) if m.role == "assistant"]
+    if any(messages[i].logprobs is None or not messages[i].token_ids for i in replies):
+        return False
+    before = [token for m in messages[: replies[0]] for token in m.token_ids]
+    return before == renderer.prompt(messages[: replies[0]]) and all(
+        renderer.decode(messages[i].token_ids) == messages[i].content for i in replies
+    )
+
+
+async def play_demonstrations(
+    context: RunContext, kind: Kind, policy: str, *, episodes: int, max_turns: int, mistakes: float
+) -> list[Trajectory]:
+    """Play training items; return the oracle's successes, or all episodes of random play that did not fail.
+
+    The oracle plays an item once. Random play repeats items until there are enough episodes. With `mistakes` the oracle
+    first plays every item without any, to learn which actions it takes at other times; those episodes are not kept.
+    """
+    config, console = context.config, context.console
+    share = -(-episodes // len(config.environments))
+    played: list[Trajectory] = []
+    with console.progress(f"{policy} play", share * len(config.environments) * (2 if mistakes else 1)) as advance:
+        collector = partial(
+            make_collector,
+            config.agent,
+            context.pool,
+            demonstrators(policy),
+            1,
+            f"{kind}-",
+            episode_slots(config.agent, config.environments),
+            on_trajectory=lambda _: advance(),
+        )
+        for env in config.environments:
+            limits = limits_of(config.agent, max_turns, env=env)
+            chosen = spread(context.items.train[env.name], share, f"{config.seed}/{kind}")
+            tasks = [Task(env.name, item) for subset in chosen.values() for item in subset]
+            if policy == "random":  # the oracle would do the same again
+                tasks = list(islice(cycle(tasks), max(share, len(tasks))))
+            seed = derive_seed(config.seed, kind, env.name)
+            collect = collector()
+            if mistakes:
+                solutions: Solutions = {}
+                await collector(inner=erring(0.0, seed, solutions))(tasks, limits, seed)
+                collect = collector(inner=erring(mistakes, seed, solutions))
+            groups = await collect(tasks, limits, seed)
+            played += [t for g in groups for t in g.trajectories]
+    for trajectory in played:
+        context.log.write_trajectory(0, trajectory, kind)
+    usable = [t for t in played if t.stop is not StopReason.ERROR]
+    label = "warm start" if kind == "warmstart" else kind
+    if not usable:
+        raise EnvError(f"{label}: all {len(played)} episodes failed; the first: {played[0].error}")
+    if policy != "oracle":
+        return usable
+    if mistakes:
+        console.note(_mistakes_line(played))
+    successes = [t for t in usable if t.success and any(t.imitated)]
+    if not successes:
+        advice = "allow more turns" + (", or fewer mistakes" if mistakes else "")
+        raise EnvError(f"{label}: of {len(played)} episodes the oracle won none in {max_turns} turns: {advice}")
+    return successes
+
+
+def _mistakes_line(played: list[Trajectory]) -> str:
+    turns = [info for trajectory in played for info in trajectory.infos]
+    wrong = sum(info.get("mistake", False) for info in turns)
+    refused = sum(info.get("mistake", False) and info.get("valid") is False for info in turns)
+    return (
+        f"{wrong} of {len(turns)} turns were mistakes, {refused} of them refused; "
+        f"{sum(t.success for t in played)} of {len(played)} episodes succeeded all the same"
+    )

@@ -1,0 +1,145 @@
+"""Writes to a disk that may be full. Files are replaced whole and lines appended whole; data without space waits in
+memory until there is some."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentgym_rl.common.files import write_atomically
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+KEPT_BYTES = 64 << 20
+"""Most bytes of episodes that wait for space; beyond it the oldest are dropped. Metrics and events are all kept."""
+RETRY_S = 1.0
+"""Seconds between attempts to write to a full disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Data that waits for space on the disk."""
+
+    data: bytes
+    append: bool
+    """Whether to append to the file; else `data` replaces it."""
+    spare: bool
+    """Whether it may be dropped if too much waits."""
+
+
+class PatientWriter:
+    """Writes files. It keeps data that the disk has no space for, in order, and writes it later.
+
+    `told` is called once when a disk turns out to be full, with what the system said.
+    """
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self._told = told
+        self._waiting: dict[Path, deque[Waiting]] = {}
+        self._next_try = 0.0
+        self.full = False
+        """Whether a write failed and data still waits."""
+        self.given_up = 0
+        """Lines of episodes dropped since then."""
+
+    def append(self, path: Path, line: bytes, *, spare: bool = False) -> None:
+        self._write(path, Waiting(line, append=True, spare=spare))
+
+    def replace(self, path: Path, data: bytes, *, spare: bool = False) -> None:
+        self.forget(path)
+        self._write(path, Waiting(data, append=False, spare=spare))
+
+    def forget(self, path: Path) -> None:
+        """Drop data that waits for a file that is started again or was removed."""
+        self._waiting.pop(path, None)
+
+    def waiting(self, path: Path) -> list[bytes]:
+        """Return the data of a file that is not on disk yet."""
+        return [one.data for one in self._waiting.get(path, ())]
+
+    def unwritten(self) -> list[Path]:
+        return list(self._waiting)
+
+    def no_room(self, said: str) -> None:
+        """Record that a write failed, here or elsewhere in the run."""
+        if not self.full:
+            self.full, self.given_up = True, 0
+            self._told(said)
+
+    def has_room(self) -> bool:
+        """Write the waiting data; return whether none is left."""
+        for path in list(self._waiting):
+            queue = self._waiting[path]
+            while queue and self._written(path, queue[0]):
+                queue.popleft()
+            if not queue:
+                del self._waiting[path]
+        self._next_try = time.monotonic() + RETRY_S
+        return not self._waiting
+
+    def _write(self, path: Path, one: Waiting) -> None:
+        if not self._waiting and self._written(path, one):
+            return
+        self._waiting.setdefault(path, deque()).append(one)
+        if one.spare:
+            self._give_up_some()
+        if time.monotonic() >= self._next_try:
+            self.has_room()
+
+    def _written(self, path: Path, one: Waiting) -> bool:
+        try:
+            (append if one.append else write_atomically)(path, one.data)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self.no_room(error.strerror or str(error))
+            return False
+        return True
+
+    def _give_up_some(self) -> None:
+        size = sum(len(one.data) for queue in self._waiting.values() for one in queue if one.spare)
+        for path in list(self._waiting):
+            queue = self._waiting[path]
+            while size > KEPT_BYTES and queue and queue[0].spare:
+                lost = queue.popleft().data
+                size -= len(lost)
+                self.given_up += lost.count(b"\n")
+            if not queue:
+                del self._waiting[path]
+
+
+def append(path: Path, line: bytes) -> None:
+    """Append a whole line or nothing, in one write that survives a kill."""
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        try:
+            written = file.write(line)
+            if written != len(line):  # the disk took a part and has no space for the rest
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(before)
+            if not before:
+                path.unlink()
+            raise
+
+
+def write_in_place(path: Path, text: bytes) -> None:
+    """Overwrite a small file in its own blocks, for a disk without free ones. Blanks pad shorter text."""
+    with path.open("r+b", buffering=0) as file:
+        old = file.readall()
+        if file.seek(0) or file.write(text.ljust(len(old))) < len(text):  # a part would not be JSON
+            file.seek(0)
+            file.write(old)
+            file.truncate(len(old))
+
+
+def free_space(folder: Path) -> str:
+    """Return the free space on the disk of a folder, in words."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    return f"{free / 2**30:.1f} GiB free" if free >= 2**30 else f"{free / 2**20:.1f} MiB free"

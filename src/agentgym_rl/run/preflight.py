@@ -1,0 +1,101 @@
+"""Checks of a recipe before anything starts: names, files, packages, devices, memory. Most need no torch."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from agentgym_rl.agent.templates import resolve_template
+from agentgym_rl.config import Config, EngineConfig, EnvironmentConfig, ModelConfig, ScaleConfig
+from agentgym_rl.environment import catalog
+from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_split
+from agentgym_rl.run.pool import read_recipe_items, read_token
+from agentgym_rl.run.trackers import require_trackers
+from agentgym_rl.training.conversations import find_files, is_trajectory_file
+from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.settings import DataSettings
+
+
+def require_recipe(config: Config, *, environments: bool = True) -> None:
+    """Raise ConfigError for names, files and packages that are missing, without importing torch.
+
+    `environments`: whether to check the recipe's own; a caller may bring a pool instead.
+    """
+    require_trackers(config.trackers)
+    require_packages(config.model, config.engine, config.scale)
+    if environments:
+        require_environments(config.environments)
+    if any(source is not None and source.mistakes for source in (config.warm_start, config.data)):
+        require_recovery(config.environments)
+    require_files(config.data, config.method)
+    resolve_template(config.model.chat_template)
+    require_memory(config.model, config.scale)
+    if config.model.path is not None:
+        find_model(config.model.path)
+
+
+def require_packages(model: ModelConfig, engine: EngineConfig, scale: ScaleConfig | None) -> None:
+    """Raise ConfigError for a package that the recipe needs and that is not installed."""
+    # With an address, packages are in the environments of the cluster's nodes.
+    vllm_here = engine.kind == "vllm" and not engine.urls and (scale is None or scale.address is None)
+    for package, extra, needed, setting in (
+        ("peft", "lora", model.lora is not None, "model.lora"),
+        ("ray", "scale", scale is not None, "[scale]"),
+        ("vllm", "vllm", vllm_here, "engine.kind = 'vllm'"),
+    ):
+        if needed and find_spec(package) is None:
+            raise ConfigError(
+                f"{setting} needs the package {package}, which is not installed: pip install 'agentgym-rl[{extra}]'"
+            )
+
+
+def require_environments(environments: tuple[EnvironmentConfig, ...]) -> None:
+    """Raise ConfigError for names, items and tokens that do not exist, without opening anything."""
+    for env in environments:
+        read_token(env)
+        if env.items:
+            read_recipe_items(env)
+        if env.url is not None:
+            continue
+        env_class = catalog.load(env.name)
+        catalog.CATALOG[env.name].check()
+        for split in (env.split, env.eval_split) if not env.items else ():
+            for subset in env.subsets or (None,):
+                catalog.require_names(env_class, split, subset)
+
+
+def require_recovery(environments: tuple[EnvironmentConfig, ...]) -> None:
+    """Raise ConfigError for an oracle that fails after its first mistake. A server's oracle is not known here."""
+    for env in environments:
+        known = env.url is None and env.name in catalog.CATALOG
+        if known and not getattr(catalog.load(env.name), "oracle_recovers", True):
+            raise ConfigError(
+                f"mistakes: the oracle of {env.name} knows one way only and cannot go on once it has left it: "
+                "leave mistakes out, or the environment"
+            )
+
+
+def require_files(data: DataSettings | None, method: str) -> None:
+    """Raise ConfigError if a file of `[data]` is missing or of the wrong kind."""
+    for path in find_files(data.files if data else ()):
+        if not is_trajectory_file(path) and method == "dpo":
+            raise ConfigError(f"data.files: {path} has no rewards to build pairs from, dpo needs trajectories (.jsonl)")
+
+
+def require_engine(model: ModelConfig, engine: EngineConfig, scale: ScaleConfig | None) -> None:
+    """Raise ConfigError if a vLLM of this machine could not be started."""
+    if engine.kind != "vllm" or engine.urls:
+        return
+    if scale is None or scale.address is None:  # else it runs in the nodes' environments
+        from agentgym_rl.agent.engines.vllm.requirements import require_vllm
+
+        try:
+            require_vllm()
+        except EngineError as error:
+            raise ConfigError(str(error)) from error
+    try:
+        problem = why_not_split(shape_of(model), engine.tensor_parallel)
+    except ConfigError:
+        return  # an unknown or missing model is reported when it is loaded
+    if problem:
+        raise ConfigError(problem)

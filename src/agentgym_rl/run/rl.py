@@ -1,0 +1,118 @@
+"""Reinforcement learning as a run: episodes under a growing horizon, updates on them, held-out evaluations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agentgym_rl.run.backend import Backend
+from agentgym_rl.run.collectors import limits_of
+from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.log import horizon_stages
+from agentgym_rl.run.run import Run
+from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
+from agentgym_rl.training.checkpoint import checkpoint_path
+from agentgym_rl.training.doctor import Doctor
+from agentgym_rl.training.horizon import make_horizon
+from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
+from agentgym_rl.types import Group, StopReason
+
+
+class RLRun(Run):
+    """A run of PPO, GRPO, RLOO or REINFORCE++."""
+
+    def __init__(self, context: RunContext, backend: Backend) -> None:
+        super().__init__(context, backend)
+        horizons = {env.name: make_horizon(env.horizon or self.config.horizon) for env in self.config.environments}
+        self.rl = RLState(context.items.task_source(self.config.environments, self.config.seed), horizons)
+        self.doctor = Doctor()
+        self.resumable: dict[str, Any] | None = None
+        """State after the last finished step, until learning from the next one begins; then None."""
+
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        return self.rl.step
+
+    async def train(self) -> None:
+        config, total = self.config, self.config.rl.steps
+        budget = f"{config.rl.token_budget:,} tokens, at most " if config.rl.token_budget else ""
+        self.console.stage(
+            "Reinforcement learning",
+            f"{config.rl.algorithm} with a {config.horizon.kind} horizon, {budget}{total} steps",
+        )
+        backend = self.backend
+        collect = backend.collector("train-", None, config.agent.temperature)
+        limits = {env.name: limits_of(config.agent, 1, backend.max_context, env) for env in config.environments}
+        self._mark_resumable()
+        if self.stop.asked:
+            self.stop_here()
+        with self.console.steps(total, start=self.step):
+            hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
+            await train_rl(self.rl, backend.learner, collect, backend.publish, limits, config.rl, hooks, config.seed)
+
+    def may_stop(self) -> bool:
+        return self.resumable is not None
+
+    def evaluation_is_due(self) -> bool:
+        return self.rl.over(self.config.rl) or super().evaluation_is_due()
+
+    async def evaluate(self) -> None:
+        self.resumable = self.rl.state()
+        await super().evaluate()
+        self.evaluations[-1] |= {"sampled_tokens": self.rl.sampled}
+        self.resumable = None
+
+    def state(self) -> dict[str, Any]:
+        return {"rl": self.resumable or self.rl.state(), "version": self.backend.version}
+
+    async def restore(self, saved: dict[str, Any]) -> None:
+        self.log.truncate_after(saved["step"])
+        await self.backend.restore(checkpoint_path(self.log.checkpoints_dir, saved["step"]), saved)
+        self.rl.restore(saved["rl"], saved["step"])
+        self.doctor = Doctor(self.log.metrics())
+        await self.backend.publish(saved["version"])
+
+    def details(self) -> dict[str, Any]:
+        return {"stages": horizon_stages(self.log.metrics()), "sampled_tokens": self.rl.sampled}
+
+    def _mark_resumable(self) -> None:
+        """Keep the state to save if the run is stopped now. With overlap the next step is learned from at once."""
+        self.resumable = None if self.config.rl.overlap else self.rl.state()
+
+    def _record(self, step: int, groups: list[Group]) -> None:
+        self.resumable = None
+        played = [trajectory for group in groups for trajectory in group.trajectories]
+        for trajectory in played:
+            self.log.write_trajectory(step, trajectory)
+        failures = [trajectory.error for trajectory in played if trajectory.stop is StopReason.ERROR]
+        if failures:
+            message = f"{len(failures)} of {len(played)} attempts at episodes of step {step} failed and are left out"
+            self.warn("episodes_failed", f"{message}; the first: {failures[0]}")
+        timed_out = sum(trajectory.timed_out for trajectory in played)
+        if timed_out and self.config.agent.on_timeout == "retry":
+            message = (
+                f"{timed_out} of {len(played)} attempts at episodes of step {step} took longer than "
+                f"{self.config.agent.episode_timeout_s:g} s: slow episodes are missing from what is learned, raise "
+                "agent.episode_timeout_s or set agent.on_timeout = 'truncate'"
+            )
+            self.warn("episodes_timed_out", message)
+
+    def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
+        expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
+        self.log.log(step, metrics, steps=expected)
+        self.console.step(step, metrics, expected)
+        for finding in self.doctor.observe({"step": step, **metrics}):
+            self.log.log_finding(finding.line())
+            self.console.warn(f"doctor: {finding.message}")
+
+    async def _after_step(self, step: int) -> None:
+        last = self.rl.over(self.config.rl)
+        if self.evaluation_is_due():
+            await self.evaluate()
+        await self.events.now()
+        if last:
+            await last_checkpoint(self.save, step, self.context)
+        elif step % self.config.checkpoint.every == 0:
+            try_checkpoint(self.save, step, self.context)
+        self._mark_resumable()
+        if self.stop.asked:
+            self.stop_here()

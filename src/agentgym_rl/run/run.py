@@ -1,0 +1,148 @@
+"""A run in progress: begin, evaluate, save, stop and summarise. `rl.py` and `offline.py` have what differs.
+
+Killed at any moment and started again with `resume`, a run goes on from its last checkpoint. Everything after that
+checkpoint is played again and comes out the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, NoReturn
+
+from agentgym_rl.run.backend import Backend
+from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.events import EventPoller
+from agentgym_rl.run.heldout import evaluate
+from agentgym_rl.run.plots import learning_curve
+from agentgym_rl.run.stopping import stop_with_checkpoint
+from agentgym_rl.training.checkpoint import checkpoint_path
+
+
+class Run(ABC):
+    """One training run, whatever its method."""
+
+    step = 0
+    """Finished steps: RL's, or updates of an offline method."""
+
+    def __init__(self, context: RunContext, backend: Backend) -> None:
+        self.context, self.backend = context, backend
+        self.config, self.log, self.console, self.stop = context.config, context.log, context.console, context.stop
+        self.evaluations: list[dict[str, Any]] = []
+        """Results of `heldout.evaluate`, in order."""
+        self.saved_step: int | None = None
+        """Step of the last checkpoint, which is not written again if the run stops right after it."""
+        self.events = EventPoller(backend.events, self.warn)
+
+    async def run(self, saved: dict[str, Any] | None) -> dict[str, Any]:
+        """Run from the start, or from what a checkpoint holds, to the end; return the summary."""
+        try:
+            with self.stop.ending_with(self.stop_here):
+                async with self.events:
+                    await self.begin(saved)
+                    await self.train()
+                    summary = self.summarise()
+                    self.stop.may_leave = lambda: False  # there is nothing left to stop
+                return summary
+        finally:
+            self.stop.may_leave = lambda: False
+            await self.backend.close()
+
+    async def begin(self, saved: dict[str, Any] | None) -> None:
+        """Restore a checkpoint, or evaluate the starting model and save it as the checkpoint of step 0."""
+        if saved is not None:
+            self.stop.may_leave = lambda: False  # a checkpoint of a half-restored run would replace the good one
+            self.evaluations, self.context.seconds_before = saved["evaluations"], saved["seconds"]
+            self.saved_step = saved["step"]
+            await self.restore(saved)
+        self.stop.may_leave = self.may_stop
+        if saved is not None and self.stop.asked:
+            self.stop_here()
+        if not self.evaluation_is_due() or any(result["step"] == self.step for result in self.evaluations):
+            return
+        # At the start, or after a resume of a run that was stopped while it evaluated.
+        before = "before RL" if self.config.method == "rl" else "before training"
+        self.console.stage("Held-out evaluation", f"after step {self.step}" if self.step else before)
+        await self.evaluate()
+        self.save()  # a run that has no space for one checkpoint does not go on
+
+    @abstractmethod
+    async def train(self) -> None:
+        """Make the steps that are left."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the model, the learner and what every run has."""
+
+    @abstractmethod
+    async def restore(self, saved: dict[str, Any]) -> None:
+        """Return to a checkpoint; the model has been loaded from it already."""
+
+    @abstractmethod
+    def details(self) -> dict[str, Any]:
+        """Return what the summary says about this kind of run alone."""
+
+    def evaluation_is_due(self) -> bool:
+        """Return whether held-out items are played after this step."""
+        every = self.config.eval.every
+        return self.step == 0 or bool(every and self.step % every == 0)
+
+    def may_stop(self) -> bool:
+        """Return whether the run can be interrupted now and saved as it stands."""
+        return True
+
+    async def evaluate(self) -> None:
+        """Play held-out items, the same ones every time, and keep the result."""
+        collect = self.backend.collector(f"eval{self.step}-", 1, self.config.eval.temperature)
+        result = await evaluate(self.context, collect, self.backend.max_context, self.step)
+        self.evaluations.append(result)
+        self.console.evaluation(self.step, result["success"], result["episodes"])
+
+    def save(self) -> None:
+        """Write a checkpoint of this step."""
+        state = self.state() | {"evaluations": self.evaluations, "seconds": self.context.seconds()}
+        self.backend.save(self.log.checkpoints_dir, self.step, state, self.config.checkpoint.keep)
+        self.saved_step = self.step
+
+    def stop_here(self) -> NoReturn:
+        """Write a checkpoint and end the run: after the last finished step, without episodes under way."""
+        self.stop.may_leave = lambda: False  # once is enough
+        stop_with_checkpoint(None if self.saved_step == self.step else self.save, self.step, self.context)
+
+    def warn(self, kind: str, message: str, **detail: Any) -> None:
+        """Record an event at this step and show it."""
+        self.context.warn(kind, message, step=self.step, **detail)
+
+    def summarise(self) -> dict[str, Any]:
+        """Write and show the summary and the learning curve."""
+        log, details = self.log, self.details()
+        before, after = self.evaluations[0], self.evaluations[-1]
+        summary: dict[str, Any] = {
+            "name": self.config.name,
+            "method": self.config.method,
+            "seed": self.config.seed,
+            "before": before,
+            "after": after,
+            "evaluations": self.evaluations,
+            "stages": [],
+            "steps": self.step,
+            "parameters": self.backend.num_parameters,
+            "seconds": round(self.context.seconds(), 1),
+        } | details
+        log.write_summary(summary)
+        with log.if_there_is_room(log.curve_path.name):
+            learning_curve(log.metrics(), self.evaluations, summary["stages"], log.curve_path, self.config.name)
+        self.console.table_before_after(before, after)
+        if summary["stages"]:
+            self.console.horizon_stages(summary["stages"])
+        self.console.files(self.files())
+        return summary
+
+    def files(self) -> dict[str, Path | str]:
+        """Return what to look at after the run, by name."""
+        return {
+            "learning curve": self.log.curve_path,
+            "summary": self.log.summary_path,
+            "trajectories": f"{self.log.trajectories_dir} (agentgym-rl show {self.log.root})",
+            "model": checkpoint_path(self.log.checkpoints_dir, self.step) / "model",
+        }

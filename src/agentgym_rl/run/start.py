@@ -1,0 +1,103 @@
+"""The model a run starts from: loaded or made from scratch, and warmed up by imitation if the recipe says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.config import ModelConfig
+from agentgym_rl.run.backend import Trainer
+from agentgym_rl.run.console import Console
+from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.demonstrations import play_demonstrations
+from agentgym_rl.run.model import choose_device, load_from
+from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.model import load_tokenizer
+from agentgym_rl.training.scratch import build_model, build_tokenizer
+from agentgym_rl.training.sft import SFT
+from agentgym_rl.types import Message, Sample
+
+
+@dataclass(slots=True)
+class Start:
+    """Tokenizer and warm-start data of a model that has learned nothing yet."""
+
+    tokenizer: Any
+    samples: list[Sample]
+    """Samples to imitate first; empty without a warm start."""
+
+
+async def starting_model(context: RunContext, conversations: Sequence[list[Message]] = ()) -> tuple[Any, Any]:
+    """Return the (model, tokenizer) that training starts from, in this process; arguments as for `prepare`."""
+    config, console = context.config, context.console
+    start = await prepare(context, conversations)
+    model = untrained(config.model, config.seed, start.tokenizer)
+    if config.model.scratch is not None:
+        console.note(describe_scratch(model.num_parameters(), start))
+    if config.warm_start is not None:
+        await imitate(SFT(model, start.samples, config.warm_start.sft, config.seed), console)
+    return model.eval(), start.tokenizer
+
+
+async def prepare(context: RunContext, conversations: Sequence[list[Message]] = ()) -> Start:
+    """Return the model's tokenizer, and the warm start's episodes as samples.
+
+    Without a warm start, a tokenizer from scratch takes its words from `conversations`.
+    """
+    config = context.config
+    tokenizer = None if config.model.path is None else load_tokenizer(config.model.path)
+    warm, played = config.warm_start, []
+    if warm is not None:
+        context.console.stage("Warm start", f"{warm.episodes} episodes of {warm.policy} play")
+        played = await play_demonstrations(
+            context,
+            "warmstart",
+            warm.policy,
+            episodes=warm.episodes,
+            max_turns=warm.max_turns,
+            mistakes=warm.mistakes,
+        )
+        conversations = [trajectory.messages for trajectory in played]
+    if tokenizer is None:
+        tokenizer = word_tokenizer(conversations)
+    renderer = Renderer(tokenizer, config.model.chat_template)
+    return Start(tokenizer, [renderer.demonstration(t.messages, t.imitated) for t in played if t.num_turns])
+
+
+async def imitate(trainer: Trainer, console: Console) -> None:
+    """Make all updates of the warm start, in this process or on a cluster's ranks."""
+    with console.progress("imitation", trainer.total) as advance:
+        while trainer.updates < trainer.total:
+            advance(1, f"loss {trainer.step()['loss']:.3f}")
+            await asyncio.sleep(0)  # a point at which the run can be stopped
+
+
+def untrained(settings: ModelConfig, seed: int, tokenizer: Any) -> Any:
+    """Return the model of the recipe, with adapters that change nothing yet, or random weights for `tokenizer`."""
+    if settings.path is not None:
+        model, _ = load_from(settings.path, settings)
+        if settings.lora is not None:
+            add_adapter(model, settings.lora, seed)
+        return model
+    assert settings.scratch is not None
+    device, dtype = choose_device(settings)
+    model = build_model(settings.scratch, tokenizer, seed).to(device)
+    # Only parameters: the rotary embedding's frequencies stay in float32, as in a model that is loaded.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def word_tokenizer(conversations: Sequence[list[Message]]) -> Any:
+    """Return a tokenizer whose vocabulary is the words of `conversations`."""
+    messages = [message for conversation in conversations for message in conversation]
+    replies = [m.content for m in messages if m.role == "assistant"]
+    return build_tokenizer([m.content for m in messages], replies)
+
+
+def describe_scratch(num_parameters: int, start: Start) -> str:
+    """Return a line about a model made from scratch."""
+    return f"a model of {num_parameters / 1e6:.2f}M parameters and {len(start.tokenizer)} words, from scratch"

@@ -1,0 +1,89 @@
+"""Causal attention over packed samples: a token sees only the earlier tokens of its own sample.
+
+Shapes: T tokens of a micro-batch, N query heads, K key/value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from agentgym_rl.training.microbatch import MicroBatch
+
+_CAUSAL = 1
+"""`custom_mask_type` of torch's memory-efficient kernel: causal from the top left of each sample."""
+
+
+def flash_supports(query: Tensor) -> bool:
+    """Return whether torch's variable-length flash kernel supports this type and width of queries."""
+    width = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def attend(query_TND: Tensor, key_TKD: Tensor, value_TKD: Tensor, micro: MicroBatch, scale: float) -> Tensor:
+    """Return the attention output, T(ND), differentiable.
+
+    On CUDA it uses the flash kernel for half precision and the memory-efficient one for float32. Elsewhere it makes one
+    exact call for every run of equally long samples, which is the fastest way on a CPU.
+    """
+    if flash_supports(query_TND):
+        mixed = flash_forward(query_TND, key_TKD, value_TKD, micro, scale)[0]
+    elif query_TND.is_cuda and query_TND.dtype is torch.float32 and query_TND.shape[-1] % 4 == 0:
+        mixed = _memory_efficient(query_TND, key_TKD, value_TKD, micro, scale)
+    else:
+        mixed = _by_runs(query_TND, key_TKD, value_TKD, micro, scale)
+    return mixed.reshape(len(query_TND), -1)
+
+
+def flash_forward(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> tuple[Any, ...]:
+    """Return (output TND, log of the softmax's sums, two tensors for the backward pass)."""
+    bounds, longest = micro.bounds_B1, micro.lengths[0]
+    out: tuple[Any, ...] = torch.ops.aten._flash_attention_forward(
+        query, key, value, bounds, bounds, longest, longest, 0.0, True, False, scale=scale
+    )
+    return out[:4]
+
+
+def flash_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    forward: tuple[Any, ...],
+    micro: MicroBatch,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value. `forward` is the result of flash_forward."""
+    bounds, longest = micro.bounds_B1, micro.lengths[0]
+    mixed, sums, seed, offset = forward
+    gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+        gradient, query, key, value, mixed, sums, bounds, bounds, longest, longest, 0.0, True, seed, offset, scale=scale
+    )
+    return gradients
+
+
+def _memory_efficient(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> Tensor:
+    bounds, longest = micro.bounds_B1, micro.lengths[0]
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
+    one_row = (x.unsqueeze(0) for x in (query, key, value))
+    out: tuple[Tensor, ...] = torch.ops.aten._efficient_attention_forward(
+        *one_row, None, bounds, bounds, longest, longest, 0.0, _CAUSAL, torch.is_grad_enabled(), scale=scale
+    )
+    return out[0]
+
+
+def _by_runs(query: Tensor, key: Tensor, value: Tensor, micro: MicroBatch, scale: float) -> Tensor:
+    runs = micro.runs()
+    sizes = [count * length for count, length in runs]
+    grouped = query.shape[1] != key.shape[1]
+    mixed = []
+    # The gradient of split is one concatenation; that of a slice would be as long as the whole row, for every run.
+    for (count, length), *parts in zip(runs, *(x.split(sizes) for x in (query, key, value)), strict=True):
+        q, k, v = (part.unflatten(0, (count, length)).transpose(1, 2) for part in parts)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        mixed.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(mixed)

@@ -1,0 +1,1 @@
+"""Moves weights from learners to engines."""
