@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
@@ -153,10 +154,44 @@ CATALOG: dict[str, Entry] = {
 }
 
 
+def _gymnasium(target: str, **kwargs: Any) -> type[TextEnv]:
+    from agentgym_rl.environment.bridges.gymnasium import gymnasium_class
+
+    return gymnasium_class(target, **kwargs)
+
+
+BRIDGES: dict[str, Entry] = {
+    "gymnasium": Entry(_gymnasium, "an environment of Gymnasium", "gymnasium", "gymnasium", "MIT (Gymnasium)"),
+}
+"""Entries of the bridges by the prefix of a name, such as gymnasium:FrozenLake-v1. Loaders take the rest of it."""
+BRIDGED = {
+    "gymnasium:FrozenLake-v1": "cross a frozen lake without falling into a hole",
+    "gymnasium:Taxi-v4": "fetch a passenger and bring him to his destination",
+    "gymnasium:Blackjack-v1": "get closer to 21 than the dealer",
+    "gymnasium:CliffWalking-v1": "walk to the goal along a cliff",
+}
+"""Environments of other packages that are listed by name."""
+
+
+_bridged: dict[tuple[str, str], type[TextEnv]] = {}
+"""Classes that bridges made: the same name and arguments give the same class."""
+
+
 def entries() -> dict[str, Entry]:
     """Return the catalog and the environments of installed packages. A name of the catalog keeps its meaning."""
     installed = {point.name: _entry_of(point) for point in entry_points(group=ENTRY_POINTS)}
-    return {**CATALOG, **{name: entry for name, entry in sorted(installed.items()) if name not in CATALOG}}
+    bridged = {name: replace(_bridge(name), summary=summary) for name, summary in BRIDGED.items()}
+    return {**CATALOG, **{name: entry for name, entry in sorted(installed.items()) if name not in CATALOG}, **bridged}
+
+
+def is_bridged(name: str) -> bool:
+    """Return whether a name has the prefix of a bridge, as in gymnasium:FrozenLake-v1."""
+    return name.partition(":")[0] in BRIDGES and ":" in name
+
+
+def _bridge(name: str) -> Entry:
+    prefix, _, target = name.partition(":")
+    return replace(BRIDGES[prefix], loader=partial(BRIDGES[prefix].loader, target), summary=name)
 
 
 def _entry_of(point: EntryPoint) -> Entry:
@@ -170,6 +205,8 @@ def find(name: str) -> Entry:
     """Return the entry of a name of the catalog, of an installed package, or of an import path `my_module:MyEnv`."""
     if name in CATALOG:
         return CATALOG[name]
+    if is_bridged(name):
+        return _bridge(name)
     if is_import_path(name):
         return Entry(partial(import_class, name), name, "agentgym_rl", "", "")
     known = entries()
@@ -189,6 +226,11 @@ def load(name: str, kwargs: Mapping[str, Any] | None = None) -> type[TextEnv]:
         raise ConfigError(
             f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
         )
+    if is_bridged(name):
+        key = name, json.dumps(kwargs, sort_keys=True, default=repr)
+        if key not in _bridged:
+            _bridged[key] = entry.loader(**kwargs)
+        return _bridged[key]
     if name not in CATALOG or (kwargs and not signature(entry.loader).parameters):
         return bind(entry.loader(), kwargs, name)
     try:
