@@ -160,8 +160,15 @@ def _gymnasium(target: str, **kwargs: Any) -> type[TextEnv]:
     return gymnasium_class(target, **kwargs)
 
 
+def _mcp(target: str, **kwargs: Any) -> type[TextEnv]:
+    from agentgym_rl.environment.bridges.mcp import mcp_class
+
+    return mcp_class(target, **kwargs)
+
+
 BRIDGES: dict[str, Entry] = {
     "gymnasium": Entry(_gymnasium, "an environment of Gymnasium", "gymnasium", "gymnasium", "MIT (Gymnasium)"),
+    "mcp": Entry(_mcp, "the tools of an MCP server", "mcp", "mcp", "licence of the server"),
 }
 """Entries of the bridges by the prefix of a name, such as gymnasium:FrozenLake-v1. Loaders take the rest of it."""
 BRIDGED = {
