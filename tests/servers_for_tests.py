@@ -27,10 +27,13 @@ class RunningServer:
 
 @contextlib.contextmanager
 def server_in_thread(
-    environments: Mapping[str, Callable[[], TextEnv]], port: int = 0, **options: Any
+    environments: Mapping[str, Callable[[], TextEnv]],
+    port: int = 0,
+    create: Callable[..., Any] = create_app,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     """Run the server on a free loopback port. Leaving the block shuts it down gracefully."""
-    app = create_app(environments, **options)
+    app = create(environments, **options)
     listener = bind("127.0.0.1", port)
     port = listener.getsockname()[1]
     server = uvicorn_server(app)

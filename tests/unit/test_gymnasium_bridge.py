@@ -145,7 +145,7 @@ def test_a_describer_and_names_may_be_given() -> None:
         ("gymnasium:no_such_module:X-v0", {}, "no_such_module"),
         ("gymnasium:FrozenLake-v1", {"wind": 3}, "wind"),
         ("gymnasium:FrozenLake-v1", {"action_names": ["a", "A", "b", "c"]}, "as many different names"),
-        ("gymnasium:FrozenLake-v1", {"describe": "nowhere:view"}, "describe must be the import path"),
+        ("gymnasium:FrozenLake-v1", {"describe": "nowhere:view"}, "describe must be an import path"),
         ("gymnasium:FrozenLake-v1", {"num_test": 0}, "at least 1"),
     ],
 )

@@ -166,8 +166,15 @@ def _mcp(target: str, **kwargs: Any) -> type[TextEnv]:
     return mcp_class(target, **kwargs)
 
 
+def _openenv(target: str, **kwargs: Any) -> type[TextEnv]:
+    from agentgym_rl.environment.bridges.openenv import openenv_class
+
+    return openenv_class(target, **kwargs)
+
+
 BRIDGES: dict[str, Entry] = {
     "gymnasium": Entry(_gymnasium, "an environment of Gymnasium", "gymnasium", "gymnasium", "MIT (Gymnasium)"),
+    "openenv": Entry(_openenv, "an environment of an OpenEnv server", "websockets", "openenv", "licence of the server"),
     "mcp": Entry(_mcp, "the tools of an MCP server", "mcp", "mcp", "licence of the server"),
 }
 """Entries of the bridges by the prefix of a name, such as gymnasium:FrozenLake-v1. Loaders take the rest of it."""

@@ -13,13 +13,13 @@ import re
 import string
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pkgutil import resolve_name
 from typing import Any, ClassVar
 
 import gymnasium
 import numpy
 
 from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.bridges.tasks import import_value
 from agentgym_rl.environment.bridges.toy_text import VIEWS
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
@@ -126,16 +126,20 @@ class GymnasiumEnv:
 
 
 class TabularEnv(GymnasiumEnv):
-    """A Gymnasium environment with a table of transitions (`P`). The table gives an oracle and a key of the state."""
+    """A Gymnasium environment with a table of transitions (`P`), whose observation is the number of the state."""
+
+    def state_key(self) -> str:
+        return str(int(self._observation))
+
+
+class DeterministicEnv(TabularEnv):
+    """A table without chance: value iteration gives an oracle. With chance, no policy wins every item."""
 
     def oracle(self) -> str:
         """Return an action of the best policy under the table of transitions."""
         if not self._playing:
             raise EnvError(f"{self.name} needs a running episode: call reset first")
         return self.action_names[best_actions(type(self))[int(self._observation)]]
-
-    def state_key(self) -> str:
-        return str(int(self._observation))
 
 
 def gymnasium_class(
@@ -167,10 +171,12 @@ def gymnasium_class(
         env = make()
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"environment gymnasium:{env_id}: {' '.join(str(error).split())}") from error
+    if isinstance(describe, str):
+        describe = import_value(describe, f"environment gymnasium:{env_id}", "describe")
     view = VIEWS.get(re.split(r"[/:]", env_id)[-1].partition("-v")[0])
     try:
         names = _action_names(env_id, env.action_space, action_names or (view.actions if view is not None else None))
-        has_table = isinstance(getattr(env.unwrapped, "P", None), dict)
+        table = getattr(env.unwrapped, "P", None)
     finally:
         env.close()
     rules = instruction or (view.rules if view is not None else f"You act in the environment {env_id}.")
@@ -183,12 +189,15 @@ def gymnasium_class(
         "splits": {"train": range(num_train), "test": range(num_train, num_train + num_test)},
         "cheap": view is not None if cheap is None else cheap,
         "make": staticmethod(make),
-        "describe": staticmethod(_describer(env_id, describe) or (view.describe if view is not None else describe_any)),
+        "describe": staticmethod(describe or (view.describe if view is not None else describe_any)),
         "action_names": names,
         "success_reward": view.success_reward if success_reward is None and view is not None else success_reward,
     }
-    tabular = has_table and bool(names)
-    return type("GymnasiumEnv", (TabularEnv if tabular else GymnasiumEnv,), members)
+    base = GymnasiumEnv
+    if isinstance(table, dict) and names:
+        certain = all(len(outcomes) == 1 for actions in table.values() for outcomes in actions.values())
+        base = DeterministicEnv if certain else TabularEnv
+    return type("GymnasiumEnv", (base,), members)
 
 
 def _action_names(env_id: str, space: Any, names: Sequence[str] | None) -> tuple[str, ...]:
@@ -207,19 +216,6 @@ def _action_names(env_id: str, space: Any, names: Sequence[str] | None) -> tuple
             f"got {', '.join(names)}"
         )
     return tuple(names)
-
-
-def _describer(env_id: str, describe: str | Describe | None) -> Describe | None:
-    if not isinstance(describe, str):
-        return describe
-    try:
-        function = resolve_name(describe)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"environment gymnasium:{env_id}: describe must be the import path of a function, such as "
-            f"my_module:describe, got {describe!r} ({error})"
-        ) from error
-    return function
 
 
 def describe_any(observation: Any, env: Any) -> str:

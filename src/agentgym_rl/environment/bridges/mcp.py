@@ -7,6 +7,7 @@ that resets the server, connections are kept for later episodes. All clients sha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,12 +16,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, ClassVar
 
+import httpx2
 from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
 from mcp.types import INVALID_PARAMS
 
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.bridges.calls import BadCall, explain_tools, function_schema, read_call, shorten
-from agentgym_rl.environment.bridges.tasks import Tasks, import_value, load_tasks
+from agentgym_rl.environment.bridges.tasks import Tasks, import_value, load_tasks, read_headers
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
 from agentgym_rl.types import Step
 
@@ -66,7 +69,7 @@ Reward = Callable[[Episode], float]
 
 @lru_cache(maxsize=1)
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Return the event loop of all clients. Its thread is a daemon, so that a forgotten session ends with the process."""
+    """Return the event loop of all clients. Its thread is a daemon: a forgotten session ends with the process."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="mcp-clients", daemon=True).start()
     return loop
@@ -75,16 +78,28 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 class Connection:
     """A client of one MCP server, usable from any thread. One task opens it, runs its calls and closes it."""
 
-    def __init__(self, server: StdioServerParameters | str, timeout_s: float) -> None:
+    def __init__(self, server: StdioServerParameters | str, headers: Mapping[str, str], timeout_s: float) -> None:
         self._jobs: asyncio.Queue[_Job | None] = asyncio.Queue()
         self._failed = False
         opened: Future[None] = Future()
-        self._task = asyncio.run_coroutine_threadsafe(self._run(server, timeout_s, opened), _event_loop())
+        work = self._run(server, headers, timeout_s, opened)
+        self._task = asyncio.run_coroutine_threadsafe(work, _event_loop())
         opened.result()
 
-    async def _run(self, server: StdioServerParameters | str, timeout_s: float, opened: Future[None]) -> None:
+    async def _run(
+        self,
+        server: StdioServerParameters | str,
+        headers: Mapping[str, str],
+        timeout_s: float,
+        opened: Future[None],
+    ) -> None:
         try:
-            async with Client(server, read_timeout_seconds=timeout_s) as client:
+            async with contextlib.AsyncExitStack() as stack:
+                target: Any = server
+                if isinstance(server, str) and headers:
+                    http = await stack.enter_async_context(httpx2.AsyncClient(headers=headers, timeout=timeout_s))
+                    target = streamable_http_client(server, http_client=http)
+                client = await stack.enter_async_context(Client(target, read_timeout_seconds=timeout_s))
                 opened.set_result(None)
                 while (job := await self._jobs.get()) is not None:
                     request, answer = job
@@ -226,6 +241,21 @@ class McpEnv:
                 connection.close()
 
 
+class SolvedMcpEnv(McpEnv):
+    """Tasks that come with a `solution`, the calls that solve them."""
+
+    oracle_recovers: ClassVar[bool] = False
+
+    def oracle(self) -> str:
+        """Return the next call of the solution, then `finish` with the task's answer."""
+        if self._connection is None:
+            raise EnvError(f"{self.name} needs a running episode: call reset first")
+        solution = self._task["solution"]
+        answer = self._task.get("answer")
+        finish = {"name": FINISH, "arguments": {} if answer is None else {"answer": answer}}
+        return json.dumps(solution[len(self._calls)] if len(self._calls) < len(solution) else finish)
+
+
 def mcp_class(
     name: str,
     *,
@@ -235,17 +265,20 @@ def mcp_class(
     url: str | None = None,
     env: Mapping[str, str] | None = None,
     cwd: str | None = None,
+    token_variable: str | None = None,
     instruction: str = "Do the task with the tools that you have, then call finish.",
     reset_tool: str | None = None,
     call_timeout_s: float = 30.0,
 ) -> type[TextEnv]:
     """Return an environment whose tools are those of an MCP server.
 
-    The server is a `command` that is started for each episode (with the variables `env` in the folder `cwd`) or the
-    `url` of a streamable HTTP endpoint. `tasks` are dicts with a `prompt` and anything that `reward` needs, a .jsonl
-    file or an import path. `setup` of a task lists calls that are made before it starts. `reward(episode)` returns
-    the reward of a finished episode; 1 and above is a success. In a recipe it is an import path. `reset_tool` names a
-    tool without arguments that restores the server's first state. The agent does not see it.
+    The server is a `command` that is started for each episode (with the variables `env` in the folder `cwd`), or the
+    `url` of a streamable HTTP endpoint, with the token in the environment variable `token_variable`. `tasks` are dicts
+    with a `prompt` and anything that `reward` needs, a .jsonl file or an import path. `setup` of a task lists calls
+    that are made before it starts. `reward(episode)` returns the reward of a finished episode; 1 and above is a
+    success. In a recipe it is an import path. `reset_tool` names a tool without arguments that restores the server's
+    first state. The agent does not see it. If every task has a `solution`, a list of calls, the environment has an
+    oracle.
     """
     where = f"environment mcp:{name}"
     if (command is None) == (url is None):
@@ -255,11 +288,12 @@ def mcp_class(
         server = StdioServerParameters(command=command[0], args=list(command[1:]), env=dict(env or {}), cwd=cwd)
     else:
         server = str(url)
+    headers = read_headers(token_variable, where)
     rows, splits = load_tasks(tasks, where)
     score = import_value(reward, where, "reward") if isinstance(reward, str) else reward
 
     def connect() -> Connection:
-        return Connection(server, call_timeout_s)
+        return Connection(server, headers, call_timeout_s)
 
     try:
         connection = connect()
@@ -287,7 +321,8 @@ def mcp_class(
         "reset_tool": reset_tool,
         "idle": [],
     }
-    return type("McpEnv", (McpEnv,), members)
+    base = SolvedMcpEnv if all("solution" in row for row in rows) else McpEnv
+    return type("McpEnv", (base,), members)
 
 
 def _reason(error: BaseException) -> str:

@@ -65,7 +65,7 @@ def mcp_server(sessions: Sessions) -> MCPServer:
     async def act(episode: int, action: str) -> dict[str, Any]:
         """Play one action. Returns the observation, the reward and whether the episode is over."""
         with _answered():
-            session = sessions.get(sessions.env_of(episode), episode)
+            session = sessions.get(sessions.env_of(episode) or "open", episode)
             try:
                 step: Step = await session.step(action)
             except EnvError as error:
@@ -85,7 +85,7 @@ def mcp_server(sessions: Sessions) -> MCPServer:
     async def stop(episode: int) -> str:
         """Close an episode."""
         with _answered():
-            await sessions.close(sessions.env_of(episode), episode)
+            await sessions.close(sessions.env_of(episode) or "open", episode)
         return "closed"
 
     return server

@@ -1,8 +1,10 @@
-"""Task lists of the bridges: which tasks there are, in which split, under which item."""
+"""Settings that the bridges share: task lists, import paths, tokens."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
@@ -50,10 +52,21 @@ def _read(source: str, where: str) -> Tasks:
 
 
 def import_value(path: str, where: str, option: str) -> Any:
-    """Return the value that an import path `my_module:name` in a recipe names."""
+    """Return the value that an import path `my_module:name` in a recipe names, installed or in the current folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     try:
         return resolve_name(path)
     except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
             f"{where}: {option} must be an import path, such as my_module:name, got {path!r} ({error})"
         ) from error
+
+
+def read_headers(token_variable: str | None, where: str) -> dict[str, str]:
+    """Return the headers that carry the token in an environment variable; none without one."""
+    if token_variable is None:
+        return {}
+    if not os.environ.get(token_variable):
+        raise ConfigError(f"{where}: token_variable names {token_variable}, which should hold a token, it is not set")
+    return {"Authorization": f"Bearer {os.environ[token_variable]}"}
