@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -18,16 +16,14 @@ import pytest
 
 pytest.importorskip("mcp")
 
-import uvicorn
 from mcp import Client, StdioServerParameters
-from servers_for_tests import server_in_thread, wait_until
+from servers_for_tests import asgi_in_thread, server_in_thread
 
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.bridges.mcp import Episode, mcp_class
 from agentgym_rl.environment.bridges.mcp_server import MCP_PATH, mcp_app
 from agentgym_rl.environment.conformance import check
 from agentgym_rl.environment.envs.maze import Maze
-from agentgym_rl.environment.server import bind
 from agentgym_rl.errors import ConfigError, EnvUnavailable
 
 ROOT = Path(__file__).parents[2]
@@ -48,22 +44,8 @@ def example() -> ModuleType:
 @pytest.fixture(scope="module")
 def notes_url(example: ModuleType) -> Iterator[str]:
     """The notes server over HTTP, in a thread. Its notes are shared by all connections."""
-    with running(example.server.streamable_http_app()) as base:
+    with asgi_in_thread(example.server.streamable_http_app()) as base:
         yield f"{base}/mcp"
-
-
-@contextlib.contextmanager
-def running(app: Any) -> Iterator[str]:
-    listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none"))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(60)
 
 
 def settings(url: str) -> dict[str, Any]:
@@ -186,7 +168,7 @@ def test_tasks_are_read_from_a_file(notes_url: str, tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_gone_is_an_error_of_the_episode(example: ModuleType) -> None:
-    with running(example.server.streamable_http_app()) as base:
+    with asgi_in_thread(example.server.streamable_http_app()) as base:
         env = mcp_class("notes", url=f"{base}/mcp", tasks=TASKS, reward=len, call_timeout_s=5)()
     with pytest.raises(EnvUnavailable, match="cannot be reached"):
         env.reset(0)

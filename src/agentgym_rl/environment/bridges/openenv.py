@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any, ClassVar
 
 import httpx
-from websockets.exceptions import WebSocketException
+from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from agentgym_rl.environment.base import TextEnv
@@ -52,28 +53,32 @@ class Connection:
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
         self._timeout_s = timeout_s
         address = re.sub(r"^http", "ws", url) + "/ws"
+        self._stack = ExitStack()
         try:
-            self._socket: ClientConnection = connect(
-                address, additional_headers=headers, open_timeout=timeout_s, max_size=MAX_MESSAGE_BYTES
-            )
+            opened = connect(address, additional_headers=headers, open_timeout=timeout_s, max_size=MAX_MESSAGE_BYTES)
+            self._socket: ClientConnection = self._stack.enter_context(opened)
         except (OSError, WebSocketException) as error:
             raise EnvUnavailable(f"no OpenEnv server answers at {address}: {error}") from error
 
     def ask(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         """Send a message and return the data of the answer."""
         try:
-            self._socket.send(json.dumps({"type": kind, "data": data}))
+            with suppress(ConnectionClosed):  # a server that refuses a session says why, then closes
+                self._socket.send(json.dumps({"type": kind, "data": data}))
             answer = json.loads(self._socket.recv(timeout=self._timeout_s))
         except TimeoutError:
             raise EnvTimeout(f"the OpenEnv server did not answer a {kind} within {self._timeout_s:g} s") from None
         except (OSError, WebSocketException, ValueError) as error:
             raise EnvUnavailable(f"the connection to the OpenEnv server failed: {error}") from error
         if answer.get("type") == "error":
-            raise ServerError(answer.get("data") or {})
+            data = answer.get("data") or {}
+            if data.get("code") == "CAPACITY_REACHED":
+                raise EnvUnavailable(f"the OpenEnv server is full: {data.get('message')}")
+            raise ServerError(data)
         return answer.get("data") or {}
 
     def close(self) -> None:
-        self._socket.close()
+        self._stack.close()
 
 
 class OpenEnvEnv:
@@ -227,13 +232,14 @@ def _actions(
     if fields.keys() >= TOOL_FIELDS or not fields:
         connection = open_connection()
         try:
-            connection.ask("reset", {})
-            observation = connection.ask("step", {"type": "list_tools"}).get("observation") or {}
+            answer = connection.ask("mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
         except EnvError as error:
-            raise ConfigError(f"{where}: the server's schema has no fields and it lists no tools: {error}") from error
+            raise ConfigError(f"{where}: its actions are calls of tools, but it lists none: {error}") from error
         finally:
             connection.close()
-        tools = observation.get("tools") or []
+        tools = (answer.get("result") or {}).get("tools") or []
+        if not tools:
+            raise ConfigError(f"{where}: its actions are calls of tools, but it lists none: {answer.get('error')}")
         return None, [_tool(tool) for tool in tools], True
     if len(fields) == 1:
         (field, about), *_ = fields.items()
@@ -249,9 +255,28 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_any(observation: dict[str, Any]) -> str:
-    """Return an observation in words: its only text, or a line for each field that holds something."""
+    """Return an observation in words: a tool's result, its only text, or a line for each field that holds something.
+
+    Metadata is left out, unless there is nothing else.
+    """
+    if "tool_name" in observation:
+        return _describe_result(observation.get("error") or observation.get("result"))
     fields = {name: value for name, value in observation.items() if name != "metadata" and value not in (None, [], {})}
+    fields = fields or dict(observation.get("metadata") or {})
     if len(fields) == 1 and isinstance(value := next(iter(fields.values())), str):
         return value or "(nothing)"
-    lines = [f"{name}: {v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}" for name, v in fields.items()]
-    return "\n".join(lines) or "(nothing)"
+    return "\n".join(f"{name}: {_plain(value)}" for name, value in fields.items()) or "(nothing)"
+
+
+def _describe_result(result: Any) -> str:
+    if isinstance(result, dict):
+        if isinstance(result.get("message"), str):
+            return result["message"]
+        texts = [part.get("text") for part in result.get("content") or [] if isinstance(part, dict)]
+        if texts and all(isinstance(text, str) for text in texts):
+            return "\n".join(texts) or "(nothing)"
+    return _plain(result) or "(nothing)"
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
