@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import tomllib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -10,12 +15,16 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 from servers_for_tests import server_in_thread
 
+from agentgym_rl.commands.train import train
+from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.base import HasOracle, HasStateKey
 from agentgym_rl.environment.bridges.gymnasium import as_gymnasium, gymnasium_class
+from agentgym_rl.environment.conformance import check
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 NAMES = sorted(name for name in catalog.BRIDGED if name.startswith("gymnasium:"))
 SOLVED = {"gymnasium:FrozenLake-v1": {"is_slippery": False}, "gymnasium:Taxi-v4": {}, "gymnasium:CliffWalking-v1": {}}
 
@@ -48,6 +57,39 @@ gymnasium.register("test/Continuous-v0", Continuous)
 
 def describe_level(observation: Any, env: Any) -> str:
     return f"{env.left} steps are left"
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_listed_environment_passes_the_conformance_suite(name: str) -> None:
+    assert name in catalog.entries()
+    findings = await check(name, {})
+    assert {finding.check for finding in findings} >= {"random play", "determinism", "hostile actions", "concurrency"}
+    assert [finding for finding in findings if finding.level == "error"] == []
+
+
+async def test_the_example_recipe_trains_on_frozen_lake(tmp_path: Path) -> None:
+    small = ["rl.steps=1", "rl.groups_per_step=2", "rl.group_size=2", "warm_start.episodes=10", "eval.episodes=2"]
+    config = load_config(ROOT / "examples" / "gymnasium_lake.toml", [*small, "warm_start.sft.epochs=1"])
+    summary = await train(config, tmp_path / "run")
+    assert summary["steps"] == 1
+
+
+def test_the_recipes_of_the_guide_are_valid() -> None:
+    page = (ROOT / "docs" / "guides" / "bridges.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    names = []
+    for block in blocks:
+        (environment,) = tomllib.loads(block)["environments"]
+        names.append(environment.get("source", environment["name"]))
+        assert catalog.is_bridged(names[-1])
+        assert environment["kwargs"]
+    assert [name.partition(":")[0] for name in names] == ["gymnasium", "mcp", "openenv"]
+
+
+def test_importing_the_catalog_imports_no_package_of_a_bridge() -> None:
+    program = "import sys, agentgym_rl.environment.catalog as c; c.entries(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert not {"gymnasium", "mcp", "websockets", "openenv"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", SOLVED)

@@ -139,7 +139,7 @@ class DeterministicEnv(TabularEnv):
         """Return an action of the best policy under the table of transitions."""
         if not self._playing:
             raise EnvError(f"{self.name} needs a running episode: call reset first")
-        return self.action_names[best_actions(type(self))[int(self._observation)]]
+        return self.action_names[best_actions(type(self))[int(self._observation)]]  # type: ignore[arg-type]
 
 
 def gymnasium_class(
@@ -171,8 +171,8 @@ def gymnasium_class(
         env = make()
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"environment gymnasium:{env_id}: {' '.join(str(error).split())}") from error
-    if isinstance(describe, str):
-        describe = import_value(describe, f"environment gymnasium:{env_id}", "describe")
+    where = f"environment gymnasium:{env_id}"
+    given: Describe | None = import_value(describe, where, "describe") if isinstance(describe, str) else describe
     view = VIEWS.get(re.split(r"[/:]", env_id)[-1].partition("-v")[0])
     try:
         names = _action_names(env_id, env.action_space, action_names or (view.actions if view is not None else None))
@@ -189,7 +189,7 @@ def gymnasium_class(
         "splits": {"train": range(num_train), "test": range(num_train, num_train + num_test)},
         "cheap": view is not None if cheap is None else cheap,
         "make": staticmethod(make),
-        "describe": staticmethod(describe or (view.describe if view is not None else describe_any)),
+        "describe": staticmethod(given or (view.describe if view is not None else describe_any)),
         "action_names": names,
         "success_reward": view.success_reward if success_reward is None and view is not None else success_reward,
     }
@@ -242,7 +242,7 @@ def _describe_value(value: Any) -> str:
 def best_actions(env_class: type[GymnasiumEnv]) -> list[int]:
     """Return the best action of each state under the table of transitions, by value iteration."""
     env = env_class.make()
-    table = env.unwrapped.P  # type: ignore[attr-defined]
+    table = env.unwrapped.P
     env.close()
     states = sorted(table)
     values = dict.fromkeys(states, 0.0)
@@ -310,7 +310,7 @@ class AsGymnasium(gymnasium.Env[str, str]):
         self._text = step.observation
         return self._text, float(step.reward), step.done, False, dict(step.info)
 
-    def render(self) -> str | None:  # type: ignore[override]
+    def render(self) -> str | None:
         return self._text if self.render_mode == "ansi" else None
 
     def close(self) -> None:

@@ -189,8 +189,7 @@ def openenv_class(
     where, url = f"environment openenv:{url}", url.rstrip("/")
     if num_train < 1 or num_test < 1:
         raise ConfigError(f"{where}: num_train and num_test must be at least 1")
-    if isinstance(describe, str):
-        describe = import_value(describe, where, "describe")
+    view: Describe | None = import_value(describe, where, "describe") if isinstance(describe, str) else describe
     headers = read_headers(token_variable, where)
     schema, about = (_get(url + path, headers, where, timeout_s) for path in ("/schema", "/metadata"))
 
@@ -205,7 +204,7 @@ def openenv_class(
         "instruction": f"{rules}\n\n{replies}",
         "splits": {"train": range(num_train), "test": range(num_train, num_train + num_test)},
         "connect": staticmethod(open_connection),
-        "describe": staticmethod(describe or describe_any),
+        "describe": staticmethod(view or describe_any),
         "text_field": text_field,
         "schemas": schemas,
         "calls_tools": calls_tools,
@@ -272,9 +271,9 @@ def _describe_result(result: Any) -> str:
     if isinstance(result, dict):
         if isinstance(result.get("message"), str):
             return result["message"]
-        texts = [part.get("text") for part in result.get("content") or [] if isinstance(part, dict)]
-        if texts and all(isinstance(text, str) for text in texts):
-            return "\n".join(texts) or "(nothing)"
+        parts = [part for part in result.get("content") or [] if isinstance(part, dict)]
+        if parts and all(isinstance(part.get("text"), str) for part in parts):
+            return "\n".join(part["text"] for part in parts) or "(nothing)"
     return _plain(result) or "(nothing)"
 
 
