@@ -16,6 +16,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
     AgentEvolSettings,
+    DaggerSettings,
     DataSettings,
     DPOSettings,
     HorizonSettings,
@@ -25,13 +26,14 @@ from agentgym_rl.training.settings import (
     SFTSettings,
 )
 
-Method = Literal["rl", "sft", "dpo", "agentevol"]
+Method = Literal["rl", "sft", "dpo", "agentevol", "dagger"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
     "rl": ("rl", "horizon"),
     "sft": ("sft", "data"),
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
+    "dagger": ("dagger", "sft", "data"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
@@ -269,7 +271,7 @@ class Config(_Section):
     seed: int = 0
     method: Method = "rl"
     """How the agent learns: rl from its own episodes, sft by imitation, dpo from pairs, agentevol by exploring and
-    imitating in turn."""
+    imitating in turn, dagger by imitating the oracle in the agent's own states."""
     threads: int = Field(0, ge=0, le=1024)
     """Torch threads of each process. 0 is torch's own choice, or with [scale] the cores of a learner or an engine."""
     model: ModelConfig
@@ -280,11 +282,12 @@ class Config(_Section):
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
     data: DataSettings | None = None
-    """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol)."""
+    """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol, dagger)."""
     sft: SFTSettings | None = None
-    """Settings of sft, and of each retraining of agentevol."""
+    """Settings of sft, and of each retraining of agentevol and dagger."""
     dpo: DPOSettings | None = None
     agentevol: AgentEvolSettings | None = None
+    dagger: DaggerSettings | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()

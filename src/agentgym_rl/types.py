@@ -96,6 +96,8 @@ class Message:
     """Version of the weights that sampled it."""
     cut_chars: int = 0
     """Characters cut from the end of an observation that was too long; `content` ends with a line that says so."""
+    advice: str = ""
+    """The oracle's reply in the same state, if it was asked."""
 
 
 @dataclass(slots=True)
@@ -190,6 +192,7 @@ class Trajectory:
                         "logprobs": m.logprobs,
                         "version": m.version,
                         **({"cut_chars": m.cut_chars} if m.cut_chars else {}),
+                        **({"advice": m.advice} if m.advice else {}),
                     }
                     for m in self.messages
                 ],

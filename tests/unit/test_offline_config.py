@@ -60,8 +60,12 @@ def _without_none(value: object) -> object:
 @pytest.mark.parametrize(
     ("method", "override", "reason"),
     [
-        ("rl", "data.play=oracle", r"\[data\] is read by method = 'sft' or 'dpo' or 'agentevol', this is 'rl'"),
-        ("rl", "sft.epochs=2", r"\[sft\] is read by method = 'sft' or 'agentevol', this is 'rl'"),
+        (
+            "rl",
+            "data.play=oracle",
+            r"\[data\] is read by method = 'sft' or 'dpo' or 'agentevol' or 'dagger', this is 'rl'",
+        ),
+        ("rl", "sft.epochs=2", r"\[sft\] is read by method = 'sft' or 'agentevol' or 'dagger', this is 'rl'"),
         ("sft", "rl.steps=3", r"\[rl\] is read by method = 'rl', this is 'sft'"),
         ("sft", "horizon.turns=[3]", r"\[horizon\] is read by method = 'rl'"),
         ("sft", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo'"),

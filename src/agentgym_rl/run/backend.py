@@ -70,9 +70,17 @@ class Backend(Protocol):
         ...
 
     def collector(
-        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+        self,
+        prefix: str,
+        group_size: int | None,
+        temperature: float,
+        on_trajectory: OnTrajectory | None = None,
+        oracle_share: float | None = None,
     ) -> Collect:
-        """Return a function that plays groups of `group_size`, or of each environment's own size."""
+        """Return a function that plays groups of `group_size`, or of each environment's own size.
+
+        With `oracle_share` the oracle advises every turn and plays that share of them.
+        """
         ...
 
     def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
@@ -158,10 +166,22 @@ class LocalBackend:
         return self._engine.version
 
     def collector(
-        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+        self,
+        prefix: str,
+        group_size: int | None,
+        temperature: float,
+        on_trajectory: OnTrajectory | None = None,
+        oracle_share: float | None = None,
     ) -> Collect:
         config = self._config
-        policies = engine_policies(self._engine, self.renderer, config.agent, temperature, seeded=config.engine.seeded)
+        policies = engine_policies(
+            self._engine,
+            self.renderer,
+            config.agent,
+            temperature,
+            seeded=config.engine.seeded,
+            oracle_share=oracle_share,
+        )
         sizes = config.group_sizes(group_size)
         return collect_each(
             config.agent, config.environments, self._pool, policies, sizes, prefix, on_trajectory=on_trajectory

@@ -64,6 +64,7 @@ class Job:
     temperature: float
     version: int
     """Version of the weights that it is played with."""
+    oracle_share: float | None = None
 
 
 class Rank:
@@ -249,7 +250,14 @@ class Player:
 
     async def play(self, job: Job) -> Group:
         engine = self._engine.at_least(job.version)
-        policies = engine_policies(engine, self._renderer, self._agent, job.temperature, seeded=self._seeded)
+        policies = engine_policies(
+            engine,
+            self._renderer,
+            self._agent,
+            job.temperature,
+            seeded=self._seeded,
+            oracle_share=job.oracle_share,
+        )
         collect = make_collector(self._agent, self._pool, policies, job.group_size, job.prefix, self._slots)
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
@@ -417,12 +425,17 @@ class RayBackend:
         return self._app.weights.version
 
     def collector(
-        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+        self,
+        prefix: str,
+        group_size: int | None,
+        temperature: float,
+        on_trajectory: OnTrajectory | None = None,
+        oracle_share: float | None = None,
     ) -> Collect:
         sizes = self._config.group_sizes(group_size)
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            more = (temperature, self.version)
+            more = (temperature, self.version, oracle_share)
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 

@@ -418,6 +418,7 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "rl": _EPISODES,
     "sft": (*_LEARNING, *_TRAINED),
     "agentevol": (*_LEARNING, *_TRAINED),
+    "dagger": (*_LEARNING, *_TRAINED),
     "dpo": (*_LEARNING, *_PREFERENCES),
 }
 """Columns of a step's line beside its number, by training method."""

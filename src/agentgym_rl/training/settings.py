@@ -436,3 +436,33 @@ class AgentEvolSettings:
 
     def __post_init__(self) -> None:
         _require(self, rounds=1, tasks=1, group_size=1, max_turns=1, keep_per_item=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaggerSettings:
+    """DAgger: the agent plays, the oracle says what it should have done, and the base model imitates all of it."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    rounds: int = 3
+    """Rounds of playing, asking the oracle and training."""
+    tasks: int = 256
+    """Items played in each round."""
+    group_size: int = 1
+    """Episodes per item."""
+    max_turns: int = 10
+    """Turns per episode."""
+    oracle_share: float = 0.5
+    """Share of turns that the oracle plays in the first round, so that a weak agent reaches later states."""
+    oracle_decay: float = 0.5
+    """Factor of that share from one round to the next, in [0, 1]. 0: the oracle plays in the first round only."""
+
+    def __post_init__(self) -> None:
+        _require(self, rounds=1, tasks=1, group_size=1, max_turns=1)
+        for name in ("oracle_share", "oracle_decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+
+    def share(self, number: int) -> float:
+        """Return the share of the oracle's turns in round `number` of play, from 1."""
+        return float(self.oracle_share * self.oracle_decay ** (number - 1))
