@@ -26,7 +26,7 @@ from agentgym_rl.training.settings import (
     SFTSettings,
 )
 
-Method = Literal["rl", "sft", "dpo", "agentevol", "dagger"]
+Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
     "rl": ("rl", "horizon"),
@@ -34,6 +34,7 @@ SECTIONS: dict[Method, tuple[str, ...]] = {
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
     "dagger": ("dagger", "sft", "data"),
+    "distill": ("rl", "horizon"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
@@ -271,7 +272,8 @@ class Config(_Section):
     seed: int = 0
     method: Method = "rl"
     """How the agent learns: rl from its own episodes, sft by imitation, dpo from pairs, agentevol by exploring and
-    imitating in turn, dagger by imitating the oracle in the agent's own states."""
+    imitating in turn, dagger by imitating the oracle in the agent's own states, distill from a teacher's
+    probabilities of what the agent sampled."""
     threads: int = Field(0, ge=0, le=1024)
     """Torch threads of each process. 0 is torch's own choice, or with [scale] the cores of a learner or an engine."""
     model: ModelConfig
@@ -326,8 +328,16 @@ class Config(_Section):
             raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
         if self.dpo is not None and data is None and not self.dpo.sample_groups:
             raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, got neither")
+        if method == "distill" and self.rl.distill is None:
+            raise ValueError(
+                "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"
+            )
+        if method == "rl" and self.rl.distill is not None and not self.rl.distill.reward_weight:
+            raise ValueError(
+                "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
+            )
         horizons = [env.name for env in self.environments if env.horizon is not None]
-        if method != "rl" and horizons:
+        if not self.online and horizons:
             raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
         return self
 
@@ -341,7 +351,7 @@ class Config(_Section):
         if self.scale is not None and not self.checkpoint.optimizer:
             raise ValueError("checkpoint.optimizer = false is for runs in one process: remove it or [scale]")
         for env in self.environments:
-            compared = self.method == "rl" and self.rl.algorithm in GROUP_ALGORITHMS
+            compared = self.online and self.rl.algorithm in GROUP_ALGORITHMS
             if compared and env.group_size is not None and env.group_size < 2:
                 raise ValueError(
                     f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
@@ -352,7 +362,7 @@ class Config(_Section):
                 "scale.layout = 'colocated' takes turns on a device, rl.overlap plays while the learner works: "
                 "use layout = 'disaggregated', or overlap = 0"
             )
-        if self.engine.kind == "vllm" and self.method != "rl":
+        if self.engine.kind == "vllm" and not self.online:
             raise ValueError(f"engine.kind = 'vllm' plays for method = 'rl', this is {self.method!r}: use 'native'")
         if self.scale is not None and self.model.device.startswith("cuda:"):
             raise ValueError(
@@ -382,6 +392,11 @@ class Config(_Section):
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self
+
+    @property
+    def online(self) -> bool:
+        """Whether the run plays and learns step by step: RL, or distillation."""
+        return self.method in ("rl", "distill")
 
     def longest_context(self) -> int:
         """Return the tokens of the longest episode that any of the environments allows."""

@@ -260,6 +260,8 @@ class Sample:
     """A: log-probabilities under the learner, before the step's updates."""
     reference_logprobs: list[float] = field(default_factory=list)
     """A: log-probabilities under the reference model."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """A: log-probabilities under the teacher of distillation."""
     entropies: list[float] = field(default_factory=list)
     """A: entropy of the learner's distribution at each token, before the step's updates."""
     values: list[float] = field(default_factory=list)

@@ -79,7 +79,7 @@ def _without_none(value: object) -> object:
         ("dpo", "dpo.label_smoothing=0.5", "label_smoothing"),
         ("dpo", "dpo={rounds=2}", "needs new episodes in every round"),
         ("sft", "data={}", "needs files, or play"),
-        ("sft", "method=grpo", "method: must be 'rl', 'sft', 'dpo' or 'agentevol'"),
+        ("sft", "method=grpo", "method: must be 'rl', 'sft', 'dpo', 'agentevol' or 'dagger'"),
         ("agentevol", "agentevol.rounds=0", "rounds must be at least 1"),
         ("agentevol", "agentevol.tries=4", "unknown key"),
     ],

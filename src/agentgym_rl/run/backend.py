@@ -19,13 +19,13 @@ from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.collectors import collect_each, engine_policies
-from agentgym_rl.run.model import load_from
+from agentgym_rl.run.model import load_from, load_teacher
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, Preference, prefer
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.model import Lent
+from agentgym_rl.training.model import ModelContext
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
@@ -142,6 +142,7 @@ class LocalBackend:
         if reference_dir is not None:
             self.learner = make_learner(
                 model,
+                tokenizer,
                 config.rl,
                 config.model,
                 config.agent.temperature,
@@ -249,6 +250,7 @@ def make_engine(model: Any, renderer: Renderer, max_sessions: int, max_context: 
 
 def make_learner(
     model: Any,
+    tokenizer: Any,
     rl: RLSettings,
     settings: ModelConfig,
     temperature: float,
@@ -259,7 +261,17 @@ def make_learner(
 ) -> RLLearner:
     """Return the RL learner of one process, or of one rank of several. `warm`: a warm start changed the reference."""
     reference = _reference(model, reference_dir, settings, ranks, warm=warm) if rl.kl_coef else None
-    return RLLearner(model, rl, temperature, reference, _critic(model, rl, settings), ranks)
+    teacher = _teacher(tokenizer, rl, settings, ranks)
+    return RLLearner(model, rl, temperature, reference, _critic(model, rl, settings), ranks, teacher)
+
+
+def _teacher(tokenizer: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks) -> ModelContext | None:
+    """Return the frozen teacher of distillation."""
+    if rl.distill is None:
+        return None
+    teacher = freeze(load_teacher(rl.distill.teacher, tokenizer, settings))
+    ranks.place(teacher)
+    return lambda: nullcontext(teacher)
 
 
 def make_trainer(
@@ -271,7 +283,7 @@ def make_trainer(
     return DPO(model, data, settings, seed, ranks)
 
 
-def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> Lent:
+def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> ModelContext:
     """Return the frozen model that RL started from. With LoRA it needs no second copy."""
     if settings.lora is None:
         frozen = freeze(load_from(folder, settings)[0])

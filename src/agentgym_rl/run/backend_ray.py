@@ -45,7 +45,7 @@ from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
-FOUND = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
+FOUND = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
 """Fields of a sample that a learner fills in."""
 Found = list[tuple[Any, ...]]
 
@@ -109,6 +109,7 @@ class Rank:
             config, folder_of_reference = self._config, Path(reference_dir)
             self._learner = make_learner(
                 self._model,
+                self._tokenizer,
                 config.rl,
                 config.model,
                 config.agent.temperature,
@@ -358,7 +359,7 @@ class RayBackend:
     def __init__(self, context: RunContext, app: Any, folder: Path) -> None:
         config = context.config
         self._config, self._app = config, app
-        self.learner: Any = LearnerHandle(app, config.rl) if config.method == "rl" else None
+        self.learner: Any = LearnerHandle(app, config.rl) if config.online else None
         self.renderer = _load_renderer(folder, config.model.chat_template)
         self.max_context: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
@@ -400,7 +401,7 @@ class RayBackend:
             if start is not None:
                 await _make_starting_model(app, context, folder, start)
             await asyncio.gather(
-                app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
+                app.wait_for_all("load", str(folder), str(reference_dir) if config.online else None),
                 app.start_players(
                     partial(make_engine_adapter, worker_config, folder),
                     partial(

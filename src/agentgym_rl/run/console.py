@@ -416,6 +416,7 @@ _TRAINED = (
 )
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "rl": _EPISODES,
+    "distill": _EPISODES,
     "sft": (*_LEARNING, *_TRAINED),
     "agentevol": (*_LEARNING, *_TRAINED),
     "dagger": (*_LEARNING, *_TRAINED),

@@ -163,6 +163,25 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistillSettings:
+    """On-policy distillation: a teacher scores every token that the agent sampled."""
+
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+    teacher: str
+    """The teacher: a model's folder, a run, or a hub name. It needs the agent's tokenizer."""
+    coef: float = 1.0
+    """Weight of log(teacher / agent) of a token in its advantage: the gradient is that of the reverse KL."""
+    reward_weight: float = 0.0
+    """Weight of the advantages that come from the environment's rewards. 0 learns from the teacher alone."""
+
+    def __post_init__(self) -> None:
+        _require(self, coef=0, reward_weight=0)
+        if not math.isfinite(self.coef) or not math.isfinite(self.reward_weight):
+            raise ValueError(f"coef and reward_weight must be finite, got {self.coef} and {self.reward_weight}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RLSettings:
     """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
 
@@ -254,6 +273,8 @@ class RLSettings:
     """Optimizer of the policy."""
     critic: CriticSettings = field(default_factory=CriticSettings)
     """The critic. Used by ppo."""
+    distill: DistillSettings | None = None
+    """The teacher of on-policy distillation."""
 
     def __post_init__(self) -> None:
         _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
@@ -293,6 +314,8 @@ class RLSettings:
             )
         if self.kl_target and not self.kl_coef:
             yield "kl_target adapts kl_coef, which is 0: set kl_coef to a positive start value"
+        if self.distill is not None and self.loss == "gspo":
+            yield "loss = 'gspo' cannot be used with distill: it has one ratio per trajectory, a teacher scores tokens"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
 
