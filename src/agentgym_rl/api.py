@@ -43,8 +43,9 @@ def train(
 ) -> dict[str, Any]:
     """Train an agent as a recipe says and return the summary of the run.
 
-    >>> summary = train("quickstart", {"rl.steps": 20, "run_dir": "runs/short"})  # doctest: +SKIP
-    >>> summary["before"]["success"], summary["after"]["success"]  # doctest: +SKIP
+    Examples:
+        >>> summary = train("quickstart", {"rl.steps": 20, "run_dir": "runs/short"})  # doctest: +SKIP
+        >>> summary["before"]["success"], summary["after"]["success"]  # doctest: +SKIP
     """
     from agentgym_rl.agent.styles import STYLES
     from agentgym_rl.commands.train import train as run
@@ -67,7 +68,8 @@ def evaluate(agent: str | Path, **options: Any) -> dict[str, Any]:
 
     `agent` is a run directory, a model folder, a hub name, "oracle", "random" or "openai:MODEL".
 
-    >>> evaluate("runs/short", env="babyai", subset=["GoTo"], limit=50)["results"]  # doctest: +SKIP
+    Examples:
+        >>> evaluate("runs/short", env="babyai", subset=["GoTo"], limit=50)["results"]  # doctest: +SKIP
     """
     from agentgym_rl.cli import evaluate as command
     from agentgym_rl.commands.evaluate import evaluate as run
