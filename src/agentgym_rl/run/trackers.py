@@ -31,15 +31,12 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the metrics of a step."""
-        ...
 
     def resume(self, step: int, rows: Iterable[Row]) -> None:
         """Continue after `step`; `rows` are the metrics up to it. Called before anything is logged."""
-        ...
 
     def close(self, state: str) -> None:
         """Flush and close. `state` is that of status.json."""
-        ...
 
 
 class TensorBoard:
