@@ -11,6 +11,7 @@ import pytest
 import torch
 from processes_for_tests import CONTEXT, exit_code_if_preloaded
 from ranks_for_tests import CASES, ON_FOUR, alone, everything, learner, on_ranks, steps, weights
+from torch.distributed.tensor import DTensor, distribute_tensor
 from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config
@@ -127,10 +128,15 @@ def resume(ranks: Ranks, folder: Path, source: Path) -> Any:
     return steps("ppo", made, 1), weights(made)
 
 
+@torch.no_grad()
 def load_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
-    from agentgym_rl.scale.process_group import load_whole
-
-    load_whole(model, state)
+    """Copy whole tensors into a model in place. Each rank copies its shard."""
+    own = model.state_dict()
+    for name, value in state.items():
+        target = own[name]
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
+        target.copy_(value)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [("two", 4), ("four", 2), ("four", 1)])
