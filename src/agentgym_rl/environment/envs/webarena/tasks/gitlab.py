@@ -122,14 +122,14 @@ def new_issue(db: sqlite3.Connection) -> Iterator[Instance]:
         yield Instance({"project": path, "title": title, "label": label}, checks, script)
 
 
-def _issues(db: sqlite3.Connection, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
-    sql = "SELECT * FROM issue WHERE project_id = ? AND number = ?"
+def _items(db: sqlite3.Connection, table: str, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
+    sql = f"SELECT * FROM {table} WHERE project_id = ? AND number = ?"
     return [(path, db.execute(sql, (_project(db, path)["id"], number)).fetchone()) for path in paths]
 
 
 def close_issue(db: sqlite3.Connection) -> Iterator[Instance]:
     paths = ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log")
-    for path, issue in _issues(db, paths, 4):
+    for path, issue in _items(db, "issue", paths, 4):
         yield Instance(
             {"title": issue["title"], "project": path},
             with_data(
@@ -147,7 +147,9 @@ def close_issue(db: sqlite3.Connection) -> Iterator[Instance]:
 
 
 def assign(db: sqlite3.Connection) -> Iterator[Instance]:
-    for path, issue in _issues(db, ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), 1):
+    for path, issue in _items(
+        db, "issue", ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), 1
+    ):
         user = db.execute(
             "SELECT username FROM project_member WHERE project_id = ? AND username NOT IN (?, ?)"
             " ORDER BY username DESC",
@@ -166,14 +168,9 @@ def assign(db: sqlite3.Connection) -> Iterator[Instance]:
         yield Instance({"title": issue["title"], "project": path, "user": user}, checks, script)
 
 
-def _merge_requests(db: sqlite3.Connection, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
-    sql = "SELECT * FROM merge_request WHERE project_id = ? AND number = ?"
-    return [(path, db.execute(sql, (_project(db, path)["id"], number)).fetchone()) for path in paths]
-
-
 def merge(db: sqlite3.Connection) -> Iterator[Instance]:
     paths = ("nora/tidewatch", "nora/recipe-box", "nora/garden-log", "nora/dotfiles")
-    for index, (path, request) in enumerate(_merge_requests(db, paths, 1)):
+    for index, (path, request) in enumerate(_items(db, "merge_request", paths, 1)):
         verb, button, state = (("Merge", "Merge", "merged"), ("Close", "Close merge request", "closed"))[index % 2]
         script = (
             *_open(path),
@@ -190,7 +187,7 @@ def merge(db: sqlite3.Connection) -> Iterator[Instance]:
 def remark(db: sqlite3.Connection) -> Iterator[Instance]:
     texts = ("Looks good to me.", "Please add a test.", "Can this wait until April?")
     paths = ("openferry/router", "lantern/lantern-ui", "nora/tidewatch")
-    for text, (path, request) in zip(texts, _merge_requests(db, paths, 2), strict=True):
+    for text, (path, request) in zip(texts, _items(db, "merge_request", paths, 2), strict=True):
         yield Instance(
             {"text": text, "title": request["title"], "project": path},
             with_data(
