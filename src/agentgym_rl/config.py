@@ -440,13 +440,13 @@ class Config(_Section):
         if self.run_dir:
             return Path(self.run_dir)
         fresh, number = Path("runs") / self.name, 1
-        found = [fresh]
+        folders = [fresh]
         while fresh.exists():
-            found.append(fresh)
+            folders.append(fresh)
             number += 1
             fresh = Path("runs") / f"{self.name}-{number}"
-        same_seed = [path for path in found if _seed_of(path) == self.seed]
-        return (same_seed or found)[-1] if resume else fresh
+        same_seed = [path for path in folders if _seed_of(path) == self.seed]
+        return (same_seed or folders)[-1] if resume else fresh
 
 
 def completed(saved: dict[str, Any]) -> dict[str, Any]:

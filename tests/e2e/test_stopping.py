@@ -219,11 +219,11 @@ def test_a_run_continues_after_a_checkpoint_failed_for_lack_of_space(tmp_path: P
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (largest // 2, resource.RLIM_INFINITY))
         run.until(lambda: "checkpoint_failed" in events_of(run.folder))
         failed = json.loads((run.folder / "events.jsonl").read_text().splitlines()[0])
-        assert "no room" in failed["message"]
+        assert "no space" in failed["message"]
         checkpoints = [path.name for path in list_checkpoints(run.folder / "checkpoints")]
         assert f"step_{failed['step']:06d}" not in checkpoints
         assert checkpoints[-1] in failed["message"]
-        assert "no room" in run.output.read_text()
+        assert "no space" in run.output.read_text()
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         run.until(lambda: list_checkpoints(run.folder / "checkpoints")[-1].name > f"step_{failed['step']:06d}")
         assert run.stop() == 0
@@ -289,5 +289,5 @@ def test_no_space_for_the_first_checkpoint_is_one_line(small_disk: Path) -> None
     fill(small_disk)
     assert run.wait() == 1
     assert "Traceback" not in run.output.read_text()
-    assert run.output.read_text().splitlines()[-1].startswith("agentgym-rl: no room on the disk of")
+    assert run.output.read_text().splitlines()[-1].startswith("agentgym-rl: no space on the disk of")
     assert json.loads((small_disk / "status.json").read_text())["state"] == "failed"

@@ -25,7 +25,7 @@ from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, Preference, prefer
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.model import Lent
+from agentgym_rl.training.model import ModelContext
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
@@ -238,7 +238,7 @@ def make_trainer(
     return DPO(model, data, settings, seed, ranks)
 
 
-def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> Lent:
+def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> ModelContext:
     """Return the frozen model that RL started from. With LoRA it needs no second copy."""
     if settings.lora is None:
         frozen = freeze(load_from(folder, settings)[0])

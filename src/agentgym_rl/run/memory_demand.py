@@ -164,11 +164,11 @@ def _read(path: str) -> dict[str, Any]:
     local = Path(path).expanduser() / "config.json"
     if local.is_file():
         return _checked(path, local)
-    found = find_model(path)
+    folder = find_model(path)
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(found).to_dict()
+        return AutoConfig.from_pretrained(folder).to_dict()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path!r} cannot be read: {str(error).splitlines()[0]}") from error
 

@@ -130,7 +130,7 @@ class Run(ABC):
             "seconds": round(self.context.seconds(), 1),
         } | details
         log.write_summary(summary)
-        with log.if_there_is_room(log.curve_path.name):
+        with log.skip_if_disk_full(log.curve_path.name):
             learning_curve(log.metrics(), self.evaluations, summary["stages"], log.curve_path, self.config.name)
         self.console.table_before_after(before, after)
         if summary["stages"]:

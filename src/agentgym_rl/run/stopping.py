@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentgym_rl.errors import AgentGymError, DiskFull
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.disk import free_space
-from agentgym_rl.training.checkpoint import list_checkpoints, no_room
+from agentgym_rl.training.checkpoint import disk_full_reason, list_checkpoints
 
 if TYPE_CHECKING:
     from agentgym_rl.run.context import RunContext
@@ -171,11 +171,11 @@ def disk_space_or_error(folder: Path) -> Iterator[None]:
     except AgentGymError:
         raise
     except Exception as error:
-        reason = no_room(error)
+        reason = disk_full_reason(error)
         if reason is None:
             raise
         raise DiskFull(
-            f"no room on the disk of {folder} ({reason}; {free_space(folder)}): free some space and run the "
+            f"no space on the disk of {folder} ({reason}; {free_space(folder)}): free some space and run the "
             "same command with --resume"
         ) from error
 
@@ -185,12 +185,12 @@ def try_checkpoint(write: Callable[[], None], step: int, context: RunContext) ->
     try:
         write()
     except Exception as error:
-        reason = no_room(error)
+        reason = disk_full_reason(error)
         if reason is None:
             raise
         kept = list_checkpoints(context.log.checkpoints_dir)
         message = (
-            f"no room for the checkpoint of step {step} ({reason}; {free_space(context.log.root)}): "
+            f"no space for the checkpoint of step {step} ({reason}; {free_space(context.log.root)}): "
             f"{kept[-1].name if kept else 'none'} stays the last, free some space"
         )
         context.warn("checkpoint_failed", message, step=step)
@@ -202,15 +202,15 @@ async def last_checkpoint(write: Callable[[], None], step: int, context: RunCont
     """Write the checkpoint of a finished run, and wait for space if the disk is full."""
     if try_checkpoint(write, step, context):
         return
-    context.console.warn(f"waiting up to {DISK_TIMEOUT_S / 60:.0f} minutes for room: nothing else is left to do")
+    context.console.warn(f"waiting up to {DISK_TIMEOUT_S / 60:.0f} minutes for space: nothing else is left to do")
     deadline = time.monotonic() + DISK_TIMEOUT_S
     while not context.stop.asked:
         await asyncio.sleep(POLL_INTERVAL_S)
         try:
             write()
         except Exception as error:
-            if no_room(error) is None or time.monotonic() > deadline:
+            if disk_full_reason(error) is None or time.monotonic() > deadline:
                 raise
         else:
-            context.console.note(f"there was room for the checkpoint of step {step}")
+            context.console.note(f"there was space for the checkpoint of step {step}")
             return

@@ -115,8 +115,8 @@ class MLflow:
         try:
             self._client = MlflowClient()
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            found = self._client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+            existing = self._client.get_experiment_by_name(name)
+            experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
             self._id = self._client.create_run(experiment, run_name=root.name).info.run_id
             params = [Param(_mlflow_name(key), str(value)) for key, value in _flat(config)]
             for first in range(0, len(params), MLFLOW_PARAMS_PER_CALL):
