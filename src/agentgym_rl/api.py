@@ -141,22 +141,14 @@ def load_trajectories(run: str | Path, kind: str = "eval", step: int | None = No
 
 
 def _toml(value: Any) -> str:
-    """Return a value as a TOML literal, as overrides are written."""
+    """Return a value as a TOML literal on one line, as overrides are written."""
     import tomli_w
 
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip() if not _is_tables(value) else _inline(value)
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list | tuple) and any(isinstance(v, dict) for v in value))
-
-
-def _inline(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_inline(item) for item in value) + "]"
-    return _toml(value)
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:
