@@ -455,8 +455,8 @@ def completed(saved: dict[str, Any]) -> dict[str, Any]:
         return Config.model_validate(saved).resolved()
     except ValidationError as error:
         raise ConfigError(
-            f"this version cannot read the config that the run was saved with ({first_error(error, Config)}): go on "
-            "with the version that saved it, or start a new run in another directory"
+            f"this version cannot read the config that the run was saved with ({first_error(error, Config)}): use "
+            "the version that saved it, or start a new run in another directory"
         ) from error
 
 

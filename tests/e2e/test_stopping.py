@@ -75,7 +75,7 @@ async def test_a_stop_does_not_save_a_step_twice(tmp_path: Path, monkeypatch: py
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(LocalBackend, "save", count_and_save)
-    with pytest.raises(Stopped, match="after step 1: go on with --resume"):
+    with pytest.raises(Stopped, match="after step 1: continue with --resume"):
         await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
     assert saved == [0, 1]
 
@@ -143,7 +143,7 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_names_resume(tmp_path: Path) -
     output = run.output.read_text()
     assert "press Ctrl-C again to end at once" in output
     last = steps_of(run.folder)[-1]
-    assert f"stopped by Ctrl-C after step {last}: go on with --resume" in output
+    assert f"stopped by Ctrl-C after step {last}: continue with --resume" in output
     assert "Traceback" not in output
     assert json.loads((run.folder / "status.json").read_text())["state"] == "stopped"
     assert events_of(run.folder) == ["stopped"]
@@ -158,7 +158,7 @@ def test_the_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == -signal.SIGINT
     output = run.output.read_text()
-    assert "ended at once: --resume goes on from the last checkpoint" in output
+    assert "ended at once: --resume continues from the last checkpoint" in output
     assert "Traceback" not in output
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["state"], status["error"]) == ("stopped", "ended at once by Ctrl-C")

@@ -2,11 +2,11 @@
 
     <root>/config.toml                      the resolved config
     <root>/metrics.jsonl                    one JSON object per line, with `step` and `time`
-    <root>/doctor.jsonl                     one JSON object per warning of the doctor; absent as long as there is none
-    <root>/events.jsonl                     what befell the run: workers lost and replaced, checkpoints that could not
-                                            be written, a stop; absent as long as there is nothing
+    <root>/doctor.jsonl                     one JSON object per warning of the doctor; absent until there is one
+    <root>/events.jsonl                     events of the run: workers lost and replaced, checkpoints that could not
+                                            be written, a stop; absent until there is one
     <root>/trajectories/step_000012.jsonl   every training episode of step 12, before any filtering
-    <root>/trajectories/learned_000012.jsonl  what was trained on in step 12: advantages, entropies and the learner's
+    <root>/trajectories/learned_000012.jsonl  data trained on in step 12: advantages, entropies and the learner's
                                             log-probabilities of every sampled token
     <root>/trajectories/eval_000012.jsonl   the episodes of an evaluation after step 12
     <root>/checkpoints/                     written by the trainer
@@ -15,7 +15,7 @@
     <root>/tensorboard/, wandb/             only with the trackers of these names
 
 A step's lines are appended with one write each, so a killed process leaves at most one torn line, the last; readers
-skip it and a resumed run removes it. What a full disk does not take waits in memory (disk.py), and the run goes on.
+skip it and a resumed run removes it. Data that a full disk refuses waits in memory (disk.py), and the run continues.
 docs/reference/run-directory.md defines every file and metric.
 """
 
@@ -108,7 +108,7 @@ class RunLog:
         A resumed run must have the saved config; keys in `may_change` (dotted; a table covers its keys) may differ, and
         `completed` adds to a saved config what had no key yet when it was saved.
         `resume` on a directory without a run starts one, so that the same command is right after any kill. `say` is
-        told at once of what may not get as far as events.jsonl: that the disk is full.
+        called at once with messages that may not reach events.jsonl because the disk is full.
         """
         require_trackers(trackers)
         root = Path(root)
@@ -180,7 +180,7 @@ class RunLog:
             self._say(message)
 
     def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
-        """Call every tracker. A tracker that fails is dropped, whatever it raised."""
+        """Call every tracker. A tracker that raises any error is dropped."""
         for name, tracker in list(self._trackers.items()):
             try:
                 tell(tracker)
@@ -409,7 +409,7 @@ def require_place(root: Path, *, resume: bool) -> None:
     """
     if (root / "config.toml").is_file():
         if not resume:
-            raise ConfigError(f"{root} already holds a run: add --resume to go on with it, or choose another directory")
+            raise ConfigError(f"{root} already holds a run: add --resume to continue it, or choose another directory")
         return
     if root.exists() and not root.is_dir():
         raise ConfigError(f"a run directory is needed, {root} is a file: choose another directory")

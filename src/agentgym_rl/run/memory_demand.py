@@ -34,7 +34,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     """Return the memory demand of a recipe."""
     shape = shape_of(config.model)
     scale, rl, engine = config.scale, config.rl, config.engine
-    warm = config.warm_start and config.warm_start.sft.optimizer
+    warm = config.warm_start.sft.optimizer if config.warm_start is not None else None
     optimizer = rl.optimizer if config.method == "rl" else (config.sft or config.dpo or rl).optimizer
     lora = config.model.lora
     longest = config.longest_context()
@@ -60,7 +60,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         replicas=engine.replicas,
         tensor_parallel=engine.tensor_parallel,
         bucket_bytes=scale.bucket_mb << 20 if scale else 0,
-        warm_start=warm and (warm.micro_batch_tokens, warm.checkpoint_activations),
+        warm_start=None if warm is None else (warm.micro_batch_tokens, warm.checkpoint_activations),
         gpu=gpu,
     )
 

@@ -101,7 +101,7 @@ def _from_row(row: dict[str, Any]) -> Sample:
 
 
 class RoundMaker:
-    """Makes the rounds of a run with the model as it stands: reads data, plays episodes, builds pairs."""
+    """Makes the rounds of a run with the current model: reads data, plays episodes, builds pairs."""
 
     def __init__(
         self, context: RunContext, backend: Backend, demonstrations: Sequence[Demonstration] | None = None

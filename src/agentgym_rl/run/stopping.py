@@ -27,7 +27,7 @@ DISK_TIMEOUT_S = 3600.0
 """Seconds that a finished run waits for space for its last checkpoint."""
 
 STOPPING = "stopping, and saving what was learned; press Ctrl-C again to end at once"
-ENDED_AT_ONCE = "ended at once: --resume goes on from the last checkpoint"
+ENDED_AT_ONCE = "ended at once: --resume continues from the last checkpoint"
 
 
 class Stopped(BaseException):
@@ -85,7 +85,7 @@ class Stop:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     def _end_at_once(self) -> None:
-        """End with SIGINT, as the shell expects of a program that Ctrl-C ends. An interactive Python goes on."""
+        """End with SIGINT, as the shell expects of a program that Ctrl-C ends. An interactive Python continues."""
         if hasattr(sys, "ps1"):
             raise KeyboardInterrupt
         with suppress(Exception):
@@ -119,8 +119,8 @@ def stop_with_checkpoint(write: Callable[[], None] | None, step: int, context: R
     """Write a checkpoint and raise Stopped. `write` is None if the step has a checkpoint already."""
     request = f"stopped by {context.stop.by} after step {step}"
     if write is None or try_checkpoint(write, step, context):
-        _stopped(context, step, f"{request}: go on with --resume")
-    _stopped(context, step, f"{request} without a checkpoint of it: --resume goes on from the last")
+        _stopped(context, step, f"{request}: continue with --resume")
+    _stopped(context, step, f"{request} without a checkpoint of it: --resume continues from the one before")
 
 
 def stop_before_run_directory(console: Console, by: str) -> NoReturn:
@@ -136,7 +136,7 @@ def stop_before_training(context: RunContext) -> NoReturn:
     request = f"stopped by {context.stop.by} before"
     if kept:
         step = int(kept[-1].name.rpartition("_")[2])
-        _stopped(context, step, f"{request} it went on after step {step}: go on with --resume")
+        _stopped(context, step, f"{request} training continued after step {step}: continue with --resume")
     _stopped(context, 0, f"{request} its first checkpoint: --resume starts from the beginning")
 
 

@@ -1,6 +1,6 @@
 """Trackers: copies of a run's metrics for TensorBoard, Weights & Biases and MLflow. metrics.jsonl remains the source.
 
-A tracker that fails is dropped by the run log, and the run goes on. Neither W&B nor MLflow can take a point back, so
+A tracker that fails is dropped by the run log, and the run continues. Neither W&B nor MLflow can take a point back, so
 every process of a run starts a run of theirs, and a resumed one copies the steps before its checkpoint into it.
 """
 
