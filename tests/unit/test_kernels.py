@@ -1,4 +1,4 @@
-"""CUDA's kernels are tested on a machine without CUDA, too: interpreted. See kernels_interpreted.py."""
+"""CUDA kernels in Triton's interpreter, for machines without CUDA. See kernels_interpreted.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two and four processes learn what one learns: losses, metrics, parameters, whatever is split how."""
+"""Two and four ranks learn the same as one process: losses, metrics and parameters, for every way to split."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_ranks_that_hold_different_parameters_end_the_run(tmp_path: Path) -> Non
 
 
 def test_the_compared_updates_are_not_trivial(expected: Any) -> None:
-    """Several updates moved the weights, and the gradient was clipped in some."""
+    """Several updates change the weights, and some clip the gradient."""
     for name in CASES:
         metrics, _ = expected[name]
         assert all(m["grad/norm"] > 0 for m in metrics), name
@@ -150,7 +150,7 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
     assert_same(found, expected["ppo, another step"])
 
 
-def test_files_that_the_driver_does_not_see_are_no_checkpoint(two: Any, tmp_path: Path) -> None:
+def test_shards_on_a_disk_that_the_driver_cannot_read_are_refused(two: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere does not exist on .*: the run directory must be on a file system"):
         save_shards(tmp_path / "nowhere" / "shards", {"weight": torch.ones(2)})
     shutil.copytree(two[1] / "shards", tmp_path / "shards")
@@ -256,7 +256,7 @@ def test_a_bf16_checkpoint_keeps_updates_too_small_for_bf16(tmp_path: Path) -> N
 
 
 def test_processes_are_forked_with_everything_imported() -> None:
-    """Otherwise each of them takes seconds to start, in this file and in every other."""
+    """Without this, each process of every test takes seconds to start."""
     process = CONTEXT.Process(target=exit_code_if_preloaded)
     process.start()
     process.join(300)
