@@ -406,6 +406,7 @@ def write_what_a_recipe_names(folder: Path) -> None:
     (folder / "train.json").write_text(json.dumps(list(range(40))))
 
 
+@pytest.mark.long
 async def test_a_bfloat16_run_on_shared_devices_with_workers_in_other_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ Shapes: B samples of T tokens in all, A action tokens among them, H hidden size.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -25,6 +26,8 @@ transformers_logging.disable_progress_bar()  # it would break the console's line
 
 ModelContext = Callable[[], AbstractContextManager[Any]]
 """Opens a context that yields a model: a second one, or the same with other adapters."""
+_LOADING = threading.Lock()
+"""Held by `from_pretrained`, which switches weight tying off for all models meanwhile. Two at once left it off."""
 
 
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -32,7 +35,8 @@ def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]
     tokenizer = load_tokenizer(path)
     with _or_reason(path, "model") as name:
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
-        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        with _LOADING:
+            model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
         _require_all_weights(loading)
         model = model.to(device)
     if device.startswith("cuda:"):
