@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from scripted_engine_for_tests import ScriptedEngine
 from test_rollout import Corridor
 from tokenizers_for_tests import byte_level_bpe
 
 from agentgym_rl.agent.advised import AdvisedPolicy
-from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout

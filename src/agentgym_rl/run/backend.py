@@ -46,11 +46,9 @@ class Trainer(Protocol):
     @property
     def updates(self) -> int:
         """Number of updates made so far."""
-        ...
 
     def step(self) -> dict[str, float]:
         """Make the next update and return its metrics."""
-        ...
 
 
 class Backend(Protocol):
@@ -67,7 +65,6 @@ class Backend(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights that were published last."""
-        ...
 
     def collector(
         self,
@@ -81,43 +78,33 @@ class Backend(Protocol):
 
         With `oracle_share` the oracle advises every turn and plays that share of them.
         """
-        ...
 
     def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
         """Return a trainer of the present model: SFT on samples, or DPO on preferences."""
-        ...
 
     def forget_trainer(self) -> None:
         """Free the trainer's data and optimizer."""
-        ...
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         """Return pairs with their log-probabilities under the present model."""
-        ...
 
     def go_back(self, folder: Path) -> None:
         """Load the model of `folder` and forget the trainer."""
-        ...
 
     async def publish(self, version: int) -> None:
         """Give engines the learner's weights, which episodes are played with from now on."""
-        ...
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Write a checkpoint of `state`, the model and the learner."""
-        ...
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
         """Restore the learner, or the trainer that was just made, from a checkpoint. The model is loaded already."""
-        ...
 
     async def events(self) -> list[dict[str, Any]]:
         """Return what happened to workers since the last call: {"kind", "message", ...}."""
-        ...
 
     async def close(self) -> None:
         """Free everything."""
-        ...
 
 
 class LocalBackend:

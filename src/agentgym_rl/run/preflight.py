@@ -72,8 +72,8 @@ def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) 
         known = env.url is None and env.name in catalog.CATALOG
         if known and not getattr(catalog.load(env.name), "oracle_recovers", True):
             raise ConfigError(
-                f"{setting}: the oracle of {env.name} knows one way only and cannot go on once it has left it: "
-                f"leave {setting} out, or the environment"
+                f"{setting}: the oracle of {env.name} knows one solution only and cannot continue after a mistake: "
+                f"leave out {setting}, or the environment"
             )
 
 
