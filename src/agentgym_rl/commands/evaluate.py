@@ -20,7 +20,7 @@ from agentgym_rl.commands.load_agent import AgentOptions, Candidate, find_agent,
 from agentgym_rl.common.files import write_atomically
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.agentgym import is_agentgym, read_items
+from agentgym_rl.environment.agentgym import Server, is_agentgym, read_items
 from agentgym_rl.errors import ConfigError, EngineError, did_you_mean
 from agentgym_rl.evaluation.episodes import PlayOptions, play
 from agentgym_rl.evaluation.folder import Folder, default_root, explain_write_errors
@@ -308,9 +308,9 @@ async def _listed_items(request: Request) -> ItemsBySubset:
     """Return the items that the server of --url lists for the split or each subset. Empty if --items names them."""
     if request.url is None or request.items is not None:
         return {}
-    if is_agentgym(request.url):
-        raise ConfigError("an AgentGym server needs --items, such as 0-99: it does not list its test items")
     assert request.env is not None
+    if is_agentgym(request.url) and Server(request.url, request.env).served is None:
+        raise ConfigError("an AgentGym server needs --items, such as 0-99: it does not list its test items")
     environment = EnvironmentConfig(name=request.env, url=request.url, token_variable=request.token_variable)
     pool = EnvironmentsPool((environment,), AgentConfig(step_timeout_s=request.step_timeout_s))
     try:
