@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import itertools
 import re
 import sqlite3
 import threading
@@ -50,7 +51,11 @@ class ServerBase:
 def require(body: dict[str, Any], **kinds: type) -> Response | None:
     """Return the 422 of a pydantic model if a field is missing or of another type."""
     wrong = [name for name, kind in kinds.items() if type(body.get(name)) is not kind]
-    return JSONResponse({"detail": [{"loc": ["body", name], "msg": "Field required"} for name in wrong]}, 422) if wrong else None
+    return (
+        JSONResponse({"detail": [{"loc": ["body", name], "msg": "Field required"} for name in wrong]}, 422)
+        if wrong
+        else None
+    )
 
 
 @dataclass
@@ -85,7 +90,7 @@ class ToolServer(ServerBase):
         episode = self.episodes[body["env_idx"]]
         match = re.search(r"\s*(.*?)\s*with\s*Action Input:\s*(.*?)$", body["action"])
         if match is None:
-            text = "Format error, please response in the format of \"Action: [your action] with Action Input: [...]"
+            text = 'Format error, please response in the format of "Action: [your action] with Action Input: [...]'
         else:
             text = f"Observation: {self._call(episode, *match.groups())}\nGive me one action."
         return JSONResponse({"observation": text, "reward": float(episode["reward"]), "done": episode["done"]})
@@ -191,12 +196,14 @@ class SqlGymServer(ServerBase):
         return JSONResponse({"state": str(rows)[:100], "reward": reward, "done": True, "info": {"ground_truth": "..."}})
 
 
+CLICKABLES = {"results": ["back to search", "b001"], "product": ["back to search", "< prev", "red", "buy now"]}
+
+
 @dataclass
 class WebShopServer(ServerBase):
     """Answers /reset with a pair, names the page `state`, and has no /close."""
 
     pages: dict[int, str] = field(default_factory=dict)
-    CLICKABLES = {"results": ["back to search", "b001"], "product": ["back to search", "< prev", "red", "buy now"]}
 
     async def create(self, request: Request) -> Response:
         self.num_created += 1
@@ -224,9 +231,7 @@ class WebShopServer(ServerBase):
 
     async def available_actions(self, request: Request) -> Response:
         page = self.pages[int(request.query_params["env_idx"])]
-        return JSONResponse(
-            {"has_search_bar": page == "search", "clickables": self.CLICKABLES.get(page, ["search"])}
-        )
+        return JSONResponse({"has_search_bar": page == "search", "clickables": CLICKABLES.get(page, ["search"])})
 
 
 @contextlib.contextmanager
@@ -386,7 +391,7 @@ async def test_instruction_and_items_are_known_by_name(name: str) -> None:
     finally:
         await pool.close()
     ranges = sorted(served.splits.values(), key=lambda items: items.start)
-    assert all(a.stop == b.start for a, b in zip(ranges, ranges[1:], strict=False)), "splits are disjoint"
+    assert all(a.stop == b.start for a, b in itertools.pairwise(ranges)), "splits are disjoint"
     assert name in KNOWN_DIALECTS
 
 

@@ -37,6 +37,7 @@ SUM_TOLERANCE = 1e-6
 _NO_SUCH_PATH = (404, 405)
 _KEPT_INFO = ("success", "valid", "state_key")
 
+
 def is_agentgym(url: str) -> bool:
     return urlsplit(url).scheme in SCHEMES
 
