@@ -41,6 +41,17 @@ def options(
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as key=value, for example rl.steps=50")]
+Kwargs = Annotated[
+    list[str] | None,
+    typer.Option("--kwarg", help="Argument of the environment's constructor as key=value; may be given several times"),
+]
+
+
+def _kwargs(options: list[str] | None) -> dict[str, Any]:
+    """Return the arguments of every --kwarg. Values are TOML literals or bare strings."""
+    from agentgym_rl.config import parse_assignments
+
+    return parse_assignments(options or [])
 
 
 @app.command()
@@ -102,7 +113,7 @@ def envs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = F
     """List the environments, their items and subsets."""
     from agentgym_rl.environment import catalog
 
-    rows = [_describe(name, entry) for name, entry in catalog.CATALOG.items()]
+    rows = [_describe(name, entry) for name, entry in catalog.entries().items()]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -157,29 +168,32 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
 
 @app.command()
 def serve(
-    names: Annotated[list[str], typer.Argument(help="Environments to serve, for example textcraft babyai")],
+    names: Annotated[list[str], typer.Argument(help="Environments to serve: textcraft babyai my_module:MyEnv")],
     host: Annotated[str, typer.Option(help="Address to bind; anything but loopback needs a token")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 36001,
     token: Annotated[str | None, typer.Option(envvar="AGENTGYM_RL_TOKEN", help="Bearer token to demand")] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at once")] = 4096,
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
     step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
+    kwarg: Kwargs = None,
 ) -> None:
     """Serve environments over HTTP. Prints their addresses, then `ready`."""
     from agentgym_rl.environment.server import serve as run
 
     limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
-    run(names, host, port, token=token, announce=lambda text: print(text, flush=True), **limits)
+    announce = lambda text: print(text, flush=True)  # noqa: E731
+    run(names, host, port, token=token, kwargs=_kwargs(kwarg), announce=announce, **limits)
 
 
 @app.command()
 def play(
-    name: Annotated[str, typer.Argument(help="Environment, for example textcraft")],
+    name: Annotated[str, typer.Argument(help="Environment, for example textcraft or my_module:MyEnv")],
     item: Annotated[int, typer.Option(help="Which item")] = 0,
     max_turns: Annotated[int, typer.Option(min=1)] = 30,
     oracle: Annotated[bool, typer.Option(help="Let the oracle play")] = False,
     url: Annotated[str | None, typer.Option(help="Server of the environment, instead of this process")] = None,
     token_variable: Annotated[str | None, typer.Option(help="Variable that holds that server's token")] = None,
+    kwarg: Kwargs = None,
 ) -> None:
     """Play an item by hand in the terminal."""
     from agentgym_rl.commands.play import play as run
@@ -187,7 +201,7 @@ def play(
     token = os.environ.get(token_variable, "") if token_variable else None
     if token == "":
         raise ConfigError(f"--token-variable: {token_variable} should hold the server's token, it is not set")
-    asyncio.run(run(name, item, max_turns, oracle=oracle, url=url, token=token))
+    asyncio.run(run(name, item, max_turns, oracle=oracle, url=url, token=token, kwargs=_kwargs(kwarg)))
 
 
 @app.command()
@@ -279,7 +293,10 @@ def _option(panel: str, text: str, **bounds: Any) -> Any:
 def evaluate(
     agent: Annotated[str, typer.Option(help="oracle, random, a model folder or hub name, RUN, RUN@STEP, openai:MODEL")],
     suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27")] = None,
-    env: Annotated[str | None, typer.Option(help="One environment, or one scenario of the suite")] = None,
+    env: Annotated[
+        str | None, typer.Option(help="One environment (textcraft, my_module:MyEnv), or one scenario of the suite")
+    ] = None,
+    kwarg: Kwargs = None,
     subset: Annotated[list[str] | None, typer.Option(help="Subset of --env; may be given several times")] = None,
     items: Annotated[str | None, typer.Option(help="Items of --env: 0-99 or 3,5,8 or the path of a task list")] = None,
     split: Annotated[str, typer.Option(help="Split the items are taken from")] = "test",
@@ -365,6 +382,10 @@ def view(
         list[str] | None, typer.Option(help="NAME=URL of an environment server, for pictures and the playground")
     ] = None,
     token_variable: Annotated[str | None, typer.Option(help="Variable that holds the token of those servers")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="Class of your own, my_module:MyEnv, or a recipe or run whose classes to import"),
+    ] = None,
     export: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving")] = None,
     episodes: Annotated[int, typer.Option(min=0, help="With --export: most episodes of a run")] = 200,
     pictures: Annotated[bool, typer.Option(help="With --export: the environments' pictures")] = True,
@@ -377,6 +398,7 @@ def view(
         raise ConfigError(f"--token-variable: the variable {token_variable} should hold a token, it is not set")
     served: dict[str, Any] = {
         "urls": viewer.served_environments(url or []),
+        "own": viewer.own_environments(env or []),
         "environment_token": os.environ[token_variable] if token_variable is not None else None,
     }
     if export is not None:

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
+from inspect import signature
+from typing import Any
 
 from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
+from agentgym_rl.environment.own_class import bind, import_class, is_import_path
 from agentgym_rl.errors import ConfigError, did_you_mean
+
+ENTRY_POINTS = "agentgym_rl.environments"
+"""Group of entry points by which an installed package adds environments."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One line of the catalog."""
 
-    loader: Callable[[], type[TextEnv]]
-    """Imports the environment on first use, so that its packages do not slow down other commands."""
+    loader: Callable[..., type[TextEnv]]
+    """Imports the environment on first use, so that its packages do not slow down other commands.
+
+    A loader with parameters takes the kwargs of a recipe; otherwise the constructor of its class takes them.
+    """
     summary: str
     package: str
     """Top-level module it needs beyond this package's own dependencies."""
@@ -143,17 +153,50 @@ CATALOG: dict[str, Entry] = {
 }
 
 
-def load(name: str) -> type[TextEnv]:
-    """Return the class of environment `name`. Raise ConfigError if it is unknown or its packages are missing."""
-    if name not in CATALOG:
-        known = ", ".join(sorted(CATALOG))
-        raise ConfigError(f"unknown environment {name!r}: known are {known}{did_you_mean(name, CATALOG)}")
-    entry = CATALOG[name]
+def entries() -> dict[str, Entry]:
+    """Return the catalog and the environments of installed packages. A name of the catalog keeps its meaning."""
+    installed = {point.name: _entry_of(point) for point in entry_points(group=ENTRY_POINTS)}
+    return {**CATALOG, **{name: entry for name, entry in sorted(installed.items()) if name not in CATALOG}}
+
+
+def _entry_of(point: EntryPoint) -> Entry:
+    about = point.dist.metadata if point.dist is not None else {}
+    summary, package = about.get("Summary") or point.value, about.get("Name") or point.value
+    licence = about.get("License-Expression") or about.get("License") or "licence not stated"
+    return Entry(partial(import_class, point.value), summary, "agentgym_rl", "", f"{licence} ({package})")
+
+
+def find(name: str) -> Entry:
+    """Return the entry of a name of the catalog, of an installed package, or of an import path `my_module:MyEnv`."""
+    if name in CATALOG:
+        return CATALOG[name]
+    if is_import_path(name):
+        return Entry(partial(import_class, name), name, "agentgym_rl", "", "")
+    known = entries()
+    if name in known:
+        return known[name]
+    hint = did_you_mean(name, known) or "; a class of your own is named by its import path, such as my_module:MyEnv"
+    raise ConfigError(f"unknown environment {name!r}: known are {', '.join(sorted(known))}{hint}")
+
+
+def load(name: str, kwargs: Mapping[str, Any] | None = None) -> type[TextEnv]:
+    """Return the class of environment `name`, with the arguments of its constructor bound.
+
+    Raise ConfigError if the name is unknown, its packages are missing, or the class or `kwargs` do not fit.
+    """
+    entry, kwargs = find(name), dict(kwargs or {})
     if find_spec(entry.package) is None:  # checked first: an environment may import it only in its constructor
         raise ConfigError(
             f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
         )
-    return entry.loader()
+    if name not in CATALOG or (kwargs and not signature(entry.loader).parameters):
+        return bind(entry.loader(), kwargs, name)
+    try:
+        signature(entry.loader).bind(**kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature(entry.loader).parameters)
+        raise ConfigError(f"environment {name}: kwargs: {error}; it takes {takes}") from None
+    return entry.loader(**kwargs)
 
 
 def published_item(name: str, number: int) -> int:
