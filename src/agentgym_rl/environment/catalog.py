@@ -86,6 +86,24 @@ def _webarena() -> type[TextEnv]:
     return WebArena
 
 
+def _webshop() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.webshop import WebShop
+
+    return WebShop
+
+
+def _alfworld() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.alfworld import AlfWorld
+
+    return AlfWorld
+
+
+def _sqlgym() -> type[TextEnv]:
+    from agentgym_rl.environment.envs.sqlgym import SqlGym
+
+    return SqlGym
+
+
 def _chromium() -> str:
     from agentgym_rl.environment.envs.webarena.browser import find_chromium
 
@@ -150,7 +168,29 @@ CATALOG: dict[str, Entry] = {
         licence="Apache-2.0 (our own; WebArena)",
         check=_chromium,
     ),
+    "webshop": Entry(
+        _webshop,
+        "buy a product that fits a description, in a shop of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
+    "alfworld": Entry(
+        _alfworld,
+        "find, clean, heat, cool and place things in a household of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
+    "sqlgym": Entry(
+        _sqlgym,
+        "answer questions with SQL over small databases of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
 }
+"""Environments by name. † marks tasks of our own that replace those of a published environment of this name."""
 
 
 def entries() -> dict[str, Entry]:
