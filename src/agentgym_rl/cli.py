@@ -166,6 +166,23 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
     }
 
 
+@app.command("check-env")
+def check_env(
+    name: Annotated[str, typer.Argument(help="Environment: my_module:MyEnv, or a name that `envs` lists")],
+    kwarg: Kwargs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Check an environment: determinism, hostile actions, concurrency, speed and more. Exit code 1 on a failure."""
+    from agentgym_rl.commands import check_env as command
+
+    findings = command.findings_of(name, _kwargs(kwarg))
+    if as_json:
+        print(json.dumps(command.as_json(findings), indent=2))
+    else:
+        command.print_findings(name, findings)
+    raise typer.Exit(1 if any(finding.level == "error" for finding in findings) else 0)
+
+
 @app.command()
 def serve(
     names: Annotated[list[str], typer.Argument(help="Environments to serve: textcraft babyai my_module:MyEnv")],

@@ -200,7 +200,7 @@ def entries() -> dict[str, Entry]:
 
 
 def _entry_of(point: EntryPoint) -> Entry:
-    about = point.dist.metadata if point.dist is not None else {}
+    about: Any = point.dist.metadata if point.dist is not None else {}
     summary, package = about.get("Summary") or point.value, about.get("Name") or point.value
     licence = about.get("License-Expression") or about.get("License") or "licence not stated"
     return Entry(partial(import_class, point.value), summary, "agentgym_rl", "", f"{licence} ({package})")

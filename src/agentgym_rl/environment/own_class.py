@@ -92,21 +92,12 @@ def bind(env_class: type[TextEnv], kwargs: Mapping[str, Any], where: str) -> typ
 
 
 def _bind(env_class: type[TextEnv], kwargs: Mapping[str, Any], where: str) -> type[TextEnv]:
-    problems = [*method_problems(env_class), *signature_problems(env_class, kwargs)]
+    problems = class_problems(env_class, kwargs)
     if problems:
         raise ConfigError(_one_line(where, problems))
     if not kwargs and not _needs_instance(env_class):
-        problems = attribute_problems(env_class)
-        if problems:
-            raise ConfigError(_one_line(where, problems))
         return env_class
-    call = _call_text(env_class, kwargs)
-    try:
-        instance: Any = env_class(**kwargs)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"environment {where}: {call} raised {type(error).__name__}: {error}") from error
+    instance: Any = _create(env_class, kwargs, where)
     try:
         problems = attribute_problems(instance)
         if problems:
@@ -121,6 +112,25 @@ def _bind(env_class: type[TextEnv], kwargs: Mapping[str, Any], where: str) -> ty
 
     members |= {"__init__": create, "__module__": env_class.__module__, "__qualname__": env_class.__qualname__}
     return type(env_class.__name__, (env_class,), members)
+
+
+def _create(env_class: type, kwargs: Mapping[str, Any], where: str) -> Any:
+    try:
+        return env_class(**kwargs)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        call = _call_text(env_class, kwargs)
+        raise ConfigError(f"environment {where}: {call} raised {type(error).__name__}: {reason}") from error
+
+
+def class_problems(env_class: type, kwargs: Mapping[str, Any]) -> list[str]:
+    """Return a line per mistake that the class itself shows, before there is an instance."""
+    problems = [*method_problems(env_class), *signature_problems(env_class, kwargs)]
+    if not problems and not kwargs and not _needs_instance(env_class):
+        problems = attribute_problems(env_class)
+    return problems
 
 
 def _needs_instance(env_class: type) -> bool:
