@@ -309,7 +309,7 @@ def _option(panel: str, text: str, **bounds: Any) -> Any:
 @app.command("eval")
 def evaluate(
     agent: Annotated[str, typer.Option(help="oracle, random, a model folder or hub name, RUN, RUN@STEP, openai:MODEL")],
-    suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27")] = None,
+    suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27 or agenteval")] = None,
     env: Annotated[
         str | None, typer.Option(help="One environment (textcraft, my_module:MyEnv), or one scenario of the suite")
     ] = None,
@@ -317,6 +317,9 @@ def evaluate(
     subset: Annotated[list[str] | None, typer.Option(help="Subset of --env; may be given several times")] = None,
     items: Annotated[str | None, typer.Option(help="Items of --env: 0-99 or 3,5,8 or the path of a task list")] = None,
     split: Annotated[str, typer.Option(help="Split the items are taken from")] = "test",
+    lists: Annotated[
+        Path | None, typer.Option(help="Folder of AgentEval's item lists, such as webshop_test.json; for --suite")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many items of each task, evenly spaced")] = None,
     turns: Annotated[str | None, typer.Option(help="Turns allowed, one number or several: 2,4,8,16,32")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes of each item, for avg@k and pass@k")] = 1,
@@ -346,7 +349,9 @@ def evaluate(
     retries: Annotated[int, _option("Pace", "Further attempts at an episode that failed", min=0)] = 2,
     step_timeout: Annotated[float, _option("Pace", "Seconds a step of an environment may take", min=0.01)] = 60.0,
     episode_timeout: Annotated[float, _option("Pace", "Seconds an episode may take", min=0.01)] = 1800.0,
-    url: Annotated[str | None, _option("Pace", "Server of --env, not this process; AgentGym's need --items")] = None,
+    url: Annotated[
+        list[str] | None, _option("Pace", "Server of --env, not this process; with --suite NAME=URL, several times")
+    ] = None,
     token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
 ) -> None:
     """Evaluate an agent: success with intervals, turns, tokens, cost. Run it again to continue after a kill."""
