@@ -112,8 +112,10 @@ def recipes(
 def envs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
     """List the environments, their items and subsets."""
     from agentgym_rl.environment import catalog
+    from agentgym_rl.environment.agentgym_servers import SERVED
 
     rows = [_describe(name, entry) for name, entry in catalog.entries().items()]
+    rows += [_describe_served(name) for name in SERVED if name not in catalog.CATALOG]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -127,7 +129,8 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
     table = Table("environment", "what it is", "items", "subsets", box=None, pad_edge=False, header_style="bold")
     longest = max((len(split) for row in rows for split in row["splits"]), default=0)
     for row in rows:
-        state = ("installed", "green") if row["installed"] else ("not installed", "yellow")
+        lacking = "needs a server" if row.get("server") else "not installed"
+        state = ("installed", "green") if row["installed"] else (lacking, "yellow")
         items = "\n".join(f"{split:{longest}} {size:>7,}" for split, size in row["splits"].items())
         subsets = "\n".join(row["subsets"][:SUBSETS_SHOWN])
         more = len(row["subsets"]) - SUBSETS_SHOWN
@@ -141,7 +144,10 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
             Text.assemble(subsets, (f"\nand {more} more" if more > 0 else "", "dim")),
         )
         table.add_row()
-    Screen(highlight=False).print(table)
+    screen = Screen(highlight=False)
+    screen.print(table)
+    if any("†" in row["summary"] for row in rows):
+        screen.print("† our own tasks under a published name; with url = agentgym+http://... AgentGym's server plays")
 
 
 def _describe(name: str, entry: Any) -> dict[str, Any]:
@@ -163,6 +169,19 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
         "ranges": ranges,
         "subsets": list(env.subsets),
         "cheap": env.cheap,
+    }
+
+
+def _describe_served(name: str) -> dict[str, Any]:
+    from agentgym_rl.environment.agentgym_servers import SERVED
+
+    served = SERVED[name]
+    return {
+        **{"name": name, "summary": served.summary, "licence": f"needs {served.needs}", "extra": "", "package": ""},
+        **{"installed": False, "missing": f"AgentGym's server: {served.command}", "server": served.command},
+        "splits": {split: len(items) for split, items in served.splits.items()},
+        "ranges": {split: [items.start, items.stop] for split, items in served.splits.items()},
+        "subsets": [],
     }
 
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 from agentgym_servers_for_tests import AlfWorldServer, ServerBase, SqlGymServer, ToolServer, WebShopServer, running
+from typer.testing import CliRunner
 
+from agentgym_rl.cli import app
 from agentgym_rl.config import EnvironmentConfig, load_config
+from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym_servers import KNOWN_DIALECTS, SERVED, sql_of, tool_call_of
 from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.errors import ConfigError
@@ -178,3 +182,18 @@ def test_each_has_a_recipe_against_its_server_and_a_docs_section(name: str) -> N
     assert {environment.split, environment.eval_split} <= {*environment.items, *SERVED[name].splits}
     require_environments(config.environments)
     assert f"`{name}`" in (ROOT / "docs" / "reference" / "environments" / "agentgym.md").read_text()
+
+
+def test_an_environment_without_its_server_says_how_to_play_it() -> None:
+    with pytest.raises(ConfigError, match=r"needs AgentGym's server \(weather --port 36001\): play it with url"):
+        catalog.load("weather")
+
+
+def test_envs_lists_the_environments_that_need_a_server() -> None:
+    result = CliRunner().invoke(app, ["envs", "--json"])
+    rows = {row["name"]: row for row in json.loads(result.stdout)}
+    assert set(SERVED) <= rows.keys()
+    assert rows["weather"]["server"] == "weather --port 36001"
+    assert rows["weather"]["ranges"] == {"train": [0, 323], "test": [323, 343]}
+    assert rows["sqlgym"]["installed"] is True
+    assert "†" in rows["sqlgym"]["summary"]

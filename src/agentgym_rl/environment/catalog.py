@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
+from agentgym_rl.environment.agentgym_servers import SERVED
 from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
 from agentgym_rl.environment.own_class import bind, import_class, is_import_path
 from agentgym_rl.errors import ConfigError, did_you_mean
@@ -215,6 +216,11 @@ def find(name: str) -> Entry:
     known = entries()
     if name in known:
         return known[name]
+    if name in SERVED:
+        raise ConfigError(
+            f"environment {name!r} needs AgentGym's server ({SERVED[name].command}): play it with "
+            f"url = agentgym+http://127.0.0.1:36001/{name} or --url"
+        )
     hint = did_you_mean(name, known) or "; a class of your own is named by its import path, such as my_module:MyEnv"
     raise ConfigError(f"unknown environment {name!r}: known are {', '.join(sorted(known))}{hint}")
 

@@ -138,7 +138,7 @@ class SqlGym:
         if self._item < 0:
             raise EnvError("sqlgym has nothing to draw yet: call reset first")
         state = "playing" if self._success is None else "solved" if self._success else "failed"
-        status = {"playing": f"{self._num_turns} turns", "solved": "right", "failed": "wrong"}[state]
+        status = {"playing": f"turn {self._num_turns}", "solved": "right", "failed": "wrong"}[state]
         panels = [Panel("Tables", self._question.database.schema, mono=True), Panel("Question", self._question.text)]
         if self._statement:
             panels.append(Panel("Last statement", self._statement, mono=True, colour="#eef4fb"))

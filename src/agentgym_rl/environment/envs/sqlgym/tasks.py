@@ -29,6 +29,8 @@ class Template:
 @dataclass(frozen=True, slots=True)
 class Question:
     database: Database
+    form: str
+    """The template's question, with fields in braces."""
     subset: str
     text: str
     statement: str
@@ -66,10 +68,10 @@ _SEATS = ("seats", "VALUES (160), (200), (240), (300), (360)")
 
 TEMPLATES: dict[str, tuple[Template, ...]] = {
     "library": (
-        Template("select", "Which titles have more than {pages} pages and the genre {genre}?",
-                 "SELECT title FROM book WHERE pages > {pages} AND genre = '{genre}'", (_PAGES, _GENRE)),
         Template("select", "What are the names of the authors from {country}, the oldest first, in this order?",
                  "SELECT name FROM author WHERE country = '{country}' ORDER BY born, name", (_COUNTRY,)),
+        Template("select", "Which titles have more than {pages} pages and the genre {genre}?",
+                 "SELECT title FROM book WHERE pages > {pages} AND genre = '{genre}'", (_PAGES, _GENRE)),
         Template("aggregate", "How many books of the genre {genre} were published before {year}?",
                  "SELECT COUNT(*) FROM book WHERE genre = '{genre}' AND year < {year}",
                  (_GENRE, ("year", "VALUES (1975), (1985), (1995), (2005)"))),
@@ -103,14 +105,14 @@ TEMPLATES: dict[str, tuple[Template, ...]] = {
                  (("time", "VALUES ('08:00'), ('10:00'), ('12:00'), ('15:00')"),)),
         Template("aggregate", "How many stations does each region have? Give region and number.",
                  "SELECT region, COUNT(*) FROM station GROUP BY region"),
+        Template("join", "Which stations can be reached with {operator}, the oldest first, in this order?",
+                 "SELECT s.name FROM station s JOIN line l ON l.id = s.line_id WHERE l.operator = '{operator}' ORDER "
+                 "BY s.opened, s.name", (_OPERATOR,)),
         Template("join", "What are the numbers of the trains of {operator}?",
                  "SELECT t.number FROM train t JOIN line l ON l.id = t.line_id WHERE l.operator = '{operator}'",
                  (_OPERATOR,)),
         Template("join", "How many seats do the trains on {line} have in total?",
                  "SELECT SUM(t.seats) FROM train t JOIN line l ON l.id = t.line_id WHERE l.name = '{line}'", (_LINE,)),
-        Template("join", "Which stations can be reached with {operator}, in the order of their opening, in this order?",
-                 "SELECT s.name FROM station s JOIN line l ON l.id = s.line_id WHERE l.operator = '{operator}' ORDER "
-                 "BY s.opened, s.name", (_OPERATOR,)),
         Template("nested", "Which lines have no station? Give their names.",
                  "SELECT name FROM line WHERE id NOT IN (SELECT line_id FROM station)"),
         Template("nested", "What are the numbers of the trains with the most seats on {line}?",
@@ -170,10 +172,11 @@ def question(item: int) -> Question:
         # The last form of each kind is held out from training.
         templates = templates[-1:] if "new" in subsets_of(item) else templates[:-1]
         for _ in range(MAX_ATTEMPTS):
-            text, statement = _draw(rng.choice(templates), connection, rng)
+            template = rng.choice(templates)
+            text, statement = _draw(template, connection, rng)
             rows = connection.execute(statement).fetchall()
             if rows and None not in rows[0]:
-                return Question(database, subset, text, statement, seed)
+                return Question(database, template.question, subset, text, statement, seed)
     finally:
         connection.close()
     raise ValueError(f"no question about {database.name} for item {item} in {MAX_ATTEMPTS} attempts")

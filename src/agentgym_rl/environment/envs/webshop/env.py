@@ -117,7 +117,7 @@ class WebShop:
         status = f"{self._page.kind} page" if self._score is None else f"score {self._score:.2f}"
         panels = [Panel("Instruction", self._goal.text, colour="#eef4fb")]
         if self._page.kind != "done":
-            panels.append(Panel("Page", "\n".join(self._content())))
+            panels.append(Panel("Page", "\n".join(self._lines())))
             panels.append(Panel("Buttons", "   ".join(f"[{text}]" for text in self._clickables())))
         return draw(f"Shop, item {self._item}", self._goal.product.kind, status, state, panels)
 
@@ -206,6 +206,23 @@ class WebShop:
             *SUBPAGES,
             BUY,
         ]
+
+    def _lines(self) -> list[str]:
+        """Return the page for people: one product or one option a line, without buttons."""
+        page = self._page
+        if page.kind == "search":
+            return ["Search"]
+        if page.kind == "results":
+            rows = [by_code()[text.lower()] for text in self._clickables() if text.lower() in by_code()]
+            return [f"{row.code}   {row.title}   ${row.price:.2f}" for row in rows] or ["no results"]
+        product = self._product
+        if page.kind == "subpage":
+            return [product.title, f"{page.subpage}: {self._content()[-1]}"]
+        options = [
+            f"{name}: {', '.join(f'({value})' if page.options.get(name) == value else value for value in values)}"
+            for name, values in product.options.items()
+        ]
+        return [product.title, f"${product.price:.2f}, rated {product.rating:.1f}", *options]
 
     def _require_playing(self) -> None:
         if self._page.kind == "done":
