@@ -89,6 +89,7 @@ async def test_an_agent_is_evaluated_on_a_server_of_agentgym(tmp_path: Path) -> 
     [
         (None, None, (None, {})),
         ([URL], None, (URL, {})),
+        (URL, None, (URL, {})),
         ([f"webshop={URL}/webshop?a=b"], "agenteval", (None, {"webshop": f"{URL}/webshop?a=b"})),
     ],
 )

@@ -25,8 +25,9 @@ def parse_prices(prompt: float | None, completion: float | None, cached: float |
     return Prices(prompt, completion, cached)
 
 
-def parse_urls(given: list[str] | None, suite: str | None) -> tuple[str | None, dict[str, str]]:
+def parse_urls(given: list[str] | str | None, suite: str | None) -> tuple[str | None, dict[str, str]]:
     """Return the server of --env, or with a suite the servers by environment, from `NAME=URL` each."""
+    given = [given] if isinstance(given, str) else given  # the Python API takes one address as a string
     if not given or suite is None:
         if len(given or ()) > 1:
             raise ConfigError(f"--url may be given once without --suite, got {len(given or ())}: leave the others out")

@@ -420,8 +420,8 @@ def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
     if not plan.items:
         return _missing(plan, f"its questions are needed: set {SEARCHQA_DATA} and {SEARCHQA_INDEX}")
     count = min(task.num_items, request.limit or task.num_items)
-    own = {"own_data": True} if is_substitute else {}
-    return replace(plan, items=tuple(evenly_spaced(plan.items, count)), **own)
+    items = tuple(evenly_spaced(plan.items, count))
+    return replace(plan, items=items, own_data=plan.own_data or is_substitute)
 
 
 def _environment_plans(request: Request, listed: ItemsBySubset) -> list[TaskPlan]:

@@ -26,7 +26,8 @@ class Panel:
 
 def draw(title: str, headline: str, status: str, state: str, panels: Sequence[Panel]) -> str:
     """Draw the page. `state` is a key of STATUS_COLOURS."""
-    body, height = [], 92
+    body: list[str] = []
+    height = 92
     for panel in panels:
         lines = _wrap(panel.text)
         body += _panel(panel, lines, height)

@@ -205,7 +205,7 @@ def build(item: int) -> House:
     needed = 2 if task == "pick_two_obj_and_place" else 1
     counts = {kind: rng.randint(1, 2) for kind in rng.sample(room.things, min(8, len(room.things)))}
     counts[thing] = max(needed, counts.get(thing, 1))
-    location = {}
+    location: dict[str, str] = {}
     for kind, count in sorted(counts.items()):
         # The thing of the task never starts where it should go.
         possible = [place for place in places if kind != thing or kind_of(place) != goal_place]

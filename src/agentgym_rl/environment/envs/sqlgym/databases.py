@@ -7,12 +7,18 @@ import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-FIRST = ("Ada", "Bela", "Carin", "Dorian", "Edda", "Falk", "Greta", "Hugo", "Iris", "Jonas", "Kira", "Levin", "Mara")
-FIRST += ("Nils", "Oda", "Piet", "Ronja", "Sven", "Tilda", "Veit")
-LAST = ("Alder", "Brandt", "Castell", "Dorn", "Eichel", "Fink", "Gruber", "Hollin", "Immer", "Jansen", "Keller", "Lund")
-LAST += ("Moser", "Norden", "Ostler", "Pahl", "Rask", "Selm", "Thorn", "Ulmer")
-TOWNS = ("Ashford", "Brookton", "Calder Bay", "Dunmere", "Eastmere", "Fairholm", "Greyhaven", "Norvale", "Port Ellery")
-TOWNS += ("Stonebridge", "Westling", "Wynford")
+FIRST = (
+    "Ada", "Bela", "Carin", "Dorian", "Edda", "Falk", "Greta", "Hugo", "Iris", "Jonas", "Kira", "Levin", "Mara",
+    "Nils", "Oda", "Piet", "Ronja", "Sven", "Tilda", "Veit",
+)  # fmt: skip
+LAST = (
+    "Alder", "Brandt", "Castell", "Dorn", "Eichel", "Fink", "Gruber", "Hollin", "Immer", "Jansen", "Keller",
+    "Lund", "Moser", "Norden", "Ostler", "Pahl", "Rask", "Selm", "Thorn", "Ulmer",
+)  # fmt: skip
+TOWNS = (
+    "Ashford", "Brookton", "Calder Bay", "Dunmere", "Eastmere", "Fairholm", "Greyhaven", "Norvale",
+    "Port Ellery", "Stonebridge", "Westling", "Wynford",
+)  # fmt: skip
 COUNTRIES = ("Denmark", "Estonia", "Ireland", "Norway", "Portugal", "Slovenia")
 GENRES = ("crime", "essay", "fantasy", "history", "poetry", "travel")
 ADJECTIVES = ("Silent", "Northern", "Hidden", "Second", "Burning", "Paper", "Distant", "Golden", "Broken", "Winter")
@@ -20,8 +26,10 @@ NOUNS = ("Harbour", "Garden", "Letter", "River", "Mirror", "Orchard", "Compass",
 OPERATORS = ("Coastal Rail", "Inland Express", "Northway", "Valley Trains")
 REGIONS = ("north", "east", "south", "west", "centre")
 VALLEYS = ("Amber Valley", "Birch Valley", "Clover Valley", "Dale End", "Elm Hollow")
-FRUITS = (("apple", "pome"), ("pear", "pome"), ("quince", "pome"), ("plum", "stone"), ("cherry", "stone"))
-FRUITS += (("apricot", "stone"), ("raspberry", "berry"), ("currant", "berry"), ("gooseberry", "berry"))
+FRUITS = (
+    ("apple", "pome"), ("pear", "pome"), ("quince", "pome"), ("plum", "stone"), ("cherry", "stone"),
+    ("apricot", "stone"), ("raspberry", "berry"), ("currant", "berry"), ("gooseberry", "berry"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
