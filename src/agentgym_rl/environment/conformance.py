@@ -11,11 +11,10 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -160,11 +159,13 @@ async def determinism_problems(pool: EnvPool, env: str, items: Sequence[int], tu
     return problems
 
 
-async def concurrency_problems(pool: EnvPool, env: str, items: Sequence[int], sessions: int = 6) -> list[str]:
+async def concurrency_problems(
+    pool: EnvPool, env: str, items: Sequence[int], sessions: int = 6, turns: int = 6
+) -> list[str]:
     """Play items in sessions at the same time, and compare with the same items played alone."""
-    alone = {item: await play_alone(pool, env, item, "random", 6) for item in items}
+    alone = {item: await play_alone(pool, env, item, "random", turns) for item in items}
     chosen = [items[number % len(items)] for number in range(sessions)]
-    together = await asyncio.gather(*(play_alone(pool, env, item, "random", 6) for item in chosen))
+    together = await asyncio.gather(*(play_alone(pool, env, item, "random", turns) for item in chosen))
     differences = [(item, first_difference(alone[item], play)) for item, play in zip(chosen, together, strict=True)]
     return [
         f"item {item} is another game while others are played: {difference}; keep state in the instance, not in the "
@@ -235,9 +236,7 @@ async def oracle_problems(pool: EnvPool, env: str, items: Sequence[int]) -> list
         action, observation, _, done, info = played[-1]
         invalid = next((row for row in played[1:] if row[4].get("valid") is False), None)
         if invalid is not None:
-            problems.append(
-                f"item {item}: the oracle's action {invalid[0][:40]!r} is answered with {invalid[1][:60]!r}"
-            )
+            problems.append(f"item {item}: the oracle's action {invalid[0][:40]!r} is invalid: {invalid[1][:60]!r}")
         elif not done:
             problems.append(f"item {item}: the oracle does not end within {ORACLE_TURNS} turns, last {action[:40]!r}")
         elif info.get("success") is not True:
@@ -330,25 +329,37 @@ async def check(name: str, kwargs: Mapping[str, Any], turns: int = 50, timeout_s
         if not ended:
             text = f"no episode of random play ended within {turns} turns: fine if a horizon ends it"
             findings[-1] = Finding("random play", "advice", text)
-        problems = await determinism_problems(pool, name, items)
-        problems = problems or await asyncio.to_thread(process_problems, name, kwargs, items)
+        problems = await _attempt(determinism_problems(pool, name, items))
+        problems = problems or await process_problems(name, kwargs, items)
         findings.append(_finding("determinism", problems, "the same item is the same game, in another process too"))
-        problems, unmarked = await hostile_problems(pool, name, items[0])
-        findings.append(_finding("hostile actions", problems, f"all {len(HOSTILE)} are answered"))
-        if unmarked and not problems:
-            text = (
-                f"{len(unmarked)} of {len(HOSTILE)} ({', '.join(unmarked[:3])}) are answered without info['valid'] = "
-                "False: set it for an action that is not understood"
-            )
-            findings[-1] = Finding("hostile actions", "advice", text)
-        findings.append(
-            _finding("concurrency", await concurrency_problems(pool, name, items), "sessions do not change each other")
-        )
+        findings.append(await _hostile(pool, name, items[0]))
+        if not problems:  # otherwise it would be the same problem again
+            problems = await _attempt(concurrency_problems(pool, name, items))
+            findings.append(_finding("concurrency", problems, "sessions do not change each other"))
         findings += await _optional(pool, name, items)
         findings.append(await _speed(pool, name, env_class, items, turns))
     finally:
         await pool.close()
     return findings
+
+
+async def _attempt(problems: Awaitable[list[str]]) -> list[str]:
+    """Return the problems, or the error that a play ended with."""
+    try:
+        return await problems
+    except EnvError as error:
+        return [str(error)]
+
+
+async def _hostile(pool: EnvPool, name: str, item: int) -> Finding:
+    problems, unmarked = await hostile_problems(pool, name, item)
+    if problems or not unmarked:
+        return _finding("hostile actions", problems, f"all {len(HOSTILE)} are answered")
+    text = (
+        f"{len(unmarked)} of {len(HOSTILE)} ({', '.join(unmarked[:3])}) are answered without info['valid'] = False: "
+        "set it for an action that is not understood"
+    )
+    return Finding("hostile actions", "advice", text)
 
 
 async def _optional(pool: EnvPool, name: str, items: Sequence[int]) -> list[Finding]:
@@ -357,7 +368,9 @@ async def _optional(pool: EnvPool, name: str, items: Sequence[int]) -> list[Find
     text = f"has {', '.join(implemented) or 'none'}" + (f"; may add {', '.join(missing)}" if missing else "")
     findings = [_finding("optional methods", problems, text)]
     if "oracle" in implemented:
-        findings.append(_finding("oracle", await oracle_problems(pool, name, items), f"solves {len(items)} items"))
+        findings.append(
+            _finding("oracle", await _attempt(oracle_problems(pool, name, items)), f"solves {len(items)} items")
+        )
     return findings
 
 
@@ -397,29 +410,23 @@ def _describe(env_class: type[TextEnv]) -> str:
     return f"items: {splits}; subsets: {', '.join(env_class.subsets[:5]) or 'none'}"
 
 
-def process_problems(name: str, kwargs: Mapping[str, Any], items: Sequence[int]) -> list[str]:
-    """Compare transcripts of two new processes. Their hash seeds differ, so that the order of a set shows."""
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "agentgym_rl.environment.conformance",
-        name,
-        json.dumps(kwargs),
-        json.dumps(items),
-    ]
-    answers = []
-    for seed in ("1", "2"):
-        done = subprocess.run(
-            command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return [f"another process cannot play it: {last[:200]}"]
-        answers.append(done.stdout.strip().splitlines()[-1])
-    return (
-        [] if answers[0] == answers[1] else ["items differ between processes: do not use the order of a set, or hash()"]
+async def process_problems(name: str, kwargs: Mapping[str, Any], items: Sequence[int]) -> list[str]:
+    """Compare random play here with that of a new process. Its hash seed differs, so that the order of a set shows."""
+    seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"
+    arguments = [name, json.dumps(kwargs, default=str), json.dumps(items)]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "agentgym_rl.environment.conformance", *arguments),
+        env={**os.environ, "PYTHONHASHSEED": seed},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
+    output, messages = await process.communicate()
+    if process.returncode:
+        last = (messages.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        return [f"another process cannot play it: {last[:200]}"]
+    if output.split()[-1].decode() == await digest(name, kwargs, items):
+        return []
+    return ["the same item differs between processes: do not depend on the order of a set, on hash() or on a clock"]
 
 
 async def digest(name: str, kwargs: Mapping[str, Any], items: Sequence[int]) -> str:
