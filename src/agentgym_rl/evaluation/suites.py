@@ -138,7 +138,7 @@ SUBSTITUTES: dict[str, tuple[SuiteTask, ...]] = {
         SuiteTask(BUILT_IN_SEARCH, "three hops", "hop3", 50),
     ),
     **{
-        task.scenario.env: (SuiteTask(BUILT_IN_SCENARIOS[task.scenario.env], task.name, None, task.num_items),)
+        task.scenario.env: (SuiteTask(BUILT_IN_SCENARIOS[task.scenario.env], "all", None, task.num_items),)
         for task in AGENTEVAL
         if task.scenario.needs_server and task.scenario.env in BUILT_IN_SCENARIOS
     },
