@@ -467,16 +467,26 @@ def convert(
 
 @app.command()
 def index(
-    corpus: Annotated[Path, typer.Argument(help="Passages: a .jsonl file, or a .json file that is one list")],
+    corpus: Annotated[Path, typer.Argument(help="Passages: a .jsonl file, or a .json file that is one list; or .gz")],
     out: Annotated[Path | None, typer.Option(help="Folder to make; by default CORPUS.index beside the corpus")] = None,
     dense: Annotated[str | None, typer.Option(help="Encoder (Hugging Face folder or name) for dense retrieval")] = None,
     query_prefix: Annotated[str, typer.Option(help="What the encoder wants before a query")] = "",
     passage_prefix: Annotated[str, typer.Option(help="What the encoder wants before a passage")] = "",
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(help="Question file or pattern, 'qa/*.jsonl'; may be repeated. Reports recall of gold passages"),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --questions: most questions of a file")] = None,
+    report: Annotated[Path | None, typer.Option(help="With --questions: also write the numbers as JSON")] = None,
 ) -> None:
-    """Build a search index for searchqa."""
-    from agentgym_rl.environment.envs.searchqa.command import index_corpus
+    """Build a search index for searchqa. With --questions, measure retrieval; an index that exists is used as it is."""
+    from agentgym_rl.environment.envs.searchqa import command
 
-    index_corpus(corpus, out, dense, query_prefix, passage_prefix)
+    folder = out or command.default_folder(corpus)
+    if not (questions and folder.exists()):
+        command.index_corpus(corpus, folder, dense, query_prefix, passage_prefix)
+    if questions:
+        command.measure_questions(folder, questions, limit, report)
 
 
 def main() -> None:

@@ -69,10 +69,17 @@ def _keydoor() -> type[TextEnv]:
     return KeyDoor
 
 
-def _searchqa() -> type[TextEnv]:
+def _searchqa(
+    data: str = "",
+    index: str = "",
+    retrieval: str | None = None,
+    passages_per_search: int | None = None,
+    test_share: float | None = None,
+) -> type[TextEnv]:
     from agentgym_rl.environment.envs.searchqa import load_searchqa
 
-    return load_searchqa()
+    options = {"retrieval": retrieval, "passages_per_search": passages_per_search, "test_share": test_share}
+    return load_searchqa(data, index, **options)
 
 
 def _sciworld() -> type[TextEnv]:
