@@ -161,6 +161,13 @@ def test_a_wrong_setting_is_one_clear_line(notes_url: str, changed: dict[str, An
     assert "\n" not in str(caught.value)
 
 
+def test_a_missing_or_unknown_setting_names_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="missing a required argument: 'tasks'; it takes tasks, reward, command"):
+        catalog.load("mcp:notes", {"reward": "a:b"})
+    with pytest.raises(ConfigError, match="unexpected keyword argument 'task'"):
+        catalog.load("mcp:notes", {"tasks": "a:b", "reward": "a:b", "task": 1})
+
+
 def test_tasks_are_read_from_a_file(notes_url: str, tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text("\n".join(json.dumps(task) for task in [*TASKS, *TASKS]))

@@ -6,11 +6,13 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
+from agentgym_rl.environment.agentgym_servers import SERVED
 from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
 from agentgym_rl.environment.own_class import bind, import_class, is_import_path
 from agentgym_rl.errors import ConfigError, did_you_mean
@@ -23,11 +25,9 @@ ENTRY_POINTS = "agentgym_rl.environments"
 class Entry:
     """One line of the catalog."""
 
-    loader: Callable[..., type[TextEnv]]
-    """Imports the environment on first use, so that its packages do not slow down other commands.
-
-    A loader with parameters takes the kwargs of a recipe; otherwise the constructor of its class takes them.
-    """
+    attribute: str
+    """Class in the package `environment.envs.NAME`, a function there that takes a recipe's kwargs and returns it, or an
+    import path. Imported on first use, so that its packages do not slow down other commands."""
     summary: str
     package: str
     """Top-level module it needs beyond this package's own dependencies."""
@@ -39,61 +39,6 @@ class Entry:
     """Raises ConfigError if something is missing that pip cannot install, such as Chromium."""
 
 
-def _textcraft() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.textcraft import TextCraft
-
-    return TextCraft
-
-
-def _babyai() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.babyai import BabyAI
-
-    return BabyAI
-
-
-def _wordle() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.wordle import Wordle
-
-    return Wordle
-
-
-def _maze() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.maze import Maze
-
-    return Maze
-
-
-def _keydoor() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.keydoor import KeyDoor
-
-    return KeyDoor
-
-
-def _searchqa(
-    data: str = "",
-    index: str = "",
-    retrieval: str | None = None,
-    passages_per_search: int | None = None,
-    test_share: float | None = None,
-) -> type[TextEnv]:
-    from agentgym_rl.environment.envs.searchqa import load_searchqa
-
-    options = {"retrieval": retrieval, "passages_per_search": passages_per_search, "test_share": test_share}
-    return load_searchqa(data, index, **options)
-
-
-def _sciworld() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.sciworld import SciWorld
-
-    return SciWorld
-
-
-def _webarena() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.webarena import WebArena
-
-    return WebArena
-
-
 def _chromium() -> str:
     from agentgym_rl.environment.envs.webarena.browser import find_chromium
 
@@ -102,89 +47,96 @@ def _chromium() -> str:
 
 CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
-        _textcraft,
+        "TextCraft",
         "craft a Minecraft item from a list of recipes, some of them distractors",
         package="minecraft_data",
         extra="textcraft",
         licence="MIT (minecraft_data)",
     ),
     "babyai": Entry(
-        _babyai,
+        "BabyAI",
         "follow an instruction in a grid world of rooms, doors, keys and balls",
         package="minigrid",
         extra="babyai",
         licence="Apache-2.0 (minigrid)",
     ),
     "wordle": Entry(
-        _wordle,
+        "Wordle",
         "find a five-letter word in six guesses",
         package="agentgym_rl",
         extra="",
         licence="MIT (wonderwords, SymSpell)",
     ),
     "maze": Entry(
-        _maze,
+        "Maze",
         "find the way through a maze, seeing only the walls around you",
         package="agentgym_rl",
         extra="",
         licence="Apache-2.0 (our own)",
     ),
     "keydoor": Entry(
-        _keydoor,
+        "KeyDoor",
         "fetch the key of the right door: two rooms, thirty words, learned in a minute",
         package="agentgym_rl",
         extra="",
         licence="Apache-2.0 (our own)",
     ),
     "searchqa": Entry(
-        _searchqa,
+        "load_searchqa",
         "answer questions of one to three hops by searching a corpus",
         package="tantivy",
         extra="searchqa",
         licence="CC BY 4.0 (GeoNames), Unicode (CLDR)",
     ),
     "sciworld": Entry(
-        _sciworld,
+        "SciWorld",
         "carry out science experiments in a simulated house",
         package="scienceworld",
         extra="sciworld",
         licence="Apache-2.0 (scienceworld)",
     ),
     "webarena": Entry(
-        _webarena,
+        "WebArena",
         "do tasks in a real browser: a shop, its administration, a forum, code, a map",
         package="playwright",
         extra="webarena",
         licence="Apache-2.0 (our own; WebArena)",
         check=_chromium,
     ),
+    "webshop": Entry(
+        "WebShop",
+        "buy a product that fits a description, in a shop of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
+    "alfworld": Entry(
+        "AlfWorld",
+        "find, clean, heat, cool and place things in a household of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
+    "sqlgym": Entry(
+        "SqlGym",
+        "answer questions with SQL over small databases of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
 }
-
-
-def _gymnasium(target: str, **kwargs: Any) -> type[TextEnv]:
-    from agentgym_rl.environment.bridges.gymnasium import gymnasium_class
-
-    return gymnasium_class(target, **kwargs)
-
-
-def _mcp(target: str, **kwargs: Any) -> type[TextEnv]:
-    from agentgym_rl.environment.bridges.mcp import mcp_class
-
-    return mcp_class(target, **kwargs)
-
-
-def _openenv(target: str, **kwargs: Any) -> type[TextEnv]:
-    from agentgym_rl.environment.bridges.openenv import openenv_class
-
-    return openenv_class(target, **kwargs)
+"""Environments by name. † marks tasks of our own that replace those of a published environment of this name."""
 
 
 BRIDGES: dict[str, Entry] = {
-    "gymnasium": Entry(_gymnasium, "an environment of Gymnasium", "gymnasium", "gymnasium", "MIT (Gymnasium)"),
-    "openenv": Entry(_openenv, "an environment of an OpenEnv server", "websockets", "openenv", "licence of the server"),
-    "mcp": Entry(_mcp, "the tools of an MCP server", "mcp", "mcp", "licence of the server"),
+    "gymnasium": Entry("gymnasium_class", "an environment of Gymnasium", "gymnasium", "gymnasium", "MIT (Gymnasium)"),
+    "openenv": Entry(
+        "openenv_class", "an environment of an OpenEnv server", "websockets", "openenv", "licence of the server"
+    ),
+    "mcp": Entry("mcp_class", "the tools of an MCP server", "mcp", "mcp", "licence of the server"),
 }
-"""Entries of the bridges by the prefix of a name, such as gymnasium:FrozenLake-v1. Loaders take the rest of it."""
+"""Entries of the bridges by the prefix of a name, such as gymnasium:FrozenLake-v1. `attribute` is a function of the
+module bridges/PREFIX.py; it takes the rest of the name, and the kwargs."""
 BRIDGED = {
     "gymnasium:FrozenLake-v1": "cross a frozen lake without falling into a hole",
     "gymnasium:Taxi-v4": "fetch a passenger and bring him to his destination",
@@ -192,8 +144,6 @@ BRIDGED = {
     "gymnasium:CliffWalking-v1": "walk to the goal along a cliff",
 }
 """Environments of other packages that are listed by name."""
-
-
 _bridged: dict[tuple[str, str], type[TextEnv]] = {}
 """Classes that bridges made: the same name and arguments give the same class."""
 
@@ -211,15 +161,28 @@ def is_bridged(name: str) -> bool:
 
 
 def _bridge(name: str) -> Entry:
-    prefix, _, target = name.partition(":")
-    return replace(BRIDGES[prefix], loader=partial(BRIDGES[prefix].loader, target), summary=name)
+    return replace(BRIDGES[name.partition(":")[0]], summary=name)
+
+
+def _load_bridged(name: str, attribute: str, kwargs: Mapping[str, Any]) -> type[TextEnv]:
+    key = name, json.dumps(kwargs, sort_keys=True, default=repr)
+    if key not in _bridged:
+        prefix, _, rest = name.partition(":")
+        make = getattr(import_module(f"agentgym_rl.environment.bridges.{prefix}"), attribute)
+        try:
+            signature(make).bind(rest, **kwargs)
+        except TypeError as error:
+            takes = ", ".join(list(signature(make).parameters)[1:])
+            raise ConfigError(f"environment {name}: kwargs: {error}; it takes {takes}") from None
+        _bridged[key] = make(rest, **kwargs)
+    return _bridged[key]
 
 
 def _entry_of(point: EntryPoint) -> Entry:
     about: Any = point.dist.metadata if point.dist is not None else {}
     summary, package = about.get("Summary") or point.value, about.get("Name") or point.value
     licence = about.get("License-Expression") or about.get("License") or "licence not stated"
-    return Entry(partial(import_class, point.value), summary, "agentgym_rl", "", f"{licence} ({package})")
+    return Entry(point.value, summary, "agentgym_rl", "", f"{licence} ({package})")
 
 
 def find(name: str) -> Entry:
@@ -229,10 +192,15 @@ def find(name: str) -> Entry:
     if is_bridged(name):
         return _bridge(name)
     if is_import_path(name):
-        return Entry(partial(import_class, name), name, "agentgym_rl", "", "")
+        return Entry(name, name, "agentgym_rl", "", "")
     known = entries()
     if name in known:
         return known[name]
+    if name in SERVED:
+        raise ConfigError(
+            f"environment {name!r} needs AgentGym's server ({SERVED[name].command}): play it with "
+            f"url = agentgym+http://127.0.0.1:36001/{name} or --url"
+        )
     hint = did_you_mean(name, known) or "; a class of your own is named by its import path, such as my_module:MyEnv"
     raise ConfigError(f"unknown environment {name!r}: known are {', '.join(sorted(known))}{hint}")
 
@@ -248,18 +216,23 @@ def load(name: str, kwargs: Mapping[str, Any] | None = None) -> type[TextEnv]:
             f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
         )
     if is_bridged(name):
-        key = name, json.dumps(kwargs, sort_keys=True, default=repr)
-        if key not in _bridged:
-            _bridged[key] = entry.loader(**kwargs)
-        return _bridged[key]
-    if name not in CATALOG or (kwargs and not signature(entry.loader).parameters):
-        return bind(entry.loader(), kwargs, name)
+        return _load_bridged(name, entry.attribute, kwargs)
+    target: Any = _import(name, entry.attribute)
+    if isinstance(target, type):
+        env_class = cast("type[TextEnv]", target)
+        return bind(env_class, kwargs, name) if kwargs or name not in CATALOG else env_class
     try:
-        signature(entry.loader).bind(**kwargs)
+        signature(target).bind(**kwargs)
     except TypeError as error:
-        takes = ", ".join(signature(entry.loader).parameters)
+        takes = ", ".join(signature(target).parameters)
         raise ConfigError(f"environment {name}: kwargs: {error}; it takes {takes}") from None
-    return entry.loader(**kwargs)
+    return cast("type[TextEnv]", target(**kwargs))
+
+
+def _import(name: str, attribute: str) -> Any:
+    if is_import_path(attribute):
+        return import_class(attribute)
+    return getattr(import_module(f"agentgym_rl.environment.envs.{name}"), attribute)
 
 
 def published_item(name: str, number: int) -> int:

@@ -26,7 +26,6 @@ transformers_logging.disable_progress_bar()  # it would break the console's line
 
 ModelContext = Callable[[], AbstractContextManager[Any]]
 """Opens a context that yields a model: a second one, or the same with other adapters."""
-Lent = ModelContext
 
 
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
