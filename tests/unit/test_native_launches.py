@@ -75,6 +75,7 @@ class StepwiseRunner:
     def __init__(self, model: Any, max_slots: int, max_length: int = 256) -> None:
         self._inner = DecoderRunner(model, max_slots=max_slots, max_length=max_length)
         self._room = 0
+        self._rows: list[DecodeRow] = []
         self.launches = 0
         self.longest_launch = 0
         self.most_unread = 0
@@ -94,8 +95,9 @@ class StepwiseRunner:
         rows = [Row(r.slot, r.token_ids[:-1], r.start) for r in rows if r.start < len(r.token_ids) - 1]
         return self._inner.forward(rows)[1] if rows else 0
 
-    def begin(self, rows: list[DecodeRow]) -> None:
-        self._rows = [replace(row, stop_token_ids=row.stop_token_ids[:MAX_STOPS]) for row in rows]
+    def arrange(self, kept: list[int], new: list[DecodeRow]) -> None:
+        new = [replace(row, stop_token_ids=row.stop_token_ids[:MAX_STOPS]) for row in new]
+        self._rows = [*(self._rows[index] for index in kept), *new]
 
     def launch(self, steps: int) -> DoneLaunch:
         self.launches += 1
