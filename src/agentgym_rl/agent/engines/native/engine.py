@@ -29,7 +29,8 @@ from agentgym_rl.types import Completion, Sampling
 
 SETTLE_ROUNDS = 3
 """Event-loop iterations between steps, so that environments that answer together join the next step together. An
-iteration in which requests arrived is followed by another, up to MAX_SETTLE_ROUNDS."""
+iteration in which requests arrived is followed by another, up to MAX_SETTLE_ROUNDS; not on a device, where later
+requests join the next launch."""
 MAX_SETTLE_ROUNDS = 12
 LAUNCHES_PER_REPLY = 8
 """Launches that a reply of the average length takes. A row that ends early idles for half a launch on average, and a
@@ -243,7 +244,7 @@ class NativeEngine:
         for done_rounds in range(1, MAX_SETTLE_ROUNDS + 1):
             arrivals = self._arrivals
             await asyncio.sleep(0)
-            if done_rounds >= SETTLE_ROUNDS and self._arrivals == arrivals:
+            if done_rounds >= SETTLE_ROUNDS and (self._launches or self._arrivals == arrivals):
                 return
 
     def _admit(self) -> None:

@@ -28,7 +28,7 @@ MAX_STEPS = 32
 """Steps of one launch."""
 PREFILL_TOKENS = 16384
 """Tokens of one prefill pass."""
-PREFILL_SIZES = (64, 128, 256, 512, 1024, 2048)
+PREFILL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 NARROW_PREFILL_SIZES = (*PREFILL_SIZES, 3072, 4096, 6144, 8192)
 """Sizes of captured prefill passes: launching their kernels one by one takes longer than running them. In narrow models
 this holds for longer passes too."""
