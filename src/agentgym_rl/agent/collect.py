@@ -17,7 +17,6 @@ from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
 
-
 STARTS_PER_ITERATION = 16
 """Episodes that start in one iteration of the event loop, so that an engine plays the first while others are reset."""
 
