@@ -15,6 +15,7 @@ SCRIPT = Path(__file__).parents[1] / "kernels_interpreted.py"
 CHECKS = [
     ("llama", "qwen3", "float16", "layers", "logits"),
     ("wide", "out_of_memory", "slept", "bucketed", "moved_weights"),
+    ("drafts",),
 ]
 
 

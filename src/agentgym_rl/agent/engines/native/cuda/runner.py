@@ -24,8 +24,11 @@ from agentgym_rl.common.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MAX_STEPS = 32
-"""Steps of one launch."""
+MAX_TOKENS = 64
+"""Tokens that a row may sample in one launch."""
+DRAFT_ROWS, DRAFT_WIDTH = 32, 4
+"""A step for at most DRAFT_ROWS rows computes DRAFT_WIDTH tokens of each: the last and guesses after it. Such a step
+takes about as long as one without guesses, because it mostly reads weights; one for more rows would take longer."""
 PREFILL_TOKENS = 16384
 """Tokens of one prefill pass."""
 PREFILL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
@@ -54,10 +57,12 @@ class CapturedLaunch:
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         array = self._host.numpy()[:, : self._num_rows]
-        tokens = array[: self.steps].T.tolist()
-        logprobs = array[MAX_STEPS : MAX_STEPS + self.steps].view(numpy.float32).T.tolist()
-        for row, count in enumerate(array[2 * MAX_STEPS].tolist()):
-            if count < self.steps:
+        counts = array[2 * MAX_TOKENS].tolist()
+        longest = max(counts)
+        tokens = array[:longest].T.tolist()
+        logprobs = array[MAX_TOKENS : MAX_TOKENS + longest].view(numpy.float32).T.tolist()
+        for row, count in enumerate(counts):
+            if count < longest:
                 tokens[row], logprobs[row] = tokens[row][:count], logprobs[row][:count]
         return tokens, logprobs
 
@@ -89,10 +94,12 @@ class CapturedRunner:
         self._prefill_sizes = NARROW_PREFILL_SIZES if config.hidden_size <= NARROW else PREFILL_SIZES
         self._max_rows = bucket_for(max_slots)
         self._inputs = torch.zeros((SOURCE, self._max_rows), dtype=torch.int64, device=self._device)
-        self._outputs = torch.zeros((2 * MAX_STEPS + 1, self._max_rows), dtype=torch.int32, device=self._device)
+        self._outputs = torch.zeros((2 * MAX_TOKENS + 1, self._max_rows), dtype=torch.int32, device=self._device)
         self._host_outputs = [
             torch.zeros(self._outputs.shape, dtype=torch.int32, pin_memory=self._on_cuda) for _ in "ab"
         ]
+        self._history = torch.zeros((max_slots, max_length + 1), dtype=torch.int32, device=self._device)
+        """Tokens of each slot, as far as its keys are cached."""
         self._uses_top_p: list[bool] = []
         """Of each row of the present arrangement."""
         self.captures = 0
@@ -141,6 +148,8 @@ class CapturedRunner:
             for part in (each.tokens, each.blocks):
                 views.append(arrays[offset : offset + part.size].view(part.shape))
                 offset += part.size
+            tokens, positions, slots = views[0]
+            self._history[slots, positions] = tokens.int()
             self._prefill_pass(*views)
         copies = [
             (leaders[leader].slot, row.slot, len(row.token_ids) - 1)
@@ -150,6 +159,7 @@ class CapturedRunner:
         if copies:
             pairs = self._upload(list(numpy.array(copies, dtype=numpy.int64).T)).view(3, -1)
             longest = max(length for _, _, length in copies)
+            self._history[pairs[1]] = self._history[pairs[0]]
             for keys, values in zip(self.cache.keys, self.cache.values, strict=True):
                 copy_slots(keys, values, pairs, longest)
         return sum(each.tokens.shape[1] for each in passes)
@@ -190,12 +200,15 @@ class CapturedRunner:
         copied = host.to(self._device, non_blocking=True)
         both = torch.cat([self._inputs, copied[:SOURCE]], dim=1)
         self._inputs[:, :bucket] = both.index_select(1, copied[SOURCE])
+        if new:
+            added = copied[:, first:num_rows]
+            self._history[added[SLOT], added[POSITION]] = added[TOKEN].int()
 
     @torch.no_grad()
     def launch(self, steps: int) -> CapturedLaunch:
-        """Start up to MAX_STEPS steps for the rows of `begin`. Two launches may run at once."""
+        """Start steps for the rows of `arrange`. Two launches may run at once."""
         step = self._step(bucket_for(len(self._uses_top_p)), any(self._uses_top_p))
-        self._outputs[2 * MAX_STEPS].zero_()
+        self._outputs[2 * MAX_TOKENS].zero_()
         for _ in range(steps):
             step()
         self._host_outputs.reverse()
@@ -235,7 +248,10 @@ class CapturedRunner:
             self._inputs[POSITION].zero_()
             self._inputs[DONE].fill_(1)
             state, picks = self._state(bucket), self._picks(bucket)
-            self._graphs[key] = self._capture(lambda: self._captured.decode(state, picks, with_top_p=with_top_p))
+            history, width = self._history, DRAFT_WIDTH if bucket <= DRAFT_ROWS else 1
+            self._graphs[key] = self._capture(
+                lambda: self._captured.decode(state, picks, history, with_top_p=with_top_p, width=width)
+            )
             self._inputs.copy_(rows)
         return self._graphs[key]
 
@@ -300,7 +316,7 @@ class CapturedRunner:
 
     def _picks(self, bucket: int) -> Picks:
         rows = self._outputs[:, :bucket]
-        return Picks(rows[:MAX_STEPS], rows[MAX_STEPS : 2 * MAX_STEPS].view(torch.float32), rows[2 * MAX_STEPS])
+        return Picks(rows[:MAX_TOKENS], rows[MAX_TOKENS : 2 * MAX_TOKENS].view(torch.float32), rows[2 * MAX_TOKENS])
 
 
 def bucket_for(num_rows: int) -> int:
