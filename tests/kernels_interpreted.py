@@ -191,7 +191,7 @@ async def drafts() -> None:
     rng, width = random.Random(0), 4
     lengths = [1, 2, 3, 9, 30, 40, 40, 25]
     histories = [rng.choices(range(30 if row == 3 else 3), k=length) for row, length in enumerate(lengths)]
-    histories[5] = rng.choices(range(30), k=20) * 2
+    histories[4], histories[5] = rng.choices(range(30), k=15) * 2, rng.choices(range(30), k=20) * 2
     rows = len(lengths)
     stored = torch.full((rows, 64), -7, dtype=torch.int32)
     for row, tokens in enumerate(histories):
