@@ -25,7 +25,7 @@ from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, Preference, prefer
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.model import Lent
+from agentgym_rl.training.model import ModelContext
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
@@ -46,11 +46,9 @@ class Trainer(Protocol):
     @property
     def updates(self) -> int:
         """Number of updates made so far."""
-        ...
 
     def step(self) -> dict[str, float]:
         """Make the next update and return its metrics."""
-        ...
 
 
 class Backend(Protocol):
@@ -67,49 +65,38 @@ class Backend(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights that were published last."""
-        ...
 
     def collector(
         self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
     ) -> Collect:
         """Return a function that plays groups of `group_size`, or of each environment's own size."""
-        ...
 
     def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
         """Return a trainer of the present model: SFT on samples, or DPO on preferences."""
-        ...
 
     def forget_trainer(self) -> None:
         """Free the trainer's data and optimizer."""
-        ...
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         """Return pairs with their log-probabilities under the present model."""
-        ...
 
     def go_back(self, folder: Path) -> None:
         """Load the model of `folder` and forget the trainer."""
-        ...
 
     async def publish(self, version: int) -> None:
         """Give engines the learner's weights, which episodes are played with from now on."""
-        ...
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Write a checkpoint of `state`, the model and the learner."""
-        ...
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
         """Restore the learner, or the trainer that was just made, from a checkpoint. The model is loaded already."""
-        ...
 
     async def events(self) -> list[dict[str, Any]]:
         """Return what happened to workers since the last call: {"kind", "message", ...}."""
-        ...
 
     async def close(self) -> None:
         """Free everything."""
-        ...
 
 
 class LocalBackend:
@@ -251,7 +238,7 @@ def make_trainer(
     return DPO(model, data, settings, seed, ranks)
 
 
-def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> Lent:
+def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> ModelContext:
     """Return the frozen model that RL started from. With LoRA it needs no second copy."""
     if settings.lora is None:
         frozen = freeze(load_from(folder, settings)[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from agentgym_rl.agent.collect import Collector, Places
+from agentgym_rl.agent.collect import Collector, EpisodeSlots
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
@@ -48,9 +48,9 @@ def demonstrators(name: str) -> PolicyFactory:
     return {"oracle": lambda session, seed: OraclePolicy(session), "random": RandomPolicy}[name]
 
 
-def episode_slots(agent: AgentConfig, environments: Iterable[EnvironmentConfig]) -> Places:
+def episode_slots(agent: AgentConfig, environments: Iterable[EnvironmentConfig]) -> EpisodeSlots:
     """Return slots for the episodes that a run plays at once, shared by its environments by weight."""
-    return Places(agent.concurrency, {env.name: env.weight for env in environments})
+    return EpisodeSlots(agent.concurrency, {env.name: env.weight for env in environments})
 
 
 def _unwrapped(session: EnvSession) -> EnvSession:
@@ -77,7 +77,7 @@ def make_collector(
     make_policy: PolicyFactory,
     group_size: int,
     prefix: str,
-    slots: Places,
+    slots: EpisodeSlots,
     *,
     inner: Wrap = _unwrapped,
     **options: Any,

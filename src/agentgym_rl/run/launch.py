@@ -22,7 +22,7 @@ from agentgym_rl.types import Message
 
 
 async def launch(context: RunContext) -> tuple[Run, dict[str, Any] | None]:
-    """Return the run and the state of the checkpoint it goes on from, or None for a new run."""
+    """Return the run and the state of the checkpoint it resumes from, or None for a new run."""
     config, demonstrations = context.config, None
     if config.method == "rl":
         context.log.set_status("running", steps=config.rl.steps)

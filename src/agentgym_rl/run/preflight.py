@@ -70,8 +70,8 @@ def require_recovery(environments: tuple[EnvironmentConfig, ...]) -> None:
         known = env.url is None and env.name in catalog.CATALOG
         if known and not getattr(catalog.load(env.name), "oracle_recovers", True):
             raise ConfigError(
-                f"mistakes: the oracle of {env.name} knows one way only and cannot go on once it has left it: "
-                "leave mistakes out, or the environment"
+                f"mistakes: the oracle of {env.name} knows one solution only and cannot continue after a mistake: "
+                "leave out mistakes, or the environment"
             )
 
 

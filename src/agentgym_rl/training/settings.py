@@ -20,11 +20,16 @@ def _require(settings: Any, **minimums: float) -> None:
             raise ValueError(f"{name} must be at least {minimum:g}, got {value}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScratchSettings:
-    """Shape of a small Llama that starts from random weights."""
+class _Section:
+    """A section of a recipe. Unknown keys are errors."""
 
+    __slots__ = ()
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScratchSettings(_Section):
+    """Shape of a small Llama that starts from random weights."""
 
     hidden_size: int = 96
     """Width of the hidden states. Must be a multiple of 2 * num_heads."""
@@ -47,10 +52,8 @@ class ScratchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
+class LoraSettings(_Section):
     """LoRA adapters. Only the adapters are trained, saved and held in optimizer memory."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     rank: int = 16
     """Rank of the adapter matrices. A higher rank can learn more and costs more memory."""
@@ -66,10 +69,8 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(_Section):
     """AdamW with warm-up, decay and gradient clipping."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     lr: float = 1e-6
     """Peak learning rate. Lower it if entropy, KL or gradient norms run away."""
@@ -107,10 +108,8 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SFTSettings:
+class SFTSettings(_Section):
     """Supervised fine-tuning on demonstrations: mean negative log-likelihood of assistant tokens."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     epochs: int = 1
     """Passes over the demonstrations."""
@@ -146,10 +145,8 @@ INVALID: dict[tuple[str, str], str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
+class CriticSettings(_Section):
     """PPO's value function: a copy of the starting model (with LoRA: its own adapter) with a scalar head."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     clip: float = 0.2
     """Largest change of a value within one step's updates. 0 means no bound."""
@@ -163,10 +160,8 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RLSettings:
+class RLSettings(_Section):
     """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     algorithm: Algorithm = "grpo"
     """Advantage estimator. "ppo" trains a critic; "grpo", "rloo" and "reinforce++-baseline" compare the episodes of a
@@ -302,10 +297,8 @@ class RLSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HorizonSettings:
+class HorizonSettings(_Section):
     """Schedule of the number of turns an episode may take. docs/guides/horizon.md has the rules."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     kind: Literal["fixed", "stepwise", "linear", "adaptive"] = "fixed"
     """Kind of schedule. "fixed" never changes. "stepwise" grows in stages of equal length, "linear" evenly,
@@ -335,10 +328,8 @@ class HorizonSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings:
+class DataSettings(_Section):
     """Conversations to learn from: files, generated episodes, or both. docs/guides/offline.md has the formats."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     files: tuple[str, ...] = ()
     """Sources: trajectories (`.jsonl`), AgentGym conversations (`.json`), globs of either, or run directories, whose
@@ -371,10 +362,8 @@ class DataSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPOSettings:
+class DPOSettings(_Section):
     """Direct preference optimisation on pairs of whole episodes of one item. The defaults are the paper's."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     beta: float = 0.5
     """Strength of the pull to the reference. The implicit reward is beta * log(policy / reference)."""
@@ -414,10 +403,8 @@ class DPOSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentEvolSettings:
+class AgentEvolSettings(_Section):
     """AgentEvol: explore, keep successes, retrain the base model on them and the expert data, repeat."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     rounds: int = 3
     """Rounds of exploration and training. 1 without expert data is rejection-sampling fine-tuning."""
