@@ -187,7 +187,7 @@ def expected_drafts(history: list[int], width: int) -> list[int]:
 
 
 async def drafts() -> None:
-    """Check guesses and what is accepted of them against plain Python, then whole replies against the CPU engine."""
+    """Check guesses, and how many of them are accepted, against plain Python."""
     rng, width = random.Random(0), 4
     lengths = [1, 2, 3, 9, 30, 40, 40, 25]
     histories = [rng.choices(range(30 if row == 3 else 3), k=length) for row, length in enumerate(lengths)]
@@ -240,7 +240,6 @@ async def drafts() -> None:
         assert int(state.position[row]) == lengths[row] - 1 + len(wanted)
         assert bool(state.done[row]) == (row in (4, 7) or len(wanted) >= (2 if row == 6 else 9))
     assert int(picks.counts[5]) == 1 + len(guesses[5]) > 2
-    await guessed_replies()
 
 
 async def guessed_replies() -> None:
@@ -302,10 +301,25 @@ async def logits() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (llama, qwen3, wide, out_of_memory, slept, bucketed, moved_weights, drafts, float16, layers, logits)
+    for check in (
+        llama,
+        qwen3,
+        wide,
+        out_of_memory,
+        slept,
+        bucketed,
+        moved_weights,
+        drafts,
+        guessed_replies,
+        float16,
+        layers,
+        logits,
+    )
 }
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or CHECKS:
-        asyncio.run(CHECKS[name]())
+        # Guesses take four times as long to interpret.
+        with patch.object(runner, "DRAFT_ROWS", runner.DRAFT_ROWS if name == "guessed_replies" else 0):
+            asyncio.run(CHECKS[name]())
         print(f"{name}: good", flush=True)
