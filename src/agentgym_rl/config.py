@@ -16,6 +16,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
     AgentEvolSettings,
+    DaggerSettings,
     DataSettings,
     DPOSettings,
     HorizonSettings,
@@ -25,13 +26,15 @@ from agentgym_rl.training.settings import (
     SFTSettings,
 )
 
-Method = Literal["rl", "sft", "dpo", "agentevol"]
+Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
     "rl": ("rl", "horizon"),
     "sft": ("sft", "data"),
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
+    "dagger": ("dagger", "sft", "data"),
+    "distill": ("rl", "horizon"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
@@ -84,7 +87,11 @@ class EnvironmentConfig(_Section):
     """One environment of a run."""
 
     name: str
-    """Name in the catalog, or on the server."""
+    """Name in the catalog, import path of a class (my_module:MyEnv), name on the server, or with `source` any."""
+    source: str | None = None
+    """Name in the catalog or import path, if `name` is another: one class with different `kwargs` is listed twice."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the environment's constructor, such as { size = 5 }."""
     url: str | None = None
     """Base address of its server; without one it runs in this process. `agentgym+http://host:36001/webshop` is one of
     AgentGym's own servers."""
@@ -116,6 +123,11 @@ class EnvironmentConfig(_Section):
     def _items_or_subsets(self) -> EnvironmentConfig:
         if self.items and self.subsets:
             raise ValueError(f"environment {self.name}: set items or subsets, not both")
+        if self.url is not None and (self.source is not None or self.kwargs):
+            setting = "kwargs" if self.kwargs else "source"
+            raise ValueError(
+                f"environment {self.name}: {setting} is for one in this process; with url the server decides"
+            )
         return self
 
 
@@ -293,7 +305,8 @@ class Config(_Section):
     """Seed of every random number of the run."""
     method: Method = "rl"
     """How the agent learns: rl from its own episodes, sft by imitation, dpo from pairs, agentevol by exploring and
-    imitating in turn."""
+    imitating in turn, dagger by imitating the oracle in the agent's own states, distill from a teacher's
+    probabilities of what the agent sampled."""
     threads: int = Field(0, ge=0, le=1024)
     """Torch threads of each process. 0 is torch's own choice, or with [scale] the cores of a learner or an engine."""
     model: ModelConfig
@@ -304,11 +317,12 @@ class Config(_Section):
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
     data: DataSettings | None = None
-    """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol)."""
+    """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol, dagger)."""
     sft: SFTSettings | None = None
-    """Settings of sft, and of each retraining of agentevol."""
+    """Settings of sft, and of each retraining of agentevol and dagger."""
     dpo: DPOSettings | None = None
     agentevol: AgentEvolSettings | None = None
+    dagger: DaggerSettings | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
@@ -347,8 +361,16 @@ class Config(_Section):
             raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
         if self.dpo is not None and data is None and not self.dpo.sample_groups:
             raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, got neither")
+        if method == "distill" and self.rl.distill is None:
+            raise ValueError(
+                "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"
+            )
+        if method == "rl" and self.rl.distill is not None and not self.rl.distill.reward_weight:
+            raise ValueError(
+                "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
+            )
         horizons = [env.name for env in self.environments if env.horizon is not None]
-        if method != "rl" and horizons:
+        if not self.online and horizons:
             raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
         return self
 
@@ -356,13 +378,16 @@ class Config(_Section):
     def _fits_together(self) -> Config:
         names = [e.name for e in self.environments]
         if len(set(names)) != len(names):
-            raise ValueError(f"environments: each name once, got {', '.join(names)}")
+            raise ValueError(
+                f"environments: each name once, got {', '.join(names)}; to list one class twice, set source to it and "
+                "name to any"
+            )
         if self.model.scratch is not None and self.warm_start is None and self.method != "sft":
             raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
         if self.scale is not None and not self.checkpoint.optimizer:
             raise ValueError("checkpoint.optimizer = false is for runs in one process: remove it or [scale]")
         for env in self.environments:
-            compared = self.method == "rl" and self.rl.algorithm in GROUP_ALGORITHMS
+            compared = self.online and self.rl.algorithm in GROUP_ALGORITHMS
             if compared and env.group_size is not None and env.group_size < 2:
                 raise ValueError(
                     f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
@@ -373,7 +398,7 @@ class Config(_Section):
                 "scale.layout = 'colocated' takes turns on a device, rl.overlap plays while the learner works: "
                 "use layout = 'disaggregated', or overlap = 0"
             )
-        if self.engine.kind == "vllm" and self.method != "rl":
+        if self.engine.kind == "vllm" and not self.online:
             raise ValueError(f"engine.kind = 'vllm' plays for method = 'rl', this is {self.method!r}: use 'native'")
         if self.scale is not None and self.model.device.startswith("cuda:"):
             raise ValueError(
@@ -403,6 +428,11 @@ class Config(_Section):
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self
+
+    @property
+    def online(self) -> bool:
+        """Whether the run plays and learns step by step: RL, or distillation."""
+        return self.method in ("rl", "distill")
 
     def longest_context(self) -> int:
         """Return the tokens of the longest episode that any of the environments allows."""
@@ -492,6 +522,14 @@ def _find_template(raw: dict[str, Any], folder: Path) -> None:
         path, here = os.path.abspath(folder / template), os.path.abspath(os.curdir)
         # Relative if possible, so that a run can be resumed after its checkout was moved.
         model["chat_template"] = os.path.relpath(path, here) if path.startswith(here + os.sep) else path
+
+
+def parse_assignments(options: list[str]) -> dict[str, Any]:
+    """Return `key=value` options as a dict. Values are TOML literals or bare strings, as in overrides."""
+    values: dict[str, Any] = {}
+    for option in options:
+        _apply(values, option)
+    return values
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -45,7 +45,7 @@ from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
-ASSESSED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
+ASSESSED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
 """Fields of a sample that a learner fills in."""
 Assessments = list[tuple[Any, ...]]
 
@@ -64,6 +64,7 @@ class Job:
     temperature: float
     version: int
     """Version of the weights that it is played with."""
+    oracle_share: float | None = None
 
 
 class Rank:
@@ -108,6 +109,7 @@ class Rank:
             config, folder_of_reference = self._config, Path(reference_dir)
             self._learner = make_learner(
                 self._model,
+                self._tokenizer,
                 config.rl,
                 config.model,
                 config.agent.temperature,
@@ -249,7 +251,14 @@ class Player:
 
     async def play(self, job: Job) -> Group:
         engine = self._engine.at_least(job.version)
-        policies = engine_policies(engine, self._renderer, self._agent, job.temperature, seeded=self._seeded)
+        policies = engine_policies(
+            engine,
+            self._renderer,
+            self._agent,
+            job.temperature,
+            seeded=self._seeded,
+            oracle_share=job.oracle_share,
+        )
         collect = make_collector(self._agent, self._pool, policies, job.group_size, job.prefix, self._slots)
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
@@ -350,7 +359,7 @@ class RayBackend:
     def __init__(self, context: RunContext, app: Any, folder: Path) -> None:
         config = context.config
         self._config, self._app = config, app
-        self.learner: Any = LearnerHandle(app, config.rl) if config.method == "rl" else None
+        self.learner: Any = LearnerHandle(app, config.rl) if config.online else None
         self.renderer = _load_renderer(folder, config.model.chat_template)
         self.max_context: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
@@ -392,7 +401,7 @@ class RayBackend:
             if start is not None:
                 await _make_starting_model(app, context, folder, start)
             await asyncio.gather(
-                app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
+                app.wait_for_all("load", str(folder), str(reference_dir) if config.online else None),
                 app.start_players(
                     partial(make_engine_adapter, worker_config, folder),
                     partial(
@@ -417,12 +426,17 @@ class RayBackend:
         return self._app.weights.version
 
     def collector(
-        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+        self,
+        prefix: str,
+        group_size: int | None,
+        temperature: float,
+        on_trajectory: OnTrajectory | None = None,
+        oracle_share: float | None = None,
     ) -> Collect:
         sizes = self._config.group_sizes(group_size)
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            more = (temperature, self.version)
+            more = (temperature, self.version, oracle_share)
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 

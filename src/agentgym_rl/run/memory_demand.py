@@ -35,7 +35,7 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     shape = shape_of(config.model)
     scale, rl, engine = config.scale, config.rl, config.engine
     warm = config.warm_start.sft.optimizer if config.warm_start is not None else None
-    optimizer = rl.optimizer if config.method == "rl" else (config.sft or config.dpo or rl).optimizer
+    optimizer = rl.optimizer if config.online else (config.sft or config.dpo or rl).optimizer
     lora = config.model.lora
     longest = config.longest_context()
     return Demand(
@@ -45,9 +45,9 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         engines=scale.engines if scale else 1,
         distributed=scale is not None,
         colocated=scale is None or scale.layout == "colocated",
-        reference=config.method == "rl" and rl.kl_coef > 0,
-        critic=config.method == "rl" and rl.algorithm == "ppo",
-        overlap=config.method == "rl" and (rl.overlap > 0 or config.engine.kind == "vllm"),
+        reference=config.online and rl.kl_coef > 0,
+        critic=config.online and rl.algorithm == "ppo",
+        overlap=config.online and (rl.overlap > 0 or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
         micro_batch_tokens=optimizer.micro_batch_tokens,
         checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),

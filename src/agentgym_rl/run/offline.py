@@ -1,7 +1,7 @@
-"""SFT, DPO and AgentEvol as a run: rounds of data and updates on it.
+"""SFT, DPO, AgentEvol and DAgger as a run: rounds of data and updates on it.
 
-A step is one update, counted over all rounds. Each round first gets its data (SFT has one round and reads it; DPO and
-AgentEvol also play), keeps it in the run directory, and then makes its updates. A resumed run does not play again what
+A step is one update, counted over all rounds. Each round first gets its data (SFT has one round and reads it; the
+others also play), keeps it in the run directory, and then makes its updates. A resumed run does not play again what
 a round already has.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from agentgym_rl.run.backend import Backend, Trainer
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import Demonstration
-from agentgym_rl.run.rounds import Round, RoundMaker, read_round, round_path, write_round
+from agentgym_rl.run.rounds import RETRAINED, Round, RoundMaker, read_round, round_path, write_round
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
 from agentgym_rl.training.checkpoint import checkpoint_path
@@ -27,7 +27,7 @@ LINES_PER_ROUND = 100
 
 
 class OfflineRun(Run):
-    """A run of SFT, DPO or AgentEvol."""
+    """A run of SFT, DPO, AgentEvol or DAgger."""
 
     def __init__(
         self, context: RunContext, backend: Backend, demonstrations: Sequence[Demonstration] | None = None
@@ -51,7 +51,7 @@ class OfflineRun(Run):
         while self.rounds_done < self.rounds.count:
             if self.round is None:
                 self.round = await self._next_round()
-                if self.config.method == "agentevol":
+                if self.config.method in RETRAINED:
                     self.backend.go_back(self.log.root / "base")
                 self.trainer = self._make_trainer(self.round)
             await self._train_round()

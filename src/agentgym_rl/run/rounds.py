@@ -18,17 +18,23 @@ from typing import Any
 
 import orjson
 
+from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.common.files import write_atomically
+from agentgym_rl.environment.formats import action_format
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import Demonstration, load_demonstrations, load_trajectories, to_sample, to_samples
 from agentgym_rl.training.agentevol import keep
+from agentgym_rl.training.dagger import agreement, labelled
 from agentgym_rl.training.dpo import Preference, build_pairs
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.types import Group, Sample
+
+RETRAINED = ("agentevol", "dagger")
+"""Methods whose every round starts from the base model, which the run directory keeps."""
 
 
 @dataclass(slots=True)
@@ -42,7 +48,7 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the episodes played for it; logged with its first step."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    """Samples to imitate, by source: `expert` or `explored`."""
+    """Samples to imitate, by source: `expert`, `explored` or `labelled`."""
     pairs: list[Preference] = field(default_factory=list)
 
 
@@ -114,13 +120,18 @@ class RoundMaker:
     def count(self) -> int:
         """Number of rounds of the run."""
         config = self.config
-        if config.agentevol is not None:
-            return config.agentevol.rounds + (config.data is not None)  # the first one clones the expert
+        if settings := config.agentevol or config.dagger:
+            return settings.rounds + (config.data is not None)  # the first one clones the expert
         return config.dpo.rounds if config.dpo is not None else 1
 
     async def make(self, number: int, first_step: int) -> Round:
         """Return round `number`, whose first update is step `first_step`."""
-        method = {"sft": self._imitation, "dpo": self._preferences, "agentevol": self._evolution}
+        method = {
+            "sft": self._imitation,
+            "dpo": self._preferences,
+            "agentevol": self._evolution,
+            "dagger": self._corrections,
+        }
         return await method[self.config.method](Round(number, first_step))
 
     async def _imitation(self, current: Round) -> Round:
@@ -149,6 +160,42 @@ class RoundMaker:
                 "agentevol.min_reward or give [data]"
             )
         self.console.note(f"kept {len(kept)} episodes; {current.metrics['round/expert']:g} of the expert's")
+        return current
+
+    async def _corrections(self, current: Round) -> Round:
+        config, settings = self.config, self.config.dagger
+        assert settings is not None
+        cloned = config.data is not None
+        if current.number == 1 and cloned:
+            self.console.stage("Round 1", "imitates the expert's data")
+            return await self._imitation(current)
+        share = settings.share(current.number - cloned)
+        self.console.stage(
+            f"Round {current.number} of {self.count}",
+            f"plays {settings.tasks} items; the oracle advises, and plays {share:.0%} of the turns",
+        )
+        groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns, share)
+        played = [t for group in groups for t in group.usable]
+        parse = action_format(STYLES[config.agent.style].action_format).parse
+        samples = [s for t in played for s in labelled(t, self.backend.renderer.reply_ids, parse)]
+        kept = [s for s in samples if len(s.token_ids) <= config.longest_context()]
+        agreed = agreement((m for t in played for m in t.messages), parse)
+        earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
+        current.samples = {
+            "expert": earlier.get("expert", []),
+            "labelled": [*earlier.get("labelled", []), *kept],
+        }
+        current.metrics |= {
+            "round/labelled": float(len(kept)),
+            "round/agreement": agreed,
+            "round/expert": float(len(current.samples["expert"])),
+        }
+        if not any(current.samples.values()):
+            raise ConfigError(
+                f"round {current.number}: the oracle advised no turn of {len(played)} episodes: raise dagger.tasks, "
+                "dagger.max_turns or agent.max_context"
+            )
+        self.console.note(f"the agent agreed with the oracle in {100 * agreed:.1f}% of its own turns")
         return current
 
     async def _preferences(self, current: Round) -> Round:
@@ -183,7 +230,9 @@ class RoundMaker:
             raise ConfigError("data: every conversation is longer than agent.max_context: raise it")
         return samples
 
-    async def _play(self, current: Round, tasks: int, group_size: int, max_turns: int) -> list[Group]:
+    async def _play(
+        self, current: Round, tasks: int, group_size: int, max_turns: int, oracle_share: float | None = None
+    ) -> list[Group]:
         """Play groups of training items and write them as episodes of the round's first step."""
         config = self.config
         source = self.context.items.task_source(config.environments, config.seed)
@@ -197,7 +246,9 @@ class RoundMaker:
                 tasks_of = [task for task in chosen if task.env == env.name]
                 if not tasks_of:  # drawn by weight, an environment may have none
                     continue
-                collect = self.backend.collector(prefix, sizes[env.name], config.agent.temperature, lambda _: advance())
+                collect = self.backend.collector(
+                    prefix, sizes[env.name], config.agent.temperature, lambda _: advance(), oracle_share
+                )
                 limits = limits_of(config.agent, max_turns, self.backend.max_context, env)
                 groups += await collect(tasks_of, limits, derive_seed(seed, env.name))
         for group in groups:

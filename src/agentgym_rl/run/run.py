@@ -61,7 +61,7 @@ class Run(ABC):
         if not self.evaluation_is_due() or any(result["step"] == self.step for result in self.evaluations):
             return
         # At the start, or after a resume of a run that was stopped while it evaluated.
-        before = "before RL" if self.config.method == "rl" else "before training"
+        before = "before RL" if self.config.online else "before training"
         self.console.stage("Held-out evaluation", f"after step {self.step}" if self.step else before)
         await self.evaluate()
         self.save()  # a run without space for one checkpoint fails here

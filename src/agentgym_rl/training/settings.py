@@ -160,6 +160,23 @@ class CriticSettings(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DistillSettings(_Section):
+    """On-policy distillation: a teacher scores every token that the agent sampled."""
+
+    teacher: str
+    """The teacher: a model's folder, a run, or a hub name. It needs the agent's tokenizer."""
+    coef: float = 1.0
+    """Weight of log(teacher / agent) of a token in its advantage: the gradient is that of the reverse KL."""
+    reward_weight: float = 0.0
+    """Weight of the advantages that come from the environment's rewards. 0 learns from the teacher alone."""
+
+    def __post_init__(self) -> None:
+        _require(self, coef=0, reward_weight=0)
+        if not math.isfinite(self.coef) or not math.isfinite(self.reward_weight):
+            raise ValueError(f"coef and reward_weight must be finite, got {self.coef} and {self.reward_weight}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RLSettings(_Section):
     """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
 
@@ -249,6 +266,8 @@ class RLSettings(_Section):
     """Optimizer of the policy."""
     critic: CriticSettings = field(default_factory=CriticSettings)
     """The critic. Used by ppo."""
+    distill: DistillSettings | None = None
+    """The teacher of on-policy distillation."""
 
     def __post_init__(self) -> None:
         _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
@@ -288,6 +307,8 @@ class RLSettings(_Section):
             )
         if self.kl_target and not self.kl_coef:
             yield "kl_target adapts kl_coef, which is 0: set kl_coef to a positive start value"
+        if self.distill is not None and self.loss == "gspo":
+            yield "loss = 'gspo' cannot be used with distill: it has one ratio per trajectory, a teacher scores tokens"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
 
@@ -423,3 +444,31 @@ class AgentEvolSettings(_Section):
 
     def __post_init__(self) -> None:
         _require(self, rounds=1, tasks=1, group_size=1, max_turns=1, keep_per_item=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaggerSettings(_Section):
+    """DAgger: the agent plays, the oracle says what it should have done, and the base model imitates all of it."""
+
+    rounds: int = 3
+    """Rounds of playing, asking the oracle and training."""
+    tasks: int = 256
+    """Items played in each round."""
+    group_size: int = 1
+    """Episodes per item."""
+    max_turns: int = 10
+    """Turns per episode."""
+    oracle_share: float = 0.5
+    """Share of turns that the oracle plays in the first round, so that a weak agent reaches later states."""
+    oracle_decay: float = 0.5
+    """Factor of that share from one round to the next, in [0, 1]. 0: the oracle plays in the first round only."""
+
+    def __post_init__(self) -> None:
+        _require(self, rounds=1, tasks=1, group_size=1, max_turns=1)
+        for name in ("oracle_share", "oracle_decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+
+    def share(self, number: int) -> float:
+        """Return the share of the oracle's turns in round `number` of play, from 1."""
+        return float(self.oracle_share * self.oracle_decay ** (number - 1))
