@@ -112,8 +112,10 @@ def recipes(
 def envs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
     """List the environments, their items and subsets."""
     from agentgym_rl.environment import catalog
+    from agentgym_rl.environment.agentgym_servers import SERVED
 
     rows = [_describe(name, entry) for name, entry in catalog.entries().items()]
+    rows += [_describe_served(name) for name in SERVED if name not in catalog.CATALOG]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -127,7 +129,8 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
     table = Table("environment", "what it is", "items", "subsets", box=None, pad_edge=False, header_style="bold")
     longest = max((len(split) for row in rows for split in row["splits"]), default=0)
     for row in rows:
-        state = ("installed", "green") if row["installed"] else ("not installed", "yellow")
+        lacking = "needs a server" if row.get("server") else "not installed"
+        state = ("installed", "green") if row["installed"] else (lacking, "yellow")
         items = "\n".join(f"{split:{longest}} {size:>7,}" for split, size in row["splits"].items())
         subsets = "\n".join(row["subsets"][:SUBSETS_SHOWN])
         more = len(row["subsets"]) - SUBSETS_SHOWN
@@ -141,7 +144,10 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
             Text.assemble(subsets, (f"\nand {more} more" if more > 0 else "", "dim")),
         )
         table.add_row()
-    Screen(highlight=False).print(table)
+    screen = Screen(highlight=False)
+    screen.print(table)
+    if any("†" in row["summary"] for row in rows):
+        screen.print("† our own tasks under a published name; with url = agentgym+http://... AgentGym's server plays")
 
 
 def _describe(name: str, entry: Any) -> dict[str, Any]:
@@ -163,6 +169,19 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
         "ranges": ranges,
         "subsets": list(env.subsets),
         "cheap": env.cheap,
+    }
+
+
+def _describe_served(name: str) -> dict[str, Any]:
+    from agentgym_rl.environment.agentgym_servers import SERVED
+
+    served = SERVED[name]
+    return {
+        **{"name": name, "summary": served.summary, "licence": f"needs {served.needs}", "extra": "", "package": ""},
+        **{"installed": False, "missing": f"AgentGym's server: {served.command}", "server": served.command},
+        "splits": {split: len(items) for split, items in served.splits.items()},
+        "ranges": {split: [items.start, items.stop] for split, items in served.splits.items()},
+        "subsets": [],
     }
 
 
@@ -309,7 +328,7 @@ def _option(panel: str, text: str, **bounds: Any) -> Any:
 @app.command("eval")
 def evaluate(
     agent: Annotated[str, typer.Option(help="oracle, random, a model folder or hub name, RUN, RUN@STEP, openai:MODEL")],
-    suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27")] = None,
+    suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27 or agenteval")] = None,
     env: Annotated[
         str | None, typer.Option(help="One environment (textcraft, my_module:MyEnv), or one scenario of the suite")
     ] = None,
@@ -317,6 +336,9 @@ def evaluate(
     subset: Annotated[list[str] | None, typer.Option(help="Subset of --env; may be given several times")] = None,
     items: Annotated[str | None, typer.Option(help="Items of --env: 0-99 or 3,5,8 or the path of a task list")] = None,
     split: Annotated[str, typer.Option(help="Split the items are taken from")] = "test",
+    lists: Annotated[
+        Path | None, typer.Option(help="Folder of AgentEval's item lists, such as webshop_test.json; for --suite")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many items of each task, evenly spaced")] = None,
     turns: Annotated[str | None, typer.Option(help="Turns allowed, one number or several: 2,4,8,16,32")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes of each item, for avg@k and pass@k")] = 1,
@@ -346,7 +368,9 @@ def evaluate(
     retries: Annotated[int, _option("Pace", "Further attempts at an episode that failed", min=0)] = 2,
     step_timeout: Annotated[float, _option("Pace", "Seconds a step of an environment may take", min=0.01)] = 60.0,
     episode_timeout: Annotated[float, _option("Pace", "Seconds an episode may take", min=0.01)] = 1800.0,
-    url: Annotated[str | None, _option("Pace", "Server of --env, not this process; AgentGym's need --items")] = None,
+    url: Annotated[
+        list[str] | None, _option("Pace", "Server of --env, not this process; with --suite NAME=URL, several times")
+    ] = None,
     token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
 ) -> None:
     """Evaluate an agent: success with intervals, turns, tokens, cost. Run it again to continue after a kill."""
@@ -357,7 +381,7 @@ def evaluate(
     try:
         asyncio.run(run(request_of(given)))
     except KeyboardInterrupt:
-        print("agentgym-rl: stopped; what was played is kept, the same command goes on", file=sys.stderr)
+        print("agentgym-rl: stopped; finished episodes are kept, the same command continues", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

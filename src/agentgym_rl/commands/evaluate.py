@@ -15,12 +15,13 @@ from typing import Any
 
 from agentgym_rl import __version__
 from agentgym_rl.agent.styles import STYLES
-from agentgym_rl.commands.eval_options import parse_prices, parse_turns, wants_published
+from agentgym_rl.commands.eval_options import parse_prices, parse_turns, parse_urls, wants_published
+from agentgym_rl.commands.eval_served import OWN_TASKS, served_plan
 from agentgym_rl.commands.load_agent import AgentOptions, Candidate, find_agent, load_agent, run_of
 from agentgym_rl.common.files import write_atomically
 from agentgym_rl.config import AgentConfig, EnvironmentConfig, load_config, parse_assignments
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.agentgym import is_agentgym, read_items
+from agentgym_rl.environment.agentgym import Server, is_agentgym, read_items
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.errors import ConfigError, EngineError, did_you_mean
 from agentgym_rl.evaluation.episodes import PlayOptions, play
@@ -41,8 +42,8 @@ from agentgym_rl.evaluation.report import (
     scenario_label,
 )
 from agentgym_rl.evaluation.suites import (
-    BUILT_IN_SEARCH,
-    BUILT_IN_WEB,
+    AGENTGYM_27,
+    BUILT_IN_SCENARIOS,
     SUBSTITUTES,
     SUITES,
     Scenario,
@@ -87,6 +88,10 @@ class Request:
     limit: int | None = None
     """Most items of each task."""
     url: str | None = None
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """AgentGym's servers for a suite, by environment."""
+    lists: Path | None = None
+    """Folder of item lists, one per environment of a suite that is played on a server."""
     token_variable: str | None = None
     source: str | None = None
     """Name in the catalogue or import path of the environment, if `env` is a name that a run gave it."""
@@ -113,6 +118,13 @@ class Request:
         if self.suite is not None and (self.subsets or self.items or self.url or self.kwargs):
             raise ConfigError(
                 "a suite has its own items: leave out --subset, --items, --url and --kwarg, or leave out --suite"
+            )
+        unserved = set(self.urls) - {
+            task.scenario.env for task in SUITES.get(self.suite or "", ()) if task.scenario.needs_server
+        }
+        if unserved:
+            raise ConfigError(
+                f"{self.suite} plays {min(unserved)} in this process: leave out --url {min(unserved)}=..."
             )
         if self.url is not None and self.kwargs:
             raise ConfigError("--kwarg is for an environment in this process; with --url the server decides")
@@ -141,8 +153,11 @@ def request_of(given: Mapping[str, Any]) -> Request:
         "prices": prices,
     }
     agent = AgentOptions(**{f.name: ({**given, **changed})[f.name] for f in fields(AgentOptions)})
+    url, urls = parse_urls(given["url"], given["suite"])
     changed = {
         "agent": agent,
+        "url": url,
+        "urls": urls,
         "subsets": tuple(dict.fromkeys(given["subset"] or ())),
         "turns": parse_turns(given["turns"]),
         "source": None,
@@ -167,8 +182,10 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
         raise ConfigError(f"no task can be played: {plans[0].missing or 'the selection has no items'}")
     published = published_entries(plan.scenario for plan in plans) if request.compare_published else ("", [])
     max_context = max(plan.max_context for plan in playable)
-    heavy = {plan.env for plan in playable if request.url is None and not _load(request, plan.env).cheap}
-    concurrency = {plan.env: _concurrency(request, plan.env in heavy) for plan in playable}
+    heavy = {plan.env for plan in playable if _url(request, plan) is None and not _load(request, plan.env).cheap}
+    concurrency = {
+        plan.env: request.concurrency or (CONCURRENCY_HEAVY if plan.env in heavy else CONCURRENCY) for plan in playable
+    }
     config = _config(request, candidate, plans)
     root = request.out or default_root(Path("evals"), _name(request, candidate), config)
     # Before the folder is created: an agent that cannot be loaded leaves no folder behind.
@@ -205,8 +222,13 @@ def _with_settings_of_run(request: Request) -> Request:
 
 
 def _environment(request: Request, env: str) -> EnvironmentConfig:
-    settings = {"source": request.source, "kwargs": dict(request.kwargs)} if request.url is None else {}
-    return EnvironmentConfig(name=env, url=request.url, token_variable=request.token_variable, **settings)
+    url = request.url or request.urls.get(env)
+    settings = {"source": request.source, "kwargs": dict(request.kwargs)} if url is None else {}
+    return EnvironmentConfig(name=env, url=url, token_variable=request.token_variable, **settings)
+
+
+def _url(request: Request, plan: TaskPlan) -> str | None:
+    return request.url or request.urls.get(plan.env)
 
 
 def _load(request: Request, env: str) -> type[TextEnv]:
@@ -339,9 +361,9 @@ async def _listed_items(request: Request) -> ItemsBySubset:
     """Return the items that the server of --url lists for the split or each subset. Empty if --items names them."""
     if request.url is None or request.items is not None:
         return {}
-    if is_agentgym(request.url):
-        raise ConfigError("an AgentGym server needs --items, such as 0-99: it does not list its test items")
     assert request.env is not None
+    if is_agentgym(request.url) and Server(request.url, request.env).served is None:
+        raise ConfigError("an AgentGym server needs --items, such as 0-99: it does not list its test items")
     environment = _environment(request, request.env)
     pool = EnvironmentsPool((environment,), AgentConfig(step_timeout_s=request.step_timeout_s))
     try:
@@ -387,6 +409,8 @@ def _suite_plans(request: Request) -> list[TaskPlan]:
 
 def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
     scenario, split = task.scenario, request.split
+    if scenario.needs_server:
+        return served_plan(task, request.urls.get(scenario.env), request.lists, request.limit)
     is_substitute = task in SUBSTITUTES.get(scenario.env, ())
     if scenario.env == "webarena" and not is_substitute:
         split = "official"
@@ -398,14 +422,15 @@ def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
     if not plan.items:
         return _missing(plan, f"its questions are needed: set {SEARCHQA_DATA} and {SEARCHQA_INDEX}")
     count = min(task.num_items, request.limit or task.num_items)
-    return replace(plan, items=tuple(evenly_spaced(plan.items, count)))
+    items = tuple(evenly_spaced(plan.items, count))
+    return replace(plan, items=items, own_data=plan.own_data or is_substitute)
 
 
 def _environment_plans(request: Request, listed: ItemsBySubset) -> list[TaskPlan]:
     env = request.env
     assert env is not None
     data, own_data = _data_of(env, request, request.split)
-    scenario = _scenario_of(request.source or env, own_data)
+    scenario = _scenario_of(request.source or env, own_data, request.url)
     tasks = {
         task.subset: task
         for suite in (*SUITES.values(), *SUBSTITUTES.values())
@@ -440,11 +465,12 @@ def _environment_plans(request: Request, listed: ItemsBySubset) -> list[TaskPlan
     return [replace(plan, items=tuple(evenly_spaced(plan.items, limit))) if limit else plan for plan in plans]
 
 
-def _scenario_of(env: str, own_data: bool) -> Scenario:
+def _scenario_of(env: str, own_data: bool, url: str | None) -> Scenario:
     """Return the suite's scenario or its substitute, so that a scenario has one name however its items are chosen."""
     if own_data:
-        return {"webarena": BUILT_IN_WEB, "searchqa": BUILT_IN_SEARCH}[env]
-    known = {task.scenario.env: task.scenario for tasks in SUITES.values() for task in tasks}
+        return BUILT_IN_SCENARIOS[env]
+    suites = tuple(SUITES.values()) if url is not None and is_agentgym(url) else (AGENTGYM_27,)
+    known = {task.scenario.env: task.scenario for tasks in reversed(suites) for task in tasks}
     return known.get(env, Scenario(env, env, 30, "act"))
 
 
@@ -489,6 +515,8 @@ def _data_of(env: str, request: Request, split: str = "") -> tuple[str, bool]:
         if split == "official":
             return "WebArena's 812 published tasks, on sites that you run", False
         return "this project's own small sites and tasks", True
+    if env in OWN_TASKS:
+        return OWN_TASKS[env], True
     if env not in catalog.CATALOG:
         return f"items of {env}", False
     return DATA.get(env, "built into this project"), False
@@ -522,13 +550,10 @@ def _settings(request: Request) -> dict[str, Any]:
         "episode_timeout_s": request.episode_timeout_s,
         "base_url": request.agent.base_url if request.agent.spec.startswith("openai:") else None,
         "url": request.url,
+        "urls": dict(request.urls),
         "device": request.agent.device,
         "prices_usd_per_million_tokens": asdict(prices) if prices else None,
     }
-
-
-def _concurrency(request: Request, heavy: bool) -> int:
-    return request.concurrency or (CONCURRENCY_HEAVY if heavy else CONCURRENCY)
 
 
 def _name(request: Request, candidate: Candidate) -> str:

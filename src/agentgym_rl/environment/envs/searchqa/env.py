@@ -276,12 +276,23 @@ def _with_titles(questions: tuple[Question, ...], index: str) -> tuple[Question,
     )
 
 
-def load_searchqa(data: str = "", index: str = "", **options: Any) -> type[SearchQA]:
+def load_searchqa(
+    data: str = "",
+    index: str = "",
+    retrieval: str | None = None,
+    passages_per_search: int | None = None,
+    test_share: float | None = None,
+) -> type[SearchQA]:
     """Return the class over `data` and `index`, by default those of the environment variables.
 
-    Without either, the built-in questions. `options` are those of searchqa_from; None means its default.
+    Without either, the built-in questions. The others are those of searchqa_from; None means its default.
     """
-    options = {name: value for name, value in options.items() if value is not None}
+    given: dict[str, Any] = {
+        "retrieval": retrieval,
+        "passages_per_search": passages_per_search,
+        "test_share": test_share,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
     names = ("kwargs.data", "kwargs.index")
     if not data and not index:
         names = (DATA_VARIABLE, INDEX_VARIABLE)
@@ -293,6 +304,6 @@ def load_searchqa(data: str = "", index: str = "", **options: Any) -> type[Searc
             )
         return SearchQA
     if not (data and index):
-        given, missing = names if data else names[::-1]
-        raise ConfigError(f"searchqa needs {missing} together with {given}: questions and an index with their facts")
+        present, missing = names if data else names[::-1]
+        raise ConfigError(f"searchqa needs {missing} together with {present}: questions and an index with their facts")
     return searchqa_from(data, index, **options)
