@@ -293,7 +293,8 @@ def before_after_table(records: Sequence[Record]) -> list[str]:
     """Return each RL run's held-out success before and after, on the items of its own evaluations."""
     lines = ["| run | episodes | before | after | gain, points |", "|---|---|---|---|---|"]
     for record in sorted(records, key=lambda r: str(r["job"])):
-        before, after = (record[name]["success"] for name in ("before", "after"))
-        cells = f"{record['after']['episodes']} | {before:.1%} | {after:.1%} | {100 * (after - before):+.1f}"
+        before, *_, after = record["evaluations"]
+        gain = 100 * (after["success"] - before["success"])
+        cells = f"{after['episodes']} | {before['success']:.1%} | {after['success']:.1%} | {gain:+.1f}"
         lines.append(f"| {record['job']} | {cells} |")
     return lines
