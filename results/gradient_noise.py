@@ -145,9 +145,8 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).to(options.device)
     rows = [row for path in sorted((options.evaluation / "trajectories").glob("*.jsonl")) for row in read_rows(path)]
     measured = [measure(model, groups_of(rows), int(turns)) for turns in options.turns.split(",")]
-    print(
-        "| turns | groups with contrast | processed tokens a group | signal / noise per 1,000 tokens |\n|---|---|---|---|"
-    )
+    print("| turns | groups with contrast | processed tokens a group | signal / noise per 1,000 tokens |")
+    print("|---|---|---|---|")
     for m in measured:
         contrast = f"{m['groups_with_contrast']} of {m['groups']}"
         ratio = f"{m['ratio_per_1000_tokens']:.2e} ± {m['standard_error']:.1e}"

@@ -25,6 +25,8 @@ class Job:
     """Recipe of a `train` job, relative to recipes/."""
     arguments: tuple[str, ...] = ()
     """Settings of a `train` job, options of an `eval` job."""
+    keep: bool = True
+    """Keep the episodes of an `eval` job beside its record (results/episodes.py)."""
 
     @property
     def needs(self) -> list[str]:
@@ -312,8 +314,8 @@ def on_suite(name: str, agent: str, arm: str, task: str, seed: int, *arguments: 
     samples = 1 if (agent, task) == ("random", "sciworld") else QWEN_SAMPLES[task]  # its actions are slow to list
     limits = ("--turns", turns or str(QWEN[task]["long"]), "--samples", str(samples))
     options = ("--agent", agent, "--suite", "agentgym-27", "--env", task, *limits)
-    options = (*options, "--dtype", "bfloat16", "--concurrency", "128")
-    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", arguments=(*options, *arguments))
+    engine = ("--dtype", "bfloat16", "--concurrency", "128")
+    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", arguments=(*options, *engine, *arguments))
 
 
 def base_on_suite(name: str, model: str, arm: str, task: str, turns: str = "") -> Job:
@@ -421,7 +423,7 @@ def collapse(seeds: list[int] | None) -> list[Job]:
                 run = trained("maze", arm, "1M", seed, (*arguments, *changed), f"{arm}-{condition}")
                 run = replace(run, task=f"maze, {condition}")
                 evaluation = evaluated(f"eval-{run.name}", run.name, arm, "maze", seed, MAZE_HELD_OUT)
-                jobs += [run, replace(evaluation, task=run.task)]
+                jobs += [run, replace(evaluation, task=run.task, keep=seed == 0)]
     return jobs
 
 

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from behaviour import MEANINGS, behaviour, by_step, read_episodes
+from behaviour import MEANINGS, behaviour, blocks, by_step, read_episodes
 from episodes import keep_episodes
 from studies import PLACEHOLDER, PRETRAINED, STUDIES, Job
 
@@ -55,6 +55,8 @@ CURVES = (
     "time/step_s",
 )
 """Columns of metrics.jsonl that a record keeps, besides the horizon of every environment."""
+STEPS_PER_BLOCK = 5
+"""Training steps averaged into one value of a behaviour metric. Stages have a multiple of it."""
 
 
 class Study:
@@ -174,7 +176,10 @@ class Study:
                 "config": _without_paths(tomllib.loads((folder / "config.toml").read_text()), job),
                 "curves": {name: [_rounded(row.get(name)) for row in rows] for name in names},
                 "findings": [json.loads(x) for x in findings.read_text().splitlines()] if findings.is_file() else [],
-                "behaviour": {kind: _columns(by_step(folder, kind)) for kind in ("step", "eval")},
+                "behaviour": {
+                    "step": _columns(blocks(by_step(folder, "step"), STEPS_PER_BLOCK)),
+                    "eval": _columns(by_step(folder, "eval")),
+                },
             }
         )
 
@@ -183,7 +188,7 @@ class Study:
         for path in (self.folder(job.name) / "trajectories").glob("learned_*.jsonl"):
             path.unlink()
         path = self.results / f"{job.name}.json"
-        if job.kind == "eval":
+        if job.kind == "eval" and job.keep:
             keep_episodes(self.folder(job.name), path)
         path.with_suffix(".part").write_text(json.dumps(self.record(job), separators=(",", ":")) + "\n")
         path.with_suffix(".part").rename(path)

@@ -117,8 +117,9 @@ def test_a_record_that_cannot_be_written_does_not_stop_the_other_jobs(
     assert "other: done" in printed
     assert "left: tiny, lost" in printed
     recorded = json.loads((tmp_path / "test/other.json").read_text())
-    assert recorded["behaviour"]["step"]["step"] == [1, 2]
-    assert recorded["behaviour"]["step"]["episodes"] == [8, 8]
+    assert recorded["behaviour"]["step"]["step"] == [2], "a block of up to five steps has the number of its last"
+    assert recorded["behaviour"]["step"]["episodes"] == [8]
+    assert recorded["behaviour"]["eval"]["step"] == [0, 2]
 
 
 def test_several_pretrained_models_are_given_by_size(tmp_path: Path) -> None:
