@@ -96,6 +96,8 @@ class Message:
     """Version of the weights that sampled it."""
     cut_chars: int = 0
     """Characters cut from the end of an observation that was too long; `content` ends with a line that says so."""
+    advice: str = ""
+    """The oracle's reply in the same state, if it was asked."""
 
 
 @dataclass(slots=True)
@@ -190,6 +192,7 @@ class Trajectory:
                         "logprobs": m.logprobs,
                         "version": m.version,
                         **({"cut_chars": m.cut_chars} if m.cut_chars else {}),
+                        **({"advice": m.advice} if m.advice else {}),
                     }
                     for m in self.messages
                 ],
@@ -257,6 +260,8 @@ class Sample:
     """A: log-probabilities under the learner, before the step's updates."""
     reference_logprobs: list[float] = field(default_factory=list)
     """A: log-probabilities under the reference model."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """A: log-probabilities under the teacher of distillation."""
     entropies: list[float] = field(default_factory=list)
     """A: entropy of the learner's distribution at each token, before the step's updates."""
     values: list[float] = field(default_factory=list)
@@ -312,7 +317,6 @@ class EnvSession(Protocol):
 
     async def advice(self) -> tuple[str, str]:
         """Return (thought, action): the oracle's action and its reason, empty if the environment gives none."""
-        ...
 
     async def render(self) -> str | bytes: ...
     async def close(self) -> None: ...
