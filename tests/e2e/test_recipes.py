@@ -36,11 +36,8 @@ TINY_QWEN = {
         *("agent.max_new_tokens=4", "eval.episodes=1", "eval.max_turns=1", "eval.every=0"),
     ],
     "rl": [
-        "rl.steps=2",
-        "rl.groups_per_step=1",
-        "rl.group_size=2",
-        "horizon.turns=[1, 2]",
-        "horizon.steps_per_stage=1",
+        *("rl.steps=2", "rl.groups_per_step=1", "rl.group_size=2"),
+        *("horizon.kind=stepwise", "horizon.turns=[1, 2]", "horizon.steps_per_stage=1"),
     ],
     "sft": ["data.episodes=6", "sft.epochs=2", "sft.batch_size=6"],
 }
