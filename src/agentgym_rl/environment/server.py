@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hmac
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -25,6 +26,7 @@ from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.environment import catalog, dialects, wire
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
+from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError
@@ -450,22 +452,44 @@ def serve(
     port: int = 36001,
     *,
     token: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     announce: Callable[[str], None] = lambda line: None,
+    create: Callable[..., ASGIApp] | None = None,
+    path: str = "/{name}",
     **options: Any,
 ) -> None:
-    """Serve environments of the catalog until interrupted. `options` are those of create_app.
+    """Serve environments by name or import path until interrupted. `options` are those of create_app.
 
-    When the server is ready, `announce` gets one line per environment with its address, then `ready`.
+    `kwargs` are arguments of the only environment. A class named by its import path is served under its own name.
+
+    When the server is ready, `announce` gets one line per environment with its address, then `ready`. `create` makes
+    the app of another protocol than this module's, with the addresses `path`.
     """
     if not token and not is_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines, so a token is needed: give one, or use 127.0.0.1"
         )
-    environments = {name: catalog.load(name) for name in names}
+    environments = load_served(names, kwargs)
     listener = bind(host, port)
     base = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    lines = [f"{name:{max(map(len, names))}}  {base}/{name}" for name in environments]
-    run(environments, listener, token=token, on_ready=lambda: announce("\n".join([*lines, "ready"])), **options)
+    lines = [f"{name:{max(map(len, environments))}}  {base}{path.format(name=name)}" for name in environments]
+    ready = "\n".join([*lines, "ready"])
+    run(environments, listener, token=token, on_ready=lambda: announce(ready), create=create, **options)
+
+
+def load_served(names: list[str], kwargs: Mapping[str, Any] | None) -> dict[str, type[TextEnv]]:
+    """Return the classes by the word of their address."""
+    if kwargs and len(names) > 1:
+        raise ConfigError(f"--kwarg is for one environment, got {', '.join(names)}: start a server for each")
+    environments: dict[str, type[TextEnv]] = {}
+    for name in dict.fromkeys(names):
+        env_class = catalog.load(name, kwargs)
+        word = env_class.name if is_import_path(name) else name
+        if word in environments or not re.fullmatch(r"[\w.~-]+", word):
+            problem = "two environments have it" if word in environments else "it does not fit into an address"
+            raise ConfigError(f"environment {name} is served under its name {word!r}: {problem}, choose another")
+        environments[word] = env_class
+    return environments
 
 
 def run(
@@ -473,11 +497,12 @@ def run(
     listener: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
+    create: Callable[..., ASGIApp] | None = None,
     **options: Any,
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
     allow_open_files(options.get("max_sessions", MAX_SESSIONS), RESERVED_HOLDS)
-    server = uvicorn_server(create_app(environments, **options))
+    server = uvicorn_server((create or create_app)(environments, **options))
     server.on_ready = on_ready
     with contextlib.suppress(KeyboardInterrupt), listener:
         server.run(sockets=[listener])
@@ -496,7 +521,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def uvicorn_server(app: FastAPI) -> Server:
+def uvicorn_server(app: ASGIApp) -> Server:
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -507,6 +532,6 @@ def uvicorn_server(app: FastAPI) -> Server:
         date_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
-        **HTTP_OPTIONS,
+        **{**HTTP_OPTIONS, **getattr(app, "uvicorn_options", {})},
     )
     return Server(config)
