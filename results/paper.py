@@ -77,7 +77,8 @@ def rate_cell(records: Sequence[Record]) -> str:
 
 
 def published_rows(scenarios: Sequence[str]) -> list[str]:
-    data = json.loads(files("agentgym_rl.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
+    sources = json.loads(files("agentgym_rl.evaluation").joinpath("published.json").read_text(encoding="utf-8"))
+    (data,) = (source for source in sources if PUBLISHED[0] in source["agents"])
     column = {scenario: index for index, scenario in enumerate(data["scenarios"])}
     lines = []
     for agent in PUBLISHED:
