@@ -114,7 +114,7 @@ class EnvironmentConfig(_Section):
 class AgentConfig(_Section):
     """Settings of playing episodes."""
 
-    style: Literal["act", "react", "plan", "reflect"] = "act"
+    style: Literal["act", "react", "plan", "reflect", "tool", "function_call", "code"] = "act"
     turns_per_attempt: int | None = Field(None, ge=1)
     """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
     instruction: str | None = None

@@ -80,6 +80,9 @@ class ToolCall:
     raw: str = ""
     """Sampled text of a malformed call; empty for a well-formed one."""
 
+    def __str__(self) -> str:
+        return self.raw or f"{self.name}({json.dumps(self.arguments, ensure_ascii=False)})"
+
 
 @dataclass(slots=True)
 class Step:
@@ -119,6 +122,11 @@ class Message:
     did not. None if the agent has no tools."""
     tool_call_id: str = ""
     """The call that a tool message answers."""
+
+    @property
+    def text(self) -> str:
+        """Content and tool calls as one text, to compare and to show."""
+        return "\n".join(part for part in (self.content, *map(str, self.tool_calls or ())) if part)
 
 
 @dataclass(slots=True)

@@ -10,10 +10,19 @@ from hypothesis import strategies as st
 from tokenizers_for_tests import SPECIAL_TOKENS, byte_level_bpe, word_level
 
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.agent.templates import CHATML, TEMPLATES
+from agentgym_rl.agent.templates import TEMPLATES
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Message
 
+# ChatML without tools. Tests change parts of it.
+CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
 STYLES = sorted(SPECIAL_TOKENS)
 END = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>"}
 CONTENT = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from(

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from agentgym_rl.common.chat_messages import clean_json
 from agentgym_rl.types import Message, ToolCall
 
 Parsed = tuple[str, list[ToolCall]]
@@ -140,6 +141,7 @@ def _decode(text: str) -> tuple[Any, int, str]:
     text = text.lstrip()
     try:
         value, end = _DECODER.raw_decode(text)
+        value = clean_json(value)
     except json.JSONDecodeError as error:
         return None, 0, f"not valid JSON ({error.msg} at character {error.pos}): {text[:60]!r}"
     except (ValueError, RecursionError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from agentgym_rl.types import Message, ToolCall
@@ -13,11 +14,11 @@ ROLES = ("system", "user", "assistant", "tool")
 def to_openai(message: Message, *, arguments_as_text: bool = True) -> dict[str, Any]:
     """Return a message as a JSON object. Chat templates take arguments as objects, the API as text.
 
-    A malformed call is no call to an API: its text is part of the content.
+    A malformed call is part of the content, unless only its arguments are malformed and they are text anyway.
     """
-    calls = [call for call in message.tool_calls or () if not call.error]
-    broken = [call.raw for call in message.tool_calls or () if call.error]
-    row: dict[str, Any] = {"role": message.role, "content": "\n".join(t for t in (message.content, *broken) if t)}
+    calls = [call for call in message.tool_calls or () if not call.error or (call.name and arguments_as_text)]
+    malformed = [call.raw for call in message.tool_calls or () if call not in calls]
+    row: dict[str, Any] = {"role": message.role, "content": "\n".join(t for t in (message.content, *malformed) if t)}
     if calls:
         row["tool_calls"] = [
             {
@@ -35,6 +36,10 @@ def to_openai(message: Message, *, arguments_as_text: bool = True) -> dict[str, 
     if message.role == "tool":
         row["tool_call_id"] = message.tool_call_id
     return row
+
+
+def _arguments_text(call: ToolCall) -> str:
+    return call.raw or json.dumps(call.arguments, ensure_ascii=False)
 
 
 def from_openai(row: dict[str, Any]) -> Message:
@@ -62,10 +67,23 @@ def call_from_openai(row: dict[str, Any]) -> ToolCall:
     text = function.get("arguments") or "{}"
     identifier = str(row.get("id") or "")
     try:
-        arguments = json.loads(text) if isinstance(text, str) else text
+        arguments = clean_json(json.loads(text) if isinstance(text, str) else text)
         error = "" if isinstance(arguments, dict) else "the arguments must be a JSON object"
     except (ValueError, RecursionError) as problem:
         arguments, error = {}, f"the arguments are not valid JSON ({problem})"
     if error:
-        return ToolCall(str(function["name"]), {}, identifier, error, str(text))
-    return ToolCall(str(function["name"]), arguments, identifier)
+        return ToolCall(clean_json(str(function["name"])), {}, identifier, error, clean_json(str(text)))
+    return ToolCall(clean_json(str(function["name"])), arguments, identifier)
+
+
+def clean_json(value: Any) -> Any:
+    """Return a decoded JSON value that can be written again: no lone surrogates, no infinite numbers."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, list):
+        return [clean_json(item) for item in value]
+    if isinstance(value, dict):
+        return {clean_json(key): clean_json(item) for key, item in value.items()}
+    return value

@@ -27,6 +27,8 @@ class ActionFormat:
     """Text appended to the environment's instruction. May be empty."""
     parse: Callable[[str], str]
     """Returns the environment's action in an agent's reply."""
+    tools: bool = False
+    """Whether the agent is offered the environment's tools. Their calls are parsed by the agent's chat template."""
 
 
 def parse_plain(reply: str) -> str:
@@ -108,6 +110,11 @@ def parse_code(reply: str) -> str:
 
 FORMATS: dict[str, ActionFormat] = {
     "plain": ActionFormat("", parse_plain),
+    "tool": ActionFormat(
+        "Act by calling your tools: each call is one action. A reply without a call does nothing.",
+        parse_plain,
+        tools=True,
+    ),
     "react": ActionFormat(
         "Think before you act. Every reply has this form, with exactly one action:\n"
         "Thought: your reasoning\n"

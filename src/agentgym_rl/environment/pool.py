@@ -65,7 +65,7 @@ class _PooledSession:
         on_close: Callable[[_PooledSession], None],
     ) -> None:
         self.name = inner.name
-        self.tools = [tool.schema() for tool in inner.toolset]
+        self.tools = [tool.schema() for tool in inner.toolset] if syntax.tools else []
         self.instruction = f"{inner.instruction}\n\n{syntax.explain}" if syntax.explain else inner.instruction
         self._inner = inner
         self._syntax = syntax

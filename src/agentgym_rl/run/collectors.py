@@ -38,7 +38,7 @@ def engine_policies(
 
     def make(session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
-        return EnginePolicy(engine, renderer, sampling, instruction=session.instruction)
+        return EnginePolicy(engine, renderer, sampling, instruction=session.instruction, tools=session.tools)
 
     return make
 

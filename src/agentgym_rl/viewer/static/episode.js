@@ -43,6 +43,22 @@ export function block(name, text, kind) {
   return h("section", { class: `block ${kind}` }, h("h3", {}, name), h("pre", {}, text));
 }
 
+/** Return the observation and the reply of a turn. Tool calls and their results have a block each. */
+function turnBlocks(turn) {
+  return [
+    turn.parts.map((part) => block(part.label, part.text, part.label === "Observation" ? "observation" : "observation result")),
+    block("Thought", turn.thought, "thought"),
+    turn.calls ? turn.calls.map(callBlock) : block("Action", turn.action, "action"),
+    rewardLine(turn),
+  ];
+}
+
+function callBlock(call) {
+  if (call.error) return h("section", { class: "block action call" }, h("h3", {}, "Malformed call"), h("pre", {}, call.raw || call.name), h("p", { class: "invalid" }, call.error));
+  const lines = call.arguments.map(([name, value]) => h("span", { class: "argument" }, h("b", {}, name), ` ${value}`));
+  return h("section", { class: "block action call" }, h("h3", {}, `Call of ${call.name}`), h("pre", {}, call.name, lines));
+}
+
 function rewardLine(turn) {
   const facts = [h("span", { class: turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : "zero" }, `reward ${number(turn.reward)}`)];
   if (turn.info.valid === false) facts.push(h("span", { class: "invalid" }, "invalid action"));
@@ -170,7 +186,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
     fill(
       side,
       k === 0 && instruction ? h("details", { class: "block instruction" }, h("summary", {}, "Instruction"), h("pre", {}, instruction)) : null,
-      turn ? [block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn)] : [block("Last observation", ending || "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
+      turn ? turnBlocks(turn) : [block("Last observation", ending || "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
     );
   }
 
@@ -200,7 +216,7 @@ function transcript(episode, turns, instruction, ending) {
     "div",
     { class: "transcript" },
     instruction ? block("Instruction", instruction, "instruction") : null,
-    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn))),
+    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), turnBlocks(turn))),
     ending ? block("Last observation", ending, "observation") : null,
   );
 }
