@@ -199,14 +199,17 @@ class Renderer:
             first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
             messages = [first, *messages[2:]]
         conversation = [self._split_control_tokens(to_openai(m, arguments_as_text=False)) for m in messages]
-        rendered = self.tokenizer.apply_chat_template(
-            conversation,
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            tools=list(tools) or None,
-            **self._template_kwargs,
-        )
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                conversation,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                tools=list(tools) or None,
+                **self._template_kwargs,
+            )
+        except TypeError as error:  # a template that needs tools, or a content that is not text
+            raise ConfigError(f"the chat template cannot be rendered ({error}): {_advice()}") from error
         return str(rendered)
 
     def _split_control_tokens(self, value: Any) -> Any:

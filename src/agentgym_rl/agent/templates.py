@@ -79,7 +79,35 @@ LLAMA3 = """\
 {%- endif -%}
 """
 
-TEMPLATES: dict[str, str] = {"chatml": CHATML, "llama3": LLAMA3, "qwen": QWEN}
+# Mistral's format since Nemo. Its own templates move tools or the system message to the last user message.
+MISTRAL = """\
+{{- bos_token -}}
+{%- set first = (messages[0]['role'] == 'system') | int -%}
+{%- for message in messages -%}
+{%- if message['role'] == 'user' -%}
+{%- if tools and loop.index0 == first -%}
+{{- '[AVAILABLE_TOOLS]' + tools | tojson + '[/AVAILABLE_TOOLS]' -}}
+{%- endif -%}
+{{- '[INST]' -}}
+{%- if first and loop.index0 == 1 -%}{{- messages[0]['content'] + '\\n\\n' -}}{%- endif -%}
+{{- message['content'] + '[/INST]' -}}
+{%- elif message['role'] == 'tool' -%}
+{{- '[TOOL_RESULTS]{"content": ' + message['content'] | tojson + ', "call_id": "' -}}
+{{- message['tool_call_id'] + '"}[/TOOL_RESULTS]' -}}
+{%- elif message['role'] == 'assistant' -%}
+{{- message['content'] -}}
+{%- for call in message['tool_calls'] or [] -%}
+{{- '[TOOL_CALLS][' if loop.first else ', ' -}}
+{{- '{"name": "' + call['function']['name'] + '", "arguments": ' + call['function']['arguments'] | tojson -}}
+{{- ', "id": "' + call['id'] + '"}' -}}
+{%- if loop.last -%}{{- ']' -}}{%- endif -%}
+{%- endfor -%}
+{{- eos_token -}}
+{%- endif -%}
+{%- endfor -%}
+"""
+
+TEMPLATES: dict[str, str] = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "qwen": QWEN}
 
 
 def resolve_template(chat_template: str | None) -> str | None:
