@@ -105,6 +105,8 @@ class EnginePolicy:
         self._session_id = session_id or uuid.uuid4().hex
         self._instruction = instruction
         self._tools = tools
+        if tools:
+            renderer.require_tools()
 
     async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         new_messages = self._cut_observation(messages, observation, limits)

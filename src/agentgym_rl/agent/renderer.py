@@ -81,7 +81,8 @@ class Renderer:
         self._conversation_ids = lru_cache(_CACHE_SIZE)(self._encode_conversation)
         self._follow_up_ids = lru_cache(_CACHE_SIZE)(self._encode_follow_up)
         self._tool_results_ids = lru_cache(_CACHE_SIZE)(self._encode_tool_results)
-        self._tool_format = ""
+        self.tool_format = ""
+        """Format of the template's tool calls, a name of PARSERS; known after `require_tools`."""
         try:
             self._template = tokenizer.get_chat_template(resolve_template(chat_template))
         except ValueError:
@@ -134,6 +135,7 @@ class Renderer:
         """Return a reply's text and its tool calls: None for an agent without tools."""
         if not tools:
             return self.decode(token_ids), None
+        self.require_tools()
         parse = PARSERS[self.tool_format]
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         # Special tokens are kept for the parser: some formats mark calls by one.
@@ -141,12 +143,9 @@ class Renderer:
         content, calls = parse(text)
         return self._control.sub("", content).strip(), calls
 
-    @property
-    def tool_format(self) -> str:
-        """The format of the template's tool calls. Raise ConfigError if calls cannot be rendered or read back."""
-        if not self._tool_format:
-            self._tool_format = self._find_tool_format()
-        return self._tool_format
+    def require_tools(self) -> None:
+        """Raise ConfigError unless tool calls can be rendered and read back, and results keep the history."""
+        self.tool_format = self.tool_format or self._find_tool_format()
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` without added tokens."""

@@ -26,9 +26,7 @@ def to_openai(message: Message, *, arguments_as_text: bool = True) -> dict[str, 
                 "type": "function",
                 "function": {
                     "name": call.name,
-                    "arguments": json.dumps(call.arguments, ensure_ascii=False)
-                    if arguments_as_text
-                    else call.arguments,
+                    "arguments": _arguments_text(call) if arguments_as_text else call.arguments,
                 },
             }
             for call in calls
