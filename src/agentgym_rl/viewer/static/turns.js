@@ -1,7 +1,7 @@
 // An episode as turns: observation, thought, action and reward.
 
-/** Return {instruction, turns: [{observation, parts, reply, thought, action, calls, reward, info, message}], ending}.
- * `parts` are the observation's texts with a label each: one observation, or the results of tool calls. */
+/** Return {instruction, turns: [{observation, parts, reply, thought, action, calls, reward, info, message}], ending,
+ * endingParts}. `parts` are the observation's texts with a label each: one observation, or the results of tool calls. */
 export function turnsOf(episode) {
   const turns = [];
   let instruction = "";
@@ -32,7 +32,7 @@ export function turnsOf(episode) {
       parts = [];
     }
   }
-  return { instruction, turns, ending: joined(parts) };
+  return { instruction, turns, ending: joined(parts), endingParts: parts };
 }
 
 const joined = (parts) => parts.map((part) => part.text).join("\n");
