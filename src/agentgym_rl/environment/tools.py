@@ -92,7 +92,8 @@ class Tool:
             return _structured_arguments(self.name, action)
         if (match := self._pattern().fullmatch(action.strip())) is None:
             return None
-        return {name: _parse(value, self.parameters[name]) for name, value in match.groupdict().items()}
+        values = match.groupdict()
+        return {name: _parse(values[name], schema) for name, schema in self.parameters.items() if name in values}
 
     def _pattern(self) -> re.Pattern[str]:
         parts: list[str] = []
