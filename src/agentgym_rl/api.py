@@ -21,16 +21,19 @@ Result = TypeVar("Result")
 
 
 def load_recipe(
-    recipe: str | Path, overrides: Mapping[str, Any] | None = None, *, env: type[TextEnv] | None = None
+    recipe: str | Path, overrides: Mapping[str, Any] | None = None, *, env: str | type[TextEnv] | None = None
 ) -> Config:
     """Return a checked recipe: a TOML file, or a name that `agentgym-rl recipes` lists.
 
-    `overrides` are settings by dotted key, such as {"rl.steps": 50}. An `env` of your own replaces the environments.
+    `overrides` are settings by dotted key, such as {"rl.steps": 50}. An `env`, a class of your own or a name, replaces
+    the environments.
     """
     from agentgym_rl.commands.recipes import find_recipe
     from agentgym_rl.config import load_config
 
-    settings = {**(overrides or {}), **({"environments": [{"name": env.name}]} if env is not None else {})}
+    settings = dict(overrides or {})
+    if env is not None:
+        settings["environments"] = [{"name": env if isinstance(env, str) else env.name}]
     return load_config(find_recipe(Path(recipe)), [f"{key}={_toml(value)}" for key, value in settings.items()])
 
 
@@ -38,13 +41,14 @@ def train(
     recipe: str | Path,
     overrides: Mapping[str, Any] | None = None,
     *,
-    env: type[TextEnv] | None = None,
+    env: str | type[TextEnv] | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
     """Train an agent as a recipe says and return the summary of the run.
 
-    >>> summary = train("quickstart", {"rl.steps": 20, "run_dir": "runs/short"})  # doctest: +SKIP
-    >>> summary["before"]["success"], summary["after"]["success"]  # doctest: +SKIP
+    Examples:
+        >>> summary = train("quickstart", {"rl.steps": 20, "run_dir": "runs/short"})  # doctest: +SKIP
+        >>> summary["before"]["success"], summary["after"]["success"]  # doctest: +SKIP
     """
     from agentgym_rl.agent.styles import STYLES
     from agentgym_rl.commands.train import train as run
@@ -52,7 +56,7 @@ def train(
 
     config = load_recipe(recipe, overrides, env=env)
     pool = None
-    if env is not None:
+    if env is not None and not isinstance(env, str):
         pool = LocalPool(
             {env.name: env},
             max_sessions=config.agent.concurrency,
@@ -67,7 +71,8 @@ def evaluate(agent: str | Path, **options: Any) -> dict[str, Any]:
 
     `agent` is a run directory, a model folder, a hub name, "oracle", "random" or "openai:MODEL".
 
-    >>> evaluate("runs/short", env="babyai", subset=["GoTo"], limit=50)["results"]  # doctest: +SKIP
+    Examples:
+        >>> evaluate("runs/short", env="babyai", subset=["GoTo"], limit=50)["results"]  # doctest: +SKIP
     """
     from agentgym_rl.cli import evaluate as command
     from agentgym_rl.commands.evaluate import evaluate as run
@@ -80,11 +85,14 @@ def evaluate(agent: str | Path, **options: Any) -> dict[str, Any]:
     return _run(run(request_of({**defaults, **options, "agent": str(agent)})))
 
 
-def make_env(env: str | type[TextEnv]) -> TextEnv:
-    """Return a new environment: by its name in the catalogue, or of a class of your own."""
+def make_env(env: str | type[TextEnv], **kwargs: Any) -> TextEnv:
+    """Return a new environment: by its name in the catalogue, by an import path, or of a class of your own.
+
+    >>> make_env("my_module:MyEnv", size=5)  # doctest: +SKIP
+    """
     from agentgym_rl.environment import catalog
 
-    return (catalog.load(env) if isinstance(env, str) else env)()
+    return catalog.load(env, kwargs)() if isinstance(env, str) else env(**kwargs)
 
 
 def play(env: str | type[TextEnv], policy: Callable[[str], str], item: int = 0, *, max_turns: int = 30) -> Trajectory:
@@ -139,22 +147,14 @@ def load_trajectories(run: str | Path, kind: str = "eval", step: int | None = No
 
 
 def _toml(value: Any) -> str:
-    """Return a value as a TOML literal, as overrides are written."""
+    """Return a value as a TOML literal on one line, as overrides are written."""
     import tomli_w
 
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip() if not _is_tables(value) else _inline(value)
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list | tuple) and any(isinstance(v, dict) for v in value))
-
-
-def _inline(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_inline(item) for item in value) + "]"
-    return _toml(value)
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:

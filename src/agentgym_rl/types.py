@@ -122,6 +122,8 @@ class Message:
     did not. None if the agent has no tools."""
     tool_call_id: str = ""
     """The call that a tool message answers."""
+    advice: str = ""
+    """The oracle's reply in the same state, if it was asked."""
 
     @property
     def text(self) -> str:
@@ -225,6 +227,7 @@ class Trajectory:
                         **({"cut_chars": m.cut_chars} if m.cut_chars else {}),
                         **({} if m.tool_calls is None else {"tool_calls": [asdict(call) for call in m.tool_calls]}),
                         **({"tool_call_id": m.tool_call_id} if m.tool_call_id else {}),
+                        **({"advice": m.advice} if m.advice else {}),
                     }
                     for m in self.messages
                 ],
@@ -299,6 +302,8 @@ class Sample:
     """A: log-probabilities under the learner, before the step's updates."""
     reference_logprobs: list[float] = field(default_factory=list)
     """A: log-probabilities under the reference model."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """A: log-probabilities under the teacher of distillation."""
     entropies: list[float] = field(default_factory=list)
     """A: entropy of the learner's distribution at each token, before the step's updates."""
     values: list[float] = field(default_factory=list)
@@ -365,7 +370,6 @@ class EnvSession(Protocol):
 
     async def advice(self) -> tuple[str, str]:
         """Return (thought, action): the oracle's action and its reason, empty if the environment gives none."""
-        ...
 
     async def render(self) -> str | bytes: ...
     async def close(self) -> None: ...

@@ -80,7 +80,7 @@ def find_agent(options: AgentOptions) -> Candidate:
         if not model:
             raise ConfigError("--agent openai: needs a model name, such as openai:gpt-4o-mini")
         return _candidate(options, "openai", model, {"kind": "openai", "model": model}, AgentConfig())
-    run = _run_of(spec)
+    run = run_of(spec)
     if run is not None:
         return _run_candidate(options, *run)
     folder = Path(spec).expanduser()
@@ -107,7 +107,7 @@ def find_agent(options: AgentOptions) -> Candidate:
     return candidate
 
 
-def _run_of(spec: str) -> tuple[Path, int | None] | None:
+def run_of(spec: str) -> tuple[Path, int | None] | None:
     """Return (run directory, step or None) if `spec` is RUN or RUN@STEP."""
     path, at, step = spec.rpartition("@")
     if at and step.isdigit() and (Path(path) / "config.toml").is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -13,10 +14,14 @@ from typing import Any
 
 from agentgym_rl.agent.policy import OraclePolicy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
+from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.formats import action_format
+from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import AgentGymError, ConfigError
+from agentgym_rl.run.pool import load_class
 from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 MAX_SESSIONS = 64
@@ -38,8 +43,13 @@ class ViewerEnvironments:
     """Environments of the viewer, in this process or on servers, and the policies that can play them."""
 
     def __init__(
-        self, model: ModelPlayer | None = None, urls: Mapping[str, str] | None = None, token: str | None = None
+        self,
+        model: ModelPlayer | None = None,
+        urls: Mapping[str, str] | None = None,
+        token: str | None = None,
+        own: Mapping[str, type[TextEnv]] | None = None,
     ) -> None:
+        """`own`: classes by name, besides those of the catalogue. A run alone never makes the viewer import one."""
         self.policies: dict[str, PolicyFactory] = {
             "oracle": lambda session, seed: OraclePolicy(session),
             "random": RandomPolicy,
@@ -51,11 +61,13 @@ class ViewerEnvironments:
         self._pools: dict[tuple[str, str], LocalPool | RemotePool] = {}
         self._urls = dict(urls or {})
         self._token = token
+        self._own = dict(own or {})
 
     def describe(self) -> list[dict[str, Any]]:
-        local = {name: entry for name, entry in catalog.CATALOG.items() if name not in self._urls}
         served = [asyncio.run(self._describe_served(name, url)) for name, url in self._urls.items()]
-        return [*served, *(_describe(name, entry) for name, entry in local.items())]
+        own = [_describe_class(name, env_class) for name, env_class in self._own.items() if name not in self._urls]
+        local = {n: entry for n, entry in catalog.entries().items() if n not in self._urls and n not in self._own}
+        return [*served, *own, *(_describe(name, entry) for name, entry in local.items())]
 
     async def _describe_served(self, env: str, url: str) -> dict[str, Any]:
         """Describe a server's environment. A server that does not answer may do so later, so its row has no ranges."""
@@ -73,6 +85,8 @@ class ViewerEnvironments:
         return self._model.parse(reply) if self._model and policy == "model" else reply
 
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
+        if env in self._own:
+            return tuple(self._own[env].subsets_of(item)) if _has_item(self._own[env], item) else ()
         return () if env in self._urls else _subsets_of(env, item)
 
     async def open(self, env: str, style: str | None = None, turns_per_attempt: int | None = None) -> EnvSession:
@@ -84,13 +98,8 @@ class ViewerEnvironments:
         return STYLES[style].wrap(session, turns_per_attempt)
 
     async def _pool(self, env: str, action_format: str) -> LocalPool | RemotePool:
-        if env not in self._urls and env not in catalog.CATALOG:
-            raise ConfigError(
-                f"unknown environment {env!r}: if it is your own, start its server, then start the viewer with "
-                f"--url {env}=http://HOST:PORT"
-            )
         # Loading imports the environment's packages, which can take seconds.
-        env_class = None if env in self._urls else await asyncio.to_thread(catalog.load, env)
+        env_class = None if env in self._urls else await asyncio.to_thread(self._load, env)
         if (env, action_format) not in self._pools:
             self._pools[env, action_format] = (
                 RemotePool(
@@ -104,28 +113,48 @@ class ViewerEnvironments:
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
         if env in self._urls:
             return await (await self._pool(env, STYLES["act"].action_format)).items(env, split, subset)
-        return list(await asyncio.to_thread(lambda: catalog.items(catalog.load(env), split, subset)))
+        return list(await asyncio.to_thread(lambda: catalog.items(self._load(env), split, subset)))
+
+    def _load(self, env: str) -> type[TextEnv]:
+        if env in self._own:
+            return self._own[env]
+        if env not in catalog.entries():  # a name of a run's files: an import path would run code of their author
+            raise ConfigError(
+                f"unknown environment {env!r}: if it is a class of your own, start the viewer with "
+                f"--env {env if is_import_path(env) else 'RECIPE.toml'}; if it has a server, with --url {env}=http://HOST:PORT"
+            )
+        return catalog.load(env)
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
 
 def _describe(name: str, entry: catalog.Entry) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": name, "summary": entry.summary, "licence": entry.licence}
+    row: dict[str, Any] = {"summary": entry.summary, "licence": entry.licence}
     try:
         env = catalog.load(name)
         entry.check()
     except ConfigError as error:
-        return row | {"installed": False, "missing": str(error), "ranges": {}, "subsets": []}
+        return row | {"name": name, "installed": False, "missing": str(error), "ranges": {}, "subsets": []}
+    return _describe_class(name, env) | row
+
+
+def _describe_class(name: str, env: type[TextEnv]) -> dict[str, Any]:
+    summary = (inspect.getdoc(env) or env.name).partition("\n")[0]
     ranges = {split: [items.start, items.stop] for split, items in env.splits.items()}
-    return row | {"installed": True, "missing": "", "ranges": ranges, "subsets": list(env.subsets)}
+    row = {"name": name, "summary": summary, "licence": "", "installed": True, "missing": ""}
+    return row | {"ranges": ranges, "subsets": list(env.subsets)}
+
+
+def _has_item(env_class: type[TextEnv], item: int) -> bool:
+    return any(item in items for items in env_class.splits.values())
 
 
 @lru_cache(maxsize=1 << 16)
 def _subsets_of(env: str, item: int) -> tuple[str, ...]:
     # Subsets only help filtering. They remain empty if the environment is not installed or has no such item.
     with contextlib.suppress(Exception):
-        return tuple(catalog.load(env).subsets_of(item))
+        return tuple(catalog.load(env).subsets_of(item)) if env in catalog.entries() else ()
     return ()
 
 
@@ -199,6 +228,19 @@ def served_environments(options: list[str]) -> dict[str, str]:
     return urls
 
 
+def own_environments(options: list[str]) -> dict[str, type[TextEnv]]:
+    """Return the classes of every --env by name: a name, an import path, or all of a recipe or a run."""
+    classes: dict[str, type[TextEnv]] = {}
+    for text in options:
+        path = Path(text) / "config.toml" if Path(text).is_dir() else Path(text)
+        if path.suffix == ".toml":
+            recipe = load_config(path, []).environments
+            classes |= {env.name: load_class(env) for env in recipe if env.url is None}
+        else:
+            classes[text] = catalog.load(text)
+    return classes
+
+
 def view(
     folders: list[Path],
     host: str,
@@ -209,12 +251,15 @@ def view(
     *,
     urls: Mapping[str, str] | None = None,
     environment_token: str | None = None,
+    own: Mapping[str, type[TextEnv]] | None = None,
 ) -> None:
     """Serve the viewer until interrupted."""
     from agentgym_rl.viewer.library import Library
     from agentgym_rl.viewer.server import serve
 
-    library = Library(folders, ViewerEnvironments(load_policy(policy) if policy else None, urls, environment_token))
+    library = Library(
+        folders, ViewerEnvironments(load_policy(policy) if policy else None, urls, environment_token, own)
+    )
     if library.index.note:
         announce(library.index.note)
     serve(library, host, port, token, announce)
@@ -229,6 +274,7 @@ def export(
     announce: Callable[[str], None],
     urls: Mapping[str, str] | None = None,
     environment_token: str | None = None,
+    own: Mapping[str, type[TextEnv]] | None = None,
 ) -> None:
     """Write the viewer's content into one HTML file."""
     from rich.progress import Progress
@@ -236,7 +282,7 @@ def export(
     from agentgym_rl.viewer.export import exported_page
     from agentgym_rl.viewer.library import Library
 
-    library = Library(folders, ViewerEnvironments(None, urls, environment_token))
+    library = Library(folders, ViewerEnvironments(None, urls, environment_token, own))
     if not library.run_folders():
         raise ConfigError(f"no run found below {', '.join(map(str, folders))}: name a folder that contains runs")
 

@@ -31,10 +31,6 @@ class ActionFormat:
     """Whether the agent is offered the environment's tools. Their calls are parsed by the agent's chat template."""
 
 
-def parse_plain(reply: str) -> str:
-    return reply.strip()
-
-
 _ACTION = re.compile(r"(?<!\w)Action ?:\**")
 _AFTER_ACTION = re.compile(r"^\s*\**(?:Thought|Observation):", re.MULTILINE)
 
@@ -109,10 +105,10 @@ def parse_code(reply: str) -> str:
 
 
 FORMATS: dict[str, ActionFormat] = {
-    "plain": ActionFormat("", parse_plain),
+    "plain": ActionFormat("", str.strip),
     "tool": ActionFormat(
         "Act by calling your tools: each call is one action. A reply without a call does nothing.",
-        parse_plain,
+        str.strip,
         tools=True,
     ),
     "react": ActionFormat(

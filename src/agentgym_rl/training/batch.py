@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
+from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.settings import RLSettings
@@ -118,8 +119,8 @@ def overlong_penalty(tokens: int, max_new_tokens: int, settings: RLSettings) -> 
 def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     """Return the batch with advantages and weights, without the samples that teach nothing.
 
-    For ppo the samples must hold values. For KL in the reward, weighted by `kl_coef`, they must hold old and reference
-    log-probabilities.
+    For ppo the samples must hold values, for distillation the teacher's log-probabilities. For KL in the reward,
+    weighted by `kl_coef`, they must hold old and reference log-probabilities.
     """
     ends = zip(batch.samples, batch.episodes, batch.truncated, batch.unread, strict=True)
     for sample, episode, truncated, unread in ends:
@@ -133,6 +134,8 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     estimated = ESTIMATORS[settings.algorithm](batch.episodes, settings)
     for sample, advantages in zip(batch.samples, estimated.advantages, strict=True):
         sample.advantages = advantages
+        if settings.distill is not None:
+            sample.advantages = with_teacher(sample, settings.distill)
     for sample, returns in zip(batch.samples, estimated.returns, strict=False):
         sample.returns = returns
     flat = _flat_groups(batch)
