@@ -70,6 +70,7 @@ def _without_none(value: object) -> object:
         ("sft", "horizon.turns=[3]", r"\[horizon\] is read by method = 'rl' or 'distill'"),
         ("sft", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo'"),
         ("dpo", "sft.epochs=2", r"\[sft\] is read by"),
+        ("dagger", "agent.style=tool", "method 'dagger' compares written actions"),
         ("agentevol", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo', this is 'agentevol'"),
         ("agentevol", "environments.0.horizon={turns=[3]}", "a horizon is read by method = 'rl'"),
         ("dpo", "data.play=oracle", "dpo compares what a model did"),

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 from envs_for_tests import Counting
+from scripted_engine_for_tests import ScriptedEngine, scripted_logprob
 from tokenizers_for_tests import byte_level_bpe, split_segmentation
 from training_for_tests import batch_of
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.engines.scripted import ScriptedEngine, scripted_logprob
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
