@@ -70,7 +70,6 @@ def _without_none(value: object) -> object:
         ("sft", "horizon.turns=[3]", r"\[horizon\] is read by method = 'rl' or 'distill'"),
         ("sft", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo'"),
         ("dpo", "sft.epochs=2", r"\[sft\] is read by"),
-        ("dagger", "agent.style=tool", "method 'dagger' compares written actions"),
         ("agentevol", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo', this is 'agentevol'"),
         ("agentevol", "environments.0.horizon={turns=[3]}", "a horizon is read by method = 'rl'"),
         ("dpo", "data.play=oracle", "dpo compares what a model did"),
@@ -105,3 +104,11 @@ def test_only_sft_can_start_from_scratch_without_a_warm_start(tmp_path: Path) ->
     for method in ("dpo", "agentevol"):
         with pytest.raises(ConfigError, match=r"model\.scratch needs warm_start"):
             load(tmp_path, method, *scratch)
+
+
+def test_dagger_needs_a_style_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('method = "dagger"\n' + COMMON)
+    assert load_config(path, ["agent.style=function_call"]).method == "dagger"
+    with pytest.raises(ConfigError, match="method 'dagger' compares written actions"):
+        load_config(path, ["agent.style=tool"])
