@@ -103,6 +103,9 @@ class EnginePolicy:
         self._sampling = sampling
         self._session_id = session_id or uuid.uuid4().hex
         self._instruction = instruction
+        self._messages: list[Message] = []
+        self._token_ids: list[int] = []
+        """Ids of `_messages`, the conversation so far."""
         self._tools = tools
         if tools:
             renderer.require_tools()
@@ -110,7 +113,9 @@ class EnginePolicy:
     async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         new_messages = self._cut_observation(messages, observation, limits)
         tokenized = self._tokenized(messages, new_messages)
-        prompt_ids = [token for message in [*messages, *tokenized] for token in message.token_ids]
+        prompt_ids = list(self._ids_of(messages))
+        for message in tokenized:
+            prompt_ids += message.token_ids
         free_tokens = limits.max_context - len(prompt_ids)
         if free_tokens < 1:
             # The model never sees this observation, so it gets no ids: an episode has at most max_context tokens.
@@ -140,7 +145,7 @@ class EnginePolicy:
     def unanswered(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         new_messages = self._cut_observation(messages, observation, limits)
         tokenized = self._tokenized(messages, new_messages)
-        num_tokens = sum(len(m.token_ids) for m in [*messages, *tokenized])
+        num_tokens = len(self._ids_of(messages)) + sum(len(message.token_ids) for message in tokenized)
         return tokenized if num_tokens <= limits.max_context else new_messages
 
     async def close(self) -> None:
@@ -148,9 +153,19 @@ class EnginePolicy:
 
     def _cut_observation(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         """Return the observation's messages, cut to what fits if every token were the vocabulary's longest."""
-        free_tokens = max(1, limits.max_context - sum(len(message.token_ids) for message in messages))
+        free_tokens = max(1, limits.max_context - len(self._ids_of(messages)))
         max_chars = min(MAX_OBSERVATION_CHARS, free_tokens * self._renderer.max_token_chars)
         return observation_messages(messages, self._instruction, observation, max_chars)
+
+    def _ids_of(self, messages: list[Message]) -> list[int]:
+        """Return the ids of the conversation, which grows from turn to turn: only new messages are read."""
+        known = len(self._messages)
+        if known > len(messages) or (known and messages[known - 1] is not self._messages[-1]):
+            self._messages, self._token_ids, known = [], [], 0
+        for message in messages[known:]:
+            self._messages.append(message)
+            self._token_ids += message.token_ids
+        return self._token_ids
 
     def _tokenized(self, messages: list[Message], new_messages: list[Message]) -> list[Message]:
         if not messages:
@@ -167,7 +182,7 @@ def _check(completion: Completion, sampling: Sampling) -> None:
     count = len(completion.token_ids)
     if not 1 <= count <= sampling.max_new_tokens:
         raise EngineError(f"the engine must sample 1 to {sampling.max_new_tokens} tokens, it returned {count}")
-    if len(completion.logprobs) != count or not all(math.isfinite(p) for p in completion.logprobs):
+    if len(completion.logprobs) != count or not math.isfinite(sum(completion.logprobs)):
         raise EngineError(
             f"the engine must return one finite log-probability a token, for {count} tokens it returned "
             f"{completion.logprobs[:4]}... ({len(completion.logprobs)})"
