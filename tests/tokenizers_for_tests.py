@@ -12,7 +12,9 @@ SPECIAL_TOKENS = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "mistral": ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]"],
 }
+_BEGIN_END = {"llama3": ("<|begin_of_text|>", "<|end_of_text|>"), "mistral": ("<s>", "</s>")}
 
 # How Llama-3 and Qwen cut text into words: runs of newlines stay together, whatever follows them.
 _MODERN_WORDS = (
@@ -48,12 +50,12 @@ def byte_level_bpe(style: str, vocab_size: int = 420) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_LINES, trainer)
-    llama = style == "llama3"
+    begin, end = _BEGIN_END.get(style, (None, "<|endoftext|>"))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|begin_of_text|>" if llama else None,
-        eos_token="<|end_of_text|>" if llama else "<|endoftext|>",
-        pad_token="<|end_of_text|>" if llama else "<|endoftext|>",
+        bos_token=begin,
+        eos_token=end,
+        pad_token=end,
         additional_special_tokens=special,
     )
 

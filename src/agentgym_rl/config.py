@@ -134,9 +134,10 @@ class EnvironmentConfig(_Section):
 class AgentConfig(_Section):
     """Settings of playing episodes."""
 
-    style: Literal["act", "react", "plan", "reflect"] = "act"
+    style: Literal["act", "react", "plan", "reflect", "tool", "function_call", "code"] = "act"
     """Form of a reply. "act": an action. "react": a thought, then an action. "plan": the same, with a plan in the first
-    thought. "reflect": several attempts at a task, with a reflection between them."""
+    thought. "reflect": several attempts at a task, with a reflection between them. "tool": a native tool call.
+    "function_call": an action as JSON text. "code": an action in a fenced block."""
     turns_per_attempt: int | None = Field(None, ge=1)
     """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
     instruction: str | None = None
@@ -425,6 +426,11 @@ class Config(_Section):
                     "which most of a small update is rounded away: use engine.kind = 'native', engine.dtype = "
                     "'float32', or no [scale], where vLLM takes the adapters as they are"
                 )
+        if self.agent.style == "tool" and self.method == "dagger":
+            raise ValueError(
+                "agent.style = 'tool': method 'dagger' compares written actions with the oracle's, use a style of text "
+                "such as 'act' or 'function_call'"
+            )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self

@@ -124,3 +124,13 @@ def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch: pytest.Monke
     ]
     assert sorted(settings["length"] for settings in kwargs) == [3, 6]  # the run's own, and --kwarg
     assert Path("runs.html").stat().st_size > 10_000
+
+
+def test_the_example_with_tools_runs_and_matches_its_guide() -> None:
+    program = ROOT / "examples" / "tool_calls.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("reward 1") == 3
+    assert '  > add({"item": "apple", "count": 2})\ntool: The basket: 2 apple\n' in done.stdout
+    guide = (ROOT / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
+    snippet = guide.partition("        return (\n")[2].partition("```")[0]
+    assert snippet in program.read_text(encoding="utf-8")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
@@ -16,10 +17,11 @@ from typing import Literal, Protocol
 
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.openai import Chat, ContextOverflow
-from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.renderer import Renderer, Tools
+from agentgym_rl.agent.tools import numbered
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError, EnvError
-from agentgym_rl.types import Completion, EnvSession, Limits, Message, Sampling
+from agentgym_rl.types import Completion, EnvSession, Limits, Message, Observation, Role, Sampling
 
 MAX_OBSERVATION_CHARS = 1 << 22
 """Longer observations are cut first."""
@@ -41,9 +43,9 @@ class Reply:
 class Policy(Protocol):
     """Plays one episode."""
 
-    async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply: ...
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply: ...
 
-    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+    def unanswered(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         """Return the messages of an observation that the horizon leaves unanswered, with ids if replies have them, so
         that a critic can value the state."""
 
@@ -54,18 +56,27 @@ PolicyFactory = Callable[[EnvSession, int], Policy]
 """(the episode's session, the episode's seed) -> a policy for that episode."""
 
 
-def observation_message(observation: str, max_chars: int = MAX_OBSERVATION_CHARS) -> Message:
+def observation_message(observation: str, max_chars: int = MAX_OBSERVATION_CHARS, role: Role = "user") -> Message:
     """Return the observation as a message, cut to `max_chars` with a last line that says so."""
     cut_chars = len(observation) - max_chars
     if cut_chars <= 0:
-        return Message("user", observation)
-    return Message("user", f"{observation[:max_chars]}\n[{cut_chars} characters cut]", cut_chars=cut_chars)
+        return Message(role, observation)
+    return Message(role, f"{observation[:max_chars]}\n[{cut_chars} characters cut]", cut_chars=cut_chars)
 
 
 def observation_messages(
-    messages: list[Message], instruction: str, observation: str, max_chars: int = MAX_OBSERVATION_CHARS
+    messages: list[Message], instruction: str, observation: Observation, max_chars: int = MAX_OBSERVATION_CHARS
 ) -> list[Message]:
-    """Return the messages of an observation. The instruction precedes the first one."""
+    """Return the messages of an observation: one text, or the results of the last reply's calls.
+
+    The instruction precedes the first one.
+    """
+    if isinstance(observation, list):
+        share = max(1, max_chars // len(observation))
+        results = [observation_message(result, share, "tool") for result in observation]
+        for message, call in zip(results, messages[-1].tool_calls or (), strict=True):
+            message.tool_call_id = call.id
+        return results
     message = observation_message(observation, max_chars)
     return [Message("system", instruction), message] if instruction and not messages else [message]
 
@@ -85,6 +96,7 @@ class EnginePolicy:
         session_id: str | None = None,
         *,
         instruction: str = "",
+        tools: Tools = (),
     ) -> None:
         self._engine = engine
         self._renderer = renderer
@@ -94,8 +106,11 @@ class EnginePolicy:
         self._messages: list[Message] = []
         self._token_ids: list[int] = []
         """Ids of `_messages`, the conversation so far."""
+        self._tools = tools
+        if tools:
+            renderer.require_tools()
 
-    async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         new_messages = self._cut_observation(messages, observation, limits)
         tokenized = self._tokenized(messages, new_messages)
         prompt_ids = list(self._ids_of(messages))
@@ -114,18 +129,20 @@ class EnginePolicy:
         )
         completion = await self._engine.generate(prompt_ids, sampling, self._session_id)
         _check(completion, sampling)
+        content, calls = self._renderer.read_reply(completion.token_ids, self._tools)
         action = Message(
             "assistant",
-            self._renderer.decode(completion.token_ids),
+            content,
             list(completion.token_ids),
             list(completion.logprobs),
             completion.version,
+            tool_calls=None if calls is None else numbered(calls, messages),
         )
         if completion.finish == "length" and free_tokens < limits.max_new_tokens:
             return Reply(tokenized, action, "max_context")
         return Reply(tokenized, action, completion.finish)
 
-    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+    def unanswered(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         new_messages = self._cut_observation(messages, observation, limits)
         tokenized = self._tokenized(messages, new_messages)
         num_tokens = len(self._ids_of(messages)) + sum(len(message.token_ids) for message in tokenized)
@@ -134,7 +151,7 @@ class EnginePolicy:
     async def close(self) -> None:
         await self._engine.release(self._session_id)
 
-    def _cut_observation(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+    def _cut_observation(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         """Return the observation's messages, cut to what fits if every token were the vocabulary's longest."""
         free_tokens = max(1, limits.max_context - len(self._ids_of(messages)))
         max_chars = min(MAX_OBSERVATION_CHARS, free_tokens * self._renderer.max_token_chars)
@@ -152,12 +169,13 @@ class EnginePolicy:
 
     def _tokenized(self, messages: list[Message], new_messages: list[Message]) -> list[Message]:
         if not messages:
-            return self._renderer.opening(new_messages)
-        ids = self._renderer.follow_up(new_messages[0].content)
+            return self._renderer.opening(new_messages, self._tools)
+        ids = self._renderer.between(new_messages)
         if messages[-1].token_ids[-1] not in self._renderer.stop_token_ids:
             # A stop string ended the reply, so its end-of-turn token was not sampled and belongs to the observation.
             ids = [self._renderer.end_of_turn, *ids]
-        return [replace(new_messages[0], token_ids=ids)]
+        # The ids of several results cannot be separated: some templates write them as one turn.
+        return [*new_messages[:-1], replace(new_messages[-1], token_ids=ids)]
 
 
 def _check(completion: Completion, sampling: Sampling) -> None:
@@ -180,35 +198,57 @@ class _TextPolicy(ABC):
     async def reply_text(self, observation: str) -> str:
         """Return the reply to `observation`."""
 
-    async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
-        text = await self.reply_text(observation)
-        return Reply(observation_messages(messages, self.instruction, observation), Message("assistant", text))
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
+        text = await self.reply_text(observation if isinstance(observation, str) else "\n".join(observation))
+        new_messages = observation_messages(messages, self.instruction, observation)
+        return Reply(new_messages, self._message(text, messages))
 
-    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+    def unanswered(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         return observation_messages(messages, self.instruction, observation)
+
+    def _message(self, text: str, messages: list[Message]) -> Message:
+        return Message("assistant", text)
 
     async def close(self) -> None:
         return None
 
 
-class OraclePolicy(_TextPolicy):
-    """Plays the environment's own solution."""
+_THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
+
+
+class _ActionPolicy(_TextPolicy):
+    """Base of policies that choose a text action of the environment, which is a tool call if the agent has tools."""
 
     def __init__(self, env: EnvSession) -> None:
         self._env = env
         self.instruction = env.instruction
+        self._thought = ""
+        """Reason for the chosen action, which a tool call cannot hold."""
+
+    def _message(self, text: str, messages: list[Message]) -> Message:
+        if not self._env.tools:
+            return Message("assistant", text)
+        thought = _THOUGHT.match(text)
+        content, action = (thought[1], text[thought.end() :]) if thought else (self._thought, text)
+        return Message("assistant", content, tool_calls=numbered([self._env.call_of(action)], messages))
+
+
+class OraclePolicy(_ActionPolicy):
+    """Plays the environment's own solution."""
 
     async def reply_text(self, observation: str) -> str:
-        return await self._env.oracle()
+        if not self._env.tools:
+            return await self._env.oracle()
+        self._thought, action = await self._env.advice()
+        return action
 
 
-class RandomPolicy(_TextPolicy):
+class RandomPolicy(_ActionPolicy):
     """Plays uniformly random valid actions."""
 
     def __init__(self, env: EnvSession, seed: int) -> None:
-        self._env = env
+        super().__init__(env)
         self._random = random.Random(seed)
-        self.instruction = env.instruction
 
     async def reply_text(self, observation: str) -> str:
         actions = await self._env.actions()
@@ -247,13 +287,14 @@ class HumanPolicy(_TextPolicy):
 class ChatPolicy:
     """A model behind an OpenAI-compatible chat API. Its tokens are unknown, so it can be evaluated but not trained."""
 
-    def __init__(self, client: Chat, sampling: Sampling, *, instruction: str = "") -> None:
+    def __init__(self, client: Chat, sampling: Sampling, *, instruction: str = "", tools: Tools = ()) -> None:
         self._client = client
+        self._tools = tools
         self._sampling = sampling
         self._instruction = instruction
         self._context_tokens = 0
 
-    async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         new_messages = observation_messages(messages, self._instruction, observation)
         free_tokens = limits.max_context - self._context_tokens
         if free_tokens < 1:
@@ -265,16 +306,17 @@ class ChatPolicy:
             seed=None if seed is None else stable_seed(seed, len(messages)),
         )
         try:
-            answer = await self._client.complete([*messages, *new_messages], sampling)
+            answer = await self._client.complete([*messages, *new_messages], sampling, self._tools)
         except ContextOverflow:
             return Reply(new_messages, None, "max_context")
         self._context_tokens = answer.context_tokens
-        action = Message("assistant", answer.content)
+        calls = numbered(answer.calls, messages) if self._tools else None
+        action = Message("assistant", answer.content, tool_calls=calls)
         if answer.cut:
             return Reply(new_messages, action, "max_context" if free_tokens < limits.max_new_tokens else "length")
         return Reply(new_messages, action)
 
-    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+    def unanswered(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         return observation_messages(messages, self._instruction, observation)
 
     async def close(self) -> None:

@@ -257,7 +257,9 @@ class ModelAgent:
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(self._playing.max_new_tokens, self._playing.temperature, seed=seed)
-        return EnginePolicy(self._engine, self._renderer, sampling, instruction=session.instruction)
+        return EnginePolicy(
+            self._engine, self._renderer, sampling, instruction=session.instruction, tools=session.tools
+        )
 
     def usage(self, policy: Policy) -> Sequence[Tokens] | None:
         return None
@@ -282,7 +284,9 @@ class ChatAgent:
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         meter = Meter(self.client)
-        policy = ChatPolicy(meter, replace(self.sampling, seed=seed), instruction=session.instruction)
+        policy = ChatPolicy(
+            meter, replace(self.sampling, seed=seed), instruction=session.instruction, tools=session.tools
+        )
         self._meters[id(policy)] = meter
         return policy
 

@@ -157,7 +157,7 @@ def _print_trajectory(console: Screen, trajectory: Trajectory) -> None:
             reward = trajectory.rewards[turn]
             turn += 1
             reward_text = f"   reward {reward:g}" if reward else ""
-            lines.append(f"> {message.content}", "bold cyan").append(f"{reward_text}\n\n", "green")
+            lines.append(f"> {message.text}", "bold cyan").append(f"{reward_text}\n\n", "green")
         elif message.role == "system":
             lines.append(f"{message.content}\n\n", "dim")
         else:

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentgym_rl import __version__
 from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.environment import catalog, dialects, wire
-from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, HasTools, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.server_sessions import Sessions
@@ -45,6 +45,7 @@ CAPABILITIES = {
     "thought": HasThought,
     "state_key": HasStateKey,
     "render": HasRender,
+    "tools": HasTools,
 }
 MAX_ITEMS_PER_ANSWER = 100_000
 MAX_SESSIONS = 4096
@@ -289,6 +290,7 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
                 "splits": {name: [split.start, split.stop] for name, split in env_class.splits.items()},
                 "subsets": list(env_class.subsets),
                 "capabilities": [name for name, protocol in CAPABILITIES.items() if issubclass(env_class, protocol)],
+                "tools": [tool.to_wire() for tool in env_class.tools()] if issubclass(env_class, HasTools) else [],
                 "holds": True,
                 "version": __version__,
             }

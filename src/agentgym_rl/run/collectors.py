@@ -45,7 +45,7 @@ def engine_policies(
 
     def make(session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
-        policy = EnginePolicy(engine, renderer, sampling, instruction=session.instruction)
+        policy = EnginePolicy(engine, renderer, sampling, instruction=session.instruction, tools=session.tools)
         return policy if oracle_share is None else AdvisedPolicy(policy, session, renderer, oracle_share, seed)
 
     return make

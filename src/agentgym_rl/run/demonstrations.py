@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 
-from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import demonstrators, episode_slots, limits_of, make_collector
 from agentgym_rl.run.console import Console
@@ -22,7 +22,7 @@ from agentgym_rl.training.conversations import (
     read_trajectory_files,
 )
 from agentgym_rl.training.rl import derive_seed
-from agentgym_rl.types import Sample, StopReason, Task, Trajectory
+from agentgym_rl.types import Message, Sample, StopReason, Task, Trajectory
 
 Demonstration = Trajectory | Conversation
 
@@ -80,12 +80,12 @@ def to_samples(
 def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
     """Return the ids of an episode as sampled if this tokenizer sampled them, else as the template renders it."""
     if isinstance(demonstration, Conversation):
-        sample = renderer.demonstration(demonstration.messages, demonstration.trained)
+        sample = renderer.demonstration(demonstration.messages, demonstration.trained, demonstration.tools)
         sample.trajectory_id = demonstration.item_id
         return sample
     if _sampled_with(renderer, demonstration):
         return Sample(demonstration.token_ids, demonstration.loss_mask, trajectory_id=demonstration.id)
-    sample = renderer.demonstration(demonstration.messages, demonstration.imitated)
+    sample = renderer.demonstration(demonstration.messages, demonstration.imitated, demonstration.tools)
     sample.trajectory_id = demonstration.id
     return sample
 
@@ -97,9 +97,14 @@ def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:
     if any(messages[i].logprobs is None or not messages[i].token_ids for i in replies):
         return False
     before = [token for m in messages[: replies[0]] for token in m.token_ids]
-    return before == renderer.prompt(messages[: replies[0]]) and all(
-        renderer.decode(messages[i].token_ids) == messages[i].content for i in replies
+    return before == renderer.prompt(messages[: replies[0]], trajectory.tools) and all(
+        _text_of(renderer, messages[i].token_ids, trajectory.tools) == messages[i].text for i in replies
     )
+
+
+def _text_of(renderer: Renderer, token_ids: list[int], tools: Tools) -> str:
+    content, calls = renderer.read_reply(token_ids, tools)
+    return Message("assistant", content, tool_calls=calls).text
 
 
 async def play_demonstrations(
