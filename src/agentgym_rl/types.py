@@ -9,11 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
+Observation = str | list[str]
+"""Observation as a policy gets it: a text, or one result per tool call of its last reply."""
 EPISODE_TIMEOUT = "EpisodeTimeout"
 """Prefix of the error of an episode whose deadline passed."""
 
@@ -66,9 +68,23 @@ class Limits:
     """Tokens per segment, prompt and replies together. An episode whose context is never cut is one segment."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool in a reply."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    """Links the call to the tool message with its result."""
+    error: str = ""
+    """Reason why the call cannot be played; empty for a well-formed call."""
+    raw: str = ""
+    """Sampled text of a malformed call; empty for a well-formed one."""
+
+
 @dataclass(slots=True)
 class Step:
-    """Answer of an environment to reset() and to step()."""
+    """Answer of an environment to reset(), step() and call()."""
 
     observation: str
     reward: float = 0.0
@@ -77,6 +93,8 @@ class Step:
     """Known keys: `success` (bool, on the last step), `valid` (bool: the action was understood and possible),
     `state_key` (str: equal keys mean the same state, after this step), `mistake` (bool: a demonstrator's, made on
     purpose; it is not imitated). JSON-serialisable."""
+    results: list[str] = field(default_factory=list)
+    """One result per tool call of the reply, in order; `observation` has them as one text. Empty without calls."""
 
 
 @dataclass(slots=True)
@@ -97,6 +115,11 @@ class Message:
     """Version of the weights that sampled it."""
     cut_chars: int = 0
     """Characters cut from the end of an observation that was too long; `content` ends with a line that says so."""
+    tool_calls: list[ToolCall] | None = None
+    """Tool calls of a reply in order, `content` being the text around them; empty if it should have called a tool and
+    did not. None if the agent has no tools."""
+    tool_call_id: str = ""
+    """The call that a tool message answers."""
     segment: int = 0
     """Segment that the message's tokens continue, numbered in the order of their first messages."""
     prefix: tuple[int, int] | None = None
@@ -169,6 +192,8 @@ class Trajectory:
     """Value of max_turns during the episode."""
     seconds: float = 0.0
     """Wall time of the episode."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of the tools that the agent was offered, as chat templates take them."""
 
     @property
     def reward(self) -> float:
@@ -268,6 +293,8 @@ class Trajectory:
                         "logprobs": m.logprobs,
                         "version": m.version,
                         **{name: value for name in _RARE if (value := getattr(m, name))},
+                        **({} if m.tool_calls is None else {"tool_calls": [asdict(call) for call in m.tool_calls]}),
+                        **({"tool_call_id": m.tool_call_id} if m.tool_call_id else {}),
                     }
                     for m in self.messages
                 ],
@@ -277,6 +304,7 @@ class Trajectory:
                 "error": self.error,
                 "horizon": self.horizon,
                 "seconds": round(self.seconds, 4),
+                **({"tools": self.tools} if self.tools else {}),
             },
             ensure_ascii=False,
         )
@@ -295,6 +323,7 @@ class Trajectory:
             error=row["error"],
             horizon=row["horizon"],
             seconds=row["seconds"],
+            tools=row.get("tools", []),
         )
 
 
@@ -303,8 +332,13 @@ _RARE = ("cut_chars", "segment", "prefix", "dropped_turns", "purpose", "untraine
 
 
 def _message(row: dict[str, Any]) -> Message:
-    prefix = row.pop("prefix", None)
-    return Message(**row, prefix=None if prefix is None else (prefix[0], prefix[1]))
+    message = Message(**row)
+    if message.tool_calls is not None:
+        message.tool_calls = [ToolCall(**call) for call in row["tool_calls"]]
+    if message.prefix is not None:
+        segment, count = message.prefix
+        message.prefix = (segment, count)
+    return message
 
 
 def _branch(segments: list[Segment], prefix: tuple[int, int] | None) -> Segment:
@@ -400,9 +434,20 @@ class EnvSession(Protocol):
 
     name: str
     instruction: str
+    tools: list[dict[str, Any]]
+    """JSON schemas of the tools that the agent may call, as chat templates take them; empty if it acts by text."""
 
     async def reset(self, item: int) -> Step: ...
     async def step(self, text: str) -> Step: ...
+
+    async def call(self, calls: list[ToolCall]) -> Step:
+        """Play the calls of one reply in order, as one step. A malformed call is answered, not played."""
+        ...
+
+    def call_of(self, action: str) -> ToolCall:
+        """Return the call that stands for a text action."""
+        ...
+
     async def actions(self) -> list[str]: ...
     async def oracle(self) -> str: ...
 
