@@ -3,6 +3,9 @@
 A chat template renders whole conversations. For an episode that has two faults: the reply would be decoded and encoded
 again, and the template might rewrite earlier turns. So the template renders only the text between two replies. This is
 exact for every *prefix-stable* template, which the constructor checks.
+
+A template that drops the thoughts of earlier replies is not prefix-stable. Then every prompt is rendered whole, and
+one that does not extend the tokens before it starts a new segment (see segments.py).
 """
 
 from __future__ import annotations
@@ -10,11 +13,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from agentgym_rl.agent.segments import place
 from agentgym_rl.agent.templates import TEMPLATES, resolve_template
+from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Message, Role, Sample
 
@@ -42,11 +47,22 @@ _MAX_CACHED_CHARS = 1 << 16
 """Maximum characters of a cached text."""
 
 
+Thoughts = Literal["template", "keep", "drop"]
+"""Thoughts of earlier replies in a prompt: as the chat template renders them, always kept, or always dropped."""
+
+
 class Renderer:
     """A chat template with a tokenizer. `chat_template`: a built-in's name, a path, Jinja text, or None for the
     tokenizer's own. `template_kwargs` are passed to the template."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None, **template_kwargs: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        thoughts: Thoughts = "template",
+        **template_kwargs: Any,
+    ) -> None:
         self.tokenizer = tokenizer
         self._template_kwargs = template_kwargs
         # A byte-level token has one character per byte, so at least as many as its text. Plus one for the space between
@@ -67,9 +83,18 @@ class Renderer:
         self._before_reply = before, self.encode(before)
         eos = tokenizer.eos_token_id
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in (self.end_of_turn, eos) if t is not None))
-        for probe in _PROBES:
-            for system in ((), (Message("system", "You are a walker."),)):
-                self._require_prefix_stable([*system, *_alternate(probe)])
+        self._opener, self._rewrites = "", False
+        self._drops_thoughts = thoughts == "drop"
+        self.linear = thoughts != "drop"
+        """Whether every prompt extends the tokens before it, so that an episode is one segment until it is cut."""
+        try:
+            for messages in _probe_conversations():
+                self._require_prefix_stable(messages)
+        except ConfigError:
+            if not self._drops_only_thoughts():
+                raise
+            self._rewrites = True
+            self.linear = thoughts == "keep"
 
     def prompt(self, messages: list[Message]) -> list[int]:
         """Return the ids of a conversation before a reply, with the generation prompt."""
@@ -91,6 +116,32 @@ class Renderer:
         ids_of = self._follow_up_ids if len(observation) <= _MAX_CACHED_CHARS else self._encode_follow_up
         return list(ids_of(observation))
 
+    def continuation(self, path: list[int], messages: list[Message]) -> list[int]:
+        """Return the ids of a conversation before a reply. They begin with `path` if its text begins with path's."""
+        if self._drops_thoughts:
+            messages = [replace(m, content=without_thought(m.content)) if m.is_reply else m for m in messages]
+        text = self._render(messages, generation_prompt=True)
+        played = self.tokenizer.decode(path, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not path or not text.startswith(played):
+            return self.encode(text)
+        rest = text[len(played) :]
+        # Encoded after the end-of-turn token, as in `_encode_follow_up`.
+        ids = self.encode(self._end_text + rest)[1:] if path[-1] == self.end_of_turn else self.encode(rest)
+        return [*path, *ids]
+
+    def thought_length(self, token_ids: list[int]) -> int:
+        """Return how many tokens of a reply are its thought, with the end of the thought."""
+        text = self.decode(token_ids)
+        if CLOSE not in text:
+            opened = OPEN in self._opener and CLOSE not in self._opener
+            return len(token_ids) if opened or text.lstrip().startswith(OPEN) else 0
+        last = text.count(CLOSE)
+        low, high = 0, len(token_ids)
+        while high - low > 1:  # the fewest tokens with the last end of a thought
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.decode(token_ids[:middle]).count(CLOSE) == last else (middle, high)
+        return high
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` without added tokens."""
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -104,12 +155,38 @@ class Renderer:
         """Return the ids of a written reply (a demonstration), with the end-of-turn token."""
         before, prefix = self._before_reply
         after = self._render([*_START, Message("assistant", content)], generation_prompt=False)
+        if self._rewrites and (not after.startswith(before) or content not in after[len(before) :]):
+            # The template drops thoughts even here, but a reply is sampled with its thought.
+            return [*self.encode(self._opened(content)), self.end_of_turn]
         text = after[: after.rindex(self._end_text)]
         whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]
         # The tokenizer merged text across the generation prompt, which sampling cannot do: encode the reply alone.
         return [*self.encode(text[len(before) :]), self.end_of_turn]
+
+    def demonstrations(self, messages: list[Message], trained: list[bool] | None = None) -> list[Sample]:
+        """Return samples for imitation, one per segment; of a linear conversation it is `demonstration`."""
+        if self.linear:
+            return [self.demonstration(messages, trained)]
+        samples: list[Sample] = []
+        for i, message in enumerate(messages):
+            if not message.is_reply:
+                continue
+            path = samples[-1].token_ids if samples else []
+            spot = place({0: path} if samples else {}, self.continuation(path, messages[:i]), 1)
+            if spot.segment or not samples:
+                samples.append(Sample(path[: spot.prefix[1]] if spot.prefix else [], []))
+            sample, ids = samples[-1], self.reply_ids(message.content)
+            sample.token_ids += spot.added_ids
+            if trained is not None and not trained[i]:
+                sample.left_out.append((len(sample.token_ids), len(ids)))
+            sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
+            sample.loss_mask += [trained is None or trained[i]] * len(ids)
+            sample.token_ids += ids
+        if not samples:
+            raise ConfigError("a demonstration needs at least one assistant message, got none: drop this conversation")
+        return [sample for sample in samples if any(sample.loss_mask)]
 
     def demonstration(self, messages: list[Message], trained: list[bool] | None = None) -> Sample:
         """Return a sample for imitation with the loss on replies and their end-of-turn tokens only.
@@ -156,10 +233,18 @@ class Renderer:
         return self.encode(self._render([Message(role, content) for role, content in turns], generation_prompt))
 
     def _encode_follow_up(self, observation: str) -> list[int]:
-        text = self._render([*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)], True)
-        rest = text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
         # Encoded after the end-of-turn token, as in the conversation: some tokenizers prefix texts with a space.
-        return self.encode(rest)[1:]
+        return self.encode(self._follow_up_text(observation))[1:]
+
+    def _follow_up_text(self, observation: str) -> str:
+        text = self._render([*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)], True)
+        return text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
+
+    def _opened(self, content: str) -> str:
+        """Return a written reply as the model would sample it: the generation prompt may have opened the thought."""
+        if OPEN not in self._opener or CLOSE in self._opener:
+            return content
+        return content.removeprefix(OPEN).lstrip("\n") if CLOSE in content else f"\n{CLOSE}\n\n{content}"
 
     def _system_length(self, system: Message, ids: list[int]) -> int:
         try:
@@ -197,6 +282,27 @@ class Renderer:
             )
         return ids[0], token
 
+    def _drops_only_thoughts(self) -> bool:
+        """Return whether the template rewrites nothing but thoughts, and read the text that opens a thought."""
+        start, prompt = (self._render(_START, generation_prompt) for generation_prompt in (False, True))
+        later = self._render([*_START, Message("assistant", _REPLY_MARKER), *_START], False)
+        header = later[: later.index(_REPLY_MARKER)].removeprefix(start)
+        if not prompt.startswith(start + header):
+            return False
+        self._opener = prompt[len(start + header) :]
+        if self._opener and not self._opener.lstrip().startswith(OPEN):
+            return False
+        for messages in _probe_conversations():
+            plain = [replace(m, content=without_thought(m.content)) for m in messages]
+            for i, message in enumerate(plain[:-1]):
+                if message.role != "assistant":
+                    continue
+                expected = self._render(plain[:i], False) + header + message.content
+                expected += self._follow_up_text(plain[i + 1].content)
+                if self._render(plain[: i + 2], True) != expected:
+                    return False
+        return True
+
     def _require_prefix_stable(self, messages: list[Message]) -> None:
         """Raise ConfigError unless the conversation so far is always a prefix of the later conversation."""
         for i, message in enumerate(messages):
@@ -225,6 +331,11 @@ class Renderer:
 
 def _advice() -> str:
     return f"set model.chat_template to one of {', '.join(sorted(TEMPLATES))} or to the path of a Jinja file"
+
+
+def _probe_conversations() -> list[list[Message]]:
+    systems = ([], [Message("system", "You are a walker.")])
+    return [[*system, *_alternate(probe)] for probe in _PROBES for system in systems]
 
 
 def _alternate(contents: tuple[str, ...]) -> list[Message]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from agentgym_rl.common.thoughts import without_thought
 from agentgym_rl.environment import agentgym, catalog
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.client import EnvClient
@@ -69,7 +70,7 @@ class _PooledSession:
         return await self._require_open().reset(item)
 
     async def step(self, text: str) -> Step:
-        return await self._require_open().step(self._syntax.parse(text))
+        return await self._require_open().step(self._syntax.parse(without_thought(text)))
 
     async def actions(self) -> list[str]:
         return await self._require_open().actions()
