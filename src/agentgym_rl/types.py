@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
@@ -398,6 +398,14 @@ class Sample:
     """A: position of each token among the trained tokens of its episode; empty if the sample is the whole episode."""
     left_out: list[tuple[int, int]] = field(default_factory=list)
     """(start, length) of replies that are not imitated: no loss is taken on them, even if it is on other text."""
+
+
+def in_order(samples: Sequence[Sample], name: str) -> list[float]:
+    """Return values of an episode's tokens in the order of sampling, from its samples; empty if they have none."""
+    if len(samples) == 1 or not getattr(samples[0], name):
+        return list(getattr(samples[0], name))
+    values = {k: v for sample in samples for k, v in zip(sample.order, getattr(sample, name), strict=True)}
+    return [values[k] for k in sorted(values)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ ASK = (
     "Your context is nearly full. Before the task continues, reply with a short summary: what you did, what you found "
     "and what remains to be done. From now on you see this summary instead of the conversation."
 )
-_LEFT_OUT = "[{turns} earlier turns are left out]"
-_SUMMARISED = "[Summary of {turns} earlier turns]\n{summary}"
+LEFT_OUT = "[Earlier turns are left out]"
+SUMMARISED = "[Summary of the earlier turns]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def view(messages: Sequence[Message]) -> list[Message]:
     turns = _turns(conversation[len(system) :])
     task, first = turns[0][0], turns[dropped]
     observation = [message for message in first if not message.is_reply]
-    head = "\n\n".join([task.content, _note(messages, dropped), *(message.content for message in observation)])
+    head = "\n\n".join([task.content, _note(messages), *(message.content for message in observation)])
     replies = [message for message in first if message.is_reply]
     kept = [message for turn in turns[dropped + 1 :] for message in turn]
     return [*system, Message("user", head), *replies, *kept]
@@ -71,8 +71,8 @@ def _turns(conversation: Sequence[Message]) -> list[list[Message]]:
     return turns
 
 
-def _note(messages: Sequence[Message], dropped: int) -> str:
+def _note(messages: Sequence[Message]) -> str:
     summaries = [m.content for m in messages if m.purpose == SUMMARY and m.role == "assistant"]
     if summaries:
-        return _SUMMARISED.format(turns=dropped, summary=without_thought(summaries[-1]).strip())
-    return _LEFT_OUT.format(turns=dropped)
+        return f"{SUMMARISED}\n{without_thought(summaries[-1]).strip()}"
+    return LEFT_OUT

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agentgym_rl.agent.collect import Collector, Places
+from agentgym_rl.agent.context import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
@@ -31,6 +32,11 @@ def limits_of(
     return Limits(max_turns=max_turns, max_new_tokens=max_new_tokens, max_context=max_context)
 
 
+def context_of(agent: AgentConfig) -> Context:
+    """Return the agent's context management."""
+    return Context(agent.context, agent.context_turns, agent.summary_tokens)
+
+
 def engine_policies(
     engine: Engine, renderer: Renderer, agent: AgentConfig, temperature: float, *, seeded: bool = True
 ) -> PolicyFactory:
@@ -38,7 +44,14 @@ def engine_policies(
 
     def make(session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
-        return EnginePolicy(engine, renderer, sampling, instruction=session.instruction)
+        return EnginePolicy(
+            engine,
+            renderer,
+            sampling,
+            instruction=session.instruction,
+            context=context_of(agent),
+            train_thoughts=agent.train_thoughts,
+        )
 
     return make
 

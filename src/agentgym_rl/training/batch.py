@@ -13,7 +13,7 @@ from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.losses import KL_ESTIMATORS
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.settings import RLSettings
-from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory
+from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
 
 _OVERLONG = (StopReason.LENGTH, StopReason.MAX_CONTEXT)
 
@@ -69,14 +69,6 @@ def to_samples(trajectory: Trajectory, *, keep_tail: bool = False) -> list[Sampl
             )
         )
     return samples
-
-
-def in_order(samples: Sequence[Sample], name: str) -> list[float]:
-    """Return values of an episode's tokens in the order of sampling, from its samples; empty if they have none."""
-    if len(samples) == 1 or not getattr(samples[0], name):
-        return list(getattr(samples[0], name))
-    values = {k: v for sample in samples for k, v in zip(sample.order, getattr(sample, name), strict=True)}
-    return [values[k] for k in sorted(values)]
 
 
 def _distribute(samples: Sequence[Sample], name: str, values: list[float]) -> None:
@@ -248,7 +240,7 @@ def shuffled_parts(count: int, minibatches: int, seed: int) -> list[list[int]]:
 
 
 def sample_parts(batch: Batch, minibatches: int, seed: int) -> list[list[int]]:
-    """Return the sample indices of each update of a pass: shares of equally many episodes, each with all its samples."""
+    """Return the sample indices of each update of a pass: equal shares of episodes, each with all its samples."""
     own = samples_by_owner(batch)
     return [[i for owner in part for i in own[owner]] for part in shuffled_parts(len(own), minibatches, seed)]
 

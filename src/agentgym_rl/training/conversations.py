@@ -41,9 +41,11 @@ def of_trajectory(trajectory: Trajectory) -> Conversation:
 
     Token ids and log-probabilities are dropped, because they belong to one tokenizer.
     """
-    messages = [Message(m.role, m.content) for m in trajectory.messages]
+    kept = [i for i, message in enumerate(trajectory.messages) if not message.purpose]
+    messages = [Message(trajectory.messages[i].role, trajectory.messages[i].content) for i in kept]
+    imitated = trajectory.imitated
     item_id = f"{trajectory.task.env}_{trajectory.task.item}"
-    return Conversation(item_id, messages, trajectory.imitated)
+    return Conversation(item_id, messages, [imitated[i] for i in kept])
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:

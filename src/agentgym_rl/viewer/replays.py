@@ -57,7 +57,7 @@ async def draw(session: EnvSession) -> Frame:
 
 def replies_and_observations(episode: dict[str, Any]) -> tuple[list[str], list[str]]:
     """Return replies and observations. There is one more observation unless the last reply was not played."""
-    messages = episode["messages"]
+    messages = [m for m in episode["messages"] if not m.get("purpose")]
     replies = [str(m["content"]) for m in messages if m["role"] == "assistant"]
     return replies, [str(m["content"]) for m in messages if m["role"] == "user"]
 
