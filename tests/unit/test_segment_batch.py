@@ -106,7 +106,8 @@ def test_updates_and_ranks_get_every_segment_once() -> None:
     parts = sample_parts(batch, 3, 5)
     assert sorted(i for part in parts for i in part) == list(range(len(batch.samples)))
     owners = [{batch.owners[i] for i in part} for part in parts]
-    assert not owners[0] & owners[1] and not owners[1] & owners[2]  # an episode is in one update
+    assert not owners[0] & owners[1]
+    assert not owners[1] & owners[2]
     _, indices = split_batch(batch, 2, 3, 5)
     assert sorted(i for share in indices for i in share) == list(range(len(batch.samples)))
 

@@ -164,7 +164,8 @@ async def test_trained_ids_are_sampled_ids_and_engine_and_learner_agree(
     assert max(t.num_segments for t in trajectories) > 1
     if context.kind == "summary":
         asked = [m for t in trajectories for m in t.messages if m.purpose]
-        assert asked and all((m.content == ASK) == (m.role == "user") for m in asked)
+        assert asked
+        assert all((m.content == ASK) == (m.role == "user") for m in asked)
         assert all(m.logprobs is not None for m in asked if m.role == "assistant")
     samples = [sample for t in trajectories for sample in to_samples(t)]
     for micro in micro_batches(samples, [1.0] * len(samples), 4000):
@@ -314,7 +315,7 @@ def test_calls_of_a_sub_agent_are_a_segment_of_their_own() -> None:
     segments = Trajectory("t", TASK, messages, [0.0] * 5, [{}] * 5).segments
     assert [s.token_ids for s in segments] == [[1, 2, 3, 4, 5, 5], [1, 9, 9, 8, 7, 6], [1, 2, 3, 7]]
     assert [s.order for s in segments] == [[0, 3], [1, 2], [4]]
-    assert [s.turn_index for s in segments][0] == [-1, -1, -1, 0, -1, 3]
+    assert next(s.turn_index for s in segments) == [-1, -1, -1, 0, -1, 3]
 
 
 def test_a_linear_trajectory_of_calls_is_one_segment() -> None:

@@ -33,6 +33,7 @@ export function badges(episode) {
     STOPS[episode.stop] ?? episode.stop,
     episode.kind === "train" ? `step ${episode.step}` : `${KINDS[episode.kind] ?? episode.kind}${episode.step ? `, step ${episode.step}` : ""}`,
     episode.sampled ? `${number(episode.sampled)} sampled tokens` : null,
+    episode.segments > 1 ? `${episode.segments} segments` : null,
     episode.subset || null,
   ];
   return h("div", { class: "badges" }, facts.filter(Boolean).map((fact) => (fact instanceof Node ? fact : h("span", { class: "badge" }, fact))));
@@ -41,6 +42,11 @@ export function badges(episode) {
 export function block(name, text, kind) {
   if (!text) return null;
   return h("section", { class: `block ${kind}` }, h("h3", {}, name), h("pre", {}, text));
+}
+
+function cutNote(turn) {
+  if (!turn.cut) return null;
+  return [h("div", { class: "cut", role: "separator" }, turn.cut), block("Summary by the model", turn.summary, "summary")];
 }
 
 function rewardLine(turn) {
@@ -139,7 +145,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
   let drawn = null;
 
   const cells = [...turns, null].map((turn, k) => {
-    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : "";
+    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : turn.cut ? "cut-before" : "";
     return h("button", { type: "button", class: `tick ${kind}`, role: "tab", title: turn ? `turn ${k + 1}: ${turn.action.slice(0, 80)}` : "the end", onclick: () => go(k) }, turn ? k + 1 : "end");
   });
   strip.append(...cells);
@@ -170,7 +176,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
     fill(
       side,
       k === 0 && instruction ? h("details", { class: "block instruction" }, h("summary", {}, "Instruction"), h("pre", {}, instruction)) : null,
-      turn ? [block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn)] : [block("Last observation", ending || "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
+      turn ? [cutNote(turn), block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn)] : [block("Last observation", ending || "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
     );
   }
 
@@ -200,7 +206,7 @@ function transcript(episode, turns, instruction, ending) {
     "div",
     { class: "transcript" },
     instruction ? block("Instruction", instruction, "instruction") : null,
-    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn))),
+    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), cutNote(turn), block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn))),
     ending ? block("Last observation", ending, "observation") : null,
   );
 }
