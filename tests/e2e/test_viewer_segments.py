@@ -34,7 +34,7 @@ async def play() -> Trajectory:
         ScriptedEngine(replies, encode=renderer.reply_ids),
         renderer,
         Sampling(1),
-        context=Context("summary", 1, 30),
+        context=Context("summary", 0, 30),
     )
     trajectory = await rollout(Task("maze", 4), session, policy, Limits(6, 16, 620), id="train-1-0-0-0")
     await session.close()
@@ -45,7 +45,7 @@ async def play() -> Trajectory:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root: Path = tmp_path_factory.mktemp("runs")
     trajectory = run(play())
-    assert [m.dropped_turns for m in trajectory.messages if m.dropped_turns] == [3]
+    assert [m.dropped_turns for m in trajectory.messages if m.dropped_turns] == [4]
     log = RunLog.create(root / "cut", {"name": "cut", "environments": [{"name": "maze"}], "agent": {"style": "act"}})
     log.write_trajectory(1, trajectory)
     samples = to_samples(trajectory)
@@ -74,7 +74,7 @@ def test_the_viewer_shows_cuts_summaries_and_segments(page: Page, address: str) 
     expect(page.locator(".badges")).to_contain_text("2 segments")
     expect(page.locator("article.card")).to_have_count(6)  # the summary is no turn
     cut = page.locator("article.card").nth(4)
-    expect(cut.locator(".cut")).to_have_text("The context is cut here: the first 3 turns are left out from now on.")
+    expect(cut.locator(".cut")).to_have_text("The context is cut here: the first 4 turns are left out from now on.")
     expect(cut.locator(".block.summary pre")).to_have_text(SUMMARY)
     expect(page.locator(".cut")).to_have_count(1)
     go(page, f"{address}?turn=4")
