@@ -24,57 +24,6 @@ BENCHMARKS = ROOT / "results" / "benchmarks"
 MARKER = re.compile(r"<!-- generated: ([\w-]+) -->")
 
 
-PLAIN = {
-    "Config.name": "Name of the run; its directory is `runs/<name>`.",
-    "Config.seed": "Seed of everything random.",
-    "ModelConfig.device": "`auto`, `cpu`, `cuda`, or one of several such as `cuda:1`.",
-    "ScratchSettings.hidden_size": "Width of the hidden states; a multiple of 2 × `num_heads`.",
-    "ScratchSettings.intermediate_size": "Width of the MLP.",
-    "ScratchSettings.num_layers": "Layers.",
-    "ScratchSettings.num_heads": "Attention heads.",
-    "ScratchSettings.max_context": "Longest sequence in tokens.",
-    "LoraSettings.rank": "Rank of the adapters.",
-    "EnvironmentConfig.name": "Name in the catalogue, or on the server.",
-    "EnvironmentConfig.split": "Split to train on.",
-    "EnvironmentConfig.eval_split": "Split to evaluate on.",
-    "EnvironmentConfig.group_size": "Episodes of each task, instead of `rl.group_size`.",
-    "EnvironmentConfig.max_new_tokens": "Tokens of a reply, instead of `agent.max_new_tokens`.",
-    "EnvironmentConfig.max_context": "Tokens of an episode, instead of `agent.max_context`.",
-    "EnvironmentConfig.eval_max_turns": "Turns in evaluation, instead of `eval.max_turns`.",
-    "AgentConfig.style": "How the agent is asked to reply.",
-    "AgentConfig.temperature": "Sampling temperature in training.",
-    "AgentConfig.max_new_tokens": "Longest reply in tokens.",
-    "AgentConfig.max_context": "Longest episode in tokens.",
-    "AgentConfig.step_timeout_s": "Seconds that one call of an environment may take.",
-    "AgentConfig.episode_timeout_s": "Seconds that an episode may take.",
-    "WarmStartConfig.max_turns": "Turns of a demonstration.",
-    "HorizonSettings.kind": "Schedule of the horizon.",
-    "SFTSettings.epochs": "Passes over the demonstrations.",
-    "DPOSettings.epochs": "Passes over the pairs of a round.",
-    "OptimizerSettings.lr": "Learning rate.",
-    "OptimizerSettings.min_lr_ratio": "Last learning rate of a decay, relative to `lr`.",
-    "OptimizerSettings.weight_decay": "AdamW's weight decay.",
-    "OptimizerSettings.betas": "AdamW's betas.",
-    "RLSettings.algorithm": "How rewards become advantages.",
-    "RLSettings.steps": "Steps of RL.",
-    "RLSettings.groups_per_step": "Tasks drawn in a step.",
-    "RLSettings.group_size": "Episodes of each task.",
-    "RLSettings.overlong_buffer": 'Tokens before the limit over which `overlong = "penalty"` grows.',
-    "RLSettings.aggregate_length": 'Divisor of `aggregate = "constant"`.',
-    "RLSettings.clip_low": "The ratio is clipped below at 1 − this.",
-    "RLSettings.kl_estimator": "Estimator of the KL divergence of a token.",
-    "RLSettings.kl_in": "Whether the KL term is part of the loss or taken off the reward.",
-    "RLSettings.sequence_mask_low": 'Lower bound of a trajectory\'s mean ratio for `importance = "sequence_mask"`.',
-    "EvalConfig.max_turns": "Turns allowed in evaluation.",
-    "EvalConfig.temperature": "Sampling temperature in evaluation.",
-    "CheckpointConfig.keep": "Checkpoints that are kept.",
-    "ScaleConfig.engines": "Replicas that sample.",
-    "ScaleConfig.engine_cpus": "Cores of an engine.",
-    "ScaleConfig.env_host_cpus": "Cores of an environment host.",
-}
-"""Meanings of keys that have no docstring in the code, because their name says it there. A docstring wins."""
-
-
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace every marker of a page by its generated text (called by MkDocs)."""
     return MARKER.sub(lambda match: GENERATORS[match[1]](), markdown)
@@ -145,8 +94,7 @@ class Key:
 def keys_of(owner: type, given: Any = None) -> list[Key]:
     """Return the keys of a settings class; defaults are those of the instance `given`, if there is one."""
     hints = typing.get_type_hints(owner)
-    plain = {name.partition(".")[2]: text for name, text in PLAIN.items() if name.startswith(f"{owner.__name__}.")}
-    texts = plain | field_texts(owner)
+    texts = field_texts(owner)
     keys = []
     if hasattr(owner, "model_fields"):
         for name, field in owner.model_fields.items():

@@ -43,8 +43,9 @@ def train(
 ) -> dict[str, Any]:
     """Train an agent as a recipe says and return the summary of the run.
 
-    >>> summary = train("quickstart", {"rl.steps": 20, "run_dir": "runs/short"})  # doctest: +SKIP
-    >>> summary["before"]["success"], summary["after"]["success"]  # doctest: +SKIP
+    Examples:
+        >>> summary = train("quickstart", {"rl.steps": 20, "run_dir": "runs/short"})  # doctest: +SKIP
+        >>> summary["before"]["success"], summary["after"]["success"]  # doctest: +SKIP
     """
     from agentgym_rl.agent.styles import STYLES
     from agentgym_rl.commands.train import train as run
@@ -67,7 +68,8 @@ def evaluate(agent: str | Path, **options: Any) -> dict[str, Any]:
 
     `agent` is a run directory, a model folder, a hub name, "oracle", "random" or "openai:MODEL".
 
-    >>> evaluate("runs/short", env="babyai", subset=["GoTo"], limit=50)["results"]  # doctest: +SKIP
+    Examples:
+        >>> evaluate("runs/short", env="babyai", subset=["GoTo"], limit=50)["results"]  # doctest: +SKIP
     """
     from agentgym_rl.cli import evaluate as command
     from agentgym_rl.commands.evaluate import evaluate as run
@@ -139,22 +141,14 @@ def load_trajectories(run: str | Path, kind: str = "eval", step: int | None = No
 
 
 def _toml(value: Any) -> str:
-    """Return a value as a TOML literal, as overrides are written."""
+    """Return a value as a TOML literal on one line, as overrides are written."""
     import tomli_w
 
-    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip() if not _is_tables(value) else _inline(value)
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list | tuple) and any(isinstance(v, dict) for v in value))
-
-
-def _inline(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_inline(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(_inline(item) for item in value) + "]"
-    return _toml(value)
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 
 
 def _run(work: Coroutine[Any, Any, Result]) -> Result:

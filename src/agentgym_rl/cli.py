@@ -323,7 +323,7 @@ def evaluate(
     try:
         asyncio.run(run(request_of(given)))
     except KeyboardInterrupt:
-        print("agentgym-rl: stopped; what was played is kept, the same command goes on", file=sys.stderr)
+        print("agentgym-rl: stopped; finished episodes are kept, the same command continues", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

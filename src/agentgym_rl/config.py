@@ -16,6 +16,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
     AgentEvolSettings,
+    DaggerSettings,
     DataSettings,
     DPOSettings,
     HorizonSettings,
@@ -25,13 +26,15 @@ from agentgym_rl.training.settings import (
     SFTSettings,
 )
 
-Method = Literal["rl", "sft", "dpo", "agentevol"]
+Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
     "rl": ("rl", "horizon"),
     "sft": ("sft", "data"),
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
+    "dagger": ("dagger", "sft", "data"),
+    "distill": ("rl", "horizon"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
@@ -57,6 +60,7 @@ class ModelConfig(_Section):
     """Built-in template by name, or path of a Jinja file (from the recipe's folder or the current one), instead of the
     tokenizer's own."""
     device: str = "auto"
+    """`auto`, `cpu`, `cuda`, or one of several devices such as `cuda:1`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the weights. With bfloat16 the optimizer keeps float32 master weights."""
 
@@ -83,26 +87,33 @@ class EnvironmentConfig(_Section):
     """One environment of a run."""
 
     name: str
+    """Name in the catalog, or on the server."""
     url: str | None = None
     """Base address of its server; without one it runs in this process. `agentgym+http://host:36001/webshop` is one of
     AgentGym's own servers."""
     token_variable: str | None = None
     """Environment variable that holds the server's bearer token. The token itself is never written to a file."""
     split: str = "train"
+    """Split to train on."""
     subsets: tuple[str, ...] = ()
     """Subsets to draw items from; empty means all."""
     items: dict[str, str] = {}
     """Items of each split, such as { train = "0-373", test = "374-473" }, or the path of a task list. By default the
     environment's own; AgentGym's servers have none."""
     eval_split: str = "test"
+    """Split to evaluate on."""
     weight: float = Field(1.0, gt=0, allow_inf_nan=False)
     """Share of groups drawn from this environment, relative to the others'."""
     horizon: HorizonSettings | None = None
-    """Horizon of this environment instead of the run's. The following keys also replace the run's."""
+    """Horizon of this environment, instead of the run's."""
     group_size: int | None = Field(None, ge=1)
+    """Episodes of each task, instead of `rl.group_size`."""
     max_new_tokens: int | None = Field(None, ge=1)
+    """Longest reply in tokens, instead of `agent.max_new_tokens`."""
     max_context: int | None = Field(None, ge=2)
+    """Longest episode in tokens, instead of `agent.max_context`."""
     eval_max_turns: int | None = Field(None, ge=1)
+    """Turns per episode in evaluation, instead of `eval.max_turns`."""
 
     @model_validator(mode="after")
     def _items_or_subsets(self) -> EnvironmentConfig:
@@ -115,12 +126,16 @@ class AgentConfig(_Section):
     """Settings of playing episodes."""
 
     style: Literal["act", "react", "plan", "reflect"] = "act"
+    """Form of a reply. "act": an action. "react": a thought, then an action. "plan": the same, with a plan in the first
+    thought. "reflect": several attempts at a task, with a reflection between them."""
     turns_per_attempt: int | None = Field(None, ge=1)
     """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
     instruction: str | None = None
     """System message instead of the environment's own. An empty string means no system message."""
     temperature: float = Field(1.0, gt=0, le=100)
+    """Sampling temperature in training."""
     max_new_tokens: int = Field(512, ge=1)
+    """Longest reply in tokens."""
     max_context: int = Field(8192, ge=2)
     """Tokens that the model sees at a time, prompt and replies together."""
     context: Literal["full", "window", "summary"] = "full"
@@ -140,7 +155,9 @@ class AgentConfig(_Section):
     retries: int = Field(2, ge=0)
     """Retries of an episode that failed."""
     step_timeout_s: float = Field(60.0, gt=0)
+    """Seconds that one call of an environment may take."""
     episode_timeout_s: float = Field(1800.0, gt=0)
+    """Seconds that an episode may take."""
     on_timeout: Literal["retry", "truncate"] = "retry"
     """Action when the episode's deadline passes. retry: play it again with another seed, so that slow episodes are
     missing from training. truncate: end it there and train on it like an episode that ran out of turns."""
@@ -199,6 +216,7 @@ class WarmStartConfig(_Section):
     episodes: int = Field(512, ge=1)
     """Episodes over all environments. The oracle plays an item once; random play repeats items."""
     max_turns: int = Field(8, ge=1)
+    """Turns of a demonstration."""
     mistakes: float = Field(0.0, ge=0, lt=1)
     """Share of the oracle's turns with an injected mistake. The loss skips the mistake and keeps the recovery."""
     sft: SFTSettings = SFTSettings()
@@ -221,7 +239,9 @@ class EvalConfig(_Section):
     episodes: int = Field(200, ge=1)
     """Episodes per environment, spread evenly over its subsets."""
     max_turns: int = Field(10, ge=1)
+    """Turns per episode in evaluation."""
     temperature: float = Field(1.0, ge=0)
+    """Sampling temperature in evaluation. 0 takes the most likely token."""
 
 
 class CheckpointConfig(_Section):
@@ -230,6 +250,7 @@ class CheckpointConfig(_Section):
     every: int = Field(10, ge=1)
     """Steps between checkpoints. The last step always gets one."""
     keep: int = Field(2, ge=1)
+    """Number of checkpoints to keep. Older ones are deleted."""
     optimizer: bool = True
     """Save the optimizer, too. Without it a checkpoint takes a sixth of the space and cannot be resumed."""
 
@@ -240,6 +261,7 @@ class ScaleConfig(_Section):
     learners: int = Field(1, ge=1)
     """Learner ranks (FSDP2)."""
     engines: int = Field(1, ge=1)
+    """Engine replicas that sample."""
     env_hosts: int = Field(1, ge=1)
     """Processes that play episodes, each with a pool of sessions."""
     layout: Literal["colocated", "disaggregated"] = "disaggregated"
@@ -247,9 +269,11 @@ class ScaleConfig(_Section):
     address: str | None = None
     """Address of a Ray cluster that this machine is part of, auto or head:6379. Without it, the run starts Ray."""
     learner_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
-    """Cores that each learner reserves. The following keys are for engines and environment hosts."""
+    """Cores that each learner reserves."""
     engine_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
+    """Cores that each engine reserves."""
     env_host_cpus: float = Field(1.0, gt=0, le=1024, allow_inf_nan=False)
+    """Cores that each environment host reserves."""
     object_store_mb: int | None = Field(None, ge=80)
     """Size of Ray's object store, if the run starts Ray; by default Ray's own choice."""
     bucket_mb: int = Field(256, ge=1)
@@ -277,12 +301,15 @@ class Config(_Section):
     """A recipe: everything a run depends on."""
 
     name: str = "run"
+    """Name of the run. Its directory is `runs/<name>`."""
     run_dir: str | None = None
     """Folder of the run; by default runs/<name>, or runs/<name>-2 and so on if that exists."""
     seed: int = 0
+    """Seed of every random number of the run."""
     method: Method = "rl"
     """How the agent learns: rl from its own episodes, sft by imitation, dpo from pairs, agentevol by exploring and
-    imitating in turn."""
+    imitating in turn, dagger by imitating the oracle in the agent's own states, distill from a teacher's
+    probabilities of what the agent sampled."""
     threads: int = Field(0, ge=0, le=1024)
     """Torch threads of each process. 0 is torch's own choice, or with [scale] the cores of a learner or an engine."""
     model: ModelConfig
@@ -293,11 +320,12 @@ class Config(_Section):
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
     data: DataSettings | None = None
-    """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol)."""
+    """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol, dagger)."""
     sft: SFTSettings | None = None
-    """Settings of sft, and of each retraining of agentevol."""
+    """Settings of sft, and of each retraining of agentevol and dagger."""
     dpo: DPOSettings | None = None
     agentevol: AgentEvolSettings | None = None
+    dagger: DaggerSettings | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
@@ -336,8 +364,16 @@ class Config(_Section):
             raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
         if self.dpo is not None and data is None and not self.dpo.sample_groups:
             raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, got neither")
+        if method == "distill" and self.rl.distill is None:
+            raise ValueError(
+                "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"
+            )
+        if method == "rl" and self.rl.distill is not None and not self.rl.distill.reward_weight:
+            raise ValueError(
+                "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
+            )
         horizons = [env.name for env in self.environments if env.horizon is not None]
-        if method != "rl" and horizons:
+        if not self.online and horizons:
             raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
         return self
 
@@ -351,7 +387,7 @@ class Config(_Section):
         if self.scale is not None and not self.checkpoint.optimizer:
             raise ValueError("checkpoint.optimizer = false is for runs in one process: remove it or [scale]")
         for env in self.environments:
-            compared = self.method == "rl" and self.rl.algorithm in GROUP_ALGORITHMS
+            compared = self.online and self.rl.algorithm in GROUP_ALGORITHMS
             if compared and env.group_size is not None and env.group_size < 2:
                 raise ValueError(
                     f"environment {env.name}: {self.rl.algorithm} compares the episodes of a group, so group_size must "
@@ -362,7 +398,7 @@ class Config(_Section):
                 "scale.layout = 'colocated' takes turns on a device, rl.overlap plays while the learner works: "
                 "use layout = 'disaggregated', or overlap = 0"
             )
-        if self.engine.kind == "vllm" and self.method != "rl":
+        if self.engine.kind == "vllm" and not self.online:
             raise ValueError(f"engine.kind = 'vllm' plays for method = 'rl', this is {self.method!r}: use 'native'")
         if self.scale is not None and self.model.device.startswith("cuda:"):
             raise ValueError(
@@ -391,11 +427,14 @@ class Config(_Section):
                 )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
-        if self.method == "dpo" and self.agent.context != "full":
-            raise ValueError(
-                f"agent.context: dpo needs episodes of one segment, got {self.agent.context!r}: use 'full'"
-            )
+        if self.method in ("dpo", "dagger") and self.agent.context != "full":
+            raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self
+
+    @property
+    def online(self) -> bool:
+        """Whether the run plays and learns step by step: RL, or distillation."""
+        return self.method in ("rl", "distill")
 
     def longest_context(self) -> int:
         """Return the tokens of the longest episode that any of the environments allows."""
@@ -433,13 +472,13 @@ class Config(_Section):
         if self.run_dir:
             return Path(self.run_dir)
         fresh, number = Path("runs") / self.name, 1
-        found = [fresh]
+        folders = [fresh]
         while fresh.exists():
-            found.append(fresh)
+            folders.append(fresh)
             number += 1
             fresh = Path("runs") / f"{self.name}-{number}"
-        same_seed = [path for path in found if _seed_of(path) == self.seed]
-        return (same_seed or found)[-1] if resume else fresh
+        same_seed = [path for path in folders if _seed_of(path) == self.seed]
+        return (same_seed or folders)[-1] if resume else fresh
 
 
 def completed(saved: dict[str, Any]) -> dict[str, Any]:
@@ -448,8 +487,8 @@ def completed(saved: dict[str, Any]) -> dict[str, Any]:
         return Config.model_validate(saved).resolved()
     except ValidationError as error:
         raise ConfigError(
-            f"this version cannot read the config that the run was saved with ({first_error(error, Config)}): go on "
-            "with the version that saved it, or start a new run in another directory"
+            f"this version cannot read the config that the run was saved with ({first_error(error, Config)}): use "
+            "the version that saved it, or start a new run in another directory"
         ) from error
 
 

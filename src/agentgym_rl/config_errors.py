@@ -44,12 +44,12 @@ SHOWN = 60
 
 def first_error(error: ValidationError, model: type[BaseModel]) -> str:
     """Return the first error and the number of others. An unknown key comes first: a missing key may be under it."""
-    found = error.errors()
-    places = [one["loc"] for one in found]
-    found = [one for one in found if one["type"] != "too_short" or not _has_others_inside(one["loc"], places)]
-    first = min(found, key=lambda one: one["type"] not in UNKNOWN_KEY)
+    errors = error.errors()
+    places = [e["loc"] for e in errors]
+    errors = [e for e in errors if e["type"] != "too_short" or not _has_others_inside(e["loc"], places)]
+    first = min(errors, key=lambda e: e["type"] not in UNKNOWN_KEY)
     place = ".".join(map(str, first["loc"])) or "recipe"
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] in UNKNOWN_KEY:
         return f"{place}: unknown key{_meant(first['loc'], model)}{more}"
     return f"{place}: {reason(dict(first))}{more}"

@@ -120,6 +120,8 @@ class Message:
     did not. None if the agent has no tools."""
     tool_call_id: str = ""
     """The call that a tool message answers."""
+    advice: str = ""
+    """The oracle's reply in the same state, if it was asked."""
     segment: int = 0
     """Segment that the message's tokens continue, numbered in the order of their first messages."""
     prefix: tuple[int, int] | None = None
@@ -327,7 +329,7 @@ class Trajectory:
         )
 
 
-_RARE = ("cut_chars", "segment", "prefix", "dropped_turns", "purpose", "untrained")
+_RARE = ("cut_chars", "advice", "segment", "prefix", "dropped_turns", "purpose", "untrained")
 """Fields of a message that are written only if they are set."""
 
 
@@ -385,6 +387,8 @@ class Sample:
     """A: log-probabilities under the learner, before the step's updates."""
     reference_logprobs: list[float] = field(default_factory=list)
     """A: log-probabilities under the reference model."""
+    teacher_logprobs: list[float] = field(default_factory=list)
+    """A: log-probabilities under the teacher of distillation."""
     entropies: list[float] = field(default_factory=list)
     """A: entropy of the learner's distribution at each token, before the step's updates."""
     values: list[float] = field(default_factory=list)
@@ -461,7 +465,6 @@ class EnvSession(Protocol):
 
     async def advice(self) -> tuple[str, str]:
         """Return (thought, action): the oracle's action and its reason, empty if the environment gives none."""
-        ...
 
     async def render(self) -> str | bytes: ...
     async def close(self) -> None: ...

@@ -37,6 +37,7 @@ SMALL = {
     "sft": ["data.episodes=40", "sft.epochs=2"],
     "dpo": ["dpo.rounds=2", "dpo.batch_size=24", "dpo.pairs_per_item=8"],
     "agentevol": ["agentevol.rounds=2", "sft.batch_size=16", "warm_start.episodes=128", "warm_start.sft.epochs=6"],
+    "dagger": ["dagger.rounds=2", "sft.batch_size=16", "warm_start.episodes=128", "warm_start.sft.epochs=6"],
 }
 """Overrides for runs of a few seconds with several updates in each round."""
 
@@ -95,6 +96,7 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
     "dpo while a round is played": ("dpo", lambda run: (run / "trajectories" / "step_000001.jsonl").exists()),
     "dpo once a round has its pairs": ("dpo", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
     "agentevol in a later round": ("agentevol", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
+    "dagger in a later round": ("dagger", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
 }
 
 
@@ -160,7 +162,7 @@ def test_the_compared_runs_are_not_trivial(uninterrupted: Callable[[str], Path])
         summary = json.loads((run / "summary.json").read_text())
         assert summary["steps"] == len(rows)
         assert [r["round"] for r in summary["rounds"]] == list(
-            range(1, {"sft": 1, "dpo": 2, "agentevol": 3}[method] + 1)
+            range(1, {"sft": 1, "dpo": 2, "agentevol": 3, "dagger": 3}[method] + 1)
         )
         assert (run / "curve.png").stat().st_size > 1000
         assert len(list_checkpoints(run / "checkpoints")) == 2
@@ -233,7 +235,7 @@ async def test_an_environment_without_tasks_in_a_round_is_skipped(tmp_path: Path
 
 
 @pytest.mark.timeout(900)  # under a minute on a free core; a busy machine takes longer
-@pytest.mark.parametrize("method", ["dpo", "agentevol"])
+@pytest.mark.parametrize("method", ["dpo", "agentevol", "dagger"])
 async def test_the_method_learns_the_game_from_random_play(method: str, tmp_path: Path) -> None:
     config = load_config(RECIPES / f"{method}.toml", ["threads=1"])
     assert config.warm_start is not None

@@ -19,10 +19,10 @@ import torch
 from cluster_for_tests import PATIENT, events_of, tokens
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, quiet
+from scripted_engine_for_tests import ScriptedEngine
 from servers_for_tests import server_in_thread
 from training_for_tests import counting_conversations
 
-from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import VllmEngine
 from agentgym_rl.commands.train import train
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
@@ -406,6 +406,7 @@ def write_what_a_recipe_names(folder: Path) -> None:
     (folder / "train.json").write_text(json.dumps(list(range(40))))
 
 
+@pytest.mark.long
 async def test_a_bfloat16_run_on_shared_devices_with_workers_in_other_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,7 +75,7 @@ async def test_a_stop_does_not_save_a_step_twice(tmp_path: Path, monkeypatch: py
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(LocalBackend, "save", count_and_save)
-    with pytest.raises(Stopped, match="after step 1: go on with --resume"):
+    with pytest.raises(Stopped, match="after step 1: continue with --resume"):
         await train(counting_config(), tmp_path / "run", console=quiet(), pool=LocalPool({"counting": Counting}))
     assert saved == [0, 1]
 
@@ -143,7 +143,7 @@ def test_the_first_ctrl_c_writes_a_checkpoint_and_names_resume(tmp_path: Path) -
     output = run.output.read_text()
     assert "press Ctrl-C again to end at once" in output
     last = steps_of(run.folder)[-1]
-    assert f"stopped by Ctrl-C after step {last}: go on with --resume" in output
+    assert f"stopped by Ctrl-C after step {last}: continue with --resume" in output
     assert "Traceback" not in output
     assert json.loads((run.folder / "status.json").read_text())["state"] == "stopped"
     assert events_of(run.folder) == ["stopped"]
@@ -158,7 +158,7 @@ def test_the_second_ctrl_c_ends_a_run_at_once(tmp_path: Path) -> None:
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == -signal.SIGINT
     output = run.output.read_text()
-    assert "ended at once: --resume goes on from the last checkpoint" in output
+    assert "ended at once: --resume continues from the last checkpoint" in output
     assert "Traceback" not in output
     status = json.loads((run.folder / "status.json").read_text())
     assert (status["state"], status["error"]) == ("stopped", "ended at once by Ctrl-C")
@@ -219,11 +219,11 @@ def test_a_run_continues_after_a_checkpoint_failed_for_lack_of_space(tmp_path: P
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (largest // 2, resource.RLIM_INFINITY))
         run.until(lambda: "checkpoint_failed" in events_of(run.folder))
         failed = json.loads((run.folder / "events.jsonl").read_text().splitlines()[0])
-        assert "no room" in failed["message"]
+        assert "no space" in failed["message"]
         checkpoints = [path.name for path in list_checkpoints(run.folder / "checkpoints")]
         assert f"step_{failed['step']:06d}" not in checkpoints
         assert checkpoints[-1] in failed["message"]
-        assert "no room" in run.output.read_text()
+        assert "no space" in run.output.read_text()
         resource.prlimit(run.process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         run.until(lambda: list_checkpoints(run.folder / "checkpoints")[-1].name > f"step_{failed['step']:06d}")
         assert run.stop() == 0
@@ -289,5 +289,5 @@ def test_no_space_for_the_first_checkpoint_is_one_line(small_disk: Path) -> None
     fill(small_disk)
     assert run.wait() == 1
     assert "Traceback" not in run.output.read_text()
-    assert run.output.read_text().splitlines()[-1].startswith("agentgym-rl: no room on the disk of")
+    assert run.output.read_text().splitlines()[-1].startswith("agentgym-rl: no space on the disk of")
     assert json.loads((small_disk / "status.json").read_text())["state"] == "failed"

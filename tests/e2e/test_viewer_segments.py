@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from browser_for_tests import chromium, go
 from playwright.sync_api import Page, expect
+from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe
 from viewer_for_tests import library_of, run, viewer_in_thread
 
 from agentgym_rl.agent.context import Context
-from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
@@ -28,7 +28,7 @@ SUMMARY = "I walked up and down."
 
 async def play() -> Trajectory:
     renderer = Renderer(byte_level_bpe("chatml"), "chatml")
-    replies = ["move up"] * 4 + [SUMMARY] + ["move left"] * 20
+    replies = ["move up"] * 5 + [SUMMARY] + ["move left"] * 20
     session = await LocalPool({"maze": Maze}).open("maze")
     policy = EnginePolicy(
         ScriptedEngine(replies, encode=renderer.reply_ids),
@@ -36,7 +36,7 @@ async def play() -> Trajectory:
         Sampling(1),
         context=Context("summary", 0, 30),
     )
-    trajectory = await rollout(Task("maze", 4), session, policy, Limits(6, 16, 620), id="train-1-0-0-0")
+    trajectory = await rollout(Task("maze", 4), session, policy, Limits(7, 16, 620), id="train-1-0-0-0")
     await session.close()
     return trajectory
 
@@ -45,7 +45,7 @@ async def play() -> Trajectory:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root: Path = tmp_path_factory.mktemp("runs")
     trajectory = run(play())
-    assert [m.dropped_turns for m in trajectory.messages if m.dropped_turns] == [4]
+    assert [m.dropped_turns for m in trajectory.messages if m.dropped_turns] == [5]
     log = RunLog.create(root / "cut", {"name": "cut", "environments": [{"name": "maze"}], "agent": {"style": "act"}})
     log.write_trajectory(1, trajectory)
     samples = to_samples(trajectory)
@@ -72,12 +72,12 @@ def page() -> Iterator[Page]:
 def test_the_viewer_shows_cuts_summaries_and_segments(page: Page, address: str) -> None:
     go(page, f"{address}?view=transcript")
     expect(page.locator(".badges")).to_contain_text("2 segments")
-    expect(page.locator("article.card")).to_have_count(6)  # the summary is no turn
-    cut = page.locator("article.card").nth(4)
-    expect(cut.locator(".cut")).to_have_text("The context is cut here: the first 4 turns are left out from now on.")
+    expect(page.locator("article.card")).to_have_count(7)  # the summary is no turn
+    cut = page.locator("article.card").nth(5)
+    expect(cut.locator(".cut")).to_have_text("The context is cut here: the first 5 turns are left out from now on.")
     expect(cut.locator(".block.summary pre")).to_have_text(SUMMARY)
     expect(page.locator(".cut")).to_have_count(1)
-    go(page, f"{address}?turn=4")
+    go(page, f"{address}?turn=5")
     expect(page.locator(".turn .cut")).to_be_visible()
     expect(page.locator(".tick.cut-before, .tick.invalid").first).to_be_visible()
     go(page, f"{address}?view=tokens&colour=advantage")

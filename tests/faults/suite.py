@@ -2,7 +2,7 @@
 
 A two-node Ray cluster on this machine trains with two learners, two engines and two environment hosts against an
 environment server. One run survives, in turn: an engine killed, an environment host killed, a server that hangs, a
-checkpoint without room on the disk, a node removed and added. Then the driver is told to stop, the run is resumed, a
+checkpoint without space on the disk, a node removed and added. Then the driver is told to stop, the run is resumed, a
 learner is killed, and the run is resumed again. At the end every step is there once.
 
 Each row is about its own fault, from where the one before had recovered: its events in events.jsonl, its steps that are

@@ -298,7 +298,7 @@ async def test_weights_changed_in_place_are_used_after_an_update() -> None:
 
 
 async def test_an_update_in_the_middle_of_a_reply() -> None:
-    """The reply goes on with the new weights, and each log-probability is that of the weights that sampled it."""
+    """The reply continues with the new weights, and each log-probability is that of the weights that sampled it."""
     model = make_model("llama")
     before = copy.deepcopy(model)
     engine = make_engine(model)

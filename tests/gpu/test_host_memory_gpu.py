@@ -34,7 +34,7 @@ def test_both_sides_have_the_memory_page_locked_and_every_version_arrives() -> N
                 dtype, values = found[name]
                 assert dtype == str(tensor.dtype)
                 assert torch.equal(torch.from_numpy(values), tensor.cpu().float())
-    for memory in (memories._lent, memories._spare):
+    for memory in (memories._current, memories._spare):
         assert memory is not None
         assert memory._mapping is not None
         assert memory._mapping.page_lock_error == ""
@@ -100,7 +100,7 @@ def test_buckets_are_built_in_page_locked_memory() -> None:
     for bucket in buckets(state.items(), 1 << 20, staging=staging):
         found |= {name: tensor.cuda() for name, tensor in bucket.tensors()}
     assert same(found, state)
-    assert staging.room(1).is_pinned()
+    assert staging.reserve(1).is_pinned()
 
 
 def test_a_state_on_the_device_is_shared_with_another_process_unchanged() -> None:

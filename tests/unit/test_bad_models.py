@@ -8,12 +8,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from tokenizers_for_tests import byte_level_bpe
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from agentgym_rl.commands.load_agent import fingerprint
 from agentgym_rl.config import ModelConfig
@@ -117,6 +118,20 @@ def test_an_intact_model_is_loaded(intact: Path) -> None:
     model, _ = load_model(str(intact), device="cpu", dtype=torch.float32)
     assert model.config.hidden_size == 16
     assert shape_of(ModelConfig(path=str(intact))).hidden == 16
+
+
+def test_models_loaded_in_several_threads_leave_transformers_unchanged(intact: Path) -> None:
+    """Without a lock `tie_weights` stays replaced, and every later model has untied weights."""
+    tie_weights = PreTrainedModel.tie_weights
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            loaded = list(
+                threads.map(lambda _: load_model(str(intact), device="cpu", dtype=torch.float32)[0], range(32))
+            )
+        assert len(loaded) == 32
+        assert PreTrainedModel.tie_weights is tie_weights
+    finally:
+        PreTrainedModel.tie_weights = tie_weights  # type: ignore[method-assign]
 
 
 def test_the_command_line_ends_in_one_line_for_a_damaged_model(intact: Path, tmp_path: Path) -> None:

@@ -13,12 +13,12 @@ from envs_for_tests import Counting
 from envs_for_tests import Garbage as GarbageEnv
 from envs_for_tests import Hanging as HangingEnv
 from envs_for_tests import Raising as RaisingEnv
+from scripted_engine_for_tests import ScriptedEngine
 from servers_for_tests import server_in_thread, server_process
 from test_rollout import Corridor, Garbage, Hanging, Raising, RaisingReset
 from tokenizers_for_tests import byte_level_bpe
 
-from agentgym_rl.agent.collect import Collector, Places
-from agentgym_rl.agent.engines.scripted import ScriptedEngine
+from agentgym_rl.agent.collect import Collector, EpisodeSlots
 from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES
@@ -252,7 +252,7 @@ async def test_concurrency_bounds_all_environments_together_and_is_shared_by_wei
 
 
 async def test_a_cancelled_waiter_frees_its_slot() -> None:
-    places = Places(1)
+    places = EpisodeSlots(1)
 
     async def hold(until: asyncio.Event) -> None:
         async with places.taken("a"):

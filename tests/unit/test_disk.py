@@ -64,7 +64,7 @@ def test_a_small_file_is_overwritten_in_place(tmp_path: Path) -> None:
     disk.write_in_place(path, b'{"state": "done"}')
     assert json.loads(path.read_bytes()) == {"state": "done"}
     with file_size_limit(25):
-        disk.write_in_place(path, b'{"state": "longer than there is room for"}')
+        disk.write_in_place(path, b'{"state": "longer than there is space for"}')
     assert json.loads(path.read_bytes()) == {"state": "done"}, "a partial write would not be valid JSON"
 
 
@@ -89,12 +89,12 @@ def test_refused_lines_wait_and_are_written_in_order(tmp_path: Path) -> None:
         assert [t.id for t in read_trajectories(log.trajectories_path(2))] == ["before", "a2", "b2"]
         assert [t.id for t in read_trajectories(log.trajectories_path(3))] == ["a3", "b3"]
     assert event_kinds(tmp_path) == ["disk_full", "small", "disk_room"]
-    assert "there is room on the disk again" in messages[1]
+    assert "there is space on the disk again" in messages[1]
     assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_the_last_episodes_wait_and_dropped_ones_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "KEPT_BYTES", 3 * LIMIT)
+    monkeypatch.setattr(disk, "MAX_WAITING_BYTES", 3 * LIMIT)
     with RunLog.create(tmp_path, {"seed": 0}) as log:
         with file_size_limit(LIMIT):
             for step in range(1, 7):
@@ -125,7 +125,7 @@ def test_the_status_is_correct_and_lost_lines_are_named_if_the_disk_stays_full(t
 
 
 def test_a_file_that_the_run_needs_fails_with_one_line(tmp_path: Path) -> None:
-    line = r"no room on the disk of .*free some space and run the same command with --resume"
+    line = r"no space on the disk of .*free some space and run the same command with --resume"
     with file_size_limit(2), pytest.raises(DiskFull, match=line), disk_space_or_error(tmp_path / "run"):
         RunLog.create(tmp_path / "run", {"seed": 0})
     with pytest.raises(ZeroDivisionError), disk_space_or_error(tmp_path):

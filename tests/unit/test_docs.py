@@ -70,7 +70,6 @@ def test_every_recipe_key_has_a_meaning() -> None:
     keys = [(owner, key) for _, owner, given in script.recipe_sections() for key in script.keys_of(owner, given)]
     plain = [(owner, key) for owner, key in keys if script.section_of(key.annotation) is None]
     assert [f"{owner.__name__}.{key.name}" for owner, key in plain if not key.text] == []
-    assert set(script.PLAIN) <= {f"{owner.__name__}.{key.name}" for owner, key in keys}
 
 
 def test_the_command_page_has_every_command_and_option() -> None:

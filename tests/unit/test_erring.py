@@ -266,7 +266,7 @@ async def test_mistakes_are_refused_for_an_oracle_that_cannot_recover(tmp_path: 
     config = config_of("textcraft", 0.2)
     env = config.environments[0].model_copy(update={"name": "sciworld"})
     config = config.model_copy(update={"environments": (env,)})
-    with pytest.raises(ConfigError, match="the oracle of sciworld knows one way only"):
+    with pytest.raises(ConfigError, match="the oracle of sciworld knows one solution only"):
         await train(config, tmp_path / "run", console=quiet(), pool=LocalPool({}))
     assert not (tmp_path / "run").exists()
 

@@ -89,7 +89,7 @@ async def test_the_recipe_of_the_example_trains_on_the_server(example: ModuleTyp
 
 
 def test_the_page_shows_the_code_of_the_example() -> None:
-    page = (ROOT / "docs" / "guides" / "environments.md").read_text()
+    page = (ROOT / "docs" / "get-started" / "your-environment.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     (shown,) = [block for block in blocks if "class NumberGuessing" in block]
     assert shown.strip() in EXAMPLE.read_text()

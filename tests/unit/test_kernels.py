@@ -1,4 +1,4 @@
-"""CUDA's kernels are tested on a machine without CUDA, too: interpreted. See kernels_interpreted.py."""
+"""CUDA kernels in Triton's interpreter, for machines without CUDA. See kernels_interpreted.py."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ import pytest
 pytest.importorskip("triton", reason="there is none for this system")
 
 SCRIPT = Path(__file__).parents[1] / "kernels_interpreted.py"
-CHECKS = [
-    ("llama", "qwen3", "float16", "layers", "logits"),
-    ("wide", "out_of_memory", "slept", "bucketed", "moved_weights"),
-]
+QUICK = ("llama", "layers", "logits")
+LONG = [("qwen3", "float16"), ("wide", "out_of_memory", "slept"), ("bucketed", "moved_weights")]
+CHECKS = [QUICK, *(pytest.param(names, marks=[pytest.mark.long, pytest.mark.timeout(1200)]) for names in LONG)]
 
 
-@pytest.mark.parametrize("names", CHECKS, ids=" ".join)
+@pytest.mark.parametrize("names", CHECKS, ids=[" ".join(names) for names in (QUICK, *LONG)])
 def test_interpreted(names: tuple[str, ...]) -> None:
     command = [sys.executable, str(SCRIPT), *names]
     ran = subprocess.run(command, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)

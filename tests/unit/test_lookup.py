@@ -44,7 +44,7 @@ def test_without_the_hub_a_model_comes_from_the_cache_or_is_refused(cache: Path)
 
 
 def test_an_unresponsive_hub_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookup, "HUB_S", 0.2)
+    monkeypatch.setattr(lookup, "HUB_TIMEOUT_S", 0.2)
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(0)

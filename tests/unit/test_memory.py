@@ -19,7 +19,6 @@ from agentgym_rl.scale.memory import (
     GIB,
     HEAD_CHUNK_BYTES,
     PROCESS_BYTES,
-    SHAPES,
     TEMPORARY_PARTS,
     Demand,
     Shape,
@@ -33,6 +32,13 @@ from agentgym_rl.scale.memory import (
 )
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.training.device.head import CHUNK_NUMBERS
+
+SHAPES = {
+    "1.5B": Shape(1536, 8960, 28, 12, 2, 151_936, tied=True),
+    "7B": Shape(3584, 18944, 28, 28, 4, 152_064),
+    "32B": Shape(5120, 27648, 64, 40, 8, 152_064),
+}
+"""The Qwen2.5 family."""
 
 
 def test_parameters_are_counted_as_the_model_counts_them() -> None:

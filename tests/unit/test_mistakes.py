@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 from envs_for_tests import Counting, Raising
+from scripted_engine_for_tests import ScriptedEngine, scripted_logprob
 from servers_for_tests import server_in_thread
 from test_rollout import Corridor
 from tokenizers_for_tests import byte_level_bpe, split_segmentation, word_level
@@ -23,7 +24,6 @@ from training_for_tests import counting_player, group, tiny_model, trajectory
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.engines.scripted import ScriptedEngine, scripted_logprob
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout

@@ -331,7 +331,7 @@ async def test_weight_update_drops_stale_keys() -> None:
 
 
 async def test_weight_update_in_the_middle_of_a_reply() -> None:
-    """The reply goes on with the new weights, and each log-probability is that of the weights that sampled it."""
+    """The reply continues with the new weights, and each log-probability is that of the weights that sampled it."""
     model = make_model("llama")
     before = copy.deepcopy(model)
     engine = NativeEngine(model)

@@ -225,7 +225,7 @@ async def test_prompts_prefilled_between_portions_are_computed_once() -> None:
 
 
 async def test_nothing_is_prefilled_with_outdated_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters may have moved: what a runner made of the old ones holds until it is told to look again."""
+    """Parameters may have moved. A runner uses tensors made of the old ones until it is asked to rebuild them."""
     monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.REPLIES_PER_PORTION", 2)
     model = make_model()
     engine = launching(model, 8)
@@ -324,7 +324,7 @@ async def test_a_launch_is_started_before_the_one_before_it_is_read() -> None:
 
 
 async def test_a_reply_names_the_weights_that_sampled_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is admitted while others still get their replies, and new weights come before it begins."""
+    """A request is admitted while others are answered, and new weights arrive before it starts."""
     monkeypatch.setattr("agentgym_rl.agent.engines.native.engine.REPLIES_PER_PORTION", 1)
     model = make_model()
     engine = launching(model)
@@ -403,7 +403,7 @@ def test_joint_weights_are_the_parameters_themselves(kind: str, tmp_path: Path) 
     assert layers[1].qkv.data_ptr() == attention.q_proj.weight.data_ptr()
     again = layer_weights(model.model.layers[1])
     assert again.qkv.data_ptr() == layers[1].qkv.data_ptr(), "joined twice"
-    # What steps, loads and saves parameters goes on working, and the joint matrix sees it.
+    # Optimizer steps, loading and saving still work, and the joint matrix sees the changes.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     model(torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
     optimizer.step()

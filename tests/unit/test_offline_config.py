@@ -60,10 +60,14 @@ def _without_none(value: object) -> object:
 @pytest.mark.parametrize(
     ("method", "override", "reason"),
     [
-        ("rl", "data.play=oracle", r"\[data\] is read by method = 'sft' or 'dpo' or 'agentevol', this is 'rl'"),
-        ("rl", "sft.epochs=2", r"\[sft\] is read by method = 'sft' or 'agentevol', this is 'rl'"),
-        ("sft", "rl.steps=3", r"\[rl\] is read by method = 'rl', this is 'sft'"),
-        ("sft", "horizon.turns=[3]", r"\[horizon\] is read by method = 'rl'"),
+        (
+            "rl",
+            "data.play=oracle",
+            r"\[data\] is read by method = 'sft' or 'dpo' or 'agentevol' or 'dagger', this is 'rl'",
+        ),
+        ("rl", "sft.epochs=2", r"\[sft\] is read by method = 'sft' or 'agentevol' or 'dagger', this is 'rl'"),
+        ("sft", "rl.steps=3", r"\[rl\] is read by method = 'rl' or 'distill', this is 'sft'"),
+        ("sft", "horizon.turns=[3]", r"\[horizon\] is read by method = 'rl' or 'distill'"),
         ("sft", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo'"),
         ("dpo", "sft.epochs=2", r"\[sft\] is read by"),
         ("agentevol", "dpo.beta=0.1", r"\[dpo\] is read by method = 'dpo', this is 'agentevol'"),
@@ -75,7 +79,7 @@ def _without_none(value: object) -> object:
         ("dpo", "dpo.label_smoothing=0.5", "label_smoothing"),
         ("dpo", "dpo={rounds=2}", "needs new episodes in every round"),
         ("sft", "data={}", "needs files, or play"),
-        ("sft", "method=grpo", "method: must be 'rl', 'sft', 'dpo' or 'agentevol'"),
+        ("sft", "method=grpo", "method: must be 'rl', 'sft', 'dpo', 'agentevol', 'dagger' or 'distill'"),
         ("agentevol", "agentevol.rounds=0", "rounds must be at least 1"),
         ("agentevol", "agentevol.tries=4", "unknown key"),
     ],

@@ -9,10 +9,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from scripted_engine_for_tests import ScriptedEngine
 from test_rollout import LIMITS, TASK, Corridor
 from tokenizers_for_tests import byte_level_bpe
 
-from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout

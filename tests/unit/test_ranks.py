@@ -1,4 +1,4 @@
-"""Two and four processes learn what one learns: losses, metrics, parameters, whatever is split how."""
+"""Two and four ranks learn the same as one process: losses, metrics and parameters, for every way to split."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 from processes_for_tests import CONTEXT, exit_code_if_preloaded
 from ranks_for_tests import CASES, ON_FOUR, alone, everything, learner, on_ranks, steps, weights
+from torch.distributed.tensor import DTensor, distribute_tensor
 from training_for_tests import tiny_model
 
 from agentgym_rl.config import Config
@@ -108,7 +109,7 @@ def test_ranks_that_hold_different_parameters_end_the_run(tmp_path: Path) -> Non
 
 
 def test_the_compared_updates_are_not_trivial(expected: Any) -> None:
-    """Several updates moved the weights, and the gradient was clipped in some."""
+    """Several updates change the weights, and some clip the gradient."""
     for name in CASES:
         metrics, _ = expected[name]
         assert all(m["grad/norm"] > 0 for m in metrics), name
@@ -127,10 +128,15 @@ def resume(ranks: Ranks, folder: Path, source: Path) -> Any:
     return steps("ppo", made, 1), weights(made)
 
 
+@torch.no_grad()
 def load_weights(model: Any, state: dict[str, torch.Tensor]) -> None:
-    from agentgym_rl.scale.process_group import load_whole
-
-    load_whole(model, state)
+    """Copy whole tensors into a model in place. Each rank copies its shard."""
+    own = model.state_dict()
+    for name, value in state.items():
+        target = own[name]
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
+        target.copy_(value)
 
 
 @pytest.mark.parametrize(("writers", "readers"), [("two", 4), ("four", 2), ("four", 1)])
@@ -144,7 +150,7 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
     assert_same(found, expected["ppo, another step"])
 
 
-def test_files_that_the_driver_does_not_see_are_no_checkpoint(two: Any, tmp_path: Path) -> None:
+def test_shards_on_a_disk_that_the_driver_cannot_read_are_refused(two: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere does not exist on .*: the run directory must be on a file system"):
         save_shards(tmp_path / "nowhere" / "shards", {"weight": torch.ones(2)})
     shutil.copytree(two[1] / "shards", tmp_path / "shards")
@@ -250,7 +256,7 @@ def test_a_bf16_checkpoint_keeps_updates_too_small_for_bf16(tmp_path: Path) -> N
 
 
 def test_processes_are_forked_with_everything_imported() -> None:
-    """Otherwise each of them takes seconds to start, in this file and in every other."""
+    """Without this, each process of every test takes seconds to start."""
     process = CONTEXT.Process(target=exit_code_if_preloaded)
     process.start()
     process.join(300)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from scripted_engine_for_tests import ScriptedEngine
 
 from agentgym_rl.agent.engines.replicas import MIN_BACKOFF_S, Replicas
-from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 

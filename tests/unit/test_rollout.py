@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from scripted_engine_for_tests import ScriptedEngine, scripted_logprob
 from tokenizers_for_tests import byte_level_bpe, split_segmentation, word_level
 
-from agentgym_rl.agent.engines.scripted import ScriptedEngine, scripted_logprob
 from agentgym_rl.agent.policy import MAX_OBSERVATION_CHARS, EnginePolicy, Policy, Reply, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout

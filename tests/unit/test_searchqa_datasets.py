@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentgym_rl.environment.envs.searchqa.datasets import load_questions
+from agentgym_rl.environment.envs.searchqa.datasets import load_with_rows
 from agentgym_rl.environment.envs.searchqa.questions import DATASETS, Question
 from agentgym_rl.errors import ConfigError
 
@@ -158,6 +158,10 @@ LAYOUTS: list[tuple[str, str, Any, tuple[str, ...], tuple[str, ...]]] = [
         (),
     ),
 ]
+
+
+def load_questions(path: Path) -> dict[str, tuple[Question, ...]]:
+    return load_with_rows(path)[0]
 
 
 def write(path: Path, content: Any) -> Path:

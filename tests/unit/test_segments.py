@@ -14,12 +14,12 @@ import torch
 from envs_for_tests import Counting
 from hypothesis import given
 from hypothesis import strategies as st
+from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe, thinking_tokenizer
 from training_for_tests import few
 
 from agentgym_rl.agent.context import ASK, LEFT_OUT, SUMMARISED, Context, view
 from agentgym_rl.agent.engines.native import NativeEngine
-from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout

@@ -19,6 +19,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from runs_for_tests import quiet
+from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm_for_tests import vllm_processes
@@ -26,7 +27,6 @@ from vllm_for_tests import vllm_processes
 from agentgym_rl.agent.engines import replicas as replicas_module
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.replicas import Replicas
-from agentgym_rl.agent.engines.scripted import ScriptedEngine
 from agentgym_rl.agent.engines.vllm import Probe, VllmServer, probe_model, requirements
 from agentgym_rl.agent.engines.vllm import server as vllm_server_module
 from agentgym_rl.agent.engines.vllm.probe import TOLERANCE, checksum, parameter_checksums

@@ -100,15 +100,17 @@ async def test_a_sleeping_engine_holds_no_cache_and_continues_as_before() -> Non
     await adapter.engine.close()
 
 
-@pytest.mark.parametrize(("engines", "room"), [(1, 16), (2, 10), (3, 7), (16, 2)])
-def test_an_engine_reserves_its_share_and_the_doctor_counts_the_same(tmp_path: Path, engines: int, room: int) -> None:
+@pytest.mark.parametrize(("engines", "sessions"), [(1, 16), (2, 10), (3, 7), (16, 2)])
+def test_an_engine_reserves_its_share_and_the_doctor_counts_the_same(
+    tmp_path: Path, engines: int, sessions: int
+) -> None:
     model, tokenizer = counting_player()
     export(model, tokenizer, tmp_path)
     changes = {"model": {"path": str(tmp_path)}, "scale": {"engines": engines}, "warm_start": None}
     config = counting_config(**changes)
     assert config.agent.concurrency == 16
-    assert make_engine_adapter(config, tmp_path).engine._sessions._free == list(range(room))
-    assert demand_of(config).sessions == room
+    assert make_engine_adapter(config, tmp_path).engine._sessions._free == list(range(sessions))
+    assert demand_of(config).sessions == sessions
 
 
 def a_state(seed: float) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
 
 
-class Places:
+class EpisodeSlots:
     """Slots for `total` concurrent episodes, shared by several collectors.
 
     If several environments wait, the next slot goes to the one with the fewest relative to its weight. An environment
@@ -62,7 +62,7 @@ class Places:
 
 class Collector:
     """Plays `group_size` episodes of each task (`types.Collect`). `concurrency` bounds concurrent episodes; as
-    `Places`, those of several collectors together.
+    `EpisodeSlots`, those of several collectors together.
 
     An episode that ends as ERROR is played again up to `retries` times with another seed. Every attempt is in the
     group, ordered by place and attempt, and is passed to `on_trajectory` when it ends. An episode that takes longer
@@ -74,7 +74,7 @@ class Collector:
         pool: EnvPool,
         make_policy: PolicyFactory,
         group_size: int,
-        concurrency: int | Places,
+        concurrency: int | EpisodeSlots,
         retries: int = 1,
         episode_timeout_s: float = 600.0,
         on_trajectory: Callable[[Trajectory], None] | None = None,
@@ -90,7 +90,7 @@ class Collector:
         self._pool = pool
         self._make_policy = make_policy
         self._group_size = group_size
-        self._places = concurrency if isinstance(concurrency, Places) else Places(concurrency)
+        self._slots = concurrency if isinstance(concurrency, EpisodeSlots) else EpisodeSlots(concurrency)
         self._retries = retries
         self._episode_timeout_s = episode_timeout_s
         self._on_trajectory = on_trajectory
@@ -131,7 +131,7 @@ class Collector:
         """Play all attempts at one place of a group."""
         attempts: list[Trajectory] = []
         for attempt in range(self._retries + 1):
-            async with self._places.taken(task.env):
+            async with self._slots.taken(task.env):
                 trajectory = await self._episode(
                     task,
                     limits,

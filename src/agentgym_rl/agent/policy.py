@@ -48,7 +48,6 @@ class Policy(Protocol):
     def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
         """Return the messages of an observation that the horizon leaves unanswered, with ids if replies have them, so
         that a critic can value the state."""
-        ...
 
     async def close(self) -> None: ...
 

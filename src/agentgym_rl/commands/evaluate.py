@@ -156,7 +156,9 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
     published = published_entries(plan.scenario for plan in plans) if request.compare_published else ("", [])
     max_context = max(plan.max_context for plan in playable)
     heavy = {plan.env for plan in playable if request.url is None and not catalog.load(plan.env).cheap}
-    concurrency = {plan.env: _concurrency(request, plan.env in heavy) for plan in playable}
+    concurrency = {
+        plan.env: request.concurrency or (CONCURRENCY_HEAVY if plan.env in heavy else CONCURRENCY) for plan in playable
+    }
     config = _config(request, candidate, plans)
     root = request.out or default_root(Path("evals"), _name(request, candidate), config)
     # Before the folder is created: an agent that cannot be loaded leaves no folder behind.
@@ -489,10 +491,6 @@ def _settings(request: Request) -> dict[str, Any]:
         "device": request.agent.device,
         "prices_usd_per_million_tokens": asdict(prices) if prices else None,
     }
-
-
-def _concurrency(request: Request, heavy: bool) -> int:
-    return request.concurrency or (CONCURRENCY_HEAVY if heavy else CONCURRENCY)
 
 
 def _name(request: Request, candidate: Candidate) -> str:

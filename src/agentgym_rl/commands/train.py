@@ -31,6 +31,7 @@ MAY_CHANGE_ON_RESUME = (
     "rl.token_budget",
     "dpo.rounds",
     "agentevol.rounds",
+    "dagger.rounds",
     "eval",
     "checkpoint",
     "threads",

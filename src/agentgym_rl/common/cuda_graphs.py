@@ -1,6 +1,6 @@
 """Captures of CUDA graphs: one at a time in a process, without garbage collection, and cleaned up if one fails.
 
-CUDA forbids destroying a graph in a thread that captures another. An engine or a learner that nobody uses any more is
+CUDA forbids destroying a graph in a thread that captures another. An engine or a learner that is no longer used is
 part of reference cycles, so its graphs are destroyed whenever Python collects garbage, which may be in the middle of a
 capture. torch does not collect before one by itself.
 """
@@ -53,7 +53,7 @@ def capture(run: Callable[[], None], pool: Any) -> Any:
 def _abandon(graph: Any, pool: Any) -> None:
     """End a capture that failed, on the stream it began on.
 
-    torch gives up halfway if CUDA says that a capture was invalidated: its allocator would go on serving the stream
+    torch gives up halfway if CUDA says that a capture was invalidated: its allocator would keep serving the stream
     from the pool, and its random numbers would fail with "Offset increment outside graph capture" for ever.
     """
     _ABANDONED.append(graph)

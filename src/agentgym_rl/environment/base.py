@@ -28,11 +28,9 @@ class TextEnv(Protocol):
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         """Return the subsets that `item` belongs to."""
-        ...
 
     def reset(self, item: int) -> str:
         """Start `item` and return the first observation. Items outside every split raise IndexError."""
-        ...
 
     def step(self, text: str) -> Step: ...
 
@@ -43,7 +41,6 @@ class TextEnv(Protocol):
 class HasActions(Protocol):
     def actions(self) -> list[str]:
         """Return the actions that make sense now, in the form that step() takes."""
-        ...
 
 
 @runtime_checkable
@@ -54,21 +51,18 @@ class HasOracle(Protocol):
         A class whose oracle follows one fixed path and fails off that path sets `oracle_recovers = False`.
         Such an oracle is not used for demonstrations with injected mistakes.
         """
-        ...
 
 
 @runtime_checkable
 class HasThought(Protocol):
     def thought(self) -> str:
         """Return the reasoning behind the current oracle() action, using only what the player has seen."""
-        ...
 
 
 @runtime_checkable
 class HasStateKey(Protocol):
     def state_key(self) -> str:
         """Return a key of the state. Equal keys mean equal states of the same item."""
-        ...
 
 
 @runtime_checkable
@@ -78,16 +72,13 @@ class HasAgentGymNumbers(Protocol):
     @classmethod
     def agentgym_item(cls, number: int) -> int:
         """Return the item that AgentGym's server calls `number`, given the same settings of the environment."""
-        ...
 
     @classmethod
     def published_item(cls, number: int) -> int:
         """Return the item that AgentGym's published lists call `number`; ConfigError if there is none here."""
-        ...
 
 
 @runtime_checkable
 class HasRender(Protocol):
     def render(self) -> str | bytes:
         """Return a picture for people: an SVG or HTML string, or PNG bytes."""
-        ...

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
 from importlib.util import find_spec
+from typing import cast
 
 from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
 from agentgym_rl.errors import ConfigError, did_you_mean
@@ -15,8 +17,9 @@ from agentgym_rl.errors import ConfigError, did_you_mean
 class Entry:
     """One line of the catalog."""
 
-    loader: Callable[[], type[TextEnv]]
-    """Imports the environment on first use, so that its packages do not slow down other commands."""
+    attribute: str
+    """Class in the package `environment.envs.NAME`, or a function there that returns it. Imported on first use, so that
+    its packages do not slow down other commands."""
     summary: str
     package: str
     """Top-level module it needs beyond this package's own dependencies."""
@@ -28,54 +31,6 @@ class Entry:
     """Raises ConfigError if something is missing that pip cannot install, such as Chromium."""
 
 
-def _textcraft() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.textcraft import TextCraft
-
-    return TextCraft
-
-
-def _babyai() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.babyai import BabyAI
-
-    return BabyAI
-
-
-def _wordle() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.wordle import Wordle
-
-    return Wordle
-
-
-def _maze() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.maze import Maze
-
-    return Maze
-
-
-def _keydoor() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.keydoor import KeyDoor
-
-    return KeyDoor
-
-
-def _searchqa() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.searchqa import load_searchqa
-
-    return load_searchqa()
-
-
-def _sciworld() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.sciworld import SciWorld
-
-    return SciWorld
-
-
-def _webarena() -> type[TextEnv]:
-    from agentgym_rl.environment.envs.webarena import WebArena
-
-    return WebArena
-
-
 def _chromium() -> str:
     from agentgym_rl.environment.envs.webarena.browser import find_chromium
 
@@ -84,56 +39,56 @@ def _chromium() -> str:
 
 CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
-        _textcraft,
+        "TextCraft",
         "craft a Minecraft item from a list of recipes, some of them distractors",
         package="minecraft_data",
         extra="textcraft",
         licence="MIT (minecraft_data)",
     ),
     "babyai": Entry(
-        _babyai,
+        "BabyAI",
         "follow an instruction in a grid world of rooms, doors, keys and balls",
         package="minigrid",
         extra="babyai",
         licence="Apache-2.0 (minigrid)",
     ),
     "wordle": Entry(
-        _wordle,
+        "Wordle",
         "find a five-letter word in six guesses",
         package="agentgym_rl",
         extra="",
         licence="MIT (wonderwords, SymSpell)",
     ),
     "maze": Entry(
-        _maze,
+        "Maze",
         "find the way through a maze, seeing only the walls around you",
         package="agentgym_rl",
         extra="",
         licence="Apache-2.0 (our own)",
     ),
     "keydoor": Entry(
-        _keydoor,
+        "KeyDoor",
         "fetch the key of the right door: two rooms, thirty words, learned in a minute",
         package="agentgym_rl",
         extra="",
         licence="Apache-2.0 (our own)",
     ),
     "searchqa": Entry(
-        _searchqa,
+        "load_searchqa",
         "answer questions of one to three hops by searching a corpus",
         package="tantivy",
         extra="searchqa",
         licence="CC BY 4.0 (GeoNames), Unicode (CLDR)",
     ),
     "sciworld": Entry(
-        _sciworld,
+        "SciWorld",
         "carry out science experiments in a simulated house",
         package="scienceworld",
         extra="sciworld",
         licence="Apache-2.0 (scienceworld)",
     ),
     "webarena": Entry(
-        _webarena,
+        "WebArena",
         "do tasks in a real browser: a shop, its administration, a forum, code, a map",
         package="playwright",
         extra="webarena",
@@ -153,7 +108,8 @@ def load(name: str) -> type[TextEnv]:
         raise ConfigError(
             f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
         )
-    return entry.loader()
+    env_class = getattr(import_module(f"agentgym_rl.environment.envs.{name}"), entry.attribute)
+    return cast("type[TextEnv]", env_class if isinstance(env_class, type) else env_class())
 
 
 def published_item(name: str, number: int) -> int:

@@ -29,10 +29,6 @@ class ActionFormat:
     """Returns the environment's action in an agent's reply."""
 
 
-def parse_plain(reply: str) -> str:
-    return reply.strip()
-
-
 _ACTION = re.compile(r"(?<!\w)Action ?:\**")
 _AFTER_ACTION = re.compile(r"^\s*\**(?:Thought|Observation):", re.MULTILINE)
 
@@ -107,7 +103,7 @@ def parse_code(reply: str) -> str:
 
 
 FORMATS: dict[str, ActionFormat] = {
-    "plain": ActionFormat("", parse_plain),
+    "plain": ActionFormat("", str.strip),
     "react": ActionFormat(
         "Think before you act. Every reply has this form, with exactly one action:\n"
         "Thought: your reasoning\n"

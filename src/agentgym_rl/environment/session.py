@@ -24,7 +24,7 @@ from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 from agentgym_rl.types import Step
 
 CLOSE_TIMEOUT_S = 10.0
-"""Nobody waits longer than this for an environment to close."""
+"""Timeout of closing an environment."""
 MAX_HUNG_THREADS = 1000
 """Threads of one environment whose calls missed their deadline and have not returned. Each holds little but a stack."""
 

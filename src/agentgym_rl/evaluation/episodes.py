@@ -30,13 +30,11 @@ class Agent(Protocol):
     @property
     def fatal_error(self) -> str:
         """Reason for a permanent failure, or an empty string."""
-        ...
 
     def policy(self, session: EnvSession, seed: int) -> Policy: ...
 
     def usage(self, policy: Policy) -> Sequence[Tokens] | None:
         """Return the token usage that an API reported for this episode. None if the trajectory has the tokens."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,13 +19,13 @@ from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.collectors import collect_each, engine_policies
-from agentgym_rl.run.model import load_from
+from agentgym_rl.run.model import load_from, load_teacher
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, Preference, prefer
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.model import Lent
+from agentgym_rl.training.model import ModelContext
 from agentgym_rl.training.ranks import ALONE, Ranks
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
@@ -46,11 +46,9 @@ class Trainer(Protocol):
     @property
     def updates(self) -> int:
         """Number of updates made so far."""
-        ...
 
     def step(self) -> dict[str, float]:
         """Make the next update and return its metrics."""
-        ...
 
 
 class Backend(Protocol):
@@ -67,49 +65,46 @@ class Backend(Protocol):
     @property
     def version(self) -> int:
         """Version of the weights that were published last."""
-        ...
 
     def collector(
-        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+        self,
+        prefix: str,
+        group_size: int | None,
+        temperature: float,
+        on_trajectory: OnTrajectory | None = None,
+        oracle_share: float | None = None,
     ) -> Collect:
-        """Return a function that plays groups of `group_size`, or of each environment's own size."""
-        ...
+        """Return a function that plays groups of `group_size`, or of each environment's own size.
+
+        With `oracle_share` the oracle advises every turn and plays that share of them.
+        """
 
     def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
         """Return a trainer of the present model: SFT on samples, or DPO on preferences."""
-        ...
 
     def forget_trainer(self) -> None:
         """Free the trainer's data and optimizer."""
-        ...
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         """Return pairs with their log-probabilities under the present model."""
-        ...
 
     def go_back(self, folder: Path) -> None:
         """Load the model of `folder` and forget the trainer."""
-        ...
 
     async def publish(self, version: int) -> None:
         """Give engines the learner's weights, which episodes are played with from now on."""
-        ...
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Write a checkpoint of `state`, the model and the learner."""
-        ...
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
         """Restore the learner, or the trainer that was just made, from a checkpoint. The model is loaded already."""
-        ...
 
     async def events(self) -> list[dict[str, Any]]:
         """Return what happened to workers since the last call: {"kind", "message", ...}."""
-        ...
 
     async def close(self) -> None:
         """Free everything."""
-        ...
 
 
 class LocalBackend:
@@ -134,6 +129,7 @@ class LocalBackend:
         if reference_dir is not None:
             self.learner = make_learner(
                 model,
+                tokenizer,
                 config.rl,
                 config.model,
                 config.agent.temperature,
@@ -158,10 +154,22 @@ class LocalBackend:
         return self._engine.version
 
     def collector(
-        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+        self,
+        prefix: str,
+        group_size: int | None,
+        temperature: float,
+        on_trajectory: OnTrajectory | None = None,
+        oracle_share: float | None = None,
     ) -> Collect:
         config = self._config
-        policies = engine_policies(self._engine, self.renderer, config.agent, temperature, seeded=config.engine.seeded)
+        policies = engine_policies(
+            self._engine,
+            self.renderer,
+            config.agent,
+            temperature,
+            seeded=config.engine.seeded,
+            oracle_share=oracle_share,
+        )
         sizes = config.group_sizes(group_size)
         return collect_each(
             config.agent, config.environments, self._pool, policies, sizes, prefix, on_trajectory=on_trajectory
@@ -229,6 +237,7 @@ def make_engine(model: Any, renderer: Renderer, max_sessions: int, max_context: 
 
 def make_learner(
     model: Any,
+    tokenizer: Any,
     rl: RLSettings,
     settings: ModelConfig,
     temperature: float,
@@ -239,7 +248,17 @@ def make_learner(
 ) -> RLLearner:
     """Return the RL learner of one process, or of one rank of several. `warm`: a warm start changed the reference."""
     reference = _reference(model, reference_dir, settings, ranks, warm=warm) if rl.kl_coef else None
-    return RLLearner(model, rl, temperature, reference, _critic(model, rl, settings), ranks)
+    teacher = _teacher(tokenizer, rl, settings, ranks)
+    return RLLearner(model, rl, temperature, reference, _critic(model, rl, settings), ranks, teacher)
+
+
+def _teacher(tokenizer: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks) -> ModelContext | None:
+    """Return the frozen teacher of distillation."""
+    if rl.distill is None:
+        return None
+    teacher = freeze(load_teacher(rl.distill.teacher, tokenizer, settings))
+    ranks.place(teacher)
+    return lambda: nullcontext(teacher)
 
 
 def make_trainer(
@@ -251,7 +270,7 @@ def make_trainer(
     return DPO(model, data, settings, seed, ranks)
 
 
-def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> Lent:
+def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> ModelContext:
     """Return the frozen model that RL started from. With LoRA it needs no second copy."""
     if settings.lora is None:
         frozen = freeze(load_from(folder, settings)[0])

@@ -45,9 +45,9 @@ from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
-FOUND = ("old_logprobs", "entropies", "reference_logprobs", "values", "last_value")
+ASSESSED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
 """Fields of a sample that a learner fills in."""
-Found = list[tuple[Any, ...]]
+Assessments = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,7 @@ class Job:
     temperature: float
     version: int
     """Version of the weights that it is played with."""
+    oracle_share: float | None = None
 
 
 class Rank:
@@ -108,6 +109,7 @@ class Rank:
             config, folder_of_reference = self._config, Path(reference_dir)
             self._learner = make_learner(
                 self._model,
+                self._tokenizer,
                 config.rl,
                 config.model,
                 config.agent.temperature,
@@ -133,19 +135,19 @@ class Rank:
         self._release_device()
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
-        found = prefer(self._model, pairs, max_tokens, self._ranks)
-        return found if self._rank == 0 else []
+        preferences = prefer(self._model, pairs, max_tokens, self._ranks)
+        return preferences if self._rank == 0 else []
 
-    def assess(self, samples: list[Sample], own: bool) -> Found:
+    def assess(self, samples: list[Sample], own: bool) -> Assessments:
         self._learner.assess(samples, own=own)
         self._release_device()
-        return [_found(sample) for sample in samples]
+        return [_assessment(sample) for sample in samples]
 
-    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Found]:
+    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Assessments]:
         count = len(batch.samples)
         metrics = self._learner.learn(batch, seed)
         self._release_device()
-        return metrics, self._learner.kl_coef, [_found(sample) for sample in batch.samples[:count]]
+        return metrics, self._learner.kl_coef, [_assessment(sample) for sample in batch.samples[:count]]
 
     def num_parameters(self) -> int:
         return self._model.num_parameters()
@@ -212,11 +214,11 @@ class Rank:
             parameters["critic.parameters"] = dict(critic.model.named_parameters())
         like = like_learner(optimizers, parameters)
         shards = Path(folder) / SHARDS
-        found = load_shards(shards, like) if shards.is_dir() else shard_state(state or {}, like)
+        restored = load_shards(shards, like) if shards.is_dir() else shard_state(state or {}, like)
         with torch.no_grad():
-            for name, value in found.pop("masters", {}).items():
+            for name, value in restored.pop("masters", {}).items():
                 masters[name].copy_(value)
-        learner.restore(found)
+        learner.restore(restored)
         return learner.updates, getattr(learner, "kl_coef", 0.0)
 
     def _release_device(self) -> None:
@@ -249,7 +251,14 @@ class Player:
 
     async def play(self, job: Job) -> Group:
         engine = self._engine.at_least(job.version)
-        policies = engine_policies(engine, self._renderer, self._agent, job.temperature, seeded=self._seeded)
+        policies = engine_policies(
+            engine,
+            self._renderer,
+            self._agent,
+            job.temperature,
+            seeded=self._seeded,
+            oracle_share=job.oracle_share,
+        )
         collect = make_collector(self._agent, self._pool, policies, job.group_size, job.prefix, self._slots)
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
@@ -328,16 +337,16 @@ class LearnerHandle:
     def assess(self, samples: list[Sample], *, own: bool = False) -> None:
         claim_device(self._app)
         shares = balanced([len(s.token_ids) for s in samples], self._size)
-        found = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
-        for share, some in zip(shares, found, strict=True):
-            _fill([samples[i] for i in share], some)
+        assessments = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
+        for share, assessed in zip(shares, assessments, strict=True):
+            _fill([samples[i] for i in share], assessed)
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         claim_device(self._app)
         shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
         results = self._app.on_ranks("learn", [(share, seed) for share in shares])
-        for known, (_, _, found) in zip(indices, results, strict=True):
-            _fill([batch.samples[i] for i in known], found)
+        for known, (_, _, assessed) in zip(indices, results, strict=True):
+            _fill([batch.samples[i] for i in known], assessed)
         metrics, self.kl_coef, _ = results[0]
         return metrics | by_turn(batch.samples)
 
@@ -351,7 +360,7 @@ class RayBackend:
     def __init__(self, context: RunContext, app: Any, folder: Path) -> None:
         config = context.config
         self._config, self._app = config, app
-        self.learner: Any = LearnerHandle(app, config.rl) if config.method == "rl" else None
+        self.learner: Any = LearnerHandle(app, config.rl) if config.online else None
         self.renderer = _load_renderer(folder, config)
         self.max_context: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
@@ -393,7 +402,7 @@ class RayBackend:
             if start is not None:
                 await _make_starting_model(app, context, folder, start)
             await asyncio.gather(
-                app.wait_for_all("load", str(folder), str(reference_dir) if config.method == "rl" else None),
+                app.wait_for_all("load", str(folder), str(reference_dir) if config.online else None),
                 app.start_players(
                     partial(make_engine_adapter, worker_config, folder),
                     partial(
@@ -418,12 +427,17 @@ class RayBackend:
         return self._app.weights.version
 
     def collector(
-        self, prefix: str, group_size: int | None, temperature: float, on_trajectory: OnTrajectory | None = None
+        self,
+        prefix: str,
+        group_size: int | None,
+        temperature: float,
+        on_trajectory: OnTrajectory | None = None,
+        oracle_share: float | None = None,
     ) -> Collect:
         sizes = self._config.group_sizes(group_size)
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            more = (temperature, self.version)
+            more = (temperature, self.version, oracle_share)
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 
@@ -463,8 +477,8 @@ class RayBackend:
             save_state(folder, step, state | {"learner": None})
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
-        found = await self._app.wait_for_all("restore", str(_absolute(folder)), saved["learner"])
-        self.learner.restored(*found[0])
+        restored = await self._app.wait_for_all("restore", str(_absolute(folder)), saved["learner"])
+        self.learner.restored(*restored[0])
 
     async def events(self) -> list[dict[str, Any]]:
         return await self._app.events()
@@ -529,11 +543,11 @@ def _absolute(folder: Path) -> Path:
     return place.absolute() if place.is_dir() else folder
 
 
-def _found(sample: Sample) -> tuple[Any, ...]:
-    return tuple(getattr(sample, name) for name in FOUND)
+def _assessment(sample: Sample) -> tuple[Any, ...]:
+    return tuple(getattr(sample, name) for name in ASSESSED_FIELDS)
 
 
-def _fill(samples: list[Sample], found: Found) -> None:
-    for sample, values in zip(samples, found, strict=True):
-        for name, value in zip(FOUND, values, strict=True):
+def _fill(samples: list[Sample], assessments: Assessments) -> None:
+    for sample, values in zip(samples, assessments, strict=True):
+        for name, value in zip(ASSESSED_FIELDS, values, strict=True):
             setattr(sample, name, value)

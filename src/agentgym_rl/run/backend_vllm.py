@@ -27,7 +27,6 @@ class RunEngine(Engine, Protocol):
     @property
     def max_context(self) -> int:
         """Most tokens of a prompt and its reply together."""
-        ...
 
 
 Vllm = VllmEngine | VllmServer | Replicas

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from agentgym_rl.agent.collect import Collector, Places
+from agentgym_rl.agent.advised import AdvisedPolicy
+from agentgym_rl.agent.collect import Collector, EpisodeSlots
 from agentgym_rl.agent.context import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
@@ -38,13 +39,19 @@ def context_of(agent: AgentConfig) -> Context:
 
 
 def engine_policies(
-    engine: Engine, renderer: Renderer, agent: AgentConfig, temperature: float, *, seeded: bool = True
+    engine: Engine,
+    renderer: Renderer,
+    agent: AgentConfig,
+    temperature: float,
+    *,
+    seeded: bool = True,
+    oracle_share: float | None = None,
 ) -> PolicyFactory:
-    """Return a factory of policies that sample from `engine`."""
+    """Return a factory of policies that sample from `engine`. With `oracle_share` the oracle advises them, too."""
 
     def make(session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
-        return EnginePolicy(
+        policy = EnginePolicy(
             engine,
             renderer,
             sampling,
@@ -52,6 +59,7 @@ def engine_policies(
             context=context_of(agent),
             train_thoughts=agent.train_thoughts,
         )
+        return policy if oracle_share is None else AdvisedPolicy(policy, session, renderer, oracle_share, seed)
 
     return make
 
@@ -61,9 +69,9 @@ def demonstrators(name: str) -> PolicyFactory:
     return {"oracle": lambda session, seed: OraclePolicy(session), "random": RandomPolicy}[name]
 
 
-def episode_slots(agent: AgentConfig, environments: Iterable[EnvironmentConfig]) -> Places:
+def episode_slots(agent: AgentConfig, environments: Iterable[EnvironmentConfig]) -> EpisodeSlots:
     """Return slots for the episodes that a run plays at once, shared by its environments by weight."""
-    return Places(agent.concurrency, {env.name: env.weight for env in environments})
+    return EpisodeSlots(agent.concurrency, {env.name: env.weight for env in environments})
 
 
 def _unwrapped(session: EnvSession) -> EnvSession:
@@ -90,7 +98,7 @@ def make_collector(
     make_policy: PolicyFactory,
     group_size: int,
     prefix: str,
-    slots: Places,
+    slots: EpisodeSlots,
     *,
     inner: Wrap = _unwrapped,
     **options: Any,

@@ -416,8 +416,10 @@ _TRAINED = (
 )
 _COLUMNS: dict[str, tuple[Column, ...]] = {
     "rl": _EPISODES,
+    "distill": _EPISODES,
     "sft": (*_LEARNING, *_TRAINED),
     "agentevol": (*_LEARNING, *_TRAINED),
+    "dagger": (*_LEARNING, *_TRAINED),
     "dpo": (*_LEARNING, *_PREFERENCES),
 }
 """Columns of a step's line beside its number, by training method."""

@@ -27,7 +27,7 @@ class RunContext:
     started: float
     """Time at which this process started, on the monotonic clock."""
     seconds_before: float = 0.0
-    """Wall time of the earlier processes of a resumed run, until the checkpoint it goes on from."""
+    """Wall time of the earlier processes of a resumed run, until the checkpoint it resumes from."""
 
     def seconds(self) -> float:
         """Return the wall time of the run, over all its processes."""

@@ -31,22 +31,22 @@ async def load_demonstrations(context: RunContext) -> list[Demonstration]:
     """Return everything that `[data]` names: read from files, played, or both."""
     data = context.config.data
     assert data is not None
-    found: list[Demonstration] = []
+    demonstrations: list[Demonstration] = []
     paths = find_files(data.files)
     trajectories = load_trajectories(context)
-    found += [t for t in trajectories if data.keep == "all" or t.success]
+    demonstrations += [t for t in trajectories if data.keep == "all" or t.success]
     for path in paths:
         if not is_trajectory_file(path):
-            found += [c for c in read_conversations(path) if any(c.trained)]
+            demonstrations += [c for c in read_conversations(path) if any(c.trained)]
     if paths:
-        context.console.note(f"{len(found)} conversations from {len(paths)} files")
+        context.console.note(f"{len(demonstrations)} conversations from {len(paths)} files")
     if data.play is not None:
-        found += await play_demonstrations(
+        demonstrations += await play_demonstrations(
             context, "data", data.play, episodes=data.episodes, max_turns=data.max_turns, mistakes=data.mistakes
         )
-    if not found:
+    if not demonstrations:
         raise ConfigError("data: nothing to imitate was found: no success among the trajectories, no trained reply")
-    return found
+    return demonstrations
 
 
 def load_trajectories(context: RunContext) -> list[Trajectory]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from agentgym_rl.common.files import write_atomically
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-KEPT_BYTES = 64 << 20
+MAX_WAITING_BYTES = 64 << 20
 """Most bytes of episodes that wait for space; beyond it the oldest are dropped. Metrics and events are all kept."""
 RETRY_S = 1.0
 """Seconds between attempts to write to a full disk."""
@@ -35,16 +35,16 @@ class Waiting:
 class PatientWriter:
     """Writes files. It keeps data that the disk has no space for, in order, and writes it later.
 
-    `told` is called once when a disk turns out to be full, with what the system said.
+    `on_full` is called once when a disk turns out to be full, with the text of the system's error.
     """
 
-    def __init__(self, told: Callable[[str], None]) -> None:
-        self._told = told
+    def __init__(self, on_full: Callable[[str], None]) -> None:
+        self._on_full = on_full
         self._waiting: dict[Path, deque[Waiting]] = {}
         self._next_try = 0.0
         self.full = False
         """Whether a write failed and data still waits."""
-        self.given_up = 0
+        self.num_dropped = 0
         """Lines of episodes dropped since then."""
 
     def append(self, path: Path, line: bytes, *, spare: bool = False) -> None:
@@ -60,19 +60,19 @@ class PatientWriter:
 
     def waiting(self, path: Path) -> list[bytes]:
         """Return the data of a file that is not on disk yet."""
-        return [one.data for one in self._waiting.get(path, ())]
+        return [entry.data for entry in self._waiting.get(path, ())]
 
     def unwritten(self) -> list[Path]:
         return list(self._waiting)
 
-    def no_room(self, said: str) -> None:
+    def mark_full(self, said: str) -> None:
         """Record that a write failed, here or elsewhere in the run."""
         if not self.full:
-            self.full, self.given_up = True, 0
-            self._told(said)
+            self.full, self.num_dropped = True, 0
+            self._on_full(said)
 
-    def has_room(self) -> bool:
-        """Write the waiting data; return whether none is left."""
+    def write_waiting(self) -> bool:
+        """Write the waiting data. Return whether none is left."""
         for path in list(self._waiting):
             queue = self._waiting[path]
             while queue and self._written(path, queue[0]):
@@ -82,33 +82,33 @@ class PatientWriter:
         self._next_try = time.monotonic() + RETRY_S
         return not self._waiting
 
-    def _write(self, path: Path, one: Waiting) -> None:
-        if not self._waiting and self._written(path, one):
+    def _write(self, path: Path, entry: Waiting) -> None:
+        if not self._waiting and self._written(path, entry):
             return
-        self._waiting.setdefault(path, deque()).append(one)
-        if one.spare:
-            self._give_up_some()
+        self._waiting.setdefault(path, deque()).append(entry)
+        if entry.spare:
+            self._drop_oldest()
         if time.monotonic() >= self._next_try:
-            self.has_room()
+            self.write_waiting()
 
-    def _written(self, path: Path, one: Waiting) -> bool:
+    def _written(self, path: Path, entry: Waiting) -> bool:
         try:
-            (append if one.append else write_atomically)(path, one.data)
+            (append if entry.append else write_atomically)(path, entry.data)
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            self.no_room(error.strerror or str(error))
+            self.mark_full(error.strerror or str(error))
             return False
         return True
 
-    def _give_up_some(self) -> None:
-        size = sum(len(one.data) for queue in self._waiting.values() for one in queue if one.spare)
+    def _drop_oldest(self) -> None:
+        size = sum(len(entry.data) for queue in self._waiting.values() for entry in queue if entry.spare)
         for path in list(self._waiting):
             queue = self._waiting[path]
-            while size > KEPT_BYTES and queue and queue[0].spare:
+            while size > MAX_WAITING_BYTES and queue and queue[0].spare:
                 lost = queue.popleft().data
                 size -= len(lost)
-                self.given_up += lost.count(b"\n")
+                self.num_dropped += lost.count(b"\n")
             if not queue:
                 del self._waiting[path]
 
@@ -140,6 +140,6 @@ def write_in_place(path: Path, text: bytes) -> None:
 
 def free_space(folder: Path) -> str:
     """Return the free space on the disk of a folder, in words."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     return f"{free / 2**30:.1f} GiB free" if free >= 2**30 else f"{free / 2**20:.1f} MiB free"

@@ -39,7 +39,7 @@ class EventPoller:
             await asyncio.wait_for(self.now(), LAST_POLL_TIMEOUT_S)
         except Exception as last:
             failure = last
-        # The error that ended the run says more than a poll that found nobody.
+        # The error that ended the run says more than a failed poll.
         if error is None and isinstance(failure, Exception):
             raise failure
 

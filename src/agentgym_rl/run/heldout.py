@@ -1,4 +1,4 @@
-"""Held-out evaluation: the same items every time, whatever the method."""
+"""Held-out evaluation: the same items every time, for every method."""
 
 from __future__ import annotations
 

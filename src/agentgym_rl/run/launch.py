@@ -15,6 +15,7 @@ from agentgym_rl.run.demonstrations import load_demonstrations
 from agentgym_rl.run.model import load_from
 from agentgym_rl.run.offline import OfflineRun
 from agentgym_rl.run.rl import RLRun
+from agentgym_rl.run.rounds import RETRAINED
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.start import prepare, starting_model
 from agentgym_rl.training.checkpoint import export, list_checkpoints, load_state, missing_from, put_back
@@ -22,9 +23,9 @@ from agentgym_rl.types import Message
 
 
 async def launch(context: RunContext) -> tuple[Run, dict[str, Any] | None]:
-    """Return the run and the state of the checkpoint it goes on from, or None for a new run."""
+    """Return the run and the state of the checkpoint it resumes from, or None for a new run."""
     config, demonstrations = context.config, None
-    if config.method == "rl":
+    if config.online:
         context.log.set_status("running", steps=config.rl.steps)
     checkpoint, saved = resume_point(context) or (None, None)
     if checkpoint is None and config.model.scratch is not None and config.warm_start is None:
@@ -33,7 +34,7 @@ async def launch(context: RunContext) -> tuple[Run, dict[str, Any] | None]:
         demonstrations = await load_demonstrations(context)
     conversations = [demonstration.messages for demonstration in demonstrations or ()]
     backend = await start_backend(context, None if checkpoint is None else checkpoint / "model", conversations)
-    if config.method == "rl":
+    if config.online:
         return RLRun(context, backend), saved
     return OfflineRun(context, backend, demonstrations), saved
 
@@ -77,13 +78,13 @@ async def start_backend(
     as the model that every round of AgentEvol starts from.
     """
     config, root = context.config, context.log.root
-    reference = root / "reference" if config.method == "rl" else None
+    reference = root / "reference" if config.online else None
     start_dir = reference or root / "base"
     if config.scale is not None:
         return await _start_cluster(context, folder, reference, start_dir, conversations)
     if folder is None:
         model, tokenizer = await starting_model(context, conversations)
-        if config.method == "agentevol" or (config.method == "rl" and config.rl.kl_coef):
+        if config.method in RETRAINED or (config.online and config.rl.kl_coef):
             export(model, tokenizer, start_dir)
     else:
         model, tokenizer = load_from(folder, config.model)
@@ -119,7 +120,7 @@ async def _start_cluster(
         if reference is not None and not reference.is_dir() and model.path is not None:  # noqa: ASYNC240
             reference = Path(model.path)
         return await RayBackend.start(context, folder, reference)
-    if model.path is not None and model.lora is None and config.warm_start is None and config.method != "agentevol":
+    if model.path is not None and model.lora is None and config.warm_start is None and config.method not in RETRAINED:
         return await RayBackend.start(context, Path(model.path))
     start = await prepare(context, conversations)
     return await RayBackend.start(context, start_dir, start=start)

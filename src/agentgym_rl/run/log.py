@@ -2,11 +2,11 @@
 
     <root>/config.toml                      the resolved config
     <root>/metrics.jsonl                    one JSON object per line, with `step` and `time`
-    <root>/doctor.jsonl                     one JSON object per warning of the doctor; absent as long as there is none
-    <root>/events.jsonl                     what befell the run: workers lost and replaced, checkpoints that could not
-                                            be written, a stop; absent as long as there is nothing
+    <root>/doctor.jsonl                     one JSON object per warning of the doctor; absent until there is one
+    <root>/events.jsonl                     events of the run: workers lost and replaced, checkpoints that could not
+                                            be written, a stop; absent until there is one
     <root>/trajectories/step_000012.jsonl   every training episode of step 12, before any filtering
-    <root>/trajectories/learned_000012.jsonl  what was trained on in step 12: advantages, entropies and the learner's
+    <root>/trajectories/learned_000012.jsonl  data trained on in step 12: advantages, entropies and the learner's
                                             log-probabilities of every sampled token
     <root>/trajectories/eval_000012.jsonl   the episodes of an evaluation after step 12
     <root>/checkpoints/                     written by the trainer
@@ -15,7 +15,7 @@
     <root>/tensorboard/, wandb/             only with the trackers of these names
 
 A step's lines are appended with one write each, so a killed process leaves at most one torn line, the last; readers
-skip it and a resumed run removes it. What a full disk does not take waits in memory (disk.py), and the run goes on.
+skip it and a resumed run removes it. Data that a full disk refuses waits in memory (disk.py), and the run continues.
 docs/reference/run-directory.md defines every file and metric.
 """
 
@@ -108,7 +108,7 @@ class RunLog:
         A resumed run must have the saved config; keys in `may_change` (dotted; a table covers its keys) may differ, and
         `completed` adds to a saved config what had no key yet when it was saved.
         `resume` on a directory without a run starts one, so that the same command is right after any kill. `say` is
-        told at once of what may not get as far as events.jsonl: that the disk is full.
+        called at once with messages that may not reach events.jsonl because the disk is full.
         """
         require_trackers(trackers)
         root = Path(root)
@@ -151,7 +151,7 @@ class RunLog:
         scalars = {name: float(value) for name, value in values.items() if not isinstance(value, str)}
         self._tell_trackers(lambda tracker: tracker.log(step, scalars))
         self.set_status("running", step=step, steps=steps)
-        self._look_for_room()
+        self._retry_writes()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return every line of metrics.jsonl, also those that wait for space on the disk."""
@@ -168,19 +168,19 @@ class RunLog:
         self._writer.append(self.events_path, orjson.dumps(row) + b"\n")
 
     @contextlib.contextmanager
-    def if_there_is_room(self, what: str) -> Iterator[None]:
+    def skip_if_disk_full(self, what: str) -> Iterator[None]:
         """Wrap an optional write: if the disk is full it is skipped and the run continues."""
         try:
             yield
         except OSError as error:
             if error.errno not in disk.FULL:
                 raise
-            message = f"{what}: not written, no room on the disk ({disk.free_space(self.root)})"
+            message = f"{what}: not written, no space on the disk ({disk.free_space(self.root)})"
             self.log_event("not_written", message, step=self._status.get("step", 0))
             self._say(message)
 
     def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
-        """Call every tracker. A tracker that fails is dropped, whatever it raised."""
+        """Call every tracker. A tracker that raises any error is dropped."""
         for name, tracker in list(self._trackers.items()):
             try:
                 tell(tracker)
@@ -193,18 +193,18 @@ class RunLog:
 
     def _disk_is_full(self, said: str) -> None:
         message = (
-            f"no room on the disk of {self.root} ({said}; {disk.free_space(self.root)}): what the run writes waits in "
-            f"memory until there is, of episodes the last {disk.KEPT_BYTES >> 20} MiB: free some space"
+            f"no space on the disk of {self.root} ({said}; {disk.free_space(self.root)}): what the run writes waits in "
+            f"memory until there is, of episodes the last {disk.MAX_WAITING_BYTES >> 20} MiB: free some space"
         )
         self.log_event("disk_full", message, step=self._status.get("step", 0))
         self._say(message)
 
-    def _look_for_room(self) -> None:
+    def _retry_writes(self) -> None:
         """Write what waits for space, after a step on a disk that was full."""
-        if self._writer.full and self._writer.has_room() and self._status_is_written:
-            lost = self._writer.given_up
+        if self._writer.full and self._writer.write_waiting() and self._status_is_written:
+            lost = self._writer.num_dropped
             self._writer.full = False
-            message = f"there is room on the disk again ({disk.free_space(self.root)}): what waited is written" + (
+            message = f"there is space on the disk again ({disk.free_space(self.root)}): what waited is written" + (
                 f", but for {lost} lines of trajectories" if lost else ""
             )
             self.log_event("disk_room", message, step=self._status.get("step", 0), lines_not_written=lost)
@@ -271,7 +271,7 @@ class RunLog:
             self._status_is_written = False
             with contextlib.suppress(OSError):  # the status must be right on a full disk, too
                 disk.write_in_place(self.status_path, data)
-            self._writer.no_room(error.strerror or str(error))
+            self._writer.mark_full(error.strerror or str(error))
         else:
             self._status_is_written = True
 
@@ -282,13 +282,13 @@ class RunLog:
         """Close the trackers and release the lock."""
         self._tell_trackers(lambda tracker: tracker.close(self._status["state"]))
         self._trackers = {}
-        if not self._writer.has_room():
+        if not self._writer.write_waiting():
             lost = self._writer.unwritten()
             names = sorted(path.name for path in lost if path.parent == self.root)
             episodes = len(lost) - len(names)
             names += [f"{episodes} files of trajectories"] if episodes else []
             self._say(
-                f"no room on the disk until the end ({disk.free_space(self.root)}): lost are the last lines of "
+                f"no space on the disk until the end ({disk.free_space(self.root)}): lost are the last lines of "
                 + ", ".join(names)
             )
         if self._lock:
@@ -408,7 +408,7 @@ def require_place(root: Path, *, resume: bool) -> None:
     """
     if (root / "config.toml").is_file():
         if not resume:
-            raise ConfigError(f"{root} already holds a run: add --resume to go on with it, or choose another directory")
+            raise ConfigError(f"{root} already holds a run: add --resume to continue it, or choose another directory")
         return
     if root.exists() and not root.is_dir():
         raise ConfigError(f"a run directory is needed, {root} is a file: choose another directory")

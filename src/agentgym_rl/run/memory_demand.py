@@ -11,7 +11,6 @@ from agentgym_rl.config import Config, ModelConfig, ScaleConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, on_each_host, table
 from agentgym_rl.training.lookup import find_model
-from agentgym_rl.training.settings import OptimizerSettings
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -34,8 +33,9 @@ SIZES = (
 def demand_of(config: Config, *, gpu: bool = True) -> Demand:
     """Return the memory demand of a recipe."""
     shape = shape_of(config.model)
-    scale, rl, engine, warm = config.scale, config.rl, config.engine, config.warm_start
-    optimizer = rl.optimizer if config.method == "rl" else (config.sft or config.dpo or rl).optimizer
+    scale, rl, engine = config.scale, config.rl, config.engine
+    warm = config.warm_start.sft.optimizer if config.warm_start is not None else None
+    optimizer = rl.optimizer if config.online else (config.sft or config.dpo or rl).optimizer
     lora = config.model.lora
     longest = config.longest_context()
     return Demand(
@@ -45,9 +45,9 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         engines=scale.engines if scale else 1,
         distributed=scale is not None,
         colocated=scale is None or scale.layout == "colocated",
-        reference=config.method == "rl" and rl.kl_coef > 0,
-        critic=config.method == "rl" and rl.algorithm == "ppo",
-        overlap=config.method == "rl" and (rl.overlap > 0 or config.engine.kind == "vllm"),
+        reference=config.online and rl.kl_coef > 0,
+        critic=config.online and rl.algorithm == "ppo",
+        overlap=config.online and (rl.overlap > 0 or config.engine.kind == "vllm"),
         trained=None if lora is None else _adapter_parameters(shape, lora.rank),
         micro_batch_tokens=optimizer.micro_batch_tokens,
         checkpoint_activations=getattr(optimizer, "checkpoint_activations", False),
@@ -60,13 +60,9 @@ def demand_of(config: Config, *, gpu: bool = True) -> Demand:
         replicas=engine.replicas,
         tensor_parallel=engine.tensor_parallel,
         bucket_bytes=scale.bucket_mb << 20 if scale else 0,
-        warm_start=None if warm is None else _passes(warm.sft.optimizer),
+        warm_start=None if warm is None else (warm.micro_batch_tokens, warm.checkpoint_activations),
         gpu=gpu,
     )
-
-
-def _passes(settings: OptimizerSettings) -> tuple[int, bool]:
-    return settings.micro_batch_tokens, settings.checkpoint_activations
 
 
 def shape_of(model: ModelConfig) -> Shape:
@@ -164,11 +160,11 @@ def _read(path: str) -> dict[str, Any]:
     local = Path(path).expanduser() / "config.json"
     if local.is_file():
         return _checked(path, local)
-    found = find_model(path)
+    folder = find_model(path)
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(found).to_dict()
+        return AutoConfig.from_pretrained(folder).to_dict()
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path = {path!r} cannot be read: {str(error).splitlines()[0]}") from error
 

@@ -58,7 +58,7 @@ class ErringSession:
         self._solution[action] = None
         if self._random.random() >= self._share:
             return thought, action
-        kinds = [[each for each in some if each != action] for some in (await self.actions(), self._solution)]
+        kinds = [[other for other in actions if other != action] for actions in (await self.actions(), self._solution)]
         kinds = [kind for kind in kinds if kind]
         if not kinds:  # there is no other action
             return thought, action

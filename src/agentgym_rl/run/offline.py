@@ -1,7 +1,7 @@
-"""SFT, DPO and AgentEvol as a run: rounds of data and updates on it.
+"""SFT, DPO, AgentEvol and DAgger as a run: rounds of data and updates on it.
 
-A step is one update, counted over all rounds. Each round first gets its data (SFT has one round and reads it; DPO and
-AgentEvol also play), keeps it in the run directory, and then makes its updates. A resumed run does not play again what
+A step is one update, counted over all rounds. Each round first gets its data (SFT has one round and reads it; the
+others also play), keeps it in the run directory, and then makes its updates. A resumed run does not play again what
 a round already has.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from agentgym_rl.run.backend import Backend, Trainer
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import Demonstration
-from agentgym_rl.run.rounds import Round, RoundMaker, read_round, round_path, write_round
+from agentgym_rl.run.rounds import RETRAINED, Round, RoundMaker, read_round, round_path, write_round
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
 from agentgym_rl.training.checkpoint import checkpoint_path
@@ -27,7 +27,7 @@ LINES_PER_ROUND = 100
 
 
 class OfflineRun(Run):
-    """A run of SFT, DPO or AgentEvol."""
+    """A run of SFT, DPO, AgentEvol or DAgger."""
 
     def __init__(
         self, context: RunContext, backend: Backend, demonstrations: Sequence[Demonstration] | None = None
@@ -51,7 +51,7 @@ class OfflineRun(Run):
         while self.rounds_done < self.rounds.count:
             if self.round is None:
                 self.round = await self._next_round()
-                if self.config.method == "agentevol":
+                if self.config.method in RETRAINED:
                     self.backend.go_back(self.log.root / "base")
                 self.trainer = self._make_trainer(self.round)
             await self._train_round()
@@ -83,41 +83,45 @@ class OfflineRun(Run):
         if kept is not None:
             return kept
         await self.backend.publish(self.step)
-        made = await self.rounds.make(self.rounds_done + 1, self.step + 1)
-        write_round(self.log.root, made)
-        return made
+        current = await self.rounds.make(self.rounds_done + 1, self.step + 1)
+        write_round(self.log.root, current)
+        return current
 
     def _kept_round(self) -> Round | None:
         """Return the next round, if an earlier process has played and written all of it."""
         number = self.rounds_done + 1
         if not round_path(self.log.root, number).is_file():
             return None
-        made = read_round(self.log.root, number)
-        return made if made.first_step == self.step + 1 else None
+        current = read_round(self.log.root, number)
+        return current if current.first_step == self.step + 1 else None
 
-    def _make_trainer(self, made: Round) -> Trainer:
-        config, seed = self.config, f"{self.config.seed}/round{made.number}"
+    def _make_trainer(self, current: Round) -> Trainer:
+        config, seed = self.config, f"{self.config.seed}/round{current.number}"
         if config.dpo is not None:
-            return self.backend.trainer(made.pairs, config.dpo, seed)
+            return self.backend.trainer(current.pairs, config.dpo, seed)
         assert config.sft is not None
-        return self.backend.trainer([s for samples in made.samples.values() for s in samples], config.sft, seed)
+        return self.backend.trainer([s for samples in current.samples.values() for s in samples], config.sft, seed)
 
     async def _train_round(self) -> None:
-        trainer, made, method = self.trainer, self.round, self.config.method
+        trainer, current, method = self.trainer, self.round, self.config.method
         assert trainer is not None
-        assert made is not None
-        last_step = made.first_step - 1 + trainer.total
+        assert current is not None
+        last_step = current.first_step - 1 + trainer.total
         if self.rounds.count == 1:
             self.log.set_status("running", steps=last_step)
-        data = f"{len(made.pairs)} pairs" if made.pairs else f"{sum(map(len, made.samples.values()))} conversations"
+        data = (
+            f"{len(current.pairs)} pairs"
+            if current.pairs
+            else f"{sum(map(len, current.samples.values()))} conversations"
+        )
         self.console.stage({"dpo": "Preferences"}.get(method, "Imitation"), f"{trainer.total} updates on {data}")
         updates_per_line = -(-trainer.total // LINES_PER_ROUND)
-        with self.console.steps(last_step, start=self.step, label=f"round {made.number}", method=method):
+        with self.console.steps(last_step, start=self.step, label=f"round {current.number}", method=method):
             while trainer.updates < trainer.total:
                 started = time.perf_counter()
                 metrics = trainer.step()
-                metrics |= made.metrics if trainer.updates == 1 else {}
-                metrics |= {"round": float(made.number), "time/step_s": time.perf_counter() - started}
+                metrics |= current.metrics if trainer.updates == 1 else {}
+                metrics |= {"round": float(current.number), "time/step_s": time.perf_counter() - started}
                 self.step += 1
                 self.log.log(self.step, metrics)
                 if trainer.updates % updates_per_line == 0 or trainer.updates == trainer.total:
@@ -125,7 +129,7 @@ class OfflineRun(Run):
                 if trainer.updates < trainer.total:
                     await self._after_update()
                 await asyncio.sleep(0)  # a point at which the run can be stopped
-        await self._end_round(made)
+        await self._end_round(current)
 
     async def _after_update(self) -> None:
         """Evaluate and save within a round."""
@@ -135,11 +139,11 @@ class OfflineRun(Run):
         if self.step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, self.step, self.context)
 
-    async def _end_round(self, made: Round) -> None:
+    async def _end_round(self, current: Round) -> None:
         if self.evaluations[-1]["step"] != self.step:  # a run that was stopped just here has evaluated already
             await self.evaluate()
-        self.history.append(_summary_of(made, self.step, self.evaluations[-1]))
-        self.rounds_done, self.round, self.trainer = made.number, None, None
+        self.history.append(_summary_of(current, self.step, self.evaluations[-1]))
+        self.rounds_done, self.round, self.trainer = current.number, None, None
         self.backend.forget_trainer()
         await self.events.now()
         if self.rounds_done == self.rounds.count:
@@ -148,14 +152,14 @@ class OfflineRun(Run):
             try_checkpoint(self.save, self.step, self.context)
 
 
-def _summary_of(made: Round, last_step: int, evaluation: dict[str, Any]) -> dict[str, Any]:
+def _summary_of(current: Round, last_step: int, evaluation: dict[str, Any]) -> dict[str, Any]:
     return {
-        "round": made.number,
-        "first_step": made.first_step,
+        "round": current.number,
+        "first_step": current.first_step,
         "last_step": last_step,
-        "episodes": made.metrics.get("episodes/usable", 0.0),
-        "episodes_success": made.metrics.get("success/mean"),
-        **{source: len(samples) for source, samples in made.samples.items() if samples},
-        **({"pairs": len(made.pairs)} if made.pairs else {}),
+        "episodes": current.metrics.get("episodes/usable", 0.0),
+        "episodes_success": current.metrics.get("success/mean"),
+        **{source: len(samples) for source, samples in current.samples.items() if samples},
+        **({"pairs": len(current.pairs)} if current.pairs else {}),
         "success": evaluation["success"],
     }

@@ -51,7 +51,8 @@ def learning_curve(
     if turns[0] or stages:
         _draw_turns(lower, turns, stages)
     else:  # offline methods play no episodes while they learn
-        _draw_loss(lower, _series(metrics, "loss"))
+        lower.set_ylabel("loss", color=FAINT, fontsize=9)
+        lower.plot(*_series(metrics, "loss"), color=CURVE, linewidth=1.2)
     _draw_stages(upper, lower, stages)
     figure.align_ylabels((upper, lower))
     figure.text(0.075, 0.94, title, fontsize=14, fontweight="bold", color=INK, va="center")
@@ -169,11 +170,6 @@ def _label_below(success: tuple[list[int], list[float]], across: Sequence[float]
         return float("inf") if outside else sum(w * n for w, n in zip((1, 10), inside, strict=False))
 
     return crossed(low - LABEL_SHARE[1]) < crossed(high)
-
-
-def _draw_loss(axes: Any, series: tuple[list[int], list[float]]) -> None:
-    axes.set_ylabel("loss", color=FAINT, fontsize=9)
-    axes.plot(*series, color=CURVE, linewidth=1.2)
 
 
 def _draw_turns(axes: Any, series: tuple[list[int], list[float]], stages: Sequence[Mapping[str, Any]]) -> None:

@@ -26,7 +26,9 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
     if environments:
         require_environments(config.environments)
     if any(source is not None and source.mistakes for source in (config.warm_start, config.data)):
-        require_recovery(config.environments)
+        require_recovery(config.environments, "mistakes")
+    if config.method == "dagger":
+        require_recovery(config.environments, "method = 'dagger'")
     require_files(config.data, config.method)
     resolve_template(config.model.chat_template)
     require_memory(config.model, config.scale)
@@ -64,14 +66,14 @@ def require_environments(environments: tuple[EnvironmentConfig, ...]) -> None:
                 catalog.require_names(env_class, split, subset)
 
 
-def require_recovery(environments: tuple[EnvironmentConfig, ...]) -> None:
-    """Raise ConfigError for an oracle that fails after its first mistake. A server's oracle is not known here."""
+def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) -> None:
+    """Raise ConfigError for an oracle that fails off its own path. A server's oracle is not known here."""
     for env in environments:
         known = env.url is None and env.name in catalog.CATALOG
         if known and not getattr(catalog.load(env.name), "oracle_recovers", True):
             raise ConfigError(
-                f"mistakes: the oracle of {env.name} knows one way only and cannot go on once it has left it: "
-                "leave mistakes out, or the environment"
+                f"{setting}: the oracle of {env.name} knows one solution only and cannot continue after a mistake: "
+                f"leave out {setting}, or the environment"
             )
 
 

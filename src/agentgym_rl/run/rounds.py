@@ -18,7 +18,9 @@ from typing import Any
 
 import orjson
 
+from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.common.files import write_atomically
+from agentgym_rl.environment.formats import action_format
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
@@ -32,10 +34,14 @@ from agentgym_rl.run.demonstrations import (
     to_samples,
 )
 from agentgym_rl.training.agentevol import keep
+from agentgym_rl.training.dagger import agreement, labelled
 from agentgym_rl.training.dpo import Preference, build_pairs
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.types import Group, Sample
+
+RETRAINED = ("agentevol", "dagger")
+"""Methods whose every round starts from the base model, which the run directory keeps."""
 
 
 @dataclass(slots=True)
@@ -49,7 +55,7 @@ class Round:
     metrics: dict[str, float] = field(default_factory=dict)
     """Metrics of the episodes played for it; logged with its first step."""
     samples: dict[str, list[Sample]] = field(default_factory=dict)
-    """Samples to imitate, by source: `expert` or `explored`."""
+    """Samples to imitate, by source: `expert`, `explored` or `labelled`."""
     pairs: list[Preference] = field(default_factory=list)
 
 
@@ -57,33 +63,35 @@ def round_path(root: Path, number: int) -> Path:
     return root / "rounds" / f"round_{number:03d}.jsonl"
 
 
-def write_round(root: Path, made: Round) -> None:
-    lines: list[dict[str, Any]] = [{"round": made.number, "first_step": made.first_step, "metrics": made.metrics}]
-    lines += [{"source": source, **_to_row(s)} for source, samples in made.samples.items() for s in samples]
+def write_round(root: Path, current: Round) -> None:
+    lines: list[dict[str, Any]] = [
+        {"round": current.number, "first_step": current.first_step, "metrics": current.metrics}
+    ]
+    lines += [{"source": source, **_to_row(s)} for source, samples in current.samples.items() for s in samples]
     lines += [
         {
             "chosen": _to_row(pair.chosen) | {"reference": pair.chosen_reference},
             "rejected": _to_row(pair.rejected) | {"reference": pair.rejected_reference},
         }
-        for pair in made.pairs
+        for pair in current.pairs
     ]
-    path = round_path(root, made.number)
+    path = round_path(root, current.number)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, b"".join(orjson.dumps(line) + b"\n" for line in lines))
 
 
 def read_round(root: Path, number: int) -> Round:
     head, *rows = [orjson.loads(line) for line in round_path(root, number).read_bytes().splitlines()]
-    made = Round(head["round"], head["first_step"], head["metrics"])
+    current = Round(head["round"], head["first_step"], head["metrics"])
     for row in rows:
         if "source" in row:
-            made.samples.setdefault(row["source"], []).append(_from_row(row))
+            current.samples.setdefault(row["source"], []).append(_from_row(row))
         else:
             chosen, rejected = row["chosen"], row["rejected"]
-            made.pairs.append(
+            current.pairs.append(
                 Preference(_from_row(chosen), _from_row(rejected), chosen["reference"], rejected["reference"])
             )
-    return made
+    return current
 
 
 def _to_row(sample: Sample) -> dict[str, Any]:
@@ -106,7 +114,7 @@ def _from_row(row: dict[str, Any]) -> Sample:
 
 
 class RoundMaker:
-    """Makes the rounds of a run with the model as it stands: reads data, plays episodes, builds pairs."""
+    """Makes the rounds of a run with the current model: reads data, plays episodes, builds pairs."""
 
     def __init__(
         self, context: RunContext, backend: Backend, demonstrations: Sequence[Demonstration] | None = None
@@ -119,64 +127,105 @@ class RoundMaker:
     def count(self) -> int:
         """Number of rounds of the run."""
         config = self.config
-        if config.agentevol is not None:
-            return config.agentevol.rounds + (config.data is not None)  # the first one clones the expert
+        if settings := config.agentevol or config.dagger:
+            return settings.rounds + (config.data is not None)  # the first one clones the expert
         return config.dpo.rounds if config.dpo is not None else 1
 
     async def make(self, number: int, first_step: int) -> Round:
         """Return round `number`, whose first update is step `first_step`."""
-        method = {"sft": self._imitation, "dpo": self._preferences, "agentevol": self._evolution}
+        method = {
+            "sft": self._imitation,
+            "dpo": self._preferences,
+            "agentevol": self._evolution,
+            "dagger": self._corrections,
+        }
         return await method[self.config.method](Round(number, first_step))
 
-    async def _imitation(self, made: Round) -> Round:
-        made.samples["expert"] = await self._expert()
-        return made
+    async def _imitation(self, current: Round) -> Round:
+        current.samples["expert"] = await self._expert()
+        return current
 
-    async def _evolution(self, made: Round) -> Round:
+    async def _evolution(self, current: Round) -> Round:
         settings = self.config.agentevol
         assert settings is not None
-        if made.number == 1 and self.config.data is not None:
+        if current.number == 1 and self.config.data is not None:
             self.console.stage("Round 1", "imitates the expert's data")
-            return await self._imitation(made)
-        self.console.stage(f"Round {made.number} of {self.count}", f"explores {settings.tasks} items")
-        groups = await self._play(made, settings.tasks, settings.group_size, settings.max_turns)
-        kept = keep(groups, settings, f"{self.config.seed}/round{made.number}")
-        earlier = read_round(self.log.root, made.number - 1).samples if made.number > 1 else {}
+            return await self._imitation(current)
+        self.console.stage(f"Round {current.number} of {self.count}", f"explores {settings.tasks} items")
+        groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns)
+        kept = keep(groups, settings, f"{self.config.seed}/round{current.number}")
+        earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
         explored = [s for t in kept for s in segment_samples(t, self.backend.renderer)]
         if settings.history == "all":
             explored = [*earlier.get("explored", []), *explored]
-        made.samples = {"expert": earlier.get("expert", []), "explored": explored}
-        made.metrics |= {"round/kept": float(len(kept)), "round/expert": float(len(made.samples["expert"]))}
-        if not any(made.samples.values()):
+        current.samples = {"expert": earlier.get("expert", []), "explored": explored}
+        current.metrics |= {"round/kept": float(len(kept)), "round/expert": float(len(current.samples["expert"]))}
+        if not any(current.samples.values()):
             raise ConfigError(
-                f"round {made.number}: no episode of {settings.tasks} items reached a reward of "
+                f"round {current.number}: no episode of {settings.tasks} items reached a reward of "
                 f"{settings.min_reward:g} and there is no expert data: play more items (agentevol.tasks), lower "
                 "agentevol.min_reward or give [data]"
             )
-        self.console.note(f"kept {len(kept)} episodes; {made.metrics['round/expert']:g} of the expert's")
-        return made
+        self.console.note(f"kept {len(kept)} episodes; {current.metrics['round/expert']:g} of the expert's")
+        return current
 
-    async def _preferences(self, made: Round) -> Round:
+    async def _corrections(self, current: Round) -> Round:
+        config, settings = self.config, self.config.dagger
+        assert settings is not None
+        cloned = config.data is not None
+        if current.number == 1 and cloned:
+            self.console.stage("Round 1", "imitates the expert's data")
+            return await self._imitation(current)
+        share = settings.share(current.number - cloned)
+        self.console.stage(
+            f"Round {current.number} of {self.count}",
+            f"plays {settings.tasks} items; the oracle advises, and plays {share:.0%} of the turns",
+        )
+        groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns, share)
+        played = [t for group in groups for t in group.usable]
+        parse = action_format(STYLES[config.agent.style].action_format).parse
+        samples = [s for t in played for s in labelled(t, self.backend.renderer.reply_ids, parse)]
+        kept = [s for s in samples if len(s.token_ids) <= config.longest_context()]
+        agreed = agreement((m for t in played for m in t.messages), parse)
+        earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
+        current.samples = {
+            "expert": earlier.get("expert", []),
+            "labelled": [*earlier.get("labelled", []), *kept],
+        }
+        current.metrics |= {
+            "round/labelled": float(len(kept)),
+            "round/agreement": agreed,
+            "round/expert": float(len(current.samples["expert"])),
+        }
+        if not any(current.samples.values()):
+            raise ConfigError(
+                f"round {current.number}: the oracle advised no turn of {len(played)} episodes: raise dagger.tasks, "
+                "dagger.max_turns or agent.max_context"
+            )
+        self.console.note(f"the agent agreed with the oracle in {100 * agreed:.1f}% of its own turns")
+        return current
+
+    async def _preferences(self, current: Round) -> Round:
         config, settings = self.config, self.config.dpo
         assert settings is not None
-        self.console.stage(f"Round {made.number} of {settings.rounds}", "builds pairs")
+        self.console.stage(f"Round {current.number} of {settings.rounds}", "builds pairs")
         groups = [Group(t.task, [t]) for t in load_trajectories(self.context)]
         if settings.sample_groups:
-            groups += await self._play(made, settings.sample_groups, settings.group_size, settings.max_turns)
-        pairs = build_pairs(groups, settings, f"{config.seed}/round{made.number}")
+            groups += await self._play(current, settings.sample_groups, settings.group_size, settings.max_turns)
+        pairs = build_pairs(groups, settings, f"{config.seed}/round{current.number}")
         if not pairs:
             raise ConfigError(
-                f"round {made.number}: no two episodes of one item have rewards {settings.min_gap:g} apart: sample "
+                f"round {current.number}: no two episodes of one item have rewards {settings.min_gap:g} apart: sample "
                 "more (dpo.sample_groups, dpo.group_size), lower dpo.min_gap, or start from a model that succeeds "
                 "at times"
             )
         items = len({better.task for better, _ in pairs})
-        made.metrics |= {"round/pairs": float(len(pairs)), "round/items": float(items)}
+        current.metrics |= {"round/pairs": float(len(pairs)), "round/items": float(items)}
         self.console.note(f"{len(pairs)} pairs of {items} items; their reference log-probabilities are computed once")
         renderer = self.backend.renderer
         halves = [(to_sample(a, renderer), to_sample(b, renderer)) for a, b in pairs]
-        made.pairs = self.backend.prefer(halves, settings.optimizer.micro_batch_tokens)
-        return made
+        current.pairs = self.backend.prefer(halves, settings.optimizer.micro_batch_tokens)
+        return current
 
     async def _expert(self) -> list[Sample]:
         demonstrations = self._demonstrations
@@ -188,12 +237,14 @@ class RoundMaker:
             raise ConfigError("data: every conversation is longer than agent.max_context: raise it")
         return samples
 
-    async def _play(self, made: Round, tasks: int, group_size: int, max_turns: int) -> list[Group]:
+    async def _play(
+        self, current: Round, tasks: int, group_size: int, max_turns: int, oracle_share: float | None = None
+    ) -> list[Group]:
         """Play groups of training items and write them as episodes of the round's first step."""
         config = self.config
         source = self.context.items.task_source(config.environments, config.seed)
-        chosen = source.take(made.number * tasks)[-tasks:]
-        prefix, seed = f"round{made.number}-", derive_seed(config.seed, "round", made.number)
+        chosen = source.take(current.number * tasks)[-tasks:]
+        prefix, seed = f"round{current.number}-", derive_seed(config.seed, "round", current.number)
         sizes = {env.name: env.group_size or group_size for env in config.environments}
         groups: list[Group] = []
         started = time.perf_counter()
@@ -202,17 +253,19 @@ class RoundMaker:
                 tasks_of = [task for task in chosen if task.env == env.name]
                 if not tasks_of:  # drawn by weight, an environment may have none
                     continue
-                collect = self.backend.collector(prefix, sizes[env.name], config.agent.temperature, lambda _: advance())
+                collect = self.backend.collector(
+                    prefix, sizes[env.name], config.agent.temperature, lambda _: advance(), oracle_share
+                )
                 limits = limits_of(config.agent, max_turns, self.backend.max_context, env)
                 groups += await collect(tasks_of, limits, derive_seed(seed, env.name))
         for group in groups:
             for trajectory in group.trajectories:
-                self.log.write_trajectory(made.first_step, trajectory)
-        made.metrics = episode_metrics(groups)
-        if not made.metrics["episodes/usable"]:
+                self.log.write_trajectory(current.first_step, trajectory)
+        current.metrics = episode_metrics(groups)
+        if not current.metrics["episodes/usable"]:
             failures = [t.error for g in groups for t in g.trajectories]
-            raise EnvError(f"round {made.number}: all {len(failures)} episodes failed; the first: {failures[0]}")
-        made.metrics["time/rollout_s"] = time.perf_counter() - started
-        usable, success = made.metrics["episodes/usable"], made.metrics["success/mean"]
+            raise EnvError(f"round {current.number}: all {len(failures)} episodes failed; the first: {failures[0]}")
+        current.metrics["time/rollout_s"] = time.perf_counter() - started
+        usable, success = current.metrics["episodes/usable"], current.metrics["success/mean"]
         self.console.note(f"{100 * success:.1f}% of {usable:g} episodes were a success")
         return groups

@@ -1,7 +1,7 @@
 """A run in progress: begin, evaluate, save, stop and summarise. `rl.py` and `offline.py` have what differs.
 
-Killed at any moment and started again with `resume`, a run goes on from its last checkpoint. Everything after that
-checkpoint is played again and comes out the same.
+Killed at any moment and started again with `resume`, a run continues from its last checkpoint. Everything after that
+checkpoint is played again with the same result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from agentgym_rl.training.checkpoint import checkpoint_path
 
 
 class Run(ABC):
-    """One training run, whatever its method."""
+    """One training run of any method."""
 
     step = 0
     """Finished steps: RL's, or updates of an offline method."""
@@ -61,10 +61,10 @@ class Run(ABC):
         if not self.evaluation_is_due() or any(result["step"] == self.step for result in self.evaluations):
             return
         # At the start, or after a resume of a run that was stopped while it evaluated.
-        before = "before RL" if self.config.method == "rl" else "before training"
+        before = "before RL" if self.config.online else "before training"
         self.console.stage("Held-out evaluation", f"after step {self.step}" if self.step else before)
         await self.evaluate()
-        self.save()  # a run that has no space for one checkpoint does not go on
+        self.save()  # a run without space for one checkpoint fails here
 
     @abstractmethod
     async def train(self) -> None:
@@ -88,7 +88,7 @@ class Run(ABC):
         return self.step == 0 or bool(every and self.step % every == 0)
 
     def may_stop(self) -> bool:
-        """Return whether the run can be interrupted now and saved as it stands."""
+        """Return whether the run can be interrupted now and saved in its current state."""
         return True
 
     async def evaluate(self) -> None:
@@ -130,7 +130,7 @@ class Run(ABC):
             "seconds": round(self.context.seconds(), 1),
         } | details
         log.write_summary(summary)
-        with log.if_there_is_room(log.curve_path.name):
+        with log.skip_if_disk_full(log.curve_path.name):
             learning_curve(log.metrics(), self.evaluations, summary["stages"], log.curve_path, self.config.name)
         self.console.table_before_after(before, after)
         if summary["stages"]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from agentgym_rl.errors import AgentGymError, DiskFull
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.disk import free_space
-from agentgym_rl.training.checkpoint import list_checkpoints, no_room
+from agentgym_rl.training.checkpoint import disk_full_reason, list_checkpoints
 
 if TYPE_CHECKING:
     from agentgym_rl.run.context import RunContext
@@ -27,7 +27,7 @@ DISK_TIMEOUT_S = 3600.0
 """Seconds that a finished run waits for space for its last checkpoint."""
 
 STOPPING = "stopping, and saving what was learned; press Ctrl-C again to end at once"
-ENDED_AT_ONCE = "ended at once: --resume goes on from the last checkpoint"
+ENDED_AT_ONCE = "ended at once: --resume continues from the last checkpoint"
 
 
 class Stopped(BaseException):
@@ -85,7 +85,7 @@ class Stop:
                 signal.signal(number, handler or signal.SIG_DFL)
 
     def _end_at_once(self) -> None:
-        """End with SIGINT, as the shell expects of a program that Ctrl-C ends. An interactive Python goes on."""
+        """End with SIGINT, as the shell expects of a program that Ctrl-C ends. An interactive Python continues."""
         if hasattr(sys, "ps1"):
             raise KeyboardInterrupt
         with suppress(Exception):
@@ -119,8 +119,8 @@ def stop_with_checkpoint(write: Callable[[], None] | None, step: int, context: R
     """Write a checkpoint and raise Stopped. `write` is None if the step has a checkpoint already."""
     request = f"stopped by {context.stop.by} after step {step}"
     if write is None or try_checkpoint(write, step, context):
-        _stopped(context, step, f"{request}: go on with --resume")
-    _stopped(context, step, f"{request} without a checkpoint of it: --resume goes on from the last")
+        _stopped(context, step, f"{request}: continue with --resume")
+    _stopped(context, step, f"{request} without a checkpoint of it: --resume continues from the one before")
 
 
 def stop_before_run_directory(console: Console, by: str) -> NoReturn:
@@ -136,7 +136,7 @@ def stop_before_training(context: RunContext) -> NoReturn:
     request = f"stopped by {context.stop.by} before"
     if kept:
         step = int(kept[-1].name.rpartition("_")[2])
-        _stopped(context, step, f"{request} it went on after step {step}: go on with --resume")
+        _stopped(context, step, f"{request} training continued after step {step}: continue with --resume")
     _stopped(context, 0, f"{request} its first checkpoint: --resume starts from the beginning")
 
 
@@ -171,11 +171,11 @@ def disk_space_or_error(folder: Path) -> Iterator[None]:
     except AgentGymError:
         raise
     except Exception as error:
-        reason = no_room(error)
+        reason = disk_full_reason(error)
         if reason is None:
             raise
         raise DiskFull(
-            f"no room on the disk of {folder} ({reason}; {free_space(folder)}): free some space and run the "
+            f"no space on the disk of {folder} ({reason}; {free_space(folder)}): free some space and run the "
             "same command with --resume"
         ) from error
 
@@ -185,12 +185,12 @@ def try_checkpoint(write: Callable[[], None], step: int, context: RunContext) ->
     try:
         write()
     except Exception as error:
-        reason = no_room(error)
+        reason = disk_full_reason(error)
         if reason is None:
             raise
         kept = list_checkpoints(context.log.checkpoints_dir)
         message = (
-            f"no room for the checkpoint of step {step} ({reason}; {free_space(context.log.root)}): "
+            f"no space for the checkpoint of step {step} ({reason}; {free_space(context.log.root)}): "
             f"{kept[-1].name if kept else 'none'} stays the last, free some space"
         )
         context.warn("checkpoint_failed", message, step=step)
@@ -202,15 +202,15 @@ async def last_checkpoint(write: Callable[[], None], step: int, context: RunCont
     """Write the checkpoint of a finished run, and wait for space if the disk is full."""
     if try_checkpoint(write, step, context):
         return
-    context.console.warn(f"waiting up to {DISK_TIMEOUT_S / 60:.0f} minutes for room: nothing else is left to do")
+    context.console.warn(f"waiting up to {DISK_TIMEOUT_S / 60:.0f} minutes for space: nothing else is left to do")
     deadline = time.monotonic() + DISK_TIMEOUT_S
     while not context.stop.asked:
         await asyncio.sleep(POLL_INTERVAL_S)
         try:
             write()
         except Exception as error:
-            if no_room(error) is None or time.monotonic() > deadline:
+            if disk_full_reason(error) is None or time.monotonic() > deadline:
                 raise
         else:
-            context.console.note(f"there was room for the checkpoint of step {step}")
+            context.console.note(f"there was space for the checkpoint of step {step}")
             return

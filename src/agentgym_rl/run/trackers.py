@@ -1,6 +1,6 @@
 """Trackers: copies of a run's metrics for TensorBoard, Weights & Biases and MLflow. metrics.jsonl remains the source.
 
-A tracker that fails is dropped by the run log, and the run goes on. Neither W&B nor MLflow can take a point back, so
+A tracker that fails is dropped by the run log, and the run continues. Neither W&B nor MLflow can take a point back, so
 every process of a run starts a run of theirs, and a resumed one copies the steps before its checkpoint into it.
 """
 
@@ -31,15 +31,12 @@ class Tracker(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Add the metrics of a step."""
-        ...
 
     def resume(self, step: int, rows: Iterable[Row]) -> None:
         """Continue after `step`; `rows` are the metrics up to it. Called before anything is logged."""
-        ...
 
     def close(self, state: str) -> None:
         """Flush and close. `state` is that of status.json."""
-        ...
 
 
 class TensorBoard:
@@ -118,8 +115,8 @@ class MLflow:
         try:
             self._client = MlflowClient()
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-            found = self._client.get_experiment_by_name(name)
-            experiment = found.experiment_id if found is not None else self._client.create_experiment(name)
+            existing = self._client.get_experiment_by_name(name)
+            experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
             self._id = self._client.create_run(experiment, run_name=root.name).info.run_id
             params = [Param(_mlflow_name(key), str(value)) for key, value in _flat(config)]
             for first in range(0, len(params), MLFLOW_PARAMS_PER_CALL):

@@ -80,14 +80,6 @@ class Shape:
         return self.parameters or self.layers * self.layer_parameters + self.embedding_parameters + self.hidden
 
 
-SHAPES = {
-    "1.5B": Shape(1536, 8960, 28, 12, 2, 151_936, tied=True),
-    "7B": Shape(3584, 18944, 28, 28, 4, 152_064),
-    "32B": Shape(5120, 27648, 64, 40, 8, 152_064),
-}
-"""The Qwen2.5 family."""
-
-
 @dataclass(frozen=True, slots=True)
 class Demand:
     """Settings of a recipe that determine its memory."""

@@ -6,7 +6,7 @@ Gradients are summed, not averaged, because every rank's loss is normalized by t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from types import MethodType
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from agentgym_rl.training.ranks import Ranks, balanced
 
@@ -135,14 +135,3 @@ def whole_state(model: Any) -> Iterable[tuple[str, Tensor]]:
         if name not in tied:
             value = value.detach()
             yield name, value.full_tensor() if isinstance(value, DTensor) else value
-
-
-@torch.no_grad()
-def load_whole(model: Any, state: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors into a model in place. Each rank copies its shard. Names must be those of the model."""
-    own = model.state_dict()
-    for name, value in state.items():
-        target = own[name]
-        if isinstance(target, DTensor):
-            value = distribute_tensor(value.to(target.device, target.dtype), target.device_mesh, target.placements)
-        target.copy_(value)

@@ -36,13 +36,11 @@ class EngineLink(Protocol):
 
     def start_on_ranks(self, method: str, arguments: list[tuple[Any, ...]]) -> list[Any]:
         """Start `method(*arguments[rank])` on every rank, after all earlier calls."""
-        ...
 
     async def results_of(self, calls: list[Any]) -> list[Any]: ...
 
     async def call_engine(self, index: int, method: str, *arguments: Any) -> Any:
         """Return the engine's answer. Raises EngineLost, or EngineError if the call failed."""
-        ...
 
     async def wait_for_engine(self, index: int) -> None: ...
 

@@ -85,7 +85,7 @@ def require_none_failed(tasks: Iterable[asyncio.Future[Any]]) -> None:
 
 async def unless_one_fails(call: Awaitable[Any], tasks: Callable[[], Iterable[asyncio.Future[Any]]]) -> Any:
     """Return the call's result, or raise as soon as one of the `tasks` fails: the call might then never end."""
-    answer = asyncio.ensure_future(_await(call))
+    answer = asyncio.ensure_future(call)
     try:
         while not answer.done():
             require_none_failed(tasks())
@@ -94,10 +94,6 @@ async def unless_one_fails(call: Awaitable[Any], tasks: Callable[[], Iterable[as
         return answer.result()
     finally:
         answer.cancel()
-
-
-async def _await(call: Awaitable[Any]) -> Any:
-    return await call
 
 
 class Nodes:

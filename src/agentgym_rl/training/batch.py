@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
+from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.settings import RLSettings
@@ -148,8 +149,8 @@ def overlong_penalty(tokens: int, max_new_tokens: int, settings: RLSettings) -> 
 def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     """Return the batch with advantages and weights, without the samples that teach nothing.
 
-    For ppo the samples must hold values. For KL in the reward, weighted by `kl_coef`, they must hold old and reference
-    log-probabilities.
+    For ppo the samples must hold values, for distillation the teacher's log-probabilities. For KL in the reward,
+    weighted by `kl_coef`, they must hold old and reference log-probabilities.
     """
     segments = [[batch.samples[i] for i in own] for own in samples_by_owner(batch)]
     for samples, episode, truncated, unread in zip(
@@ -167,6 +168,9 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     estimated = ESTIMATORS[settings.algorithm](batch.episodes, settings)
     for samples, advantages in zip(segments, estimated.advantages, strict=True):
         _distribute(samples, "advantages", advantages)
+        if settings.distill is not None:
+            for sample in samples:
+                sample.advantages = with_teacher(sample, settings.distill)
     for samples, returns in zip(segments, estimated.returns, strict=False):
         _distribute(samples, "returns", returns)
     return _trained(batch, segments, settings)

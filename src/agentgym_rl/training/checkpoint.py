@@ -144,9 +144,6 @@ def disk_full_reason(error: BaseException) -> str | None:
     return None
 
 
-no_room = disk_full_reason
-
-
 def export(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a Hugging Face folder that AutoModelForCausalLM and AutoTokenizer load."""
     model.save_pretrained(folder)

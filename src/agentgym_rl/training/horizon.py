@@ -20,19 +20,16 @@ class Horizon(Protocol):
     @property
     def turns(self) -> int:
         """Turns of the next step."""
-        ...
 
     @property
     def stage(self) -> int:
         """Stage of the next step, from 0."""
-        ...
 
     def advance(self, success: float | None, truncated: float | None) -> None:
         """Count a finished step. `truncated` is the share of its episodes that ended at the horizon.
 
         Both are None if the step had no usable episode of this environment.
         """
-        ...
 
     def state(self) -> dict[str, Any]: ...
     def restore(self, state: Mapping[str, Any]) -> None: ...

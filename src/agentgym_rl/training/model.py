@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.device.head import head_logprobs
 from agentgym_rl.training.device.packed import packed_states, padded_states, why_not_packed
@@ -25,7 +26,6 @@ transformers_logging.disable_progress_bar()  # it would break the console's line
 
 ModelContext = Callable[[], AbstractContextManager[Any]]
 """Opens a context that yields a model: a second one, or the same with other adapters."""
-Lent = ModelContext
 
 
 def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -33,7 +33,8 @@ def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]
     tokenizer = load_tokenizer(path)
     with _or_reason(path, "model") as name:
         options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
-        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+        with loading_lock:
+            model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
         _require_all_weights(loading)
         model = model.to(device)
     if device.startswith("cuda:"):

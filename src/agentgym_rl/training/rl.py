@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
+from agentgym_rl.training.distill import teacher_metrics
 from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl_learner import policy_metrics
@@ -160,7 +161,7 @@ def _learn(
 ) -> tuple[dict[str, float | str], list[Sample]]:
     """Learn from a step's groups. Return (metrics, trained samples)."""
     batch = played = gather(groups, settings, limits)
-    if settings.algorithm == "ppo" or settings.kl_in == "reward":
+    if settings.algorithm == "ppo" or settings.kl_in == "reward" or settings.distill is not None:
         learner.assess(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
     metrics: dict[str, float | str] = {
@@ -168,6 +169,7 @@ def _learn(
         "samples": float(len(batch.samples)),
         "importance": settings.importance,
         **_staleness(batch.samples, state.version, settings.overlap),
+        **teacher_metrics(played.samples),
     }
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))

@@ -40,6 +40,7 @@ class RLLearner(Updater):
         reference: ModelContext | None = None,
         critic: ValueModel | None = None,
         ranks: Ranks = ALONE,
+        teacher: ModelContext | None = None,
     ) -> None:
         check_plain_head(model)
         total = settings.steps * settings.updates_per_step
@@ -57,7 +58,7 @@ class RLLearner(Updater):
         self.kl_coef = settings.kl_coef
         """Current weight of the KL term; `kl_target` changes it."""
         self.steps = 0
-        self._reference = reference
+        self._reference, self._teacher = reference, teacher
         self.critic: Critic | None = None
         if settings.algorithm == "ppo":
             assert critic is not None
@@ -67,11 +68,16 @@ class RLLearner(Updater):
         """Add what the estimator or the loss needs from the models before an update, to samples that lack it.
 
         That is: this policy's log-probabilities, if it is updated more than once or KL is in the reward; the
-        reference's, if it is used; the critic's values, if there is one. With `own`: this policy's and nothing else.
+        reference's and the teacher's, if they are used; the critic's values, if there is one. With `own`: this
+        policy's and nothing else.
         """
         old = own or self._rl.updates_per_step > 1 or (self._reference is not None and self._rl.kl_in == "reward")
-        pending = [s for s in samples if not (s.old_logprobs if old else s.reference_logprobs or s.values)]
-        if not (old or self._reference or self.critic) or not self.ranks.most(len(pending)):
+        pending = [
+            s
+            for s in samples
+            if not (s.old_logprobs if old else s.reference_logprobs or s.teacher_logprobs or s.values)
+        ]
+        if not (old or self._reference or self._teacher or self.critic) or not self.ranks.most(len(pending)):
             return
         for micro in self.micro_batches(pending, [0.0] * len(pending)):
             rows = [pending[i] for i in micro.indices]
@@ -81,10 +87,11 @@ class RLLearner(Updater):
                     logprobs_A, entropy_A = action_logprobs(self.model, micro, self._temperature)
                 _put(rows, "old_logprobs", micro.by_row(logprobs_A))
                 _put(rows, "entropies", micro.by_row(entropy_A))
-            if self._reference is not None and not own:
-                with self._reference() as reference, torch.no_grad():
-                    logprobs_A, _ = action_logprobs(reference, micro, self._temperature)
-                _put(rows, "reference_logprobs", micro.by_row(logprobs_A))
+            for name, frozen in (("reference_logprobs", self._reference), ("teacher_logprobs", self._teacher)):
+                if frozen is not None and not own:
+                    with frozen() as other, torch.no_grad():
+                        logprobs_A, _ = action_logprobs(other, micro, self._temperature)
+                    _put(rows, name, micro.by_row(logprobs_A))
             if self.critic is not None and not own:
                 values_A, last_B = self.critic.values(micro)
                 _put(rows, "values", micro.by_row(values_A))

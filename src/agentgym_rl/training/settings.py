@@ -20,11 +20,16 @@ def _require(settings: Any, **minimums: float) -> None:
             raise ValueError(f"{name} must be at least {minimum:g}, got {value}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScratchSettings:
-    """Shape of a small Llama that starts from random weights."""
+class _Section:
+    """A section of a recipe. Unknown keys are errors."""
 
+    __slots__ = ()
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScratchSettings(_Section):
+    """Shape of a small Llama that starts from random weights."""
 
     hidden_size: int = 96
     """Width of the hidden states. Must be a multiple of 2 * num_heads."""
@@ -47,10 +52,8 @@ class ScratchSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings:
+class LoraSettings(_Section):
     """LoRA adapters. Only the adapters are trained, saved and held in optimizer memory."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     rank: int = 16
     """Rank of the adapter matrices. A higher rank can learn more and costs more memory."""
@@ -66,10 +69,8 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings:
+class OptimizerSettings(_Section):
     """AdamW with warm-up, decay and gradient clipping."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     lr: float = 1e-6
     """Peak learning rate. Lower it if entropy, KL or gradient norms run away."""
@@ -107,10 +108,8 @@ class OptimizerSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SFTSettings:
+class SFTSettings(_Section):
     """Supervised fine-tuning on demonstrations: mean negative log-likelihood of assistant tokens."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     epochs: int = 1
     """Passes over the demonstrations."""
@@ -146,10 +145,8 @@ INVALID: dict[tuple[str, str], str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings:
+class CriticSettings(_Section):
     """PPO's value function: a copy of the starting model (with LoRA: its own adapter) with a scalar head."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     clip: float = 0.2
     """Largest change of a value within one step's updates. 0 means no bound."""
@@ -163,10 +160,25 @@ class CriticSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RLSettings:
-    """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
+class DistillSettings(_Section):
+    """On-policy distillation: a teacher scores every token that the agent sampled."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
+    teacher: str
+    """The teacher: a model's folder, a run, or a hub name. It needs the agent's tokenizer."""
+    coef: float = 1.0
+    """Weight of log(teacher / agent) of a token in its advantage: the gradient is that of the reverse KL."""
+    reward_weight: float = 0.0
+    """Weight of the advantages that come from the environment's rewards. 0 learns from the teacher alone."""
+
+    def __post_init__(self) -> None:
+        _require(self, coef=0, reward_weight=0)
+        if not math.isfinite(self.coef) or not math.isfinite(self.reward_weight):
+            raise ValueError(f"coef and reward_weight must be finite, got {self.coef} and {self.reward_weight}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RLSettings(_Section):
+    """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
 
     algorithm: Algorithm = "grpo"
     """Advantage estimator. "ppo" trains a critic; "grpo", "rloo" and "reinforce++-baseline" compare the episodes of a
@@ -254,6 +266,8 @@ class RLSettings:
     """Optimizer of the policy."""
     critic: CriticSettings = field(default_factory=CriticSettings)
     """The critic. Used by ppo."""
+    distill: DistillSettings | None = None
+    """The teacher of on-policy distillation."""
 
     def __post_init__(self) -> None:
         _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
@@ -293,6 +307,8 @@ class RLSettings:
             )
         if self.kl_target and not self.kl_coef:
             yield "kl_target adapts kl_coef, which is 0: set kl_coef to a positive start value"
+        if self.distill is not None and self.loss == "gspo":
+            yield "loss = 'gspo' cannot be used with distill: it has one ratio per trajectory, a teacher scores tokens"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
 
@@ -302,10 +318,8 @@ class RLSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HorizonSettings:
+class HorizonSettings(_Section):
     """Schedule of the number of turns an episode may take. docs/guides/horizon.md has the rules."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     kind: Literal["fixed", "stepwise", "linear", "adaptive"] = "fixed"
     """Kind of schedule. "fixed" never changes. "stepwise" grows in stages of equal length, "linear" evenly,
@@ -335,10 +349,8 @@ class HorizonSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings:
+class DataSettings(_Section):
     """Conversations to learn from: files, generated episodes, or both. docs/guides/offline.md has the formats."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     files: tuple[str, ...] = ()
     """Sources: trajectories (`.jsonl`), AgentGym conversations (`.json`), globs of either, or run directories, whose
@@ -371,10 +383,8 @@ class DataSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DPOSettings:
+class DPOSettings(_Section):
     """Direct preference optimisation on pairs of whole episodes of one item. The defaults are the paper's."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     beta: float = 0.5
     """Strength of the pull to the reference. The implicit reward is beta * log(policy / reference)."""
@@ -414,10 +424,8 @@ class DPOSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AgentEvolSettings:
+class AgentEvolSettings(_Section):
     """AgentEvol: explore, keep successes, retrain the base model on them and the expert data, repeat."""
-
-    __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
     rounds: int = 3
     """Rounds of exploration and training. 1 without expert data is rejection-sampling fine-tuning."""
@@ -436,3 +444,31 @@ class AgentEvolSettings:
 
     def __post_init__(self) -> None:
         _require(self, rounds=1, tasks=1, group_size=1, max_turns=1, keep_per_item=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaggerSettings(_Section):
+    """DAgger: the agent plays, the oracle says what it should have done, and the base model imitates all of it."""
+
+    rounds: int = 3
+    """Rounds of playing, asking the oracle and training."""
+    tasks: int = 256
+    """Items played in each round."""
+    group_size: int = 1
+    """Episodes per item."""
+    max_turns: int = 10
+    """Turns per episode."""
+    oracle_share: float = 0.5
+    """Share of turns that the oracle plays in the first round, so that a weak agent reaches later states."""
+    oracle_decay: float = 0.5
+    """Factor of that share from one round to the next, in [0, 1]. 0: the oracle plays in the first round only."""
+
+    def __post_init__(self) -> None:
+        _require(self, rounds=1, tasks=1, group_size=1, max_turns=1)
+        for name in ("oracle_share", "oracle_decay"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
+
+    def share(self, number: int) -> float:
+        """Return the share of the oracle's turns in round `number` of play, from 1."""
+        return float(self.oracle_share * self.oracle_decay ** (number - 1))

@@ -60,24 +60,19 @@ class EngineAdapter(Protocol):
     @property
     def died(self) -> bool:
         """Whether the engine's own processes died, so that it must be restarted."""
-        ...
 
     async def load(self, source: WeightSource, version: int, probe: Any = None) -> str:
         """Load these weights; no token is sampled until they are complete. A `probe` holds the learner's
         log-probabilities to check the engine against. Returns a warning if loading is slow, or an empty string."""
-        ...
 
     async def open_endpoint(self) -> Endpoint:
         """Wake the engine if needed and prepare to `load` weights from a learner on the same device."""
-        ...
 
     async def sleep(self) -> None:
         """Free device memory that is not needed until `wake` or `load`."""
-        ...
 
     async def wake(self) -> None:
         """Prepare to sample again after `rest`."""
-        ...
 
 
 class Staging:

@@ -200,11 +200,9 @@ class SharedBuffer(Protocol):
 
     def share(self) -> Any:
         """Return a handle for one other process to open the buffer with. Call once per process."""
-        ...
 
     def revoke(self, handle: Any) -> None:
         """Release the handle of a process that died or may never close it."""
-        ...
 
     def close(self) -> None: ...
 

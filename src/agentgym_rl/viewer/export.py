@@ -112,15 +112,11 @@ def _select(rows: list[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
     groups = list(teams.values())
     selected: list[dict[str, Any]] = []
     # In bit-reversed order any number of first groups is spread over the whole run.
-    for position in sorted(range(len(groups)), key=_reversed_bits):
+    for position in sorted(range(len(groups)), key=lambda n: int(f"{n:032b}"[::-1], 2)):
         if len(selected) + len(groups[position]) <= limit:
             selected += groups[position]
     keys = {row["key"] for row in selected}
     return [row for row in rows if row["key"] in keys]
-
-
-def _reversed_bits(number: int) -> int:
-    return int(f"{number:032b}"[::-1], 2)
 
 
 def _restrict(episode: dict[str, Any], keys: set[str]) -> dict[str, Any]:

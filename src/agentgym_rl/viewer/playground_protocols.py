@@ -20,7 +20,6 @@ class Policy(Protocol):
 
     async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Any:
         """Return a PolicyReply."""
-        ...
 
     async def close(self) -> None: ...
 
@@ -35,28 +34,22 @@ class Environments(Protocol):
     @property
     def policies(self) -> Mapping[str, PolicyFactory]:
         """Policies by name, at least `oracle` and `random`."""
-        ...
 
     @property
     def limits(self) -> Limits:
         """Limits that a policy must respect."""
-        ...
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one row per environment: name, summary, installed, missing (reason), ranges, subsets. Slow."""
-        ...
 
     def action_in(self, policy: str, reply: str) -> str:
         """Return the action in a policy's reply, which may also contain its thoughts."""
-        ...
 
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
         """Return the subsets of an item. Empty if the environment is unknown or not installed."""
-        ...
 
     async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
         """Open a session of `env` in a style."""
-        ...
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]: ...
 

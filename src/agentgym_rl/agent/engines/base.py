@@ -16,14 +16,11 @@ class Engine(Protocol):
     async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
         """Continue `prompt_ids`, the whole conversation so far. `session` names the trajectory: an engine may keep its
         KV cache between turns and compute only new tokens."""
-        ...
 
     async def release(self, session: str) -> None:
         """Free the resources of `session`. Unknown sessions are ignored."""
-        ...
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Load new weights and drop the KV cache computed with older ones."""
-        ...
 
     async def close(self) -> None: ...

@@ -28,19 +28,15 @@ class Runner(Protocol):
     def forward(self, rows: list[Row]) -> tuple[torch.Tensor, int]:
         """Compute the new tokens of all rows. Returns float32 logits [rows, vocabulary] after each row's last token,
         and how many tokens were computed (fewer than requested if rows shared a prompt)."""
-        ...
 
     def clear(self, slot: int) -> None:
         """Overwrite a slot whose contents may not be finite."""
-        ...
 
     def free(self) -> None:
         """Free the cache's memory."""
-        ...
 
     def resize(self, max_slots: int) -> None:
         """Free the cache's memory and use only the first `max_slots` slots from now on."""
-        ...
 
 
 MAX_STOPS = 8
@@ -71,37 +67,29 @@ class Launch(Protocol):
 
     def wait(self) -> None:
         """Block until the steps are done. Call it in a thread."""
-        ...
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         """Return tokens and log-probabilities of every row. A row that ended early has fewer."""
-        ...
 
 
 class LaunchRunner(Protocol):
     def refresh(self) -> None:
         """Adapt to weights that moved to other addresses."""
-        ...
 
     def reserve(self, length: int) -> None:
         """Reserve cache for sequences of `length` tokens."""
-        ...
 
     def fits(self, length: int) -> bool:
         """Return whether `length` tokens fit without `reserve`, which must not be called during a launch."""
-        ...
 
     def prefill(self, rows: list[Row]) -> int:
         """Compute all uncached tokens of the rows except the last ones. Return how many were computed."""
-        ...
 
     def begin(self, rows: list[DecodeRow]) -> None:
         """Copy the rows of the next launches to the device."""
-        ...
 
     def launch(self, steps: int) -> Launch:
         """Start `steps` steps for those rows. Two launches may run at once."""
-        ...
 
     def clear(self, slot: int) -> None: ...
 

@@ -53,10 +53,6 @@ Rows = dict[tuple[str, str], list[int]]
 """(split, question set) -> index in its split of each question in file order, or -1 if it was left out."""
 
 
-def load_questions(path: Path) -> dict[str, tuple[Question, ...]]:
-    return load_with_rows(path)[0]
-
-
 def load_with_rows(path: Path) -> tuple[dict[str, tuple[Question, ...]], Rows]:
     """Return the questions of a file, or of all .json and .jsonl files in a folder, as {"train": ..., "test": ...}.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.environment.envs.searchqa.passages import Passage, PassageStore
 from agentgym_rl.errors import ConfigError
 
@@ -54,7 +55,8 @@ class Encoder:
         self.settings = settings
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(settings.model)
-            self._model: Any = AutoModel.from_pretrained(settings.model)
+            with loading_lock:
+                self._model: Any = AutoModel.from_pretrained(settings.model)
         except (OSError, ValueError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(

@@ -30,7 +30,6 @@ class Retriever(Protocol):
 
     def search(self, queries: Sequence[str], k: int) -> list[list[Passage]]:
         """Return up to `k` passages per query, best first. A query without a known word finds nothing."""
-        ...
 
 
 @cache

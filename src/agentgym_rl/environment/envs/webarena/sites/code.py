@@ -276,8 +276,11 @@ def create_issue(visit: Visit) -> Redirect:
     return Redirect(f"{url}/{number}", "The issue was created.")
 
 
-def _item(visit: Visit, kind: str, project_id: int) -> sqlite3.Row:
-    return visit.row(f"SELECT * FROM {kind} WHERE project_id = ? AND number = ?", project_id, visit.path["number"])
+def _item(visit: Visit, kind: str) -> tuple[sqlite3.Row, sqlite3.Row, str]:
+    """Return the project, the issue or merge request of the visit, and its address."""
+    row = _project(visit)
+    item = visit.row(f"SELECT * FROM {kind} WHERE project_id = ? AND number = ?", row["id"], visit.path["number"])
+    return row, item, f"{_path(row)}/-/{kind}s/{item['number']}"
 
 
 def _remarks(visit: Visit, kind: str, parent_id: int, url: str) -> list[Html]:
@@ -298,9 +301,7 @@ def _remarks(visit: Visit, kind: str, parent_id: int, url: str) -> list[Html]:
 
 
 def issue(visit: Visit) -> Html:
-    row = _project(visit)
-    item = _item(visit, "issue", row["id"])
-    url = f"{_path(row)}/-/issues/{item['number']}"
+    row, item, url = _item(visit, "issue")
     people = [("", "nobody"), *((name, name) for name in _members(visit, row["id"]))]
     return _project_page(
         visit,
@@ -331,21 +332,19 @@ def issue(visit: Visit) -> Html:
 
 
 def toggle_issue(visit: Visit) -> Redirect:
-    row = _project(visit)
-    item = _item(visit, "issue", row["id"])
+    _, item, url = _item(visit, "issue")
     state = "closed" if item["state"] == "open" else "open"
     visit.change("UPDATE issue SET state = ? WHERE id = ?", state, item["id"])
-    return Redirect(f"{_path(row)}/-/issues/{item['number']}", f"The issue is now {state}.")
+    return Redirect(url, f"The issue is now {state}.")
 
 
 def assign_issue(visit: Visit) -> Redirect:
-    row = _project(visit)
-    item = _item(visit, "issue", row["id"])
+    row, item, url = _item(visit, "issue")
     assignee, label = visit.form.get("assignee", ""), visit.form.get("label", "")
     if (assignee and assignee not in _members(visit, row["id"])) or (label and label not in LABELS):
         raise NotFound
     visit.change("UPDATE issue SET assignee = ?, labels = ? WHERE id = ?", assignee, label, item["id"])
-    return Redirect(f"{_path(row)}/-/issues/{item['number']}", "The issue was saved.")
+    return Redirect(url, "The issue was saved.")
 
 
 def merge_requests(visit: Visit) -> Html:
@@ -373,9 +372,7 @@ def merge_requests(visit: Visit) -> Html:
 
 
 def merge_request(visit: Visit) -> Html:
-    row = _project(visit)
-    item = _item(visit, "merge_request", row["id"])
-    url = f"{_path(row)}/-/merge_requests/{item['number']}"
+    row, item, url = _item(visit, "merge_request")
     people = [("", "nobody"), *((name, name) for name in _members(visit, row["id"]))]
     buttons = None
     if item["state"] == "open":
@@ -410,32 +407,28 @@ def merge_request(visit: Visit) -> Html:
 
 
 def change_merge_request(visit: Visit) -> Redirect:
-    row = _project(visit)
-    item = _item(visit, "merge_request", row["id"])
+    _, item, url = _item(visit, "merge_request")
     state = visit.form.get("state", "")
     if item["state"] != "open" or state not in ("merged", "closed"):
         raise NotFound
     visit.change("UPDATE merge_request SET state = ? WHERE id = ?", state, item["id"])
-    return Redirect(f"{_path(row)}/-/merge_requests/{item['number']}", f"The merge request is now {state}.")
+    return Redirect(url, f"The merge request is now {state}.")
 
 
 def review_merge_request(visit: Visit) -> Redirect:
-    row = _project(visit)
-    item = _item(visit, "merge_request", row["id"])
+    row, item, url = _item(visit, "merge_request")
     reviewer = visit.form.get("reviewer", "")
     if reviewer and reviewer not in _members(visit, row["id"]):
         raise NotFound
     visit.change("UPDATE merge_request SET reviewer = ? WHERE id = ?", reviewer, item["id"])
-    return Redirect(f"{_path(row)}/-/merge_requests/{item['number']}", "The reviewer was saved.")
+    return Redirect(url, "The reviewer was saved.")
 
 
 def add_remark(visit: Visit) -> Redirect:
-    row = _project(visit)
     kind = {"issues": "issue", "merge_requests": "merge_request"}.get(visit.path["kind"], "")
     if not kind:
         raise NotFound
-    item = _item(visit, kind, row["id"])
-    url = f"{_path(row)}/-/{visit.path['kind']}/{item['number']}"
+    _, item, url = _item(visit, kind)
     body = visit.form.get("body", "").strip()
     if not body:
         return Redirect(url, "The comment is empty.")
@@ -505,27 +498,25 @@ def commits(visit: Visit) -> Html:
     )
 
 
-def _assigned(visit: Visit, kind: str, where: str, title: str) -> Html:
+def _open_items(visit: Visit, kind: str, title: str) -> Html:
     rows = visit.rows(
-        f"SELECT i.*, p.owner, p.name FROM {kind} i JOIN project p ON p.id = i.project_id WHERE {where}"
-        " ORDER BY i.day DESC"
+        f"SELECT i.*, p.owner, p.name FROM {kind} i JOIN project p ON p.id = i.project_id"
+        " WHERE p.owner = ? AND i.state = 'open' ORDER BY i.day DESC",
+        ME,
     )
-    section = "issues" if kind == "issue" else "merge_requests"
     listed = [
-        (a(item["title"], f"/{item['owner']}/{item['name']}/-/{section}/{item['number']}"), item["name"], item["state"])
+        (a(item["title"], f"/{item['owner']}/{item['name']}/-/{kind}s/{item['number']}"), item["name"], item["state"])
         for item in rows
     ]
     return _page(visit, title, table(("Title", "Project", "State"), listed))
 
 
 def my_merge_requests(visit: Visit) -> Html:
-    return _assigned(
-        visit, "merge_request", f"p.owner = '{ME}' AND i.state = 'open'", "Open merge requests in your projects"
-    )
+    return _open_items(visit, "merge_request", "Open merge requests in your projects")
 
 
 def my_issues(visit: Visit) -> Html:
-    return _assigned(visit, "issue", f"p.owner = '{ME}' AND i.state = 'open'", "Open issues in your projects")
+    return _open_items(visit, "issue", "Open issues in your projects")
 
 
 def profile(visit: Visit) -> Html:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.sites.code_data import ME, ROLES
@@ -35,35 +36,28 @@ def _open(path: str) -> tuple[Move, ...]:
     return search("Find project", path), click("link", path)
 
 
-def stars(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def stars(db: sqlite3.Connection) -> Iterator[Instance]:
     for path in ("lantern/lantern-ui", "openferry/router", "starfield/plate-solve", "nora/recipe-box"):
         count = str(_project(db, path)["stars"])
-        instances.append(Instance({"project": path}, exactly(count), (*_open(path), stop(count))))
-    return instances
+        yield Instance({"project": path}, exactly(count), (*_open(path), stop(count)))
 
 
-def clone(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def clone(db: sqlite3.Connection) -> Iterator[Instance]:
     addresses = column(db, "SELECT 'git@code.test:' || owner || '/' || name || '.git' FROM project")
     for path in ("openferry/feed-parser", "nora/tidewatch", "starfield/observing-planner"):
         address = f"git@code.test:{path}.git"
-        instances.append(Instance({"project": path}, one_of(address, addresses), (*_open(path), stop(address))))
-    return instances
+        yield Instance({"project": path}, one_of(address, addresses), (*_open(path), stop(address)))
 
 
-def open_issues(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def open_issues(db: sqlite3.Connection) -> Iterator[Instance]:
     for path in ("nora/tidewatch", "lantern/lantern-docs", "openferry/feed-parser", "nora/garden-log"):
         sql = "SELECT count(*) FROM issue WHERE project_id = ? AND state = 'open'"
         count = str(db.execute(sql, (_project(db, path)["id"],)).fetchone()[0])
         script = (*_open(path), click("link", "Issues"), stop(count))
-        instances.append(Instance({"project": path}, exactly(count), script))
-    return instances
+        yield Instance({"project": path}, exactly(count), script)
 
 
-def role(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def role(db: sqlite3.Connection) -> Iterator[Instance]:
     for path in ("nora/recipe-box", "lantern/lantern-ui", "openferry/router", "starfield/plate-solve"):
         row = db.execute(
             "SELECT username, role FROM project_member WHERE project_id = ? AND username != ? ORDER BY username",
@@ -71,12 +65,10 @@ def role(db: sqlite3.Connection) -> list[Instance]:
         ).fetchone()
         script = (*_open(path), click("link", "Members"), stop(row["role"]))
         checks = one_of(row["role"], (*ROLES, "Owner"))
-        instances.append(Instance({"user": row["username"], "project": path}, checks, script))
-    return instances
+        yield Instance({"user": row["username"], "project": path}, checks, script)
 
 
-def num_commits(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def num_commits(db: sqlite3.Connection) -> Iterator[Instance]:
     for path in ("nora/tidewatch", "openferry/router", "lantern/lantern-ui"):
         row = db.execute(
             "SELECT author, count(*) AS num FROM revision WHERE project_id = ? AND author != ? GROUP BY author"
@@ -84,28 +76,25 @@ def num_commits(db: sqlite3.Connection) -> list[Instance]:
             (_project(db, path)["id"], ME),
         ).fetchone()
         script = (*_open(path), click("link", "Commits"), stop(str(row["num"])))
-        instances.append(Instance({"user": row["author"], "project": path}, exactly(row["num"]), script))
-    return instances
+        yield Instance({"user": row["author"], "project": path}, exactly(row["num"]), script)
 
 
-def labelled(db: sqlite3.Connection) -> list[Instance]:
+def labelled(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         ("nora/tidewatch", "bug"),
         ("lantern/lantern-ui", "documentation"),
         ("openferry/router", "help wanted"),
         ("nora/recipe-box", "feature"),
     )
-    return [
-        Instance(
+    for path, label in cases:
+        yield Instance(
             {"project": path, "label": label},
             at_url(f"{CODE}/{path}/-/issues?state=all&label={label.replace(' ', '+')}"),
             (*_open(path), click("link", "Issues"), click("link", label), stop()),
         )
-        for path, label in cases
-    ]
 
 
-def new_issue(db: sqlite3.Connection) -> list[Instance]:
+def new_issue(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         ("nora/tidewatch", "Wrong tide at new moon", "bug"),
         ("nora/recipe-box", "Print view for recipes", "feature"),
@@ -113,7 +102,6 @@ def new_issue(db: sqlite3.Connection) -> list[Instance]:
         ("nora/garden-log", "Which weather service is used?", "question"),
         ("lantern/lantern-docs", "Example of a date field", "documentation"),
     )
-    instances = []
     for path, title, label in cases:
         project = _project(db, path)["id"]
         (number,) = column(db, "SELECT max(number) + 1 FROM issue WHERE project_id = ?", project)
@@ -131,19 +119,18 @@ def new_issue(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Create issue"),
             stop(),
         )
-        instances.append(Instance({"project": path, "title": title, "label": label}, checks, script))
-    return instances
+        yield Instance({"project": path, "title": title, "label": label}, checks, script)
 
 
-def _issues(db: sqlite3.Connection, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
-    sql = "SELECT * FROM issue WHERE project_id = ? AND number = ?"
+def _items(db: sqlite3.Connection, table: str, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
+    sql = f"SELECT * FROM {table} WHERE project_id = ? AND number = ?"
     return [(path, db.execute(sql, (_project(db, path)["id"], number)).fetchone()) for path in paths]
 
 
-def close_issue(db: sqlite3.Connection) -> list[Instance]:
+def close_issue(db: sqlite3.Connection) -> Iterator[Instance]:
     paths = ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log")
-    return [
-        Instance(
+    for path, issue in _items(db, "issue", paths, 4):
+        yield Instance(
             {"title": issue["title"], "project": path},
             with_data(
                 page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#state"), "closed")),
@@ -157,13 +144,12 @@ def close_issue(db: sqlite3.Connection) -> list[Instance]:
                 stop(),
             ),
         )
-        for path, issue in _issues(db, paths, 4)
-    ]
 
 
-def assign(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
-    for path, issue in _issues(db, ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), 1):
+def assign(db: sqlite3.Connection) -> Iterator[Instance]:
+    for path, issue in _items(
+        db, "issue", ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), 1
+    ):
         user = db.execute(
             "SELECT username FROM project_member WHERE project_id = ? AND username NOT IN (?, ?)"
             " ORDER BY username DESC",
@@ -179,19 +165,12 @@ def assign(db: sqlite3.Connection) -> list[Instance]:
         )
         pages = page_has((f"{CODE}/{path}/-/issues/{issue['number']}", text_of("#assignee"), user))
         checks = with_data(pages, changed("issue", issue["id"], assignee=user))
-        instances.append(Instance({"title": issue["title"], "project": path, "user": user}, checks, script))
-    return instances
+        yield Instance({"title": issue["title"], "project": path, "user": user}, checks, script)
 
 
-def _merge_requests(db: sqlite3.Connection, paths: tuple[str, ...], number: int) -> list[tuple[str, sqlite3.Row]]:
-    sql = "SELECT * FROM merge_request WHERE project_id = ? AND number = ?"
-    return [(path, db.execute(sql, (_project(db, path)["id"], number)).fetchone()) for path in paths]
-
-
-def merge(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def merge(db: sqlite3.Connection) -> Iterator[Instance]:
     paths = ("nora/tidewatch", "nora/recipe-box", "nora/garden-log", "nora/dotfiles")
-    for index, (path, request) in enumerate(_merge_requests(db, paths, 1)):
+    for index, (path, request) in enumerate(_items(db, "merge_request", paths, 1)):
         verb, button, state = (("Merge", "Merge", "merged"), ("Close", "Close merge request", "closed"))[index % 2]
         script = (
             *_open(path),
@@ -202,15 +181,14 @@ def merge(db: sqlite3.Connection) -> list[Instance]:
         )
         pages = page_has((f"{CODE}/{path}/-/merge_requests/1", text_of("#state"), state))
         checks = with_data(pages, changed("merge_request", request["id"], state=state))
-        instances.append(Instance({"verb": verb, "title": request["title"], "project": path}, checks, script))
-    return instances
+        yield Instance({"verb": verb, "title": request["title"], "project": path}, checks, script)
 
 
-def remark(db: sqlite3.Connection) -> list[Instance]:
+def remark(db: sqlite3.Connection) -> Iterator[Instance]:
     texts = ("Looks good to me.", "Please add a test.", "Can this wait until April?")
     paths = ("openferry/router", "lantern/lantern-ui", "nora/tidewatch")
-    return [
-        Instance(
+    for text, (path, request) in zip(texts, _items(db, "merge_request", paths, 2), strict=True):
+        yield Instance(
             {"text": text, "title": request["title"], "project": path},
             with_data(
                 page_has((f"{CODE}/{path}/-/merge_requests/2", text_of("#comments"), [text, ME])),
@@ -225,12 +203,9 @@ def remark(db: sqlite3.Connection) -> list[Instance]:
                 stop(),
             ),
         )
-        for text, (path, request) in zip(texts, _merge_requests(db, paths, 2), strict=True)
-    ]
 
 
-def invite(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def invite(db: sqlite3.Connection) -> Iterator[Instance]:
     roles = ("Developer", "Reporter", "Maintainer", "Guest")
     for path, member_role in zip(
         ("nora/tidewatch", "nora/dotfiles", "nora/recipe-box", "nora/garden-log"), roles, strict=True
@@ -253,8 +228,7 @@ def invite(db: sqlite3.Connection) -> list[Instance]:
             page_has((f"{CODE}/{path}/-/members", locator, member_role)),
             added("project_member", project_id=_project(db, path)["id"], username=user, role=member_role),
         )
-        instances.append(Instance({"user": user, "project": path, "role": member_role}, checks, script))
-    return instances
+        yield Instance({"user": user, "project": path, "role": member_role}, checks, script)
 
 
 def star(db: sqlite3.Connection) -> list[Instance]:
@@ -272,10 +246,10 @@ def star(db: sqlite3.Connection) -> list[Instance]:
     ]
 
 
-def new_project(db: sqlite3.Connection) -> list[Instance]:
+def new_project(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (("bird-notes", "public"), ("kite-plans", "internal"), ("tool-shed", "private"), ("sea-glass", "public"))
-    return [
-        Instance(
+    for name, visibility in cases:
+        yield Instance(
             {"name": name, "visibility": visibility},
             with_data(
                 page_has((f"{CODE}/{ME}/{name}", text_of("#visibility"), visibility)),
@@ -290,22 +264,18 @@ def new_project(db: sqlite3.Connection) -> list[Instance]:
                 stop(),
             ),
         )
-        for name, visibility in cases
-    ]
 
 
-def status(db: sqlite3.Connection) -> list[Instance]:
+def status(db: sqlite3.Connection) -> Iterator[Instance]:
     (me,) = column(db, "SELECT rowid FROM developer WHERE username = ?", ME)
-    return [
-        Instance(
+    for text in ("On holiday until Monday", "Busy", "Reviewing"):
+        yield Instance(
             {"text": text},
             with_data(
                 page_has((f"{CODE}/profile", text_of("#user-status"), text)), changed("developer", me, status=text)
             ),
             (click("link", "Profile"), fill("Your status", text), click("button", "Set status"), stop()),
         )
-        for text in ("On holiday until Monday", "Busy", "Reviewing")
-    ]
 
 
 TEMPLATES = (

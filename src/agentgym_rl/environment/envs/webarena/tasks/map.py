@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.sites.map_data import STREETS
@@ -53,30 +54,26 @@ PAIRS = (
 )
 
 
-def distance(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def distance(db: sqlite3.Connection) -> Iterator[Instance]:
     for start, end in PAIRS:
         metres = str(_route(db, start, end).metres)
         arguments = {"start": start, "end": end}
-        instances.append(Instance(arguments, quantity(metres, "m"), (*_directions(start, end), stop(f"{metres} m"))))
-    return instances
+        yield Instance(arguments, quantity(metres, "m"), (*_directions(start, end), stop(f"{metres} m")))
 
 
-def duration(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def duration(db: sqlite3.Connection) -> Iterator[Instance]:
     for index, (end, start) in enumerate(PAIRS):
         mode = ("bicycle", "car", "foot")[index % 3]
         minutes = str(_route(db, start, end).minutes(mode))
         arguments = {"start": start, "end": end, "mode": mode}
         script = (*_directions(start, end, mode), stop(f"{minutes} minutes"))
-        instances.append(Instance(arguments, quantity(minutes, "min"), script))
-    return instances
+        yield Instance(arguments, quantity(minutes, "min"), script)
 
 
 _DETAILS = {"phone": "phone number", "hours": "opening hours"}
 
 
-def detail(db: sqlite3.Connection) -> list[Instance]:
+def detail(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         ("Abbey Pharmacy", "phone"),
         ("Museum of Clocks", "hours"),
@@ -84,24 +81,20 @@ def detail(db: sqlite3.Connection) -> list[Instance]:
         ("Trattoria Nove", "hours"),
         ("Quayside Library", "phone"),
     )
-    instances = []
     for name, attribute in cases:
         value = _place(db, name)[attribute]
         checks = one_of(value, column(db, f"SELECT {attribute} FROM place"))
-        instances.append(Instance({"place": name, "what": _DETAILS[attribute]}, checks, (*_open(name), stop(value))))
-    return instances
+        yield Instance({"place": name, "what": _DETAILS[attribute]}, checks, (*_open(name), stop(value)))
 
 
-def street(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def street(db: sqlite3.Connection) -> Iterator[Instance]:
     streets = [f"{each} Street" for each in STREETS]
     for name in ("Playhouse Theatre", "St Brendan School", "Lotus Garden", "Lighthouse Gardens"):
         value = f"{STREETS[_place(db, name)['y']]} Street"
-        instances.append(Instance({"place": name}, one_of(value, streets), (search("Find a place", name), stop(value))))
-    return instances
+        yield Instance({"place": name}, one_of(value, streets), (search("Find a place", name), stop(value)))
 
 
-def nearest(db: sqlite3.Connection) -> list[Instance]:
+def nearest(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         ("Grand Harbour Hotel", "cafe"),
         ("Port Ellery Station", "pharmacy"),
@@ -110,7 +103,6 @@ def nearest(db: sqlite3.Connection) -> list[Instance]:
         ("Alder Primary School", "park"),
         ("Ellery House", "hotel"),
     )
-    instances = []
     for start, kind in cases:
         distances = sorted(
             (_route(db, start, row["name"]).metres, row["name"])
@@ -120,34 +112,27 @@ def nearest(db: sqlite3.Connection) -> list[Instance]:
             continue  # a tie would be ambiguous
         script = (*_open(start), choose("What is near", kind), click("button", "Show nearest"), stop(distances[0][1]))
         checks = one_of(distances[0][1], [name for _, name in distances])
-        instances.append(Instance({"kind": kind, "place": start}, checks, script))
-    return instances
+        yield Instance({"kind": kind, "place": start}, checks, script)
 
 
-def show_route(db: sqlite3.Connection) -> list[Instance]:
+def show_route(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         ("The Copper Kettle", "Playhouse Theatre", "bicycle"),
         ("Ferry Terminal", "Cafe Meridian", "car"),
         ("Mill Meadow", "Central Library", "bicycle"),
         ("Driftwood Coffee", "Harbour Savings Bank", "car"),
     )
-    instances = []
     for start, end, mode in cases:
         checks = page_has(("last", text_of("#route"), f"{start} to {end} by {mode}"))
-        instances.append(
-            Instance({"start": start, "end": end, "mode": mode}, checks, (*_directions(start, end, mode), stop()))
-        )
-    return instances
+        yield Instance({"start": start, "end": end, "mode": mode}, checks, (*_directions(start, end, mode), stop()))
 
 
-def show_place(db: sqlite3.Connection) -> list[Instance]:
-    return [
-        Instance({"place": name}, at_url(f"{MAP}/place/{_place(db, name)['id']}"), (*_open(name), stop()))
-        for name in ("Ellery General Hospital", "The Old Customs House", "Southside Pharmacy")
-    ]
+def show_place(db: sqlite3.Connection) -> Iterator[Instance]:
+    for name in ("Ellery General Hospital", "The Old Customs House", "Southside Pharmacy"):
+        yield Instance({"place": name}, at_url(f"{MAP}/place/{_place(db, name)['id']}"), (*_open(name), stop()))
 
 
-def save(db: sqlite3.Connection) -> list[Instance]:
+def save(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         ("Maritime Museum", "rainy day"),
         ("The Salt Cellar", "birthday dinner"),
@@ -156,8 +141,8 @@ def save(db: sqlite3.Connection) -> list[Instance]:
         ("Tide Cinema", "with Farah"),
         ("Northern Bank", "new card"),
     )
-    return [
-        Instance(
+    for name, note in cases:
+        yield Instance(
             {"place": name, "note": note},
             with_data(
                 page_has((f"{MAP}/saved", rows_text("#saved"), f"{name}; {note}")),
@@ -165,8 +150,6 @@ def save(db: sqlite3.Connection) -> list[Instance]:
             ),
             (*_open(name), fill("Note", note), click("button", "Save place"), stop()),
         )
-        for name, note in cases
-    ]
 
 
 TEMPLATES = (

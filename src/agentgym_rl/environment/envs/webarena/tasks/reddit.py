@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.sites.forum_data import ME
@@ -41,39 +41,32 @@ def _members(db: sqlite3.Connection) -> list[str]:
     return column(db, "SELECT name FROM member")
 
 
-def num_comments(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def num_comments(db: sqlite3.Connection) -> Iterator[Instance]:
     for post in _posts(db, (2, 11, 17, 26)):
         count = str(db.execute("SELECT count(*) FROM comment WHERE post_id = ?", (post["id"],)).fetchone()[0])
-        instances.append(Instance({"title": post["title"]}, exactly(count), (*_open(post), stop(count))))
-    return instances
+        yield Instance({"title": post["title"]}, exactly(count), (*_open(post), stop(count)))
 
 
-def top_author(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def top_author(db: sqlite3.Connection) -> Iterator[Instance]:
     for slug in ("gardening", "cycling", "bookclub", "astronomy"):
         author = db.execute(
             "SELECT author FROM post p JOIN community c ON c.id = p.community_id WHERE slug = ? ORDER BY score DESC",
             (slug,),
         ).fetchone()[0]
         script = (click("link", "Communities"), click("link", slug), click("link", "Top"), stop(author))
-        instances.append(Instance({"community": slug}, one_of(author, _members(db)), script))
-    return instances
+        yield Instance({"community": slug}, one_of(author, _members(db)), script)
 
 
-def best_comment(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def best_comment(db: sqlite3.Connection) -> Iterator[Instance]:
     for post in _posts(db, (5, 14, 22, 31)):
         author = db.execute(
             "SELECT author FROM comment WHERE post_id = ? ORDER BY score DESC, id", (post["id"],)
         ).fetchone()[0]
         checks = one_of(author, _members(db))
-        instances.append(Instance({"title": post["title"]}, checks, (*_open(post), stop(author))))
-    return instances
+        yield Instance({"title": post["title"]}, checks, (*_open(post), stop(author)))
 
 
-def oldest(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def oldest(db: sqlite3.Connection) -> Iterator[Instance]:
     for slug in ("trains", "homebrew", "gardening"):
         post = db.execute(
             "SELECT p.*, c.slug FROM post p JOIN community c ON c.id = p.community_id WHERE slug = ?"
@@ -87,11 +80,10 @@ def oldest(db: sqlite3.Connection) -> list[Instance]:
             click("link", post["title"]),
             stop(),
         )
-        instances.append(Instance({"community": slug}, at_url(_url(post)), script))
-    return instances
+        yield Instance({"community": slug}, at_url(_url(post)), script)
 
 
-def comment(db: sqlite3.Connection) -> list[Instance]:
+def comment(db: sqlite3.Connection) -> Iterator[Instance]:
     texts = (
         "Crushed eggshells helped here.",
         "The bakery at the lock is the better one.",
@@ -99,8 +91,8 @@ def comment(db: sqlite3.Connection) -> list[Instance]:
         "Try the seat reservation by post.",
         "Was the dog all right?",
     )
-    return [
-        Instance(
+    for post, text in zip(_posts(db, (2, 10, 16, 27, 31)), texts, strict=True):
+        yield Instance(
             {"title": post["title"], "text": text},
             with_data(
                 page_has((_url(post), text_of("#comments"), [text, ME])),
@@ -108,12 +100,9 @@ def comment(db: sqlite3.Connection) -> list[Instance]:
             ),
             (*_open(post), fill("Your comment", text), click("button", "Post comment"), stop()),
         )
-        for post, text in zip(_posts(db, (2, 10, 16, 27, 31)), texts, strict=True)
-    ]
 
 
-def vote(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def vote(db: sqlite3.Connection) -> Iterator[Instance]:
     for index, post in enumerate(_posts(db, (3, 8, 13, 20, 29, 33))):
         direction = ("Upvote", "Downvote")[index % 2]
         value = 1 if direction == "Upvote" else -1
@@ -122,11 +111,10 @@ def vote(db: sqlite3.Connection) -> list[Instance]:
             changed("post", post["id"], my_vote=value, score=post["score"] + value),
         )
         script = (search("Search posts", post["title"]), click("button", f"{direction}: {post['title']}"), stop())
-        instances.append(Instance({"way": direction, "title": post["title"]}, checks, script))
-    return instances
+        yield Instance({"way": direction, "title": post["title"]}, checks, script)
 
 
-def submit(db: sqlite3.Connection) -> list[Instance]:
+def submit(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         ("gardening", "Moving a rhubarb plant", "It is ten years old and in the way."),
         ("cycling", "Mudguards for wide tyres", "Which ones do not rattle?"),
@@ -135,7 +123,6 @@ def submit(db: sqlite3.Connection) -> list[Instance]:
         ("homebrew", "Scale with a timer", "Mine stopped at 300 grams."),
     )
     (number,) = column(db, "SELECT max(id) + 1 FROM post")
-    instances = []
     for slug, title, body in cases:
         url = f"{FORUM}/f/{slug}/{number}"
         (community,) = column(db, "SELECT id FROM community WHERE slug = ?", slug)
@@ -151,12 +138,10 @@ def submit(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Create post"),
             stop(),
         )
-        instances.append(Instance({"community": slug, "title": title, "body": body}, checks, script))
-    return instances
+        yield Instance({"community": slug, "title": title, "body": body}, checks, script)
 
 
-def subscribe(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def subscribe(db: sqlite3.Connection) -> Iterator[Instance]:
     for slug in ("cycling", "astronomy", "trains", "bookclub"):
         number, subscribed = db.execute("SELECT id, subscribed FROM community WHERE slug = ?", (slug,)).fetchone()
         verb, opposite = ("Unsubscribe", "Subscribe") if subscribed else ("Subscribe", "Unsubscribe")
@@ -164,23 +149,18 @@ def subscribe(db: sqlite3.Connection) -> list[Instance]:
         pages = page_has((url, "document.querySelector('form.inline button').innerText", opposite))
         checks = with_data(pages, changed("community", number, subscribed=1 - subscribed))
         script = (click("link", "Communities"), click("link", slug), click("button", verb), stop())
-        instances.append(
-            Instance({"what": "Leave" if subscribed else "Subscribe to", "community": slug}, checks, script)
-        )
-    return instances
+        yield Instance({"what": "Leave" if subscribed else "Subscribe to", "community": slug}, checks, script)
 
 
-def biography(db: sqlite3.Connection) -> list[Instance]:
+def biography(db: sqlite3.Connection) -> Iterator[Instance]:
     texts = ("Night trains and strong coffee.", "Gardener by the sea.", "Reads on the ferry.")
     (me,) = column(db, "SELECT rowid FROM member WHERE name = ?", ME)
-    return [
-        Instance(
+    for text in texts:
+        yield Instance(
             {"text": text},
             with_data(page_has((f"{FORUM}/user/{ME}", text_of("#bio"), text)), changed("member", me, bio=text)),
             (click("link", "My profile"), fill("Biography", text), click("button", "Save biography"), stop()),
         )
-        for text in texts
-    ]
 
 
 TEMPLATES = (

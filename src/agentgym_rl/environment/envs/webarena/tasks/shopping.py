@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.sites.shop import money
@@ -34,25 +34,22 @@ def _find(product: sqlite3.Row) -> tuple[Move, ...]:
     return search("Find", product["name"]), click("link", product["name"])
 
 
-def price(db: sqlite3.Connection) -> list[Instance]:
-    return [
-        Instance({"product": p["name"]}, quantity(f"{p['price'] / 100:.2f}", "$"), (*_find(p), stop(money(p["price"]))))
-        for p in _products(db, (4, 13, 27, 38, 49, 60))
-    ]
+def price(db: sqlite3.Connection) -> Iterator[Instance]:
+    for p in _products(db, (4, 13, 27, 38, 49, 60)):
+        yield Instance(
+            {"product": p["name"]}, quantity(f"{p['price'] / 100:.2f}", "$"), (*_find(p), stop(money(p["price"])))
+        )
 
 
-def detail(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def detail(db: sqlite3.Connection) -> Iterator[Instance]:
     kinds = ("material", "colour", "weight", "material", "colour")
     for p, name in zip(_products(db, (2, 18, 33, 41, 57)), kinds, strict=True):
         value = str(p[name])
         checks = quantity(value, "g") if name == "weight" else one_of(value, column(db, f"SELECT {name} FROM product"))
-        instances.append(Instance({"product": p["name"], "detail": name}, checks, (*_find(p), stop(value))))
-    return instances
+        yield Instance({"product": p["name"], "detail": name}, checks, (*_find(p), stop(value)))
 
 
-def cheapest(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def cheapest(db: sqlite3.Connection) -> Iterator[Instance]:
     for slug, name in db.execute("SELECT slug, name FROM category ORDER BY id LIMIT 5").fetchall():
         names = column(
             db,
@@ -60,57 +57,49 @@ def cheapest(db: sqlite3.Connection) -> list[Instance]:
             slug,
         )
         script = (click("link", name), click("link", "Price, lowest first"), stop(names[0]))
-        instances.append(Instance({"category": name}, one_of(names[0], names), script))
-    return instances
+        yield Instance({"category": name}, one_of(names[0], names), script)
 
 
-def unhappy(db: sqlite3.Connection) -> list[Instance]:
+def unhappy(db: sqlite3.Connection) -> Iterator[Instance]:
     rows = db.execute(
         "SELECT p.name, count(*) AS num_bad, group_concat(author) AS author FROM review r JOIN product p"
         " ON p.id = r.product_id WHERE rating <= 2 AND status = 'approved'"
         " GROUP BY p.id HAVING num_bad = 1 ORDER BY p.id"
     ).fetchall()[:4]
-    return [
-        Instance(
+    for row in rows:
+        yield Instance(
             {"product": row["name"]},
             one_of(row["author"], column(db, "SELECT author FROM review")),
             (search("Find", row["name"]), click("link", row["name"]), stop(row["author"])),
         )
-        for row in rows
-    ]
 
 
-def order_total(db: sqlite3.Connection) -> list[Instance]:
+def order_total(db: sqlite3.Connection) -> Iterator[Instance]:
     rows = db.execute(
         "SELECT o.id, o.shipping + sum(l.price * l.quantity) AS total FROM orders o JOIN order_line l"
         " ON l.order_id = o.id WHERE customer_id = ? GROUP BY o.id ORDER BY o.id",
         (CUSTOMER,),
     ).fetchall()[1:5]
-    return [
-        Instance(
+    for row in rows:
+        yield Instance(
             {"order": row["id"]},
             quantity(f"{row['total'] / 100:.2f}", "$"),
             (click("link", "My orders"), stop(money(row["total"]))),
         )
-        for row in rows
-    ]
 
 
-def sorted_listing(db: sqlite3.Connection) -> list[Instance]:
+def sorted_listing(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (("Garden", "price-desc"), ("Lighting", "rating"), ("Textiles", "price"), ("Outdoors", "price-desc"))
     words = {"price-desc": "Price, highest first", "rating": "Best rated", "price": "Price, lowest first"}
-    return [
-        Instance(
+    for category, key in cases:
+        yield Instance(
             {"category": category, "order": words[key].lower()},
             at_url(f"{SHOP}/category/{category.lower()}?sort={key}"),
             (click("link", category), click("link", words[key]), stop()),
         )
-        for category, key in cases
-    ]
 
 
-def into_basket(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def into_basket(db: sqlite3.Connection) -> Iterator[Instance]:
     for p, units in zip(_products(db, (6, 15, 29, 44, 52, 64)), (3, 2, 3, 2, 1, 2), strict=True):
         fields = "[...document.querySelectorAll('[name=quantity]:not([type=hidden])')]"
         listed = f"{fields}.map(field => field.value + ' ' + field.ariaLabel).join(', ')"
@@ -120,25 +109,21 @@ def into_basket(db: sqlite3.Connection) -> list[Instance]:
         )
         amount = (fill("Quantity", str(units)),) if units > 1 else ()
         script = (*_find(p), *amount, click("button", "Add to basket"), stop())
-        instances.append(Instance({"product": p["name"], "quantity": units}, checks, script))
-    return instances
+        yield Instance({"product": p["name"], "quantity": units}, checks, script)
 
 
-def wish(db: sqlite3.Connection) -> list[Instance]:
-    return [
-        Instance(
+def wish(db: sqlite3.Connection) -> Iterator[Instance]:
+    for p in _products(db, (9, 21, 36, 47, 58)):
+        yield Instance(
             {"product": p["name"]},
             with_data(
                 page_has((f"{SHOP}/wishlist", text_of("#wishlist"), [p["name"]])), added("wishlist", product_id=p["id"])
             ),
             (*_find(p), click("button", "Add to wish list"), stop()),
         )
-        for p in _products(db, (9, 21, 36, 47, 58))
-    ]
 
 
-def buy(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def buy(db: sqlite3.Connection) -> Iterator[Instance]:
     shipping_options = (("express", "Express, 8.90", 890), ("pickup", "Pick-up, free", 0))
     me = db.execute("SELECT * FROM customer WHERE id = ?", (CUSTOMER,)).fetchone()
     home = f"{me['street']}, {me['city']}"
@@ -163,12 +148,10 @@ def buy(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Place order"),
             stop(),
         )
-        instances.append(Instance({"product": p["name"], "way": shipping}, checks, script))
-    return instances
+        yield Instance({"product": p["name"], "way": shipping}, checks, script)
 
 
-def review(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def review(db: sqlite3.Connection) -> Iterator[Instance]:
     titles = ("Better than the old one", "Not for me", "Sturdy and simple", "Fine for the price")
     for p, title, stars in zip(_products(db, (5, 22, 35, 50)), titles, (5, 2, 4, 3), strict=True):
         url = f"{SHOP}/product/{p['id']}"
@@ -185,19 +168,18 @@ def review(db: sqlite3.Connection) -> list[Instance]:
             click("button", "Submit review"),
             stop(),
         )
-        instances.append(Instance({"product": p["name"], "title": title, "stars": stars}, checks, script))
-    return instances
+        yield Instance({"product": p["name"], "title": title, "stars": stars}, checks, script)
 
 
-def account(db: sqlite3.Connection) -> list[Instance]:
+def account(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         ("phone number", "Phone", "phone", "0441 555 0199"),
         ("email address", "Email", "email", "nora@lindqvist.test"),
         ("street and number", "Street and number", "street", "7 Lighthouse Row"),
         ("city", "City", "city", "Greyhaven"),
     )
-    return [
-        Instance(
+    for name, label, key, value in cases:
+        yield Instance(
             {"what": name, "value": value},
             with_data(
                 page_has((f"{SHOP}/account", f"document.querySelector('[name={key}]').value", value)),
@@ -205,8 +187,6 @@ def account(db: sqlite3.Connection) -> list[Instance]:
             ),
             (click("link", "My account"), fill(label, value), click("button", "Save changes"), stop()),
         )
-        for name, label, key, value in cases
-    ]
 
 
 def newsletter(db: sqlite3.Connection) -> list[Instance]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from agentgym_rl.environment.envs.webarena.oracle import Move, choose, click, fill, search, stop
 from agentgym_rl.environment.envs.webarena.tasks.template import (
@@ -36,7 +36,7 @@ def _order(number: int) -> tuple[Move, ...]:
     return click("link", "Orders"), search("Customer or number", str(number)), click("link", f"Order {number}")
 
 
-def bestseller(db: sqlite3.Connection) -> list[Instance]:
+def bestseller(db: sqlite3.Connection) -> Iterator[Instance]:
     rows = db.execute(
         "SELECT p.name, sum(l.quantity) AS sold FROM order_line l JOIN product p ON p.id = l.product_id"
         " JOIN orders o ON o.id = l.order_id WHERE o.status != 'cancelled' GROUP BY p.id"
@@ -45,52 +45,44 @@ def bestseller(db: sqlite3.Connection) -> list[Instance]:
     amounts = [row["sold"] for row in rows]
     names = column(db, "SELECT name FROM product")
     ranks = ("best", "second best", "third best", "fourth best", "fifth best")
-    return [
-        Instance({"rank": rank}, one_of(row["name"], names), (stop(row["name"]),))
-        for rank, row in zip(ranks, rows, strict=False)
-        if amounts.count(row["sold"]) == 1  # a tie would be ambiguous
-    ]
+    for rank, row in zip(ranks, rows, strict=False):
+        if amounts.count(row["sold"]) == 1:  # a tie would be ambiguous
+            yield Instance({"rank": rank}, one_of(row["name"], names), (stop(row["name"]),))
 
 
-def contact(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def contact(db: sqlite3.Connection) -> Iterator[Instance]:
     for number, attribute in ((4, "email address"), (9, "phone number"), (15, "email address"), (22, "phone number")):
         row = db.execute("SELECT * FROM customer WHERE id = ?", (number,)).fetchone()
         kind = "email" if attribute == "email address" else "phone"
         value = row[kind]
         checks = one_of(value, column(db, f"SELECT {kind} FROM customer"))
         script = (click("link", "Customers"), search("Name, email or phone", row["name"]), stop(value))
-        instances.append(Instance({"customer": row["name"], "what": attribute}, checks, script))
-    return instances
+        yield Instance({"customer": row["name"], "what": attribute}, checks, script)
 
 
-def num_orders(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def num_orders(db: sqlite3.Connection) -> Iterator[Instance]:
     for status in ("pending", "processing", "complete", "cancelled"):
         count = str(db.execute("SELECT count(*) FROM orders WHERE status = ?", (status,)).fetchone()[0])
         script = (click("link", "Orders"), click("link", status), stop(count))
-        instances.append(Instance({"status": status}, exactly(count), script))
-    return instances
+        yield Instance({"status": status}, exactly(count), script)
 
 
-def stock(db: sqlite3.Connection) -> list[Instance]:
-    return [
-        Instance(
+def stock(db: sqlite3.Connection) -> Iterator[Instance]:
+    for p in _products(db, (3, 14, 31, 45, 59)):
+        yield Instance(
             {"sku": p["sku"]},
             exactly(p["quantity"]),
             (click("link", "Products"), search("Name or SKU", p["sku"]), stop(str(p["quantity"]))),
         )
-        for p in _products(db, (3, 14, 31, 45, 59))
-    ]
 
 
-def customer_orders(db: sqlite3.Connection) -> list[Instance]:
+def customer_orders(db: sqlite3.Connection) -> Iterator[Instance]:
     rows = db.execute(
         "SELECT c.name, count(o.id) AS num_orders FROM customer c JOIN orders o ON o.customer_id = c.id"
         " WHERE c.id > 1 GROUP BY c.id ORDER BY num_orders DESC, c.id LIMIT 4"
     ).fetchall()
-    return [
-        Instance(
+    for row in rows:
+        yield Instance(
             {"customer": row["name"]},
             exactly(row["num_orders"]),
             (
@@ -100,25 +92,21 @@ def customer_orders(db: sqlite3.Connection) -> list[Instance]:
                 stop(str(row["num_orders"])),
             ),
         )
-        for row in rows
-    ]
 
 
-def open_orders(db: sqlite3.Connection) -> list[Instance]:
-    return [
-        Instance(
+def open_orders(db: sqlite3.Connection) -> Iterator[Instance]:
+    for status in ("pending", "cancelled", "processing"):
+        yield Instance(
             {"status": status},
             at_url(f"{ADMIN}/orders?status={status}"),
             (click("link", "Orders"), click("link", status), stop()),
         )
-        for status in ("pending", "cancelled", "processing")
-    ]
 
 
-def set_price(db: sqlite3.Connection) -> list[Instance]:
+def set_price(db: sqlite3.Connection) -> Iterator[Instance]:
     prices = ("24.50", "9.99", "61.00", "118.75", "33.20")
-    return [
-        Instance(
+    for p, price in zip(_products(db, (7, 16, 28, 40, 61)), prices, strict=True):
+        yield Instance(
             {"product": p["name"], "price": price},
             with_data(
                 page_has((f"{ADMIN}/products/{p['id']}", "document.querySelector('[name=price]').value", price)),
@@ -133,25 +121,21 @@ def set_price(db: sqlite3.Connection) -> list[Instance]:
                 stop(),
             ),
         )
-        for p, price in zip(_products(db, (7, 16, 28, 40, 61)), prices, strict=True)
-    ]
 
 
-def restock(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def restock(db: sqlite3.Connection) -> Iterator[Instance]:
     for p, units in zip(_products(db, (10, 23, 37, 53)), (25, 40, 12, 60), strict=True):
         total = p["quantity"] + units
         field = "document.querySelector('[name=quantity]').value"
         script = (*_product(p), fill("Stock", str(total)), click("button", "Save product"), stop())
         pages = page_has((f"{ADMIN}/products/{p['id']}", field, str(total)))
         checks = with_data(pages, changed("product", p["id"], quantity=total))
-        instances.append(Instance({"sku": p["sku"], "units": units}, checks, script))
-    return instances
+        yield Instance({"sku": p["sku"], "units": units}, checks, script)
 
 
-def disable(db: sqlite3.Connection) -> list[Instance]:
-    return [
-        Instance(
+def disable(db: sqlite3.Connection) -> Iterator[Instance]:
+    for p in _products(db, (12, 26, 48)):
+        yield Instance(
             {"product": p["name"]},
             with_data(
                 page_has((f"{ADMIN}/products/{p['id']}", "document.querySelector('[name=enabled]').value", "0")),
@@ -159,17 +143,15 @@ def disable(db: sqlite3.Connection) -> list[Instance]:
             ),
             (*_product(p), choose("State", "disabled"), click("button", "Save product"), stop()),
         )
-        for p in _products(db, (12, 26, 48))
-    ]
 
 
-def set_status(db: sqlite3.Connection) -> list[Instance]:
+def set_status(db: sqlite3.Connection) -> Iterator[Instance]:
     rows = db.execute(
         "SELECT id FROM orders WHERE status IN ('pending', 'processing') AND customer_id > 1 ORDER BY id LIMIT 5"
     ).fetchall()
     statuses = ("complete", "cancelled", "complete", "cancelled", "complete")
-    return [
-        Instance(
+    for row, status in zip(rows, statuses, strict=False):
+        yield Instance(
             {"order": row["id"], "status": status},
             with_data(
                 page_has((f"{ADMIN}/orders/{row['id']}", text_of("#status"), status)),
@@ -177,14 +159,12 @@ def set_status(db: sqlite3.Connection) -> list[Instance]:
             ),
             (*_order(row["id"]), choose("Order status", status), click("button", "Save order"), stop()),
         )
-        for row, status in zip(rows, statuses, strict=False)
-    ]
 
 
-def deliver_to(db: sqlite3.Connection) -> list[Instance]:
+def deliver_to(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = ((4090, "3 Abbey Close, Norvale"), (4083, "51 Quay Street, Calder Bay"), (4077, "12 Mill Street, Eastmere"))
-    return [
-        Instance(
+    for order, address in cases:
+        yield Instance(
             {"order": order, "address": address},
             with_data(
                 page_has((f"{ADMIN}/orders/{order}", text_of("#address"), address)),
@@ -192,18 +172,16 @@ def deliver_to(db: sqlite3.Connection) -> list[Instance]:
             ),
             (*_order(order), fill("Address", address), click("button", "Save order"), stop()),
         )
-        for order, address in cases
-    ]
 
 
-def note(db: sqlite3.Connection) -> list[Instance]:
+def note(db: sqlite3.Connection) -> Iterator[Instance]:
     cases = (
         (4088, "Customer asked for gift wrapping"),
         (4071, "Parcel was returned by the carrier"),
         (4064, "Refund agreed by telephone"),
     )
-    return [
-        Instance(
+    for order, comment in cases:
+        yield Instance(
             {"order": order, "comment": comment},
             with_data(
                 page_has((f"{ADMIN}/orders/{order}", text_of("#notes"), [comment])),
@@ -211,16 +189,13 @@ def note(db: sqlite3.Connection) -> list[Instance]:
             ),
             (*_order(order), fill("Comment", comment), click("button", "Submit comment"), stop()),
         )
-        for order, comment in cases
-    ]
 
 
-def judge_review(db: sqlite3.Connection) -> list[Instance]:
+def judge_review(db: sqlite3.Connection) -> Iterator[Instance]:
     rows = db.execute(
         "SELECT r.id, p.id AS product_id, p.name, r.author FROM review r JOIN product p ON p.id = r.product_id"
         " WHERE r.status = 'pending' ORDER BY r.id LIMIT 5"
     ).fetchall()
-    instances = []
     for index, row in enumerate(rows):
         verb = ("Approve", "Reject")[index % 2]
         listed = "[...document.querySelectorAll('article')].map(each => each.innerText)"
@@ -234,12 +209,10 @@ def judge_review(db: sqlite3.Connection) -> list[Instance]:
             changed("review", row["id"], status="approved" if verb == "Approve" else "rejected"),
         )
         script = (click("link", "Reviews"), click("button", f"{verb} review of {row['name']}"), stop())
-        instances.append(Instance({"verb": verb, "product": row["name"], "author": row["author"]}, checks, script))
-    return instances
+        yield Instance({"verb": verb, "product": row["name"], "author": row["author"]}, checks, script)
 
 
-def group(db: sqlite3.Connection) -> list[Instance]:
-    instances = []
+def group(db: sqlite3.Connection) -> Iterator[Instance]:
     for number in (6, 13, 27):
         row = db.execute("SELECT * FROM customer WHERE id = ?", (number,)).fetchone()
         kind = "retail" if row["kind"] == "wholesale" else "wholesale"
@@ -253,8 +226,7 @@ def group(db: sqlite3.Connection) -> list[Instance]:
         )
         pages = page_has((f"{ADMIN}/customers/{number}", "document.querySelector('[name=kind]').value", kind))
         checks = with_data(pages, changed("customer", number, kind=kind))
-        instances.append(Instance({"customer": row["name"], "group": kind}, checks, script))
-    return instances
+        yield Instance({"customer": row["name"], "group": kind}, checks, script)
 
 
 TEMPLATES = (

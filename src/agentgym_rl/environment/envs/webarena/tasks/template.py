@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Instance:
     """Path of the start page on the site. Default: the front page."""
 
 
-Make = Callable[[sqlite3.Connection], Sequence[Instance]]
+Make = Callable[[sqlite3.Connection], Iterable[Instance]]
 
 
 @dataclass(frozen=True, slots=True)

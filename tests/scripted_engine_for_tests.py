@@ -1,4 +1,4 @@
-"""An engine that replies from a script, for tests and examples."""
+"""An engine that replies from a script."""
 
 from __future__ import annotations
 

@@ -1,0 +1,54 @@
+"""DAgger: imitate an oracle in the states that the agent itself reaches. Ross et al. 2011 (arXiv 1011.0686).
+
+An agent that imitates whole demonstrations never sees the states after its own errors. Here the agent plays and the
+oracle says what it would have done in each state. run/rounds.py plays the rounds; this module builds the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from agentgym_rl.types import Message, Sample, Trajectory
+
+
+def labelled(
+    trajectory: Trajectory, reply_ids: Callable[[str], list[int]], parse: Callable[[str], str]
+) -> list[Sample]:
+    """Return samples that imitate the oracle in every state of an episode.
+
+    A reply whose action is the oracle's is imitated as the agent wrote it; one sample per segment has all of those.
+    Every other state becomes a sample of its own: the conversation so far and the oracle's reply. `reply_ids` returns
+    the ids of a written reply, `parse` its action.
+    """
+    segments: list[Sample] = []
+    corrections: list[Sample] = []
+    for message in trajectory.messages:
+        if message.segment == len(segments):
+            parent, count = message.prefix or (0, 0)
+            start = segments[parent].token_ids[:count] if count else []
+            segments.append(Sample(start, [False] * count, trajectory_id=trajectory.id))
+        agreed = segments[message.segment]
+        token_ids = agreed.token_ids
+        is_reply = message.role == "assistant"
+        same = is_reply and bool(message.advice) and parse(message.content) == parse(message.advice)
+        if is_reply and message.advice and not same:
+            correction = reply_ids(message.advice)
+            corrections.append(
+                Sample(
+                    [*token_ids, *correction],
+                    [False] * len(token_ids) + [True] * len(correction),
+                    trajectory_id=f"{trajectory.id}/{len(corrections)}",
+                    left_out=[(0, len(token_ids))],
+                )
+            )
+        if is_reply and not same:
+            agreed.left_out.append((len(token_ids), len(message.token_ids)))
+        token_ids += message.token_ids
+        agreed.loss_mask += [same] * len(message.token_ids)
+    return [sample for sample in segments if any(sample.loss_mask)] + corrections
+
+
+def agreement(replies: Iterable[Message], parse: Callable[[str], str]) -> float:
+    """Return the share of the agent's own replies whose action is the oracle's."""
+    own = [m for m in replies if m.advice and m.logprobs is not None]
+    return sum(parse(m.content) == parse(m.advice) for m in own) / len(own) if own else 0.0
