@@ -29,9 +29,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ORACLE = None
 ENVIRONMENTS: dict[str, tuple[int, list[str | None]]] = {
+    "alfworld": (3001, [ORACLE] * 4),
     "keydoor": (2, [ORACLE] * 3),
     "maze": (4, [ORACLE] * 9),
+    "sqlgym": (4016, [ORACLE]),
     "textcraft": (312, [ORACLE] * 9),
+    "webshop": (2003, [ORACLE] * 3),
     "wordle": (204, ["about", "heart", "grade", "crazy"]),
 }
 """(item, actions before the picture) of each environment that draws SVG without a browser or Java."""

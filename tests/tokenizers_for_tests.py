@@ -12,7 +12,9 @@ SPECIAL_TOKENS = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "mistral": ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]"],
 }
+_BEGIN_END = {"llama3": ("<|begin_of_text|>", "<|end_of_text|>"), "mistral": ("<s>", "</s>")}
 
 # How Llama-3 and Qwen cut text into words: runs of newlines stay together, whatever follows them.
 _MODERN_WORDS = (
@@ -48,12 +50,12 @@ def byte_level_bpe(style: str, vocab_size: int = 420) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_LINES, trainer)
-    llama = style == "llama3"
+    begin, end = _BEGIN_END.get(style, (None, "<|endoftext|>"))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|begin_of_text|>" if llama else None,
-        eos_token="<|end_of_text|>" if llama else "<|endoftext|>",
-        pad_token="<|end_of_text|>" if llama else "<|endoftext|>",
+        bos_token=begin,
+        eos_token=end,
+        pad_token=end,
         additional_special_tokens=special,
     )
 
@@ -86,8 +88,15 @@ def split_segmentation(tokenizer: Any, text: str) -> list[int]:
 QWEN3 = """\
 {%- set last = namespace(user=-1) -%}
 {%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else '') + '\\n\\n# Tools\\n' -}}
+{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}{{- '<|im_end|>\\n' -}}
+{%- endif -%}
 {%- for m in messages -%}
-{%- if m.role != 'assistant' -%}
+{%- if m.role == 'system' and tools -%}
+{%- elif m.role == 'tool' -%}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' -}}
+{%- elif m.role != 'assistant' -%}
 {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
 {%- else -%}
 {%- set thought, answer = '', m.content -%}
@@ -101,6 +110,10 @@ QWEN3 = """\
 {%- else -%}
 {{- answer -}}
 {%- endif -%}
+{%- for call in m.tool_calls or [] -%}
+{{- ('\\n' if answer or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name -}}
+{{- '", "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
 {{- '<|im_end|>\\n' -}}
 {%- endif -%}
 {%- endfor -%}

@@ -21,16 +21,19 @@ Result = TypeVar("Result")
 
 
 def load_recipe(
-    recipe: str | Path, overrides: Mapping[str, Any] | None = None, *, env: type[TextEnv] | None = None
+    recipe: str | Path, overrides: Mapping[str, Any] | None = None, *, env: str | type[TextEnv] | None = None
 ) -> Config:
     """Return a checked recipe: a TOML file, or a name that `agentgym-rl recipes` lists.
 
-    `overrides` are settings by dotted key, such as {"rl.steps": 50}. An `env` of your own replaces the environments.
+    `overrides` are settings by dotted key, such as {"rl.steps": 50}. An `env`, a class of your own or a name, replaces
+    the environments.
     """
     from agentgym_rl.commands.recipes import find_recipe
     from agentgym_rl.config import load_config
 
-    settings = {**(overrides or {}), **({"environments": [{"name": env.name}]} if env is not None else {})}
+    settings = dict(overrides or {})
+    if env is not None:
+        settings["environments"] = [{"name": env if isinstance(env, str) else env.name}]
     return load_config(find_recipe(Path(recipe)), [f"{key}={_toml(value)}" for key, value in settings.items()])
 
 
@@ -38,7 +41,7 @@ def train(
     recipe: str | Path,
     overrides: Mapping[str, Any] | None = None,
     *,
-    env: type[TextEnv] | None = None,
+    env: str | type[TextEnv] | None = None,
     resume: bool = False,
 ) -> dict[str, Any]:
     """Train an agent as a recipe says and return the summary of the run.
@@ -53,7 +56,7 @@ def train(
 
     config = load_recipe(recipe, overrides, env=env)
     pool = None
-    if env is not None:
+    if env is not None and not isinstance(env, str):
         pool = LocalPool(
             {env.name: env},
             max_sessions=config.agent.concurrency,
@@ -82,11 +85,14 @@ def evaluate(agent: str | Path, **options: Any) -> dict[str, Any]:
     return _run(run(request_of({**defaults, **options, "agent": str(agent)})))
 
 
-def make_env(env: str | type[TextEnv]) -> TextEnv:
-    """Return a new environment: by its name in the catalogue, or of a class of your own."""
+def make_env(env: str | type[TextEnv], **kwargs: Any) -> TextEnv:
+    """Return a new environment: by its name in the catalogue, by an import path, or of a class of your own.
+
+    >>> make_env("my_module:MyEnv", size=5)  # doctest: +SKIP
+    """
     from agentgym_rl.environment import catalog
 
-    return (catalog.load(env) if isinstance(env, str) else env)()
+    return catalog.load(env, kwargs)() if isinstance(env, str) else env(**kwargs)
 
 
 def play(env: str | type[TextEnv], policy: Callable[[str], str], item: int = 0, *, max_turns: int = 30) -> Trajectory:

@@ -41,6 +41,17 @@ def options(
 
 
 Overrides = Annotated[list[str] | None, typer.Argument(help="Settings as key=value, for example rl.steps=50")]
+Kwargs = Annotated[
+    list[str] | None,
+    typer.Option("--kwarg", help="Argument of the environment's constructor as key=value; may be given several times"),
+]
+
+
+def _kwargs(options: list[str] | None) -> dict[str, Any]:
+    """Return the arguments of every --kwarg. Values are TOML literals or bare strings."""
+    from agentgym_rl.config import parse_assignments
+
+    return parse_assignments(options or [])
 
 
 @app.command()
@@ -101,8 +112,10 @@ def recipes(
 def envs(as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False) -> None:
     """List the environments, their items and subsets."""
     from agentgym_rl.environment import catalog
+    from agentgym_rl.environment.agentgym_servers import SERVED
 
-    rows = [_describe(name, entry) for name, entry in catalog.CATALOG.items()]
+    rows = [_describe(name, entry) for name, entry in catalog.entries().items()]
+    rows += [_describe_served(name) for name in SERVED if name not in catalog.CATALOG]
     if as_json:
         print(json.dumps(rows, indent=2))
         return
@@ -116,7 +129,8 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
     table = Table("environment", "what it is", "items", "subsets", box=None, pad_edge=False, header_style="bold")
     longest = max((len(split) for row in rows for split in row["splits"]), default=0)
     for row in rows:
-        state = ("installed", "green") if row["installed"] else ("not installed", "yellow")
+        lacking = "needs a server" if row.get("server") else "not installed"
+        state = ("installed", "green") if row["installed"] else (lacking, "yellow")
         items = "\n".join(f"{split:{longest}} {size:>7,}" for split, size in row["splits"].items())
         subsets = "\n".join(row["subsets"][:SUBSETS_SHOWN])
         more = len(row["subsets"]) - SUBSETS_SHOWN
@@ -130,7 +144,10 @@ def _print_environments(rows: list[dict[str, Any]]) -> None:
             Text.assemble(subsets, (f"\nand {more} more" if more > 0 else "", "dim")),
         )
         table.add_row()
-    Screen(highlight=False).print(table)
+    screen = Screen(highlight=False)
+    screen.print(table)
+    if any("†" in row["summary"] for row in rows):
+        screen.print("† our own tasks under a published name; with url = agentgym+http://... AgentGym's server plays")
 
 
 def _describe(name: str, entry: Any) -> dict[str, Any]:
@@ -155,31 +172,64 @@ def _describe(name: str, entry: Any) -> dict[str, Any]:
     }
 
 
+def _describe_served(name: str) -> dict[str, Any]:
+    from agentgym_rl.environment.agentgym_servers import SERVED
+
+    served = SERVED[name]
+    return {
+        **{"name": name, "summary": served.summary, "licence": f"needs {served.needs}", "extra": "", "package": ""},
+        **{"installed": False, "missing": f"AgentGym's server: {served.command}", "server": served.command},
+        "splits": {split: len(items) for split, items in served.splits.items()},
+        "ranges": {split: [items.start, items.stop] for split, items in served.splits.items()},
+        "subsets": [],
+    }
+
+
+@app.command("check-env")
+def check_env(
+    name: Annotated[str, typer.Argument(help="Environment: my_module:MyEnv, or a name that `envs` lists")],
+    kwarg: Kwargs = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Check an environment: determinism, hostile actions, concurrency, speed and more. Exit code 1 on a failure."""
+    from agentgym_rl.commands import check_env as command
+
+    findings = command.findings_of(name, _kwargs(kwarg))
+    if as_json:
+        print(json.dumps(command.as_json(findings), indent=2))
+    else:
+        command.print_findings(name, findings)
+    raise typer.Exit(1 if any(finding.level == "error" for finding in findings) else 0)
+
+
 @app.command()
 def serve(
-    names: Annotated[list[str], typer.Argument(help="Environments to serve, for example textcraft babyai")],
+    names: Annotated[list[str], typer.Argument(help="Environments to serve: textcraft babyai my_module:MyEnv")],
     host: Annotated[str, typer.Option(help="Address to bind; anything but loopback needs a token")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535)] = 36001,
     token: Annotated[str | None, typer.Option(envvar="AGENTGYM_RL_TOKEN", help="Bearer token to demand")] = None,
     max_sessions: Annotated[int, typer.Option(min=1, help="Sessions at once")] = 4096,
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
     step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
+    kwarg: Kwargs = None,
 ) -> None:
     """Serve environments over HTTP. Prints their addresses, then `ready`."""
     from agentgym_rl.environment.server import serve as run
 
     limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
-    run(names, host, port, token=token, announce=lambda text: print(text, flush=True), **limits)
+    announce = lambda text: print(text, flush=True)  # noqa: E731
+    run(names, host, port, token=token, kwargs=_kwargs(kwarg), announce=announce, **limits)
 
 
 @app.command()
 def play(
-    name: Annotated[str, typer.Argument(help="Environment, for example textcraft")],
+    name: Annotated[str, typer.Argument(help="Environment, for example textcraft or my_module:MyEnv")],
     item: Annotated[int, typer.Option(help="Which item")] = 0,
     max_turns: Annotated[int, typer.Option(min=1)] = 30,
     oracle: Annotated[bool, typer.Option(help="Let the oracle play")] = False,
     url: Annotated[str | None, typer.Option(help="Server of the environment, instead of this process")] = None,
     token_variable: Annotated[str | None, typer.Option(help="Variable that holds that server's token")] = None,
+    kwarg: Kwargs = None,
 ) -> None:
     """Play an item by hand in the terminal."""
     from agentgym_rl.commands.play import play as run
@@ -187,7 +237,7 @@ def play(
     token = os.environ.get(token_variable, "") if token_variable else None
     if token == "":
         raise ConfigError(f"--token-variable: {token_variable} should hold the server's token, it is not set")
-    asyncio.run(run(name, item, max_turns, oracle=oracle, url=url, token=token))
+    asyncio.run(run(name, item, max_turns, oracle=oracle, url=url, token=token, kwargs=_kwargs(kwarg)))
 
 
 @app.command()
@@ -278,11 +328,17 @@ def _option(panel: str, text: str, **bounds: Any) -> Any:
 @app.command("eval")
 def evaluate(
     agent: Annotated[str, typer.Option(help="oracle, random, a model folder or hub name, RUN, RUN@STEP, openai:MODEL")],
-    suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27")] = None,
-    env: Annotated[str | None, typer.Option(help="One environment, or one scenario of the suite")] = None,
+    suite: Annotated[str | None, typer.Option(help="A suite of tasks: agentgym-27 or agenteval")] = None,
+    env: Annotated[
+        str | None, typer.Option(help="One environment (textcraft, my_module:MyEnv), or one scenario of the suite")
+    ] = None,
+    kwarg: Kwargs = None,
     subset: Annotated[list[str] | None, typer.Option(help="Subset of --env; may be given several times")] = None,
     items: Annotated[str | None, typer.Option(help="Items of --env: 0-99 or 3,5,8 or the path of a task list")] = None,
     split: Annotated[str, typer.Option(help="Split the items are taken from")] = "test",
+    lists: Annotated[
+        Path | None, typer.Option(help="Folder of AgentEval's item lists, such as webshop_test.json; for --suite")
+    ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="At most so many items of each task, evenly spaced")] = None,
     turns: Annotated[str | None, typer.Option(help="Turns allowed, one number or several: 2,4,8,16,32")] = None,
     samples: Annotated[int, typer.Option(min=1, help="Episodes of each item, for avg@k and pass@k")] = 1,
@@ -312,7 +368,9 @@ def evaluate(
     retries: Annotated[int, _option("Pace", "Further attempts at an episode that failed", min=0)] = 2,
     step_timeout: Annotated[float, _option("Pace", "Seconds a step of an environment may take", min=0.01)] = 60.0,
     episode_timeout: Annotated[float, _option("Pace", "Seconds an episode may take", min=0.01)] = 1800.0,
-    url: Annotated[str | None, _option("Pace", "Server of --env, not this process; AgentGym's need --items")] = None,
+    url: Annotated[
+        list[str] | None, _option("Pace", "Server of --env, not this process; with --suite NAME=URL, several times")
+    ] = None,
     token_variable: Annotated[str | None, _option("Pace", "Variable that holds that server's token")] = None,
 ) -> None:
     """Evaluate an agent: success with intervals, turns, tokens, cost. Run it again to continue after a kill."""
@@ -365,6 +423,10 @@ def view(
         list[str] | None, typer.Option(help="NAME=URL of an environment server, for pictures and the playground")
     ] = None,
     token_variable: Annotated[str | None, typer.Option(help="Variable that holds the token of those servers")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="Class of your own, my_module:MyEnv, or a recipe or run whose classes to import"),
+    ] = None,
     export: Annotated[Path | None, typer.Option(help="Write one HTML file instead of serving")] = None,
     episodes: Annotated[int, typer.Option(min=0, help="With --export: most episodes of a run")] = 200,
     pictures: Annotated[bool, typer.Option(help="With --export: the environments' pictures")] = True,
@@ -377,6 +439,7 @@ def view(
         raise ConfigError(f"--token-variable: the variable {token_variable} should hold a token, it is not set")
     served: dict[str, Any] = {
         "urls": viewer.served_environments(url or []),
+        "own": viewer.own_environments(env or []),
         "environment_token": os.environ[token_variable] if token_variable is not None else None,
     }
     if export is not None:
@@ -404,16 +467,26 @@ def convert(
 
 @app.command()
 def index(
-    corpus: Annotated[Path, typer.Argument(help="Passages: a .jsonl file, or a .json file that is one list")],
+    corpus: Annotated[Path, typer.Argument(help="Passages: a .jsonl file, or a .json file that is one list; or .gz")],
     out: Annotated[Path | None, typer.Option(help="Folder to make; by default CORPUS.index beside the corpus")] = None,
     dense: Annotated[str | None, typer.Option(help="Encoder (Hugging Face folder or name) for dense retrieval")] = None,
     query_prefix: Annotated[str, typer.Option(help="What the encoder wants before a query")] = "",
     passage_prefix: Annotated[str, typer.Option(help="What the encoder wants before a passage")] = "",
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(help="Question file or pattern, 'qa/*.jsonl'; may be repeated. Reports recall of gold passages"),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="With --questions: most questions of a file")] = None,
+    report: Annotated[Path | None, typer.Option(help="With --questions: also write the numbers as JSON")] = None,
 ) -> None:
-    """Build a search index for searchqa."""
-    from agentgym_rl.environment.envs.searchqa.command import index_corpus
+    """Build a search index for searchqa. With --questions, measure retrieval; an index that exists is used as it is."""
+    from agentgym_rl.environment.envs.searchqa import command
 
-    index_corpus(corpus, out, dense, query_prefix, passage_prefix)
+    folder = out or command.default_folder(corpus)
+    if not (questions and folder.exists()):
+        command.index_corpus(corpus, folder, dense, query_prefix, passage_prefix)
+    if questions:
+        command.measure_questions(folder, questions, limit, report)
 
 
 def main() -> None:

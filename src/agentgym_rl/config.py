@@ -87,7 +87,11 @@ class EnvironmentConfig(_Section):
     """One environment of a run."""
 
     name: str
-    """Name in the catalog, or on the server."""
+    """Name in the catalog, import path of a class (my_module:MyEnv), name on the server, or with `source` any."""
+    source: str | None = None
+    """Name in the catalog or import path, if `name` is another: one class with different `kwargs` is listed twice."""
+    kwargs: dict[str, Any] = {}
+    """Arguments of the environment's constructor, such as { size = 5 }."""
     url: str | None = None
     """Base address of its server; without one it runs in this process. `agentgym+http://host:36001/webshop` is one of
     AgentGym's own servers."""
@@ -119,15 +123,21 @@ class EnvironmentConfig(_Section):
     def _items_or_subsets(self) -> EnvironmentConfig:
         if self.items and self.subsets:
             raise ValueError(f"environment {self.name}: set items or subsets, not both")
+        if self.url is not None and (self.source is not None or self.kwargs):
+            setting = "kwargs" if self.kwargs else "source"
+            raise ValueError(
+                f"environment {self.name}: {setting} is for one in this process; with url the server decides"
+            )
         return self
 
 
 class AgentConfig(_Section):
     """Settings of playing episodes."""
 
-    style: Literal["act", "react", "plan", "reflect"] = "act"
+    style: Literal["act", "react", "plan", "reflect", "tool", "function_call", "code"] = "act"
     """Form of a reply. "act": an action. "react": a thought, then an action. "plan": the same, with a plan in the first
-    thought. "reflect": several attempts at a task, with a reflection between them."""
+    thought. "reflect": several attempts at a task, with a reflection between them. "tool": a native tool call.
+    "function_call": an action as JSON text. "code": an action in a fenced block."""
     turns_per_attempt: int | None = Field(None, ge=1)
     """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
     instruction: str | None = None
@@ -381,7 +391,10 @@ class Config(_Section):
     def _fits_together(self) -> Config:
         names = [e.name for e in self.environments]
         if len(set(names)) != len(names):
-            raise ValueError(f"environments: each name once, got {', '.join(names)}")
+            raise ValueError(
+                f"environments: each name once, got {', '.join(names)}; to list one class twice, set source to it and "
+                "name to any"
+            )
         if self.model.scratch is not None and self.warm_start is None and self.method != "sft":
             raise ValueError("model.scratch needs warm_start: its tokenizer and grammar come from there")
         if self.scale is not None and not self.checkpoint.optimizer:
@@ -524,6 +537,14 @@ def _find_template(raw: dict[str, Any], folder: Path) -> None:
         path, here = os.path.abspath(folder / template), os.path.abspath(os.curdir)
         # Relative if possible, so that a run can be resumed after its checkout was moved.
         model["chat_template"] = os.path.relpath(path, here) if path.startswith(here + os.sep) else path
+
+
+def parse_assignments(options: list[str]) -> dict[str, Any]:
+    """Return `key=value` options as a dict. Values are TOML literals or bare strings, as in overrides."""
+    values: dict[str, Any] = {}
+    for option in options:
+        _apply(values, option)
+    return values
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -81,6 +81,9 @@ class ToolCall:
     raw: str = ""
     """Sampled text of a malformed call; empty for a well-formed one."""
 
+    def __str__(self) -> str:
+        return self.raw or f"{self.name}({json.dumps(self.arguments, ensure_ascii=False)})"
+
 
 @dataclass(slots=True)
 class Step:
@@ -138,6 +141,11 @@ class Message:
     def is_reply(self) -> bool:
         """Whether it is an agent's reply to the environment: one per turn."""
         return self.role == "assistant" and not self.purpose
+
+    @property
+    def text(self) -> str:
+        """Content and tool calls as one text, to compare and to show."""
+        return "\n".join(part for part in (self.content, *map(str, self.tool_calls or ())) if part)
 
 
 @dataclass(slots=True)

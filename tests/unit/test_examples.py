@@ -94,3 +94,13 @@ def test_the_page_shows_the_code_of_the_example() -> None:
     (shown,) = [block for block in blocks if "class NumberGuessing" in block]
     assert shown.strip() in EXAMPLE.read_text()
     assert len(shown.strip().splitlines()) <= 40
+
+
+def test_the_example_with_tools_runs_and_matches_its_guide() -> None:
+    program = ROOT / "examples" / "tool_calls.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("reward 1") == 3
+    assert '  > add({"item": "apple", "count": 2})\ntool: The basket: 2 apple\n' in done.stdout
+    guide = (ROOT / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
+    snippet = guide.partition("        return (\n")[2].partition("```")[0]
+    assert snippet in program.read_text(encoding="utf-8")

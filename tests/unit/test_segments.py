@@ -18,13 +18,15 @@ from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe, thinking_tokenizer
 from training_for_tests import few
 
-from agentgym_rl.agent.context import ASK, LEFT_OUT, SUMMARISED, Context, view
+from agentgym_rl.agent.context import ASK, FULL, LEFT_OUT, SUMMARISED, Context, view
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.segments import Call, path, place, stitch
+from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.training.batch import to_samples
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.model import action_logprobs
@@ -287,6 +289,53 @@ async def test_without_space_for_a_reply_after_a_cut_the_episode_ends() -> None:
     limits = Limits(max_turns=12, max_new_tokens=20, max_context=70)
     trajectory, _, _ = await scripted("chatml", ["up"] * 12, limits, context=Context("window", 2))
     assert trajectory.stop in (StopReason.MAX_CONTEXT, StopReason.LENGTH)
+
+
+class Tooled(Staying):
+    @classmethod
+    def tools(cls) -> list[Tool]:
+        return [Tool("count", "Count one up or down.", "{way}", {"way": {"type": "string", "enum": ["up", "down"]}})]
+
+
+async def scripted_tools(
+    renderer: Renderer, reply: str, limits: Limits, context: Context = FULL
+) -> tuple[Trajectory, Recorder]:
+    ids = [*renderer.encode(reply), renderer.end_of_turn]
+    recorder = Recorder(ScriptedEngine([ids] * 40))
+    session = STYLES["tool"].wrap(await LocalPool({"counting": Tooled}, action_format="tool").open("counting"))
+    player = EnginePolicy(
+        recorder, renderer, Sampling(1), instruction=session.instruction, tools=session.tools, context=context
+    )
+    trajectory = await rollout(TASK, session, player, limits, id="t")
+    await session.close()
+    assert trajectory.stop is StopReason.MAX_TURNS, trajectory.error
+    assert all(info["valid"] for info in trajectory.infos)
+    require_exact(trajectory, recorder.calls)
+    return trajectory, recorder
+
+
+CALL = '<tool_call>\n{"name": "count", "arguments": {"way": "up"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("kind", ["window", "summary"])
+async def test_the_context_of_tool_turns_is_cut_exactly(kind: Any) -> None:
+    renderer = Renderer(byte_level_bpe("qwen"), "qwen")
+    limits = Limits(max_turns=16, max_new_tokens=90, max_context=1400)
+    trajectory, recorder = await scripted_tools(renderer, CALL, limits, Context(kind, 2, 90))
+    assert trajectory.num_segments > 1
+    last = renderer.tokenizer.decode(recorder.calls[-1][0])
+    assert (LEFT_OUT if kind == "window" else SUMMARISED) in last
+    assert '"name": "count"' in last  # the tools remain
+
+
+async def test_a_thinking_template_keeps_thoughts_between_tool_results() -> None:
+    renderer = Renderer(thinking_tokenizer("qwen3"))
+    assert not renderer.linear
+    trajectory, recorder = await scripted_tools(
+        renderer, f"<think>\nUp.\n</think>\n\n{CALL}", replace(LIMITS, max_new_tokens=120)
+    )
+    assert trajectory.num_segments == 1
+    assert renderer.tokenizer.decode(recorder.calls[-1][0]).count("<think>\nUp.\n</think>") == 3
 
 
 def test_the_view_after_a_cut() -> None:

@@ -25,6 +25,21 @@ def parse_prices(prompt: float | None, completion: float | None, cached: float |
     return Prices(prompt, completion, cached)
 
 
+def parse_urls(given: list[str] | str | None, suite: str | None) -> tuple[str | None, dict[str, str]]:
+    """Return the server of --env, or with a suite the servers by environment, from `NAME=URL` each."""
+    given = [given] if isinstance(given, str) else given  # the Python API takes one address as a string
+    if not given or suite is None:
+        if len(given or ()) > 1:
+            raise ConfigError(f"--url may be given once without --suite, got {len(given or ())}: leave the others out")
+        return (given[0] if given else None), {}
+    named = [text.partition("=") for text in given]
+    if not all(name.isidentifier() and url for name, _, url in named):
+        raise ConfigError(
+            f"--url needs NAME=URL with a suite, such as webshop=agentgym+http://127.0.0.1:36001/webshop, got {given}"
+        )
+    return None, {name: url for name, _, url in named}
+
+
 def wants_published(text: str | None) -> bool:
     if text not in (None, "published"):
         raise ConfigError(

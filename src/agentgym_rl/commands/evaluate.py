@@ -9,18 +9,20 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from agentgym_rl import __version__
 from agentgym_rl.agent.styles import STYLES
-from agentgym_rl.commands.eval_options import parse_prices, parse_turns, wants_published
-from agentgym_rl.commands.load_agent import AgentOptions, Candidate, find_agent, load_agent
+from agentgym_rl.commands.eval_options import parse_prices, parse_turns, parse_urls, wants_published
+from agentgym_rl.commands.eval_served import OWN_TASKS, served_plan
+from agentgym_rl.commands.load_agent import AgentOptions, Candidate, find_agent, load_agent, run_of
 from agentgym_rl.common.files import write_atomically
-from agentgym_rl.config import AgentConfig, EnvironmentConfig
+from agentgym_rl.config import AgentConfig, EnvironmentConfig, load_config, parse_assignments
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.agentgym import is_agentgym, read_items
+from agentgym_rl.environment.agentgym import Server, is_agentgym, read_items
+from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.errors import ConfigError, EngineError, did_you_mean
 from agentgym_rl.evaluation.episodes import PlayOptions, play
 from agentgym_rl.evaluation.folder import Folder, default_root, explain_write_errors
@@ -40,8 +42,8 @@ from agentgym_rl.evaluation.report import (
     scenario_label,
 )
 from agentgym_rl.evaluation.suites import (
-    BUILT_IN_SEARCH,
-    BUILT_IN_WEB,
+    AGENTGYM_27,
+    BUILT_IN_SCENARIOS,
     SUBSTITUTES,
     SUITES,
     Scenario,
@@ -51,7 +53,7 @@ from agentgym_rl.evaluation.suites import (
 from agentgym_rl.evaluation.terminal import print_report
 from agentgym_rl.run.collectors import wrap_of
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.pool import EnvironmentsPool, load_class
 
 SAVE_INTERVAL_S = 15.0
 """Seconds between updates of eval.json while episodes are played."""
@@ -86,7 +88,15 @@ class Request:
     limit: int | None = None
     """Most items of each task."""
     url: str | None = None
+    urls: Mapping[str, str] = field(default_factory=dict)
+    """AgentGym's servers for a suite, by environment."""
+    lists: Path | None = None
+    """Folder of item lists, one per environment of a suite that is played on a server."""
     token_variable: str | None = None
+    source: str | None = None
+    """Name in the catalogue or import path of the environment, if `env` is a name that a run gave it."""
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the environment's constructor."""
     turns: tuple[int, ...] = ()
     """Horizons, or empty for each scenario's own."""
     samples: int = 1
@@ -105,8 +115,19 @@ class Request:
             raise ConfigError(
                 f"unknown suite {self.suite!r}: known are {', '.join(SUITES)}{did_you_mean(self.suite, SUITES)}"
             )
-        if self.suite is not None and (self.subsets or self.items or self.url):
-            raise ConfigError("a suite has its own items: leave out --subset, --items and --url, or leave out --suite")
+        if self.suite is not None and (self.subsets or self.items or self.url or self.kwargs):
+            raise ConfigError(
+                "a suite has its own items: leave out --subset, --items, --url and --kwarg, or leave out --suite"
+            )
+        unserved = set(self.urls) - {
+            task.scenario.env for task in SUITES.get(self.suite or "", ()) if task.scenario.needs_server
+        }
+        if unserved:
+            raise ConfigError(
+                f"{self.suite} plays {min(unserved)} in this process: leave out --url {min(unserved)}=..."
+            )
+        if self.url is not None and self.kwargs:
+            raise ConfigError("--kwarg is for an environment in this process; with --url the server decides")
         if self.suite is not None and self.env is not None and self.env not in _environments(self.suite):
             raise ConfigError(f"{self.suite} has no {self.env!r}: it has {', '.join(_environments(self.suite))}")
         if self.items is not None and self.subsets:
@@ -132,10 +153,15 @@ def request_of(given: Mapping[str, Any]) -> Request:
         "prices": prices,
     }
     agent = AgentOptions(**{f.name: ({**given, **changed})[f.name] for f in fields(AgentOptions)})
+    url, urls = parse_urls(given["url"], given["suite"])
     changed = {
         "agent": agent,
+        "url": url,
+        "urls": urls,
         "subsets": tuple(dict.fromkeys(given["subset"] or ())),
         "turns": parse_turns(given["turns"]),
+        "source": None,
+        "kwargs": parse_assignments(given["kwarg"] or []),
         "step_timeout_s": given["step_timeout"],
         "episode_timeout_s": given["episode_timeout"],
         "compare_published": wants_published(given["compare"]),
@@ -146,6 +172,7 @@ def request_of(given: Mapping[str, Any]) -> Request:
 async def evaluate(request: Request, console: Console | None = None) -> dict[str, Any]:
     """Evaluate one agent and return the content of its eval.json."""
     console = console or Console()
+    request = _with_settings_of_run(request)
     # Before the agent: an error in a name is reported without loading torch.
     plans = _requested_plans(request, await _listed_items(request))
     candidate = find_agent(request.agent)
@@ -155,7 +182,7 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
         raise ConfigError(f"no task can be played: {plans[0].missing or 'the selection has no items'}")
     published = published_entries(plan.scenario for plan in plans) if request.compare_published else ("", [])
     max_context = max(plan.max_context for plan in playable)
-    heavy = {plan.env for plan in playable if request.url is None and not catalog.load(plan.env).cheap}
+    heavy = {plan.env for plan in playable if _url(request, plan) is None and not _load(request, plan.env).cheap}
     concurrency = {
         plan.env: request.concurrency or (CONCURRENCY_HEAVY if plan.env in heavy else CONCURRENCY) for plan in playable
     }
@@ -183,6 +210,31 @@ async def evaluate(request: Request, console: Console | None = None) -> dict[str
         await agent.close()
 
 
+def _with_settings_of_run(request: Request) -> Request:
+    """Return the request with the source and kwargs that the agent's own run gave the environment."""
+    run = run_of(request.agent.spec) if request.suite is None and request.url is None else None
+    if run is None:
+        return request
+    for env in load_config(run[0] / "config.toml", []).environments:
+        if env.name == request.env and env.url is None:
+            return replace(request, source=env.source, kwargs={**env.kwargs, **request.kwargs})
+    return request
+
+
+def _environment(request: Request, env: str) -> EnvironmentConfig:
+    url = request.url or request.urls.get(env)
+    settings = {"source": request.source, "kwargs": dict(request.kwargs)} if url is None else {}
+    return EnvironmentConfig(name=env, url=url, token_variable=request.token_variable, **settings)
+
+
+def _url(request: Request, plan: TaskPlan) -> str | None:
+    return request.url or request.urls.get(plan.env)
+
+
+def _load(request: Request, env: str) -> type[TextEnv]:
+    return load_class(_environment(request, env))
+
+
 async def _play_environment(
     request: Request,
     playing: AgentConfig,
@@ -195,8 +247,7 @@ async def _play_environment(
 ) -> None:
     """Play the episodes of one environment. Its browsers are closed before the next environment starts."""
     playing = playing.model_copy(update={"concurrency": concurrency, "step_timeout_s": request.step_timeout_s})
-    environment = EnvironmentConfig(name=env, url=request.url, token_variable=request.token_variable)
-    pool = EnvironmentsPool((environment,), playing)
+    pool = EnvironmentsPool((_environment(request, env),), playing)
     options = PlayOptions(concurrency, request.retries, request.episode_timeout_s)
     try:
         await play(episodes, agent, pool, wrap_of(playing), folder, options, request.seed, progress.on_record)
@@ -310,10 +361,10 @@ async def _listed_items(request: Request) -> ItemsBySubset:
     """Return the items that the server of --url lists for the split or each subset. Empty if --items names them."""
     if request.url is None or request.items is not None:
         return {}
-    if is_agentgym(request.url):
-        raise ConfigError("an AgentGym server needs --items, such as 0-99: it does not list its test items")
     assert request.env is not None
-    environment = EnvironmentConfig(name=request.env, url=request.url, token_variable=request.token_variable)
+    if is_agentgym(request.url) and Server(request.url, request.env).served is None:
+        raise ConfigError("an AgentGym server needs --items, such as 0-99: it does not list its test items")
+    environment = _environment(request, request.env)
     pool = EnvironmentsPool((environment,), AgentConfig(step_timeout_s=request.step_timeout_s))
     try:
         subsets = request.subsets or (None,)
@@ -358,6 +409,8 @@ def _suite_plans(request: Request) -> list[TaskPlan]:
 
 def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
     scenario, split = task.scenario, request.split
+    if scenario.needs_server:
+        return served_plan(task, request.urls.get(scenario.env), request.lists, request.limit)
     is_substitute = task in SUBSTITUTES.get(scenario.env, ())
     if scenario.env == "webarena" and not is_substitute:
         split = "official"
@@ -369,33 +422,36 @@ def _suite_plan(task: SuiteTask, request: Request) -> TaskPlan:
     if not plan.items:
         return _missing(plan, f"its questions are needed: set {SEARCHQA_DATA} and {SEARCHQA_INDEX}")
     count = min(task.num_items, request.limit or task.num_items)
-    return replace(plan, items=tuple(evenly_spaced(plan.items, count)))
+    items = tuple(evenly_spaced(plan.items, count))
+    return replace(plan, items=items, own_data=plan.own_data or is_substitute)
 
 
 def _environment_plans(request: Request, listed: ItemsBySubset) -> list[TaskPlan]:
     env = request.env
     assert env is not None
     data, own_data = _data_of(env, request, request.split)
-    scenario = _scenario_of(env, own_data)
+    scenario = _scenario_of(request.source or env, own_data, request.url)
     tasks = {
         task.subset: task
         for suite in (*SUITES.values(), *SUBSTITUTES.values())
         for task in suite
         if task.scenario == scenario
     }
+    if request.source is not None:
+        scenario = replace(scenario, name=env, env=env)
     if request.items is not None:
-        items = read_items(request.items, env, request.url)
+        items = read_items(request.items, request.source or env, request.url)
         limits = (scenario.max_turns, scenario.style, scenario.max_context)
         plans = [TaskPlan(scenario.name, "items", env, "", None, tuple(items), *limits, data, own_data)]
         if request.url is None:
-            splits = catalog.load(env).splits
+            splits = _load(request, env).splits
             outside = [item for item in items if not any(item in split for split in splits.values())]
             if outside:
                 ranges = ", ".join(f"{name} {r.start}-{r.stop - 1}" for name, r in splits.items())
                 raise ConfigError(f"{env} has no item {outside[0]}: its items are {ranges}")
     else:
         if request.url is None:
-            catalog.load(env)  # a package that is not installed is an error here, not an empty column
+            _load(request, env)  # a package that is not installed is an error here, not an empty column
         plans = []
         for subset in request.subsets or (None,):
             name, heading = (tasks[subset].name, tasks[subset].heading) if subset in tasks else (subset, "")
@@ -409,11 +465,12 @@ def _environment_plans(request: Request, listed: ItemsBySubset) -> list[TaskPlan
     return [replace(plan, items=tuple(evenly_spaced(plan.items, limit))) if limit else plan for plan in plans]
 
 
-def _scenario_of(env: str, own_data: bool) -> Scenario:
+def _scenario_of(env: str, own_data: bool, url: str | None) -> Scenario:
     """Return the suite's scenario or its substitute, so that a scenario has one name however its items are chosen."""
     if own_data:
-        return {"webarena": BUILT_IN_WEB, "searchqa": BUILT_IN_SEARCH}[env]
-    known = {task.scenario.env: task.scenario for tasks in SUITES.values() for task in tasks}
+        return BUILT_IN_SCENARIOS[env]
+    suites = tuple(SUITES.values()) if url is not None and is_agentgym(url) else (AGENTGYM_27,)
+    known = {task.scenario.env: task.scenario for tasks in reversed(suites) for task in tasks}
     return known.get(env, Scenario(env, env, 30, "act"))
 
 
@@ -436,7 +493,7 @@ def _plan(
     if listed is not None:
         return replace(plan, items=listed)
     try:
-        env_class = catalog.load(env)
+        env_class = _load(request, env)
     except ConfigError as error:
         return _missing(plan, str(error))
     return replace(plan, items=tuple(catalog.items(env_class, split, subset)))
@@ -450,13 +507,18 @@ def _data_of(env: str, request: Request, split: str = "") -> tuple[str, bool]:
     """Return a description of the items, and whether they replace those of a published benchmark."""
     if request.url is not None:
         return "an environment server's own items", False
+    env = request.source or env
     if env == "searchqa":
-        path = os.environ.get(SEARCHQA_DATA)
+        path = request.kwargs.get("data") or os.environ.get(SEARCHQA_DATA)
         return (f"question sets in {path}", False) if path else ("this project's own geography questions", True)
     if env == "webarena":
         if split == "official":
             return "WebArena's 812 published tasks, on sites that you run", False
         return "this project's own small sites and tasks", True
+    if env in OWN_TASKS:
+        return OWN_TASKS[env], True
+    if env not in catalog.CATALOG:
+        return f"items of {env}", False
     return DATA.get(env, "built into this project"), False
 
 
@@ -474,7 +536,7 @@ def _config(request: Request, candidate: Candidate, plans: Sequence[TaskPlan]) -
         "instruction": playing.instruction,
         "dtype": candidate.model.dtype if candidate.model is not None else None,
         "tasks": [plan.to_json() for plan in plans],
-    }
+    } | ({"environment": {"source": request.source, "kwargs": dict(request.kwargs)}} if request.kwargs else {})
 
 
 def _settings(request: Request) -> dict[str, Any]:
@@ -488,6 +550,7 @@ def _settings(request: Request) -> dict[str, Any]:
         "episode_timeout_s": request.episode_timeout_s,
         "base_url": request.agent.base_url if request.agent.spec.startswith("openai:") else None,
         "url": request.url,
+        "urls": dict(request.urls),
         "device": request.agent.device,
         "prices_usd_per_million_tokens": asdict(prices) if prices else None,
     }

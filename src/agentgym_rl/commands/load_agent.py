@@ -81,7 +81,7 @@ def find_agent(options: AgentOptions) -> Candidate:
         if not model:
             raise ConfigError("--agent openai: needs a model name, such as openai:gpt-4o-mini")
         return _candidate(options, "openai", model, {"kind": "openai", "model": model}, AgentConfig())
-    run = _run_of(spec)
+    run = run_of(spec)
     if run is not None:
         return _run_candidate(options, *run)
     folder = Path(spec).expanduser()
@@ -108,7 +108,7 @@ def find_agent(options: AgentOptions) -> Candidate:
     return candidate
 
 
-def _run_of(spec: str) -> tuple[Path, int | None] | None:
+def run_of(spec: str) -> tuple[Path, int | None] | None:
     """Return (run directory, step or None) if `spec` is RUN or RUN@STEP."""
     path, at, step = spec.rpartition("@")
     if at and step.isdigit() and (Path(path) / "config.toml").is_file():
@@ -267,6 +267,7 @@ class ModelAgent:
             self._renderer,
             sampling,
             instruction=session.instruction,
+            tools=session.tools,
             context=context_of(self._playing),
         )
 
@@ -293,7 +294,9 @@ class ChatAgent:
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         meter = Meter(self.client)
-        policy = ChatPolicy(meter, replace(self.sampling, seed=seed), instruction=session.instruction)
+        policy = ChatPolicy(
+            meter, replace(self.sampling, seed=seed), instruction=session.instruction, tools=session.tools
+        )
         self._meters[id(policy)] = meter
         return policy
 

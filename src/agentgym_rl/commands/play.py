@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import webbrowser
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.panel import Panel
 from rich.text import Text
@@ -22,11 +25,20 @@ COMMANDS = "?  list valid actions   !  show the oracle's next action   picture  
 
 
 async def play(
-    name: str, item: int, max_turns: int, *, oracle: bool, url: str | None = None, token: str | None = None
+    name: str,
+    item: int,
+    max_turns: int,
+    *,
+    oracle: bool,
+    url: str | None = None,
+    token: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Trajectory:
     """Play one episode of `name`, in this process or on the server at `url`, by hand or with the oracle."""
     console = Screen(highlight=False)
-    pool: LocalPool | RemotePool = _local_pool(name, item) if url is None else RemotePool({name: url}, token)
+    if url is not None and kwargs:
+        raise ConfigError("--kwarg is for an environment in this process; with --url the server decides")
+    pool: LocalPool | RemotePool = _local_pool(name, item, kwargs) if url is None else RemotePool({name: url}, token)
     try:
         session = await pool.open(name)
         console.print(Panel(Text(session.instruction), title=f"{name}, item {item}", border_style="cyan"))
@@ -43,8 +55,8 @@ async def play(
     return trajectory
 
 
-def _local_pool(name: str, item: int) -> LocalPool:
-    env_class = catalog.load(name)
+def _local_pool(name: str, item: int, kwargs: Mapping[str, Any] | None) -> LocalPool:
+    env_class = catalog.load(name, kwargs)
     if not any(item in items for items in env_class.splits.values()):
         ranges = ", ".join(f"{split} {r.start}-{r.stop - 1}" for split, r in env_class.splits.items())
         raise ConfigError(f"{name} has no item {item}: its items are {ranges}")
@@ -103,7 +115,8 @@ async def _draw(session: EnvSession) -> Path:
     picture = await session.render()
     data = picture if isinstance(picture, bytes) else picture.encode()
     kind = "png" if data.startswith(b"\x89PNG") else "svg" if b"<svg" in data[:200] else "html"
-    path = Path.cwd() / f"agentgym-rl-{session.name}.{kind}"
+    name = re.sub(r"[^\w.-]+", "-", session.name)  # an import path has a colon
+    path = Path.cwd() / f"agentgym-rl-{name}.{kind}"
     path.write_bytes(data)
     webbrowser.open(path.as_uri())
     return path
@@ -146,7 +159,7 @@ def _print_trajectory(console: Screen, trajectory: Trajectory) -> None:
             reward = trajectory.rewards[turn]
             turn += 1
             reward_text = f"   reward {reward:g}" if reward else ""
-            lines.append(f"> {message.content}", "bold cyan").append(f"{reward_text}\n\n", "green")
+            lines.append(f"> {message.text}", "bold cyan").append(f"{reward_text}\n\n", "green")
         elif message.purpose:
             lines.append(f"{message.content}\n\n", "magenta")
         elif message.role == "system":

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from agentgym_rl.agent.policy import OraclePolicy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
+from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.formats import action_format
+from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import AgentGymError, ConfigError
-from agentgym_rl.types import EnvSession, Limits, Message
+from agentgym_rl.run.pool import load_class
+from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 MAX_SESSIONS = 64
 
@@ -29,14 +35,21 @@ class ModelPlayer:
     limits: Limits
     parse: Callable[[str], str]
     """Function from a reply to the action in it."""
+    calls_tools: bool = False
+    """Whether it acts by tool calls."""
 
 
 class ViewerEnvironments:
     """Environments of the viewer, in this process or on servers, and the policies that can play them."""
 
     def __init__(
-        self, model: ModelPlayer | None = None, urls: Mapping[str, str] | None = None, token: str | None = None
+        self,
+        model: ModelPlayer | None = None,
+        urls: Mapping[str, str] | None = None,
+        token: str | None = None,
+        own: Mapping[str, type[TextEnv]] | None = None,
     ) -> None:
+        """`own`: classes by name, besides those of the catalogue. A run alone never makes the viewer import one."""
         self.policies: dict[str, PolicyFactory] = {
             "oracle": lambda session, seed: OraclePolicy(session),
             "random": RandomPolicy,
@@ -48,11 +61,13 @@ class ViewerEnvironments:
         self._pools: dict[tuple[str, str], LocalPool | RemotePool] = {}
         self._urls = dict(urls or {})
         self._token = token
+        self._own = dict(own or {})
 
     def describe(self) -> list[dict[str, Any]]:
-        local = {name: entry for name, entry in catalog.CATALOG.items() if name not in self._urls}
         served = [asyncio.run(self._describe_served(name, url)) for name, url in self._urls.items()]
-        return [*served, *(_describe(name, entry) for name, entry in local.items())]
+        own = [_describe_class(name, env_class) for name, env_class in self._own.items() if name not in self._urls]
+        local = {n: entry for n, entry in catalog.entries().items() if n not in self._urls and n not in self._own}
+        return [*served, *own, *(_describe(name, entry) for name, entry in local.items())]
 
     async def _describe_served(self, env: str, url: str) -> dict[str, Any]:
         """Describe a server's environment. A server that does not answer may do so later, so its row has no ranges."""
@@ -70,22 +85,21 @@ class ViewerEnvironments:
         return self._model.parse(reply) if self._model and policy == "model" else reply
 
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
+        if env in self._own:
+            return tuple(self._own[env].subsets_of(item)) if _has_item(self._own[env], item) else ()
         return () if env in self._urls else _subsets_of(env, item)
 
-    async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
+    async def open(self, env: str, style: str | None = None, turns_per_attempt: int | None = None) -> EnvSession:
+        if style is None:
+            style = "tool" if self._model is not None and self._model.calls_tools else "act"
         if style not in STYLES:
             raise ConfigError(f"the run's style {style!r} is unknown: known are {', '.join(STYLES)}")
         session = await (await self._pool(env, STYLES[style].action_format)).open(env)
         return STYLES[style].wrap(session, turns_per_attempt)
 
     async def _pool(self, env: str, action_format: str) -> LocalPool | RemotePool:
-        if env not in self._urls and env not in catalog.CATALOG:
-            raise ConfigError(
-                f"unknown environment {env!r}: if it is your own, start its server, then start the viewer with "
-                f"--url {env}=http://HOST:PORT"
-            )
         # Loading imports the environment's packages, which can take seconds.
-        env_class = None if env in self._urls else await asyncio.to_thread(catalog.load, env)
+        env_class = None if env in self._urls else await asyncio.to_thread(self._load, env)
         if (env, action_format) not in self._pools:
             self._pools[env, action_format] = (
                 RemotePool(
@@ -99,28 +113,48 @@ class ViewerEnvironments:
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
         if env in self._urls:
             return await (await self._pool(env, STYLES["act"].action_format)).items(env, split, subset)
-        return list(await asyncio.to_thread(lambda: catalog.items(catalog.load(env), split, subset)))
+        return list(await asyncio.to_thread(lambda: catalog.items(self._load(env), split, subset)))
+
+    def _load(self, env: str) -> type[TextEnv]:
+        if env in self._own:
+            return self._own[env]
+        if env not in catalog.entries():  # a name of a run's files: an import path would run code of their author
+            raise ConfigError(
+                f"unknown environment {env!r}: if it is a class of your own, start the viewer with "
+                f"--env {env if is_import_path(env) else 'RECIPE.toml'}; if it has a server, with --url {env}=http://HOST:PORT"
+            )
+        return catalog.load(env)
 
     async def close(self) -> None:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
 
 def _describe(name: str, entry: catalog.Entry) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": name, "summary": entry.summary, "licence": entry.licence}
+    row: dict[str, Any] = {"summary": entry.summary, "licence": entry.licence}
     try:
         env = catalog.load(name)
         entry.check()
     except ConfigError as error:
-        return row | {"installed": False, "missing": str(error), "ranges": {}, "subsets": []}
+        return row | {"name": name, "installed": False, "missing": str(error), "ranges": {}, "subsets": []}
+    return _describe_class(name, env) | row
+
+
+def _describe_class(name: str, env: type[TextEnv]) -> dict[str, Any]:
+    summary = (inspect.getdoc(env) or env.name).partition("\n")[0]
     ranges = {split: [items.start, items.stop] for split, items in env.splits.items()}
-    return row | {"installed": True, "missing": "", "ranges": ranges, "subsets": list(env.subsets)}
+    row = {"name": name, "summary": summary, "licence": "", "installed": True, "missing": ""}
+    return row | {"ranges": ranges, "subsets": list(env.subsets)}
+
+
+def _has_item(env_class: type[TextEnv], item: int) -> bool:
+    return any(item in items for items in env_class.splits.values())
 
 
 @lru_cache(maxsize=1 << 16)
 def _subsets_of(env: str, item: int) -> tuple[str, ...]:
     # Subsets only help filtering. They remain empty if the environment is not installed or has no such item.
     with contextlib.suppress(Exception):
-        return tuple(catalog.load(env).subsets_of(item))
+        return tuple(catalog.load(env).subsets_of(item)) if env in catalog.entries() else ()
     return ()
 
 
@@ -149,38 +183,40 @@ def load_policy(name: str) -> ModelPlayer:
     class Model(EnginePolicy):
         """A policy that also reads turns of other players, which have no token ids yet."""
 
-        async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Any:
-            return await super().reply(_with_ids(renderer, messages), observation, limits)
+        async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Any:
+            return await super().reply(_with_ids(renderer, messages, self._tools), observation, limits)
 
     def make(session: EnvSession, seed: int) -> Policy:
         task = session.instruction if playing.instruction is None else playing.instruction
-        parts = (task, action_format(style.action_format).explain, style.suffix)
+        explained = bool(session.tools) and playing.instruction is None
+        parts = (task, "" if explained else action_format(style.action_format).explain, style.suffix)
         instruction = "\n\n".join(part for part in parts if part)
         sampling = Sampling(limits.max_new_tokens, playing.temperature, seed=seed)
-        return Model(engine, renderer, sampling, instruction=instruction, context=context_of(playing))
+        options = {"tools": session.tools, "context": context_of(playing)}
+        return Model(engine, renderer, sampling, instruction=instruction, **options)
 
     limits = replace(limits, max_context=min(limits.max_context, engine.max_context))
-    return ModelPlayer(make, limits, action_format(style.action_format).parse)
+    syntax = action_format(style.action_format)
+    return ModelPlayer(make, limits, syntax.parse, syntax.tools)
 
 
-def _with_ids(renderer: Any, messages: list[Message]) -> list[Message]:
+def _with_ids(renderer: Any, messages: list[Message], tools: Any = ()) -> list[Message]:
     """Return `messages` with missing token ids filled in, tokenized as in a rollout."""
     if not messages or all(message.token_ids for message in messages):
         return messages
-    first = next(i for i, message in enumerate(messages) if message.role == "assistant")
-    opening = renderer.opening([replace(m, token_ids=[]) for m in messages[:first]])
-    rest = [
-        message
-        if message.token_ids
-        else replace(
-            message,
-            token_ids=renderer.reply_ids(message.content)
-            if message.role == "assistant"
-            else renderer.follow_up(message.content),
+    replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    filled = list(messages)
+    opening = renderer.opening([replace(m, token_ids=[]) for m in messages[: replies[0]]], tools)
+    filled[: replies[0]] = [m if m.token_ids else new for m, new in zip(messages, opening, strict=False)]
+    for i in replies:
+        message = messages[i]
+        filled[i] = replace(
+            message, token_ids=message.token_ids or renderer.reply_ids(message.content, message.tool_calls)
         )
-        for message in messages[first:]
-    ]
-    return [*(kept if kept.token_ids else new for kept, new in zip(messages[:first], opening, strict=True)), *rest]
+    for start, end in pairwise(replies):
+        if not messages[end - 1].token_ids:
+            filled[end - 1] = replace(messages[end - 1], token_ids=renderer.between(messages[start + 1 : end]))
+    return filled
 
 
 def served_environments(options: list[str]) -> dict[str, str]:
@@ -194,6 +230,19 @@ def served_environments(options: list[str]) -> dict[str, str]:
     return urls
 
 
+def own_environments(options: list[str]) -> dict[str, type[TextEnv]]:
+    """Return the classes of every --env by name: a name, an import path, or all of a recipe or a run."""
+    classes: dict[str, type[TextEnv]] = {}
+    for text in options:
+        path = Path(text) / "config.toml" if Path(text).is_dir() else Path(text)
+        if path.suffix == ".toml":
+            recipe = load_config(path, []).environments
+            classes |= {env.name: load_class(env) for env in recipe if env.url is None}
+        else:
+            classes[text] = catalog.load(text)
+    return classes
+
+
 def view(
     folders: list[Path],
     host: str,
@@ -204,12 +253,15 @@ def view(
     *,
     urls: Mapping[str, str] | None = None,
     environment_token: str | None = None,
+    own: Mapping[str, type[TextEnv]] | None = None,
 ) -> None:
     """Serve the viewer until interrupted."""
     from agentgym_rl.viewer.library import Library
     from agentgym_rl.viewer.server import serve
 
-    library = Library(folders, ViewerEnvironments(load_policy(policy) if policy else None, urls, environment_token))
+    library = Library(
+        folders, ViewerEnvironments(load_policy(policy) if policy else None, urls, environment_token, own)
+    )
     if library.index.note:
         announce(library.index.note)
     serve(library, host, port, token, announce)
@@ -224,6 +276,7 @@ def export(
     announce: Callable[[str], None],
     urls: Mapping[str, str] | None = None,
     environment_token: str | None = None,
+    own: Mapping[str, type[TextEnv]] | None = None,
 ) -> None:
     """Write the viewer's content into one HTML file."""
     from rich.progress import Progress
@@ -231,7 +284,7 @@ def export(
     from agentgym_rl.viewer.export import exported_page
     from agentgym_rl.viewer.library import Library
 
-    library = Library(folders, ViewerEnvironments(None, urls, environment_token))
+    library = Library(folders, ViewerEnvironments(None, urls, environment_token, own))
     if not library.run_folders():
         raise ConfigError(f"no run found below {', '.join(map(str, folders))}: name a folder that contains runs")
 

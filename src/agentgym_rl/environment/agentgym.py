@@ -5,7 +5,8 @@ They use two dialects. One names a session `id` and an item `data_idx`, and repo
 unknown fields, so the item is sent under every name that some version uses. Some servers use a path, some the root.
 Some have no /close; a finished session of theirs is kept and reused.
 
-Such a server does not list its items, splits or instruction. They come from the config.
+Such a server does not list its items, splits or instruction. For the environments of `agentgym_servers.SERVED` they
+are known here; for others they come from the config.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit
 
 from agentgym_rl.environment import catalog, wire
+from agentgym_rl.environment.agentgym_servers import KNOWN_DIALECTS, SERVED, Dialect, SessionKey
 from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.connection import Answer
 from agentgym_rl.errors import ConfigError, EnvError
@@ -34,34 +36,6 @@ SUM_TOLERANCE = 1e-6
 """Largest rounding error of a sum of rewards."""
 _NO_SUCH_PATH = (404, 405)
 _KEPT_INFO = ("success", "valid", "state_key")
-
-SessionKey = Literal["id", "env_idx"]
-
-
-@dataclass(frozen=True, slots=True)
-class Dialect:
-    session_key: SessionKey | None = None
-    """Name of the session id. None uses the name in the answer to /create."""
-    item_keys: tuple[str, ...] = ()
-    """Names of the item in /reset. Empty means the default: `data_idx` with `id`, and `id` with `env_idx`."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of /reset."""
-    success_at: float = 1.0
-    """Smallest sum of rewards that makes an ended episode a success."""
-
-
-KNOWN_DIALECTS: dict[str, Dialect] = {
-    "textcraft": Dialect("id", ("data_idx",)),
-    "babyai": Dialect("id", ("data_idx",), success_at=0.5),  # a win is 1 minus the cost of the moves, above 0.5
-    "sciworld": Dialect("id", ("data_idx",), success_at=100.0),
-    "alfworld": Dialect("id", ("data_idx", "game"), {"world_type": "Text"}),
-    "maze": Dialect("id", ("data_idx", "game")),
-    "wordle": Dialect("id", ("data_idx", "seed")),
-    "webshop": Dialect("env_idx", ("session_id",)),
-    "sqlgym": Dialect("env_idx", ("item_id",)),
-    "webarena": Dialect("env_idx", ("idx",), {"seed": 0}),
-    **dict.fromkeys(("searchqa", "weather", "movie", "academia", "sheet", "todo"), Dialect("env_idx", ("id",))),
-}
 
 
 def is_agentgym(url: str) -> bool:
@@ -83,6 +57,8 @@ class Server:
         known = KNOWN_DIALECTS.get(last) or KNOWN_DIALECTS.get(name) or Dialect()
         self.url = f"{SCHEMES[parts.scheme]}://{parts.netloc}"
         self.dialect = _apply_overrides(known, dict(parse_qsl(parts.query, keep_blank_values=True)), url)
+        self.served = SERVED.get(last) or SERVED.get(name)
+        """Instruction and items of the environment, if they are known."""
         self.prefixes = [path, parent] if path else [""]
         """Candidate paths: the given one, and its parent in case the last word is only a name. One once it is known."""
         self.has_close: bool | None = None
@@ -90,6 +66,7 @@ class Server:
         self.in_use: set[int] = set()
         self.idle: list[int] = []
         """Reusable sessions: they ended without an error on a server without /close."""
+        self.num_created = 0
 
 
 def _apply_overrides(dialect: Dialect, query: dict[str, str], url: str) -> Dialect:
@@ -121,12 +98,24 @@ class AgentGymClient(EnvClient):
 
     async def _create(self, owner: str) -> int:
         server = self._server
-        session_id = server.idle.pop() if server.idle else await self._new_session()
+        session_id = server.idle.pop() if server.idle else await self._create_within_limit()
         if session_id in server.in_use:
             raise EnvError(f"{self.url} returned session {session_id} twice: two episodes would play the same game")
         server.in_use.add(session_id)
         self._rewards[session_id] = [0.0]
         return session_id
+
+    async def _create_within_limit(self) -> int:
+        server = self._server
+        limit = server.dialect.max_sessions
+        if limit is not None and server.num_created >= limit:
+            raise wire.Full(f"{self.url} has {limit} sessions and all are in use: lower agent.concurrency to {limit}")
+        server.num_created += 1
+        try:
+            return await self._new_session()
+        except BaseException:
+            server.num_created -= 1
+            raise
 
     async def _new_session(self) -> int:
         server = self._server
@@ -180,20 +169,24 @@ class AgentGymClient(EnvClient):
 
     async def step(self, session_id: int, action: str) -> Step:
         rewards = self._rewards.pop(session_id, [0.0])
-        answer, where = await self._call("/step", {self._key: session_id, "action": action})
+        dialect = self._server.dialect
+        answer, where = await self._call("/step", {self._key: session_id, "action": dialect.write_action(action)})
         step = self._step(answer, where)
+        if dialect.reward_is_total:
+            step.reward -= math.fsum(rewards)
         self._rewards[session_id] = rewards = [*rewards, step.reward]
         if len(rewards) == 2:
             step.reward += rewards[0]
         if step.done and "success" not in step.info:
             # Rewards such as 0.07 are rounded, and so is their sum.
-            step.info["success"] = math.fsum(rewards) >= self._server.dialect.success_at - SUM_TOLERANCE
+            step.info["success"] = math.fsum(rewards) >= dialect.success_at - SUM_TOLERANCE
         return step
 
     async def close(self, session_id: int, timeout_s: float | None = None) -> None:
         """Close the session, or keep it for the next `create` if the server has no /close."""
         server = self._server
-        is_reusable = self._rewards.pop(session_id, None) is not None
+        # A server with a fixed number of sessions has no others, and a reset starts any of them anew.
+        is_reusable = self._rewards.pop(session_id, None) is not None or server.dialect.max_sessions is not None
         try:
             if server.has_close is not False:
                 path = f"{server.prefixes[0]}/close"
@@ -212,6 +205,8 @@ class AgentGymClient(EnvClient):
         path = f"{self._server.prefixes[0]}/available_actions?{self._key}={session_id}"
         answer = await self._exchange("GET", path)
         actions = None if answer.status in _NO_SUCH_PATH else self._read(answer, path)
+        if isinstance(actions, dict) and isinstance(actions.get("clickables"), list):  # WebShop; a search is free text
+            actions = [f"click[{text}]" for text in actions["clickables"] if text != "search"]
         if not isinstance(actions, list) or not all(isinstance(action, str) for action in actions):
             raise wire.NotSupported(f"{self.url}{path} does not list actions: this AgentGym server offers none")
         return actions
@@ -232,11 +227,19 @@ class AgentGymClient(EnvClient):
         raise wire.NotSupported(f"{self.url}: AgentGym servers draw no pictures")
 
     async def info(self) -> dict[str, Any]:
-        return {"instruction": INSTRUCTION, "splits": {}, "subsets": []}
+        served = self._server.served
+        if served is None:
+            return {"instruction": INSTRUCTION, "splits": {}, "subsets": []}
+        splits = {split: [items.start, items.stop] for split, items in served.splits.items()}
+        return {"instruction": served.instruction, "splits": splits, "subsets": []}
 
     async def items(self, split: str, subset: str | None = None) -> list[int]:
+        served = self._server.served
+        if served is not None and subset is None and split in served.splits:
+            return list(served.splits[split])
+        known = "" if served is None else f"; known here is {', '.join(served.splits)}"
         raise ConfigError(
-            f"{self.url}: an AgentGym server does not list its items: set items of the environment, for example "
+            f"{self.url}: an AgentGym server does not list its items{known}: set items of the environment, for example "
             f'items = {{ {split} = "0-373" }}, and no subsets'
         )
 
@@ -274,6 +277,12 @@ class AgentGymClient(EnvClient):
             )
         info = answer.get("info")
         kept = {key: info[key] for key in _KEPT_INFO if key in info} if isinstance(info, dict) else {}
+        dialect = self._server.dialect
+        if observation.startswith(dialect.refusals):
+            kept["valid"] = False
+        actions = answer.get("available_actions")
+        if dialect.lists_actions and isinstance(actions, list) and not any(endings):
+            observation += f"\nAVAILABLE ACTIONS: {', '.join(map(str, actions))}"
         return wire.checked_step(Step(observation, float(reward), any(endings), kept), where)
 
 

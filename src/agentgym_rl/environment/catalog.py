@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
-from typing import cast
+from inspect import signature
+from typing import Any, cast
 
+from agentgym_rl.environment.agentgym_servers import SERVED
 from agentgym_rl.environment.base import HasAgentGymNumbers, TextEnv
+from agentgym_rl.environment.own_class import bind, import_class, is_import_path
 from agentgym_rl.errors import ConfigError, did_you_mean
+
+ENTRY_POINTS = "agentgym_rl.environments"
+"""Group of entry points by which an installed package adds environments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +25,8 @@ class Entry:
     """One line of the catalog."""
 
     attribute: str
-    """Class in the package `environment.envs.NAME`, or a function there that returns it. Imported on first use, so that
-    its packages do not slow down other commands."""
+    """Class in the package `environment.envs.NAME`, a function there that takes a recipe's kwargs and returns it, or an
+    import path. Imported on first use, so that its packages do not slow down other commands."""
     summary: str
     package: str
     """Top-level module it needs beyond this package's own dependencies."""
@@ -95,21 +102,88 @@ CATALOG: dict[str, Entry] = {
         licence="Apache-2.0 (our own; WebArena)",
         check=_chromium,
     ),
+    "webshop": Entry(
+        "WebShop",
+        "buy a product that fits a description, in a shop of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
+    "alfworld": Entry(
+        "AlfWorld",
+        "find, clean, heat, cool and place things in a household of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
+    "sqlgym": Entry(
+        "SqlGym",
+        "answer questions with SQL over small databases of our own †",
+        package="agentgym_rl",
+        extra="",
+        licence="Apache-2.0 (our own)",
+    ),
 }
+"""Environments by name. † marks tasks of our own that replace those of a published environment of this name."""
 
 
-def load(name: str) -> type[TextEnv]:
-    """Return the class of environment `name`. Raise ConfigError if it is unknown or its packages are missing."""
-    if name not in CATALOG:
-        known = ", ".join(sorted(CATALOG))
-        raise ConfigError(f"unknown environment {name!r}: known are {known}{did_you_mean(name, CATALOG)}")
-    entry = CATALOG[name]
+def entries() -> dict[str, Entry]:
+    """Return the catalog and the environments of installed packages. A name of the catalog keeps its meaning."""
+    installed = {point.name: _entry_of(point) for point in entry_points(group=ENTRY_POINTS)}
+    return {**CATALOG, **{name: entry for name, entry in sorted(installed.items()) if name not in CATALOG}}
+
+
+def _entry_of(point: EntryPoint) -> Entry:
+    about: Any = point.dist.metadata if point.dist is not None else {}
+    summary, package = about.get("Summary") or point.value, about.get("Name") or point.value
+    licence = about.get("License-Expression") or about.get("License") or "licence not stated"
+    return Entry(point.value, summary, "agentgym_rl", "", f"{licence} ({package})")
+
+
+def find(name: str) -> Entry:
+    """Return the entry of a name of the catalog, of an installed package, or of an import path `my_module:MyEnv`."""
+    if name in CATALOG:
+        return CATALOG[name]
+    if is_import_path(name):
+        return Entry(name, name, "agentgym_rl", "", "")
+    known = entries()
+    if name in known:
+        return known[name]
+    if name in SERVED:
+        raise ConfigError(
+            f"environment {name!r} needs AgentGym's server ({SERVED[name].command}): play it with "
+            f"url = agentgym+http://127.0.0.1:36001/{name} or --url"
+        )
+    hint = did_you_mean(name, known) or "; a class of your own is named by its import path, such as my_module:MyEnv"
+    raise ConfigError(f"unknown environment {name!r}: known are {', '.join(sorted(known))}{hint}")
+
+
+def load(name: str, kwargs: Mapping[str, Any] | None = None) -> type[TextEnv]:
+    """Return the class of environment `name`, with the arguments of its constructor bound.
+
+    Raise ConfigError if the name is unknown, its packages are missing, or the class or `kwargs` do not fit.
+    """
+    entry, kwargs = find(name), dict(kwargs or {})
     if find_spec(entry.package) is None:  # checked first: an environment may import it only in its constructor
         raise ConfigError(
             f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
         )
-    env_class = getattr(import_module(f"agentgym_rl.environment.envs.{name}"), entry.attribute)
-    return cast("type[TextEnv]", env_class if isinstance(env_class, type) else env_class())
+    target: Any = _import(name, entry.attribute)
+    if isinstance(target, type):
+        env_class = cast("type[TextEnv]", target)
+        return bind(env_class, kwargs, name) if kwargs or name not in CATALOG else env_class
+    try:
+        signature(target).bind(**kwargs)
+    except TypeError as error:
+        takes = ", ".join(signature(target).parameters)
+        raise ConfigError(f"environment {name}: kwargs: {error}; it takes {takes}") from None
+    return cast("type[TextEnv]", target(**kwargs))
+
+
+def _import(name: str, attribute: str) -> Any:
+    if is_import_path(attribute):
+        return import_class(attribute)
+    return getattr(import_module(f"agentgym_rl.environment.envs.{name}"), attribute)
 
 
 def published_item(name: str, number: int) -> int:

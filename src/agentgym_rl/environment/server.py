@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hmac
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -23,8 +24,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentgym_rl import __version__
 from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.environment import catalog, dialects, wire
-from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, HasTools, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
+from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.server_sessions import Sessions
 from agentgym_rl.environment.session import LocalSession
 from agentgym_rl.errors import ConfigError, EnvError
@@ -43,6 +45,7 @@ CAPABILITIES = {
     "thought": HasThought,
     "state_key": HasStateKey,
     "render": HasRender,
+    "tools": HasTools,
 }
 MAX_ITEMS_PER_ANSWER = 100_000
 MAX_SESSIONS = 4096
@@ -287,6 +290,7 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
                 "splits": {name: [split.start, split.stop] for name, split in env_class.splits.items()},
                 "subsets": list(env_class.subsets),
                 "capabilities": [name for name, protocol in CAPABILITIES.items() if issubclass(env_class, protocol)],
+                "tools": [tool.to_wire() for tool in env_class.tools()] if issubclass(env_class, HasTools) else [],
                 "holds": True,
                 "version": __version__,
             }
@@ -450,10 +454,13 @@ def serve(
     port: int = 36001,
     *,
     token: str | None = None,
+    kwargs: Mapping[str, Any] | None = None,
     announce: Callable[[str], None] = lambda line: None,
     **options: Any,
 ) -> None:
-    """Serve environments of the catalog until interrupted. `options` are those of create_app.
+    """Serve environments by name or import path until interrupted. `options` are those of create_app.
+
+    `kwargs` are arguments of the only environment. A class named by its import path is served under its own name.
 
     When the server is ready, `announce` gets one line per environment with its address, then `ready`.
     """
@@ -461,11 +468,26 @@ def serve(
         raise ConfigError(
             f"{host} can be reached from other machines, so a token is needed: give one, or use 127.0.0.1"
         )
-    environments = {name: catalog.load(name) for name in names}
+    environments = _load_served(names, kwargs)
     listener = bind(host, port)
     base = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    lines = [f"{name:{max(map(len, names))}}  {base}/{name}" for name in environments]
+    lines = [f"{name:{max(map(len, environments))}}  {base}/{name}" for name in environments]
     run(environments, listener, token=token, on_ready=lambda: announce("\n".join([*lines, "ready"])), **options)
+
+
+def _load_served(names: list[str], kwargs: Mapping[str, Any] | None) -> dict[str, type[TextEnv]]:
+    """Return the classes by the word of their address."""
+    if kwargs and len(names) > 1:
+        raise ConfigError(f"--kwarg is for one environment, got {', '.join(names)}: start a server for each")
+    environments: dict[str, type[TextEnv]] = {}
+    for name in dict.fromkeys(names):
+        env_class = catalog.load(name, kwargs)
+        word = env_class.name if is_import_path(name) else name
+        if word in environments or not re.fullmatch(r"[\w.~-]+", word):
+            problem = "two environments have it" if word in environments else "it does not fit into an address"
+            raise ConfigError(f"environment {name} is served under its name {word!r}: {problem}, choose another")
+        environments[word] = env_class
+    return environments
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Suites: named tasks mapped to environments, splits and subsets. The 27 tasks of AgentGym-RL are one suite.
+"""Suites: named tasks mapped to environments, splits and subsets: the 27 tasks of AgentGym-RL, and AgentEval.
 
 The data of a task are resolved by commands/evaluate.py. A named question set needs the user's data. Results on this
 project's own questions or sites are always marked as such.
@@ -26,6 +26,8 @@ class Scenario:
     style: str
     """Style of this environment's recipes."""
     max_context: int = 8192
+    needs_server: bool = False
+    """Whether the published items need AgentGym's server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +36,8 @@ class SuiteTask:
 
     scenario: Scenario
     name: str
-    subset: str
+    subset: str | None
+    """Subset of the test split, or None for the whole split."""
     num_items: int
     """Items in the published test set. If the environment has more, this many are taken, evenly spaced."""
     heading: str = ""
@@ -53,6 +56,31 @@ SCIWORLD = Scenario("SciWorld", "sciworld", 30, "react", 14336)
 BUILT_IN_WEB = Scenario("Web, built-in sites", "webarena", 15, "react", 14336)
 BUILT_IN_SEARCH = Scenario("Search, built-in questions", "searchqa", 10, "act", 14336)
 """Unpublished scenarios. These two replace WebArena and Deep search if their sites or question sets are missing."""
+
+WEBARENA_20 = Scenario("WebArena, 20 tasks", "webarena", 15, "react", 14336)
+SERVED = {
+    "WebShop": Scenario("WebShop", "webshop", 10, "react", needs_server=True),
+    "ALFWorld": Scenario("ALFWorld", "alfworld", 30, "react", 14336, needs_server=True),
+    "Maze": Scenario("Maze", "maze", 15, "react", needs_server=True),
+    "Wordle": Scenario("Wordle", "wordle", 8, "react", needs_server=True),
+    "BIRD": Scenario("BIRD", "sqlgym", 1, "react", needs_server=True),
+    "Weather": Scenario("Weather", "weather", 10, "react", 14336, needs_server=True),
+    "Movie": Scenario("Movie", "movie", 12, "react", 14336, needs_server=True),
+    "Academia": Scenario("Academia", "academia", 12, "react", 14336, needs_server=True),
+    "Sheet": Scenario("Sheet", "sheet", 15, "react", 14336, needs_server=True),
+    "TODOList": Scenario("TODOList", "todo", 15, "react", 14336, needs_server=True),
+}
+"""Scenarios of AgentEval on AgentGym's servers. Turns of WebShop and ALFWorld are AgentGym's, the others our choice."""
+BUILT_IN_SCENARIOS = {
+    "webarena": BUILT_IN_WEB,
+    "searchqa": BUILT_IN_SEARCH,
+    "webshop": Scenario("Shop, built-in catalogue", "webshop", 10, "react"),
+    "alfworld": Scenario("Household, built-in", "alfworld", 30, "react", 14336),
+    "sqlgym": Scenario("SQL, built-in databases", "sqlgym", 6, "react"),
+    "maze": Scenario("Maze, built-in", "maze", 15, "react"),
+    "wordle": Scenario("Wordle, built-in words", "wordle", 8, "react"),
+}
+"""Scenarios on this project's own data, by environment. They replace published ones whose data or server is missing."""
 
 AGENTGYM_27: tuple[SuiteTask, ...] = (
     # Published: Shopping 15, CMS 15, Map 10, GitLab and Reddit together 10. Those ten are split evenly.
@@ -84,6 +112,20 @@ AGENTGYM_27: tuple[SuiteTask, ...] = (
     SuiteTask(SCIWORLD, "Chemistry-Mix", "Chemistry-Mix", 5, "Chem.-\nMix"),
     SuiteTask(SCIWORLD, "Lifespan", "Lifespan", 15),
 )
+AGENTEVAL: tuple[SuiteTask, ...] = (
+    SuiteTask(SERVED["WebShop"], "WebShop", None, 200),
+    SuiteTask(WEBARENA_20, "WebArena", None, 20),
+    SuiteTask(SERVED["Maze"], "Maze", None, 25),
+    SuiteTask(SERVED["Wordle"], "Wordle", None, 25),
+    SuiteTask(SERVED["ALFWorld"], "ALFWorld", None, 200),
+    # As many items of each task as in agentgym-27: 200, 90 and 100.
+    *(task for task in AGENTGYM_27 if task.scenario is SCIWORLD),
+    *(task for task in AGENTGYM_27 if task.scenario is BABYAI),
+    *(task for task in AGENTGYM_27 if task.scenario is TEXTCRAFT),
+    *(SuiteTask(SERVED[name], name, None, 20) for name in ("Weather", "Movie", "Academia", "Sheet", "TODOList")),
+    SuiteTask(SERVED["BIRD"], "BIRD", None, 200),
+)
+"""AgentEval, the benchmark of AgentGym: 1,160 items of 14 environments."""
 SUBSTITUTES: dict[str, tuple[SuiteTask, ...]] = {
     "webarena": tuple(
         SuiteTask(BUILT_IN_WEB, task.name, task.subset, task.num_items)
@@ -95,10 +137,15 @@ SUBSTITUTES: dict[str, tuple[SuiteTask, ...]] = {
         SuiteTask(BUILT_IN_SEARCH, "two hops", "hop2", 50),
         SuiteTask(BUILT_IN_SEARCH, "three hops", "hop3", 50),
     ),
+    **{
+        task.scenario.env: (SuiteTask(BUILT_IN_SCENARIOS[task.scenario.env], "all", None, task.num_items),)
+        for task in AGENTEVAL
+        if task.scenario.needs_server and task.scenario.env in BUILT_IN_SCENARIOS
+    },
 }
 """Substitute tasks by environment, played under their own names if the data of the suite's tasks are missing."""
 
-SUITES: dict[str, tuple[SuiteTask, ...]] = {"agentgym-27": AGENTGYM_27}
+SUITES: dict[str, tuple[SuiteTask, ...]] = {"agentgym-27": AGENTGYM_27, "agenteval": AGENTEVAL}
 
 
 def evenly_spaced(items: Sequence[int], count: int) -> list[int]:
@@ -134,7 +181,7 @@ def coverage(plans: Sequence[TaskPlan], columns: Collection[str] = ()) -> Covera
         covered = whole_split or set(columns) <= {plan.name for plan in played}
     if not covered or any(plan.missing for plan in plans):
         return "part"
-    published = [task for task in tasks if task in AGENTGYM_27]
+    published = {task for suite in SUITES.values() for task in suite} & set(tasks)
     if whole_split:
         fewer = sum(items.values()) < sum(task.num_items for task in published)
     else:

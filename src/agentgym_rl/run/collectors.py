@@ -56,6 +56,7 @@ def engine_policies(
             renderer,
             sampling,
             instruction=session.instruction,
+            tools=session.tools,
             context=context_of(agent),
             train_thoughts=agent.train_thoughts,
         )

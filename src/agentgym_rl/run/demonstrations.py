@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 
-from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import demonstrators, episode_slots, limits_of, make_collector
 from agentgym_rl.run.console import Console
@@ -22,7 +22,7 @@ from agentgym_rl.training.conversations import (
     read_trajectory_files,
 )
 from agentgym_rl.training.rl import derive_seed
-from agentgym_rl.types import Sample, StopReason, Task, Trajectory
+from agentgym_rl.types import Message, Sample, StopReason, Task, Trajectory
 
 Demonstration = Trajectory | Conversation
 
@@ -80,7 +80,7 @@ def to_samples(
 def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sample]:
     """Return a sample per segment: ids as sampled if this tokenizer sampled them, else as the template renders them."""
     if isinstance(demonstration, Conversation):
-        samples = renderer.demonstrations(demonstration.messages, demonstration.trained)
+        samples = renderer.demonstrations(demonstration.messages, demonstration.trained, demonstration.tools)
         name = demonstration.item_id
     elif _sampled_with(renderer, demonstration):
         return [
@@ -91,7 +91,7 @@ def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sa
     else:
         pairs = zip(demonstration.messages, demonstration.imitated, strict=True)
         messages, imitated = zip(*((m, trained) for m, trained in pairs if not m.purpose), strict=True)
-        samples = renderer.demonstrations(list(messages), list(imitated))
+        samples = renderer.demonstrations(list(messages), list(imitated), demonstration.tools)
         name = demonstration.id
     for sample in samples:
         sample.trajectory_id = name
@@ -116,9 +116,14 @@ def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:
     if any(messages[i].logprobs is None or not messages[i].token_ids for i in replies):
         return False
     before = [token for m in messages[: replies[0]] for token in m.token_ids]
-    return before == renderer.prompt(messages[: replies[0]]) and all(
-        renderer.decode(messages[i].token_ids) == messages[i].content for i in replies
+    return before == renderer.prompt(messages[: replies[0]], trajectory.tools) and all(
+        _text_of(renderer, messages[i].token_ids, trajectory.tools) == messages[i].text for i in replies
     )
+
+
+def _text_of(renderer: Renderer, token_ids: list[int], tools: Tools) -> str:
+    content, calls = renderer.read_reply(token_ids, tools)
+    return Message("assistant", content, tool_calls=calls).text
 
 
 async def play_demonstrations(

@@ -10,6 +10,7 @@ from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import read_items
+from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvSession
@@ -28,7 +29,7 @@ class EnvironmentsPool:
                 "action_format": STYLES[agent.style].action_format,
             }
             if env.url is None:
-                self._pools[env.name] = LocalPool({env.name: catalog.load(env.name)}, **settings)
+                self._pools[env.name] = LocalPool({env.name: load_class(env)}, **settings)
             else:
                 self._pools[env.name] = RemotePool({env.name: env.url}, read_token(env), **settings)
 
@@ -55,9 +56,14 @@ class EnvironmentsPool:
         await asyncio.gather(*(pool.close() for pool in self._pools.values()))
 
 
+def load_class(env: EnvironmentConfig) -> type[TextEnv]:
+    """Return the class of an environment in this process, with the recipe's arguments bound."""
+    return catalog.load(env.source or env.name, env.kwargs)
+
+
 def read_recipe_items(env: EnvironmentConfig) -> dict[str, list[int]]:
     """Return the items that the recipe names, by split. No item may be both trained and evaluated on."""
-    items = {split: read_items(text, env.name, env.url) for split, text in env.items.items()}
+    items = {split: read_items(text, env.source or env.name, env.url) for split, text in env.items.items()}
     if env.url is None:
         _require_known(env, items)
     both = set(items.get(env.split, ())) & set(items.get(env.eval_split, ()))
@@ -68,7 +74,7 @@ def read_recipe_items(env: EnvironmentConfig) -> dict[str, list[int]]:
 
 def _require_known(env: EnvironmentConfig, items: dict[str, list[int]]) -> None:
     """Raise ConfigError for an item that a local environment does not have."""
-    known = catalog.load(env.name).splits.values()
+    known = load_class(env).splits.values()
     for split, numbers in items.items():
         missing = [item for item in numbers if not any(item in known_items for known_items in known)]
         if missing:

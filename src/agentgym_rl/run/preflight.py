@@ -7,9 +7,10 @@ from importlib.util import find_spec
 from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import Config, EngineConfig, EnvironmentConfig, ModelConfig, ScaleConfig
 from agentgym_rl.environment import catalog
+from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_split
-from agentgym_rl.run.pool import read_recipe_items, read_token
+from agentgym_rl.run.pool import load_class, read_recipe_items, read_token
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
 from agentgym_rl.training.lookup import find_model
@@ -59,8 +60,8 @@ def require_environments(environments: tuple[EnvironmentConfig, ...]) -> None:
             read_recipe_items(env)
         if env.url is not None:
             continue
-        env_class = catalog.load(env.name)
-        catalog.CATALOG[env.name].check()
+        env_class = load_class(env)
+        catalog.find(env.source or env.name).check()
         for split in (env.split, env.eval_split) if not env.items else ():
             for subset in env.subsets or (None,):
                 catalog.require_names(env_class, split, subset)
@@ -69,8 +70,9 @@ def require_environments(environments: tuple[EnvironmentConfig, ...]) -> None:
 def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) -> None:
     """Raise ConfigError for an oracle that fails off its own path. A server's oracle is not known here."""
     for env in environments:
-        known = env.url is None and env.name in catalog.CATALOG
-        if known and not getattr(catalog.load(env.name), "oracle_recovers", True):
+        source = env.source or env.name
+        known = env.url is None and (is_import_path(source) or source in catalog.entries())
+        if known and not getattr(load_class(env), "oracle_recovers", True):
             raise ConfigError(
                 f"{setting}: the oracle of {env.name} knows one solution only and cannot continue after a mistake: "
                 f"leave out {setting}, or the environment"

@@ -100,10 +100,10 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
             if message.purpose:
                 continue
             if message.role == "assistant":
-                turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.content))
-                turn += 1
-            elif message.role == "user":
-                observation = message.content
+                turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.text))
+                turn, observation = turn + 1, ""
+            elif message.role != "system":
+                observation += message.content
     comparisons = [comparison for inputs in turns.values() if (comparison := _compare(inputs))]
     if not comparisons:
         return None
@@ -163,7 +163,7 @@ def _words(reply: str) -> dict[str, float]:
 
 
 def _replies(trajectory: Trajectory) -> list[str]:
-    return [m.content for m in trajectory.messages if m.is_reply]
+    return [m.text for m in trajectory.messages if m.is_reply]
 
 
 def _repeated(trajectories: list[Trajectory]) -> float:

@@ -13,6 +13,7 @@ from agentgym_rl.viewer.discovery import RunFolder, discover, require_roots
 from agentgym_rl.viewer.index import Index, Indexer
 from agentgym_rl.viewer.playground_protocols import Environments
 from agentgym_rl.viewer.queries import Filter, Queries
+from agentgym_rl.viewer.replays import shown_calls
 from agentgym_rl.viewer.runs import Runs, damaged_overview
 
 DISCOVERY_INTERVAL_S = 2.0
@@ -130,6 +131,8 @@ class Library:
                 "token_ids": m.get("token_ids") or [],
                 "logprobs": m.get("logprobs"),
                 "version": m.get("version"),
+                "calls": shown_calls(m),
+                "call_id": m.get("tool_call_id"),
                 "texts": vocabulary.texts(m.get("token_ids") or []) if vocabulary else None,
                 **_branching(m),
             }

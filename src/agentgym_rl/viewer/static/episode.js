@@ -49,6 +49,27 @@ function cutNote(turn) {
   return [h("div", { class: "cut", role: "separator" }, turn.cut), block("Summary by the model", turn.summary, "summary")];
 }
 
+/** Return the observation and the reply of a turn. Tool calls and their results have a block each. */
+function turnBlocks(turn) {
+  return [
+    cutNote(turn),
+    observationBlocks(turn.parts),
+    block("Thought", turn.thought, "thought"),
+    turn.calls ? turn.calls.map(callBlock) : block(turn.message.calls ? "Reply without a tool call" : "Action", turn.action, "action"),
+    rewardLine(turn),
+  ];
+}
+
+function observationBlocks(parts, label = "Observation") {
+  return parts.map((part) => (part.label === "Observation" ? block(label, part.text, "observation") : block(part.label, part.text, "observation result")));
+}
+
+function callBlock(call) {
+  if (call.error) return h("section", { class: "block action call" }, h("h3", {}, "Malformed call"), h("pre", {}, call.raw || call.name), h("p", { class: "invalid" }, call.error));
+  const lines = call.arguments.map(([name, value]) => h("span", { class: "argument" }, h("b", {}, name), ` ${value}`));
+  return h("section", { class: "block action call" }, h("h3", {}, "Tool call"), h("pre", {}, call.name, lines));
+}
+
 function rewardLine(turn) {
   const facts = [h("span", { class: turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : "zero" }, `reward ${number(turn.reward)}`)];
   if (turn.info.valid === false) facts.push(h("span", { class: "invalid" }, "invalid action"));
@@ -61,13 +82,13 @@ function rewardLine(turn) {
 export async function episodePage(route) {
   const [run, key] = route.parts;
   const episode = await get("episode", { run, key });
-  const { instruction, turns, ending } = turnsOf(episode);
+  const { instruction, turns, endingParts } = turnsOf(episode);
   let view = route.query.get("view") ?? "replay";
   let colour = route.query.get("colour") ?? "logprob";
   let turn = Math.min(turns.length, Math.max(0, Number(route.query.get("turn") ?? 0) || 0));
   const stage = h("div", { class: "stage-area" });
   const tabs = segmented([["replay", "Replay"], ["transcript", "Transcript"], ["tokens", "Tokens"]], view, show, "View");
-  const replay = makeReplay(episode, turns, ending, instruction, () => turn, go);
+  const replay = makeReplay(episode, turns, endingParts, instruction, () => turn, go);
 
   function show(next) {
     view = next;
@@ -77,7 +98,7 @@ export async function episodePage(route) {
       fill(stage, replay.node);
       replay.draw();
     } else if (view === "transcript") {
-      fill(stage, transcript(episode, turns, instruction, ending));
+      fill(stage, transcript(episode, turns, instruction, endingParts));
     } else {
       fill(stage, tokenView(episode, colour, (mode) => {
         colour = mode;
@@ -134,7 +155,7 @@ function head(episode, run, key, before, after) {
   );
 }
 
-function makeReplay(episode, turns, ending, instruction, current, go) {
+function makeReplay(episode, turns, endingParts, instruction, current, go) {
   const picture = pictureBox(`${episode.env}, item ${episode.item}`);
   const side = h("div", { class: "turn" });
   const strip = h("div", { class: "strip", role: "tablist", "aria-label": "Turns" });
@@ -176,7 +197,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
     fill(
       side,
       k === 0 && instruction ? h("details", { class: "block instruction" }, h("summary", {}, "Instruction"), h("pre", {}, instruction)) : null,
-      turn ? [cutNote(turn), block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn)] : [block("Last observation", ending || "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
+      turn ? turnBlocks(turn) : [endingParts.length ? observationBlocks(endingParts, "Last observation") : block("Last observation", "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
     );
   }
 
@@ -201,12 +222,12 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
   return { node, draw, toggle, pause, dispose: () => (pause(), picture.dispose()) };
 }
 
-function transcript(episode, turns, instruction, ending) {
+function transcript(episode, turns, instruction, endingParts) {
   return h(
     "div",
     { class: "transcript" },
     instruction ? block("Instruction", instruction, "instruction") : null,
-    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), cutNote(turn), block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn))),
-    ending ? block("Last observation", ending, "observation") : null,
+    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), turnBlocks(turn))),
+    observationBlocks(endingParts, "Last observation"),
   );
 }

@@ -7,7 +7,7 @@ hotpotqa, 2wikimultihopqa
                   {"question", "answer", "supporting_facts": [[title, sentence], ...]} or {"title": [...], ...}
 musique           {"question", "answer", "answer_aliases", "paragraphs": [{"title", "is_supporting"}], "answerable"}
 bamboogle         {"Question", "Answer"}
-any of them       {"question", "golden_answers": [...], "data_source"?}  (one question a line)
+any of them       {"question", "golden_answers": [...], "data_source"?, "split"?, "gold": [passage id, ...]?}
 
 Lists of answers and supporting facts may be written as text, in JSON or Python notation (lists, tuples, sets).
 """
@@ -15,6 +15,7 @@ Lists of answers and supporting facts may be written as text, in JSON or Python 
 from __future__ import annotations
 
 import codecs
+import hashlib
 import logging
 import os
 import re
@@ -25,7 +26,7 @@ from typing import Any
 import orjson
 
 from agentgym_rl.environment.envs.searchqa.literals import looks_like_list, read_literal
-from agentgym_rl.environment.envs.searchqa.passages import parse_json
+from agentgym_rl.environment.envs.searchqa.passages import parse_json, read_bytes
 from agentgym_rl.environment.envs.searchqa.protocol import normalise, one_line
 from agentgym_rl.environment.envs.searchqa.questions import DATASETS, Fact, Question
 from agentgym_rl.errors import ConfigError
@@ -42,6 +43,7 @@ _NAMES = {
     "bamboogle": ("bamboogle",),
 }
 """Spellings of each question set in file and folder names. They match at the start of a word, ignoring punctuation."""
+SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _TEST_WORDS = frozenset({"test", "dev", "val", "valid", "validation", "eval"})
 _ANSWER_KEYS = ("golden_answers", "answers", "answer", "possible_answers", "answer_aliases", "target")
 _ANSWER_PARTS = ("value", "aliases", "normalizedaliases", "normalized_aliases", "text")
@@ -53,15 +55,16 @@ Rows = dict[tuple[str, str], list[int]]
 """(split, question set) -> index in its split of each question in file order, or -1 if it was left out."""
 
 
-def load_with_rows(path: Path) -> tuple[dict[str, tuple[Question, ...]], Rows]:
+def load_with_rows(path: Path, test_share: float | None = None) -> tuple[dict[str, tuple[Question, ...]], Rows]:
     """Return the questions of a file, or of all .json and .jsonl files in a folder, as {"train": ..., "test": ...}.
 
     The path of a file names its split and question set (`hotpotqa/train.jsonl`, `nq_test.json`). It counts from the
     given folder or, for a single file, from two folders up (`hotpotqa/dev/data.json`). Files named dev or validation
-    are test files. A training question that is also a test question is left out.
+    are test files. If no part of the path names a split, a question's own `split` does. With `test_share`, a hash of
+    the question decides instead. A training question that is also a test question is left out.
     """
     path = Path(os.path.abspath(path))  # gives "." a name and keeps the name of a link
-    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.suffix in (".json", ".jsonl"))
+    files = [path] if path.is_file() else sorted(f for f in path.rglob("*") if f.name.endswith(SUFFIXES))
     if not files:
         raise ConfigError(f"searchqa data {path}: needed a .json or .jsonl file, or a folder of them, got none")
     questions: dict[str, dict[str, Question]] = {"train": {}, "test": {}}
@@ -69,9 +72,12 @@ def load_with_rows(path: Path) -> tuple[dict[str, tuple[Question, ...]], Rows]:
     root = path.parent.parent.parent if path.is_file() else path.parent
     for file in files:
         name = "/".join(file.relative_to(root).parts).lower()
-        split = _split_named_in(name)
-        for question in _questions(file, _dataset_named_in(name)):
+        file_split = _split_named_in(name)
+        for question, own_split in _questions(file, _dataset_named_in(name)):
             key = _key(question.text)
+            split = file_split or _split_named_in(own_split) or "test"
+            if test_share is not None:
+                split = "test" if _fraction(key) < test_share else "train"
             questions[split].setdefault(key, question)
             keys.setdefault((split, question.subset), []).append(key)
     overlap = questions["train"].keys() & questions["test"].keys()
@@ -94,15 +100,26 @@ def _key(question: str) -> str:
     return normalise(question)
 
 
+def read_questions(file: Path) -> list[Question]:
+    """Return the questions of one file, whatever their split. A set of an unknown name is called like the file."""
+    dataset = _dataset_named_in(file.name) or file.name.partition(".")[0]
+    return [question for question, _ in _questions(file, dataset)]
+
+
+def _fraction(key: str) -> float:
+    """Return a number from 0 to 1 that depends on the question alone."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:8]) / 2**64
+
+
 def _split_named_in(name: str) -> str:
-    """Return the split that the rightmost part of a path names, `test` if none does."""
+    """Return the split that the rightmost part of a path names, or an empty string."""
     for part in reversed(name.split("/")):
         words = set(re.findall(r"[a-z]+", part))
         if words & _TEST_WORDS:
             return "test"
         if "train" in words:
             return "train"
-    return "test"
+    return ""
 
 
 def _dataset_named_in(name: str) -> str | None:
@@ -116,7 +133,8 @@ def _dataset_named_in(name: str) -> str | None:
     return None
 
 
-def _questions(file: Path, dataset: str | None) -> Iterator[Question]:
+def _questions(file: Path, dataset: str | None) -> Iterator[tuple[Question, str]]:
+    """Yield each question with the split that it names itself, or an empty string."""
     for row, location in _rows(file):
         if not isinstance(row, dict):
             raise ConfigError(f"{location}: a question is an object, got {type(row).__name__}")
@@ -140,12 +158,19 @@ def _questions(file: Path, dataset: str | None) -> Iterator[Question]:
         if not isinstance(text, str) or not one_line(text) or not answers:
             raise ConfigError(f"{location}: needed a question and at least one answer, got the keys {sorted(row)[:10]}")
         text = one_line(text)
-        yield Question(text if text.endswith("?") else f"{text}?", answers, question_set, _facts(text, titles))
+        gold = fields.get("gold")
+        ids = tuple(map(str, gold)) if isinstance(gold, list) else ()
+        full_text = text if text.endswith("?") else f"{text}?"
+        split = fields.get("split")
+        yield (
+            Question(full_text, answers, question_set, _facts(text, titles), ids),
+            split.lower() if isinstance(split, str) else "",
+        )
 
 
 def _rows(file: Path) -> Iterator[tuple[Any, str]]:
     """Yield (object, location) of a file: a list, a list under `data`, or one object per line."""
-    data = file.read_bytes().removeprefix(codecs.BOM_UTF8)
+    data = read_bytes(file).removeprefix(codecs.BOM_UTF8)
     try:
         document = orjson.loads(data)
     except orjson.JSONDecodeError:
@@ -189,9 +214,12 @@ def _strings(value: Any, key: str) -> Iterator[str]:
 
 def _facts(question: str, titles: list[str]) -> tuple[Fact, ...]:
     """Return a fact per supporting passage, or the question as the only search if there are none."""
-    if not titles:
-        return (Fact(question, "", "I need to search for this."),)
-    return tuple(Fact(title, title, f"I need to read about {title}.") for title in titles)
+    return facts_of(titles) if titles else (Fact(question, "", "I need to search for this."),)
+
+
+def facts_of(titles: Iterable[str]) -> tuple[Fact, ...]:
+    """Return a fact per title, each once."""
+    return tuple(Fact(title, title, f"I need to read about {title}.") for title in dict.fromkeys(titles))
 
 
 def _supporting_titles(fields: dict[str, Any]) -> Iterable[str]:

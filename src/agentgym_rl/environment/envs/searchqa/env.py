@@ -5,20 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, get_args
 
 from agentgym_rl.environment.envs.searchqa import published
 from agentgym_rl.environment.envs.searchqa.builtin import SPLITS, builtin_questions
-from agentgym_rl.environment.envs.searchqa.datasets import Rows, load_with_rows
+from agentgym_rl.environment.envs.searchqa.datasets import Rows, facts_of, load_with_rows
 from agentgym_rl.environment.envs.searchqa.geography import corpus
-from agentgym_rl.environment.envs.searchqa.indexing import Kind, open_retriever
+from agentgym_rl.environment.envs.searchqa.indexing import Kind, open_retriever, titles_by_id
 from agentgym_rl.environment.envs.searchqa.passages import Passage
 from agentgym_rl.environment.envs.searchqa.picture import Turn, draw
 from agentgym_rl.environment.envs.searchqa.protocol import Refused, is_right, read_reply, show_passages
 from agentgym_rl.environment.envs.searchqa.questions import DATASETS, HOPS, Fact, Question
 from agentgym_rl.environment.envs.searchqa.retrieval import BM25Retriever, Retriever
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
@@ -33,6 +35,21 @@ get new information. Then do exactly one of two things:
 - <answer>the answer</answer> gives your answer and ends the task. There is only one try.
 
 Give the answer itself, as short as it can be, without explanations. For example: <answer>Beijing</answer>"""
+
+TOOLS = (
+    Tool(
+        "search",
+        "Search a collection of documents and read the best matches.",
+        "<search>{query}</search>",
+        {"query": {"type": "string"}},
+    ),
+    Tool(
+        "answer",
+        "Give the answer and end the task. There is only one try.",
+        "<answer>{answer}</answer>",
+        {"answer": {"type": "string", "description": "The answer itself, as short as it can be."}},
+    ),
+)
 
 _ENDED = "The answer was received. The task is over."
 _MAX_ACTIONS = 12
@@ -57,6 +74,10 @@ class SearchQA:
         """Passages by id, in the order they were found."""
         self._answer: str | None = None
         self._playing = False
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def questions(cls) -> Sequence[Question]:
@@ -215,7 +236,12 @@ def _builtin_retriever() -> BM25Retriever:
 
 @lru_cache(maxsize=16)
 def searchqa_from(
-    data: str | Path, index: str | Path, *, retrieval: Kind = "auto", passages_per_search: int = 3
+    data: str | Path,
+    index: str | Path,
+    *,
+    retrieval: Kind = "auto",
+    passages_per_search: int = 3,
+    test_share: float | None = None,
 ) -> type[SearchQA]:
     """Return a SearchQA class over question files and an index folder or the address of a /retrieve service.
 
@@ -223,10 +249,14 @@ def searchqa_from(
     """
     if passages_per_search < 1:
         raise ConfigError(f"searchqa shows at least 1 passage a search, got passages_per_search={passages_per_search}")
-    loaded, loaded_rows = load_with_rows(Path(data))
+    if retrieval not in get_args(Kind):
+        raise ConfigError(f"searchqa: retrieval is one of {', '.join(get_args(Kind))}, got {retrieval!r}")
+    if test_share is not None and not 0 < test_share < 1:
+        raise ConfigError(f"searchqa: test_share is a share between 0 and 1, got {test_share!r}")
+    loaded, loaded_rows = load_with_rows(Path(data), test_share)
     shared_retriever = open_retriever(str(index), retrieval)
     num_train = len(loaded["train"])
-    all_questions = (*loaded["train"], *loaded["test"])
+    all_questions = _with_titles((*loaded["train"], *loaded["test"]), str(index))
     per_search = passages_per_search
 
     class SearchQAFrom(SearchQA):
@@ -253,12 +283,47 @@ def searchqa_from(
     return SearchQAFrom
 
 
-def load_searchqa() -> type[SearchQA]:
-    """Return the class that the environment variables select: the built-in questions if neither is set."""
-    data, index = os.environ.get(DATA_VARIABLE, ""), os.environ.get(INDEX_VARIABLE, "")
+def _with_titles(questions: tuple[Question, ...], index: str) -> tuple[Question, ...]:
+    """Return the questions with the titles of their gold passages as facts, if the index is a folder that has them."""
+    if not any(question.gold for question in questions) or index.startswith(("http://", "https://")):
+        return questions
+    titles = titles_by_id(Path(index))
+    return tuple(
+        replace(question, facts=facts_of([titles[name] for name in question.gold]))
+        if question.gold and all(titles.get(name) for name in question.gold)
+        else question
+        for question in questions
+    )
+
+
+def load_searchqa(
+    data: str = "",
+    index: str = "",
+    retrieval: str | None = None,
+    passages_per_search: int | None = None,
+    test_share: float | None = None,
+) -> type[SearchQA]:
+    """Return the class over `data` and `index`, by default those of the environment variables.
+
+    Without either, the built-in questions. The others are those of searchqa_from; None means its default.
+    """
+    given: dict[str, Any] = {
+        "retrieval": retrieval,
+        "passages_per_search": passages_per_search,
+        "test_share": test_share,
+    }
+    options = {name: value for name, value in given.items() if value is not None}
+    names = ("kwargs.data", "kwargs.index")
     if not data and not index:
+        names = (DATA_VARIABLE, INDEX_VARIABLE)
+        data, index = os.environ.get(DATA_VARIABLE, ""), os.environ.get(INDEX_VARIABLE, "")
+    if not data and not index:
+        if options:
+            raise ConfigError(
+                f"searchqa: {', '.join(options)} is for questions of your own: set kwargs.data and .index"
+            )
         return SearchQA
     if not (data and index):
-        given, missing = (DATA_VARIABLE, INDEX_VARIABLE) if data else (INDEX_VARIABLE, DATA_VARIABLE)
-        raise ConfigError(f"searchqa needs {missing} together with {given}: questions and an index with their facts")
-    return searchqa_from(data, index)
+        present, missing = names if data else names[::-1]
+        raise ConfigError(f"searchqa needs {missing} together with {present}: questions and an index with their facts")
+    return searchqa_from(data, index, **options)

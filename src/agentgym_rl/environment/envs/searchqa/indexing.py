@@ -105,6 +105,12 @@ def open_retriever(location: str, kind: Kind = "auto") -> Retriever:
     return dense if kind == "dense" else HybridRetriever([bm25, dense])
 
 
+def titles_by_id(folder: Path) -> dict[str, str]:
+    """Return the titles of an index's passages."""
+    passages = MappedPassages(folder)
+    return {passage.id: passage.title for passage in (passages[index] for index in range(len(passages)))}
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / "manifest.json"
     if not file.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import mmap
 from array import array
 from collections.abc import Iterator
@@ -61,8 +62,8 @@ def read_corpus(path: Path) -> Iterator[tuple[Passage, int]]:
     if not path.is_file():
         raise ConfigError(f"corpus {path}: no such file")
     num_read = 0
-    if path.suffix == ".json":
-        rows = parse_json(path.read_bytes(), path)
+    if path.name.endswith((".json", ".json.gz")):
+        rows = parse_json(read_bytes(path), path)
         if not isinstance(rows, list):
             raise ConfigError(f"corpus {path}: a .json corpus is one list of passages, got {type(rows).__name__}")
         size = path.stat().st_size
@@ -70,12 +71,21 @@ def read_corpus(path: Path) -> Iterator[tuple[Passage, int]]:
             yield _parse_passage(row, index, f"{path}, entry {index}"), size * (index + 1) // len(rows)
         return
     index = 0
-    with path.open("rb") as lines:
+    with path.open("rb") as file:
+        lines = gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
         for number, line in enumerate(lines, start=1):
-            num_read += len(line)
+            num_read = file.tell() if path.suffix == ".gz" else num_read + len(line)
             if line.strip():
                 yield _parse_passage(parse_json(line, path, number), index, f"{path}, line {number}"), num_read
                 index += 1
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file, unpacked if its name ends in .gz."""
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise ConfigError(f"{path} is not a gzip file: {error}") from error
 
 
 def parse_json(data: bytes, path: Path, line: int | None = None) -> Any:

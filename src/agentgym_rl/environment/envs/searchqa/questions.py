@@ -32,3 +32,5 @@ class Question:
     subset: str
     facts: tuple[Fact, ...]
     """Facts in an order in which they can be found."""
+    gold: tuple[str, ...] = ()
+    """Ids of the passages that support the answer, if the file names them."""
