@@ -42,7 +42,7 @@ from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.tasks import TaskSource
-from agentgym_rl.types import Collect, EnvSession, Group, Limits, Message, Sampling
+from agentgym_rl.types import Collect, EnvSession, Group, Limits, Message, Observation, Sampling
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "qwen"
 TURNS = {"textcraft": 14, "babyai": 20}
@@ -141,7 +141,7 @@ class ForcedPolicy(EnginePolicy):
         super().__init__(*arguments, **options)
         self._session, self._seed = session, seed
 
-    async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         choice = random.Random(stable_seed(self._seed, len(messages)))
         reply = await super().reply(
             messages, observation, replace(limits, max_new_tokens=choice.randrange(*REPLY_TOKENS))
