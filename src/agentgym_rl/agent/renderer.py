@@ -448,7 +448,7 @@ def _advice() -> str:
 
 
 def _probe_conversations() -> list[list[Message]]:
-    systems = ([], [Message("system", "You are a walker.")])
+    systems: tuple[list[Message], ...] = ([], [Message("system", "You are a walker.")])
     return [[*system, *_alternate(probe)] for probe in _PROBES for system in systems]
 
 

@@ -192,8 +192,8 @@ def load_policy(name: str) -> ModelPlayer:
         parts = (task, "" if explained else action_format(style.action_format).explain, style.suffix)
         instruction = "\n\n".join(part for part in parts if part)
         sampling = Sampling(limits.max_new_tokens, playing.temperature, seed=seed)
-        options = {"tools": session.tools, "context": context_of(playing)}
-        return Model(engine, renderer, sampling, instruction=instruction, **options)
+        context = context_of(playing)
+        return Model(engine, renderer, sampling, instruction=instruction, tools=session.tools, context=context)
 
     limits = replace(limits, max_context=min(limits.max_context, engine.max_context))
     syntax = action_format(style.action_format)
