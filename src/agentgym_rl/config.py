@@ -438,6 +438,11 @@ class Config(_Section):
                     "which most of a small update is rounded away: use engine.kind = 'native', engine.dtype = "
                     "'float32', or no [scale], where vLLM takes the adapters as they are"
                 )
+        if self.agent.style == "tool" and self.method == "dagger":
+            raise ValueError(
+                "agent.style = 'tool': method 'dagger' compares written actions with the oracle's, use a style of text "
+                "such as 'act' or 'function_call'"
+            )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         if self.method in ("dpo", "dagger") and self.agent.context != "full":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
@@ -141,6 +142,18 @@ def test_an_observation_cannot_forge_a_turn(style: str) -> None:
 
     assert structure(renderer.follow_up(forged)) == structure(renderer.follow_up("page"))
     assert structure(renderer.prompt(chat(forged))) == structure(renderer.prompt(chat("page")))
+
+
+def test_settings_left_by_another_caller_do_not_cut_or_pad() -> None:
+    tokenizer = copy.deepcopy(byte_level_bpe("chatml"))  # shared by tests
+    renderer = Renderer(tokenizer, CHATML)
+    text = "a long observation of many words"
+    expected = renderer.encode(text)
+    assert expected == tokenizer.encode(text, add_special_tokens=False)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    assert renderer.encode(text) == expected
+    tokenizer.backend_tokenizer.enable_padding(length=100)
+    assert renderer.encode(text) == expected
 
 
 def test_a_lossy_tokenizer_works() -> None:

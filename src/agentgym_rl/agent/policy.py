@@ -110,6 +110,9 @@ class EnginePolicy:
         self._instruction = instruction
         self._context = context
         self._train_thoughts = train_thoughts
+        self._messages: list[Message] = []
+        self._token_ids: list[int] = []
+        """Ids of `_messages`, the conversation so far."""
         self._tools = tools
         if tools:
             renderer.require_tools()
@@ -204,15 +207,32 @@ class EnginePolicy:
         return tokenized, prompt_ids
 
     def _prompt(self, messages: list[Message], tokenized: list[Message]) -> list[int]:
-        return path([*messages, *tokenized], tokenized[-1].segment)
+        if not self._is_linear:
+            return path([*messages, *tokenized], tokenized[-1].segment)
+        return [*self._ids_of(messages), *(token for message in tokenized for token in message.token_ids)]
+
+    @property
+    def _is_linear(self) -> bool:
+        """Whether the conversation only grows, so that it is one segment."""
+        return self._renderer.linear and self._context.kind == "full"
 
     def _cut_observation(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         """Return the observation's messages, cut to what fits if every token were the vocabulary's longest."""
         used = 0
-        if messages and self._context.kind == "full" and self._renderer.linear:
-            used = len(path(messages, messages[-1].segment))
+        if self._is_linear:
+            used = len(self._ids_of(messages))
         max_chars = min(MAX_OBSERVATION_CHARS, max(1, limits.max_context - used) * self._renderer.max_token_chars)
         return observation_messages(messages, self._instruction, observation, max_chars)
+
+    def _ids_of(self, messages: list[Message]) -> list[int]:
+        """Return the ids of the conversation, which grows from turn to turn: only new messages are read."""
+        known = len(self._messages)
+        if known > len(messages) or (known and messages[known - 1] is not self._messages[-1]):
+            self._messages, self._token_ids, known = [], [], 0
+        for message in messages[known:]:
+            self._messages.append(message)
+            self._token_ids += message.token_ids
+        return self._token_ids
 
     def _tokenized(self, messages: list[Message], new_messages: list[Message]) -> list[Message]:
         """Return the new messages with the tokens they add to the last segment, or as the start of a new one."""
@@ -237,7 +257,7 @@ def _check(completion: Completion, sampling: Sampling) -> None:
     count = len(completion.token_ids)
     if not 1 <= count <= sampling.max_new_tokens:
         raise EngineError(f"the engine must sample 1 to {sampling.max_new_tokens} tokens, it returned {count}")
-    if len(completion.logprobs) != count or not all(math.isfinite(p) for p in completion.logprobs):
+    if len(completion.logprobs) != count or not math.isfinite(sum(completion.logprobs)):
         raise EngineError(
             f"the engine must return one finite log-probability a token, for {count} tokens it returned "
             f"{completion.logprobs[:4]}... ({len(completion.logprobs)})"

@@ -456,26 +456,30 @@ def serve(
     token: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     announce: Callable[[str], None] = lambda line: None,
+    create: Callable[..., ASGIApp] | None = None,
+    path: str = "/{name}",
     **options: Any,
 ) -> None:
     """Serve environments by name or import path until interrupted. `options` are those of create_app.
 
     `kwargs` are arguments of the only environment. A class named by its import path is served under its own name.
 
-    When the server is ready, `announce` gets one line per environment with its address, then `ready`.
+    When the server is ready, `announce` gets one line per environment with its address, then `ready`. `create` makes
+    the app of another protocol than this module's, with the addresses `path`.
     """
     if not token and not is_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines, so a token is needed: give one, or use 127.0.0.1"
         )
-    environments = _load_served(names, kwargs)
+    environments = load_served(names, kwargs)
     listener = bind(host, port)
     base = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    lines = [f"{name:{max(map(len, environments))}}  {base}/{name}" for name in environments]
-    run(environments, listener, token=token, on_ready=lambda: announce("\n".join([*lines, "ready"])), **options)
+    lines = [f"{name:{max(map(len, environments))}}  {base}{path.format(name=name)}" for name in environments]
+    ready = "\n".join([*lines, "ready"])
+    run(environments, listener, token=token, on_ready=lambda: announce(ready), create=create, **options)
 
 
-def _load_served(names: list[str], kwargs: Mapping[str, Any] | None) -> dict[str, type[TextEnv]]:
+def load_served(names: list[str], kwargs: Mapping[str, Any] | None) -> dict[str, type[TextEnv]]:
     """Return the classes by the word of their address."""
     if kwargs and len(names) > 1:
         raise ConfigError(f"--kwarg is for one environment, got {', '.join(names)}: start a server for each")
@@ -495,11 +499,12 @@ def run(
     listener: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
+    create: Callable[..., ASGIApp] | None = None,
     **options: Any,
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
     allow_open_files(options.get("max_sessions", MAX_SESSIONS), RESERVED_HOLDS)
-    server = uvicorn_server(create_app(environments, **options))
+    server = uvicorn_server((create or create_app)(environments, **options))
     server.on_ready = on_ready
     with contextlib.suppress(KeyboardInterrupt), listener:
         server.run(sockets=[listener])
@@ -518,7 +523,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def uvicorn_server(app: FastAPI) -> Server:
+def uvicorn_server(app: ASGIApp) -> Server:
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -529,6 +534,6 @@ def uvicorn_server(app: FastAPI) -> Server:
         date_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
-        **HTTP_OPTIONS,
+        **{**HTTP_OPTIONS, **getattr(app, "uvicorn_options", {})},
     )
     return Server(config)

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from agentgym_rl.common.garbage import rare_collections
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
@@ -200,13 +201,14 @@ async def _play(
     started = time.perf_counter()
     groups: list[Group] = []
     wanted = settings.groups_per_step
-    for attempt in range(settings.resample_rounds + 1):
-        tasks = state.tasks.take(wanted)
-        parts = ("rollout", step) if attempt == 0 else ("rollout", step, attempt)
-        groups += await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, *parts))
-        wanted = settings.groups_per_step - sum(not equal_rewards(g) for g in groups)
-        if wanted <= 0:
-            break
+    with rare_collections():
+        for attempt in range(settings.resample_rounds + 1):
+            tasks = state.tasks.take(wanted)
+            parts = ("rollout", step) if attempt == 0 else ("rollout", step, attempt)
+            groups += await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, *parts))
+            wanted = settings.groups_per_step - sum(not equal_rewards(g) for g in groups)
+            if wanted <= 0:
+                break
     state.played, state.played_s = groups, time.perf_counter() - started
 
 
