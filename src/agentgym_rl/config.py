@@ -147,7 +147,19 @@ class AgentConfig(_Section):
     max_new_tokens: int = Field(512, ge=1)
     """Longest reply in tokens."""
     max_context: int = Field(8192, ge=2)
-    """Longest episode in tokens."""
+    """Tokens that the model sees at a time, prompt and replies together."""
+    context: Literal["full", "window", "summary"] = "full"
+    """Action when the context is full. full: the episode ends. window: the oldest turns are left out. summary: the
+    model writes a summary of the conversation, which replaces it. The first observation, the task, always remains."""
+    context_turns: int = Field(4, ge=0)
+    """Last turns that remain when the context is cut; fewer if they do not fit."""
+    summary_tokens: int = Field(256, ge=1)
+    """Sampled tokens per summary."""
+    thoughts: Literal["template", "keep", "drop"] = "template"
+    """Thoughts (<think>...</think>) of earlier replies in later prompts: as the model's chat template renders them,
+    always kept, or always dropped."""
+    train_thoughts: bool = True
+    """Whether the loss includes thoughts. They are sampled either way."""
     concurrency: int = Field(256, ge=1)
     """Episodes at the same time, over all environments. If several environments wait, slots are shared by weight."""
     retries: int = Field(2, ge=0)
@@ -433,6 +445,8 @@ class Config(_Section):
             )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
+        if self.method in ("dpo", "dagger") and self.agent.context != "full":
+            raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self
 
     @property

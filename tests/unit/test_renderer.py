@@ -179,6 +179,7 @@ FORCED_THOUGHT = CHATML.replace(
 STRIPS_REPLY = CHATML.replace("message['content']", "message['content'].split('</think>')[-1].strip()")
 COUNTS_TURNS = CHATML.replace("message['content']", "loop.length|string + message['content']")
 NUMBERS_MESSAGES = CHATML.replace("message['content']", "loop.index|string + message['content']")
+COUNTS_THOUGHTS = QWEN3_LIKE.replace("+ content", "+ loop.length|string + content")
 LATE_REMINDER = CHATML.replace(
     "{%- if add",
     "{%- if messages|length > 4 -%}{{- '<|im_start|>system\\nHurry.<|im_end|>\\n' -}}{%- endif -%}\n{%- if add",
@@ -188,9 +189,8 @@ LATE_REMINDER = CHATML.replace(
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
-        (QWEN3_LIKE, "rewrites history.*think.*model.chat_template"),
-        (FORCED_THOUGHT, "rewrites history.*think.*model.chat_template"),
-        (STRIPS_REPLY, "changes a reply.*North is up.*model.chat_template"),
+        (STRIPS_REPLY.replace("</think>", "Action:"), "changes a reply.*Thought.*model.chat_template"),
+        (COUNTS_THOUGHTS, "rewrites history.*model.chat_template"),
         (COUNTS_TURNS, "rewrites history.*model.chat_template"),
         (NUMBERS_MESSAGES, "observation differently late in a conversation.*model.chat_template"),
         (LATE_REMINDER, "model.chat_template"),
@@ -204,6 +204,22 @@ LATE_REMINDER = CHATML.replace(
 def test_templates_that_rewrite_history_are_refused(template: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Renderer(byte_level_bpe("chatml"), template)
+
+
+@pytest.mark.parametrize("template", [QWEN3_LIKE, FORCED_THOUGHT, STRIPS_REPLY])
+def test_templates_that_drop_thoughts_render_every_prompt_whole(template: str) -> None:
+    tokenizer = byte_level_bpe("chatml")
+    renderer = Renderer(tokenizer, template)
+    assert not renderer.linear
+    assert Renderer(tokenizer, template, thoughts="keep").linear
+    messages = chat("A room.", "<think>\nup\n</think>\n\nnorth", "A wall.", system="Walk.")
+    conversation = [{"role": m.role, "content": m.content} for m in messages]
+    whole = tokenizer.apply_chat_template(
+        conversation, chat_template=template, add_generation_prompt=True, return_dict=False
+    )
+    path = [*renderer.prompt(messages[:2]), *renderer.reply_ids(messages[2].content)]
+    assert renderer.continuation(path, messages) == whole
+    assert ("up" in tokenizer.decode(whole)) == (template is FORCED_THOUGHT)
 
 
 def test_without_a_system_role_the_instruction_is_in_the_first_observation() -> None:

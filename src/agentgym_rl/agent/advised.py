@@ -6,6 +6,7 @@ import random
 
 from agentgym_rl.agent.policy import EnginePolicy, Reply
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.segments import path
 from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 
@@ -30,8 +31,9 @@ class AdvisedPolicy:
     def _oracle_reply(self, messages: list[Message], observation: Observation, limits: Limits, advice: str) -> Reply:
         """Return the advice as a reply: with ids, because later turns follow it, and without log-probabilities."""
         observed = self._policy.unanswered(messages, observation, limits)
-        action = Message("assistant", advice, self._renderer.reply_ids(advice), advice=advice)
-        num_tokens = sum(len(message.token_ids) for message in [*messages, *observed, action])
+        segment = observed[-1].segment
+        action = Message("assistant", advice, self._renderer.reply_ids(advice), advice=advice, segment=segment)
+        num_tokens = len(path([*messages, *observed, action], segment))
         if not observed[-1].token_ids or num_tokens > limits.max_context:
             return Reply(observed, None, "max_context")
         return Reply(observed, action)

@@ -3,6 +3,9 @@
 A chat template renders whole conversations. For an episode that has two faults: the reply would be decoded and encoded
 again, and the template might rewrite earlier turns. So the template renders only the text between two replies. This is
 exact for every *prefix-stable* template, which the constructor checks.
+
+A template that drops the thoughts of earlier replies is not prefix-stable. Then every prompt is rendered whole, and
+one that does not extend the tokens before it starts a new segment (see segments.py).
 """
 
 from __future__ import annotations
@@ -12,13 +15,15 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from agentgym_rl.agent.segments import place
 from agentgym_rl.agent.templates import TEMPLATES, resolve_template
 from agentgym_rl.agent.tools import PARSERS, Parsed
 from agentgym_rl.common.chat_messages import to_openai
+from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Message, Role, Sample, ToolCall
 
@@ -67,11 +72,22 @@ _MAX_CACHED_CHARS = 1 << 16
 """Maximum characters of a cached text."""
 
 
+Thoughts = Literal["template", "keep", "drop"]
+"""Thoughts of earlier replies in a prompt: as the chat template renders them, always kept, or always dropped."""
+
+
 class Renderer:
     """A chat template with a tokenizer. `chat_template`: a built-in's name, a path, Jinja text, or None for the
     tokenizer's own. `template_kwargs` are passed to the template."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None, **template_kwargs: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        thoughts: Thoughts = "template",
+        **template_kwargs: Any,
+    ) -> None:
         self.tokenizer = tokenizer
         self._backend = _backend_of(tokenizer)
         self._template_kwargs = template_kwargs
@@ -96,9 +112,18 @@ class Renderer:
         self._before_reply = before, self.encode(before)
         eos = tokenizer.eos_token_id
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in (self.end_of_turn, eos) if t is not None))
-        for probe in _PROBES:
-            for system in ((), (Message("system", "You are a walker."),)):
-                self._require_prefix_stable([*system, *_alternate(probe)])
+        self._opener, self._rewrites = "", False
+        self._drops_thoughts = thoughts == "drop"
+        self.linear = thoughts != "drop"
+        """Whether every prompt extends the tokens before it, so that an episode is one segment until it is cut."""
+        try:
+            for messages in _probe_conversations():
+                self._require_prefix_stable(messages)
+        except ConfigError:
+            if not self._drops_only_thoughts():
+                raise
+            self._rewrites = True
+            self.linear = thoughts == "keep"
 
     def prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a conversation before a reply, with the generation prompt."""
@@ -148,6 +173,32 @@ class Renderer:
         """Raise ConfigError unless tool calls can be rendered and read back, and results keep the history."""
         self.tool_format = self.tool_format or self._find_tool_format()
 
+    def continuation(self, path: list[int], messages: list[Message], tools: Tools = ()) -> list[int]:
+        """Return the ids of a conversation before a reply. They begin with `path` if its text begins with path's."""
+        if self._drops_thoughts:
+            messages = [replace(m, content=without_thought(m.content)) if m.is_reply else m for m in messages]
+        text = self._render(messages, generation_prompt=True, tools=tools)
+        played = self.tokenizer.decode(path, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not path or not text.startswith(played):
+            return self.encode(text)
+        rest = text[len(played) :]
+        # Encoded after the end-of-turn token, as in `_encode_follow_up`.
+        ids = self.encode(self._end_text + rest)[1:] if path[-1] == self.end_of_turn else self.encode(rest)
+        return [*path, *ids]
+
+    def thought_length(self, token_ids: list[int]) -> int:
+        """Return how many tokens of a reply are its thought, with the end of the thought."""
+        text = self.decode(token_ids)
+        if CLOSE not in text:
+            opened = OPEN in self._opener and CLOSE not in self._opener
+            return len(token_ids) if opened or text.lstrip().startswith(OPEN) else 0
+        last = text.count(CLOSE)
+        low, high = 0, len(token_ids)
+        while high - low > 1:  # the fewest tokens with the last end of a thought
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.decode(token_ids[:middle]).count(CLOSE) == last else (middle, high)
+        return high
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` without added tokens."""
         if self._is_backend_plain():
@@ -172,12 +223,40 @@ class Renderer:
         """Return the ids of a written reply (a demonstration), with the end-of-turn token."""
         before, prefix = self._before_reply
         after = self._render([*_START, Message("assistant", content, tool_calls=calls)], generation_prompt=False)
+        if self._rewrites and not calls and (not after.startswith(before) or content not in after[len(before) :]):
+            # The template drops thoughts even here, but a reply is sampled with its thought.
+            return [*self.encode(self._opened(content)), self.end_of_turn]
         text = after[: after.rindex(self._end_text)]
         whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]
         # The tokenizer merged text across the generation prompt, which sampling cannot do: encode the reply alone.
         return [*self.encode(text[len(before) :]), self.end_of_turn]
+
+    def demonstrations(
+        self, messages: list[Message], trained: list[bool] | None = None, tools: Tools = ()
+    ) -> list[Sample]:
+        """Return samples for imitation, one per segment; of a linear conversation it is `demonstration`."""
+        if self.linear:
+            return [self.demonstration(messages, trained, tools)]
+        samples: list[Sample] = []
+        for i, message in enumerate(messages):
+            if not message.is_reply:
+                continue
+            path = samples[-1].token_ids if samples else []
+            spot = place({0: path} if samples else {}, self.continuation(path, messages[:i], tools), 1)
+            if spot.segment or not samples:
+                samples.append(Sample(path[: spot.prefix[1]] if spot.prefix else [], []))
+            sample, ids = samples[-1], self.reply_ids(message.content, message.tool_calls)
+            sample.token_ids += spot.added_ids
+            if trained is not None and not trained[i]:
+                sample.left_out.append((len(sample.token_ids), len(ids)))
+            sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
+            sample.loss_mask += [trained is None or trained[i]] * len(ids)
+            sample.token_ids += ids
+        if not samples:
+            raise ConfigError("a demonstration needs at least one assistant message, got none: drop this conversation")
+        return [sample for sample in samples if any(sample.loss_mask)]
 
     def demonstration(self, messages: list[Message], trained: list[bool] | None = None, tools: Tools = ()) -> Sample:
         """Return a sample for imitation with the loss on replies and their end-of-turn tokens only.
@@ -192,10 +271,10 @@ class Renderer:
         loss_mask = [False] * len(token_ids)
         imitated = [message.role == "assistant" for message in messages] if trained is None else trained
         left_out: list[tuple[int, int]] = []
-        for place, i in enumerate(replies):
+        for turn, i in enumerate(replies):
             message = messages[i]
-            if place:
-                ids = self.between(messages[replies[place - 1] + 1 : i])
+            if turn:
+                ids = self.between(messages[replies[turn - 1] + 1 : i])
                 token_ids += ids
                 loss_mask += [False] * len(ids)
             ids = self.reply_ids(message.content, message.tool_calls)
@@ -240,10 +319,18 @@ class Renderer:
         return self.encode(self._render(messages, generation_prompt, json.loads(tools)))
 
     def _encode_follow_up(self, observation: str) -> list[int]:
-        text = self._render([*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)], True)
-        rest = text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
         # Encoded after the end-of-turn token, as in the conversation: some tokenizers prefix texts with a space.
-        return self.encode(rest)[1:]
+        return self.encode(self._follow_up_text(observation))[1:]
+
+    def _follow_up_text(self, observation: str) -> str:
+        text = self._render([*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)], True)
+        return text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
+
+    def _opened(self, content: str) -> str:
+        """Return a written reply as the model would sample it: the generation prompt may have opened the thought."""
+        if OPEN not in self._opener or CLOSE in self._opener:
+            return content
+        return content.removeprefix(OPEN).lstrip("\n") if CLOSE in content else f"\n{CLOSE}\n\n{content}"
 
     def _encode_tool_results(self, results: tuple[tuple[str, str], ...]) -> list[int]:
         # One call for any number of results: some templates refuse to render several, and none counts them.
@@ -289,6 +376,27 @@ class Renderer:
             )
         return ids[0], token
 
+    def _drops_only_thoughts(self) -> bool:
+        """Return whether the template rewrites nothing but thoughts, and read the text that opens a thought."""
+        start, prompt = (self._render(_START, generation_prompt) for generation_prompt in (False, True))
+        later = self._render([*_START, Message("assistant", _REPLY_MARKER), *_START], False)
+        header = later[: later.index(_REPLY_MARKER)].removeprefix(start)
+        if not prompt.startswith(start + header):
+            return False
+        self._opener = prompt[len(start + header) :]
+        if self._opener and not self._opener.lstrip().startswith(OPEN):
+            return False
+        for messages in _probe_conversations():
+            plain = [replace(m, content=without_thought(m.content)) for m in messages]
+            for i, message in enumerate(plain[:-1]):
+                if message.role != "assistant":
+                    continue
+                expected = self._render(plain[:i], False) + header + message.content
+                expected += self._follow_up_text(plain[i + 1].content)
+                if self._render(plain[: i + 2], True) != expected:
+                    return False
+        return True
+
     def _find_tool_format(self) -> str:
         """Return the format in which the template writes calls, after probing a conversation with tools."""
         opening = self._render(_TOOL_PROBE[:1], generation_prompt=True, tools=[_TOOL])
@@ -301,6 +409,7 @@ class Renderer:
         except TemplateError as error:
             raise ConfigError(f"the chat template cannot write a tool call ({error}): {_advice()}") from error
         reply = after[len(opening) : after.rindex(self._end_text)] if self._end_text in after else ""
+        reply = without_thought(reply)
         expected = [replace(call, id="") for call in _TOOL_PROBE[1].tool_calls or ()]
         formats = [name for name, parse in PARSERS.items() if _without_ids(parse(reply)) == ("", expected)]
         if not formats:
@@ -311,7 +420,8 @@ class Renderer:
         probe = list(_TOOL_PROBE)
         if probe[3].content not in self._render(probe[:4], generation_prompt=False, tools=[_TOOL]):
             probe[3] = replace(probe[3], content="")
-        self._require_prefix_stable(probe, [_TOOL])
+        if not self._rewrites:  # otherwise every prompt is rendered whole, or thoughts are kept on purpose
+            self._require_prefix_stable(probe, [_TOOL])
         return formats[0]
 
     def _require_prefix_stable(self, messages: list[Message], tools: Tools = ()) -> None:
@@ -358,6 +468,11 @@ def _backend_of(tokenizer: Any) -> Any:
 
 def _advice() -> str:
     return f"set model.chat_template to one of {', '.join(sorted(TEMPLATES))} or to the path of a Jinja file"
+
+
+def _probe_conversations() -> list[list[Message]]:
+    systems: tuple[list[Message], ...] = ([], [Message("system", "You are a walker.")])
+    return [[*system, *_alternate(probe)] for probe in _PROBES for system in systems]
 
 
 def _alternate(contents: tuple[str, ...]) -> list[Message]:

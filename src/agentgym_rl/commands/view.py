@@ -164,6 +164,7 @@ def load_policy(name: str) -> ModelPlayer:
     from agentgym_rl.agent.policy import EnginePolicy, Policy
     from agentgym_rl.agent.renderer import Renderer
     from agentgym_rl.commands.load_agent import AgentOptions, find_agent, load_weights
+    from agentgym_rl.run.collectors import context_of
     from agentgym_rl.types import Sampling
 
     try:
@@ -175,7 +176,7 @@ def load_policy(name: str) -> ModelPlayer:
     playing = candidate.playing
     style = STYLES[playing.style]
     model, tokenizer = load_weights(candidate)
-    renderer = Renderer(tokenizer, candidate.model.chat_template)
+    renderer = Renderer(tokenizer, candidate.model.chat_template, thoughts=playing.thoughts)
     limits = Limits(max_turns=1000, max_new_tokens=playing.max_new_tokens, max_context=playing.max_context)
     engine = NativeEngine(model, decode=renderer.decode, max_sessions=MAX_SESSIONS, max_context=limits.max_context)
 
@@ -191,7 +192,8 @@ def load_policy(name: str) -> ModelPlayer:
         parts = (task, "" if explained else action_format(style.action_format).explain, style.suffix)
         instruction = "\n\n".join(part for part in parts if part)
         sampling = Sampling(limits.max_new_tokens, playing.temperature, seed=seed)
-        return Model(engine, renderer, sampling, instruction=instruction, tools=session.tools)
+        context = context_of(playing)
+        return Model(engine, renderer, sampling, instruction=instruction, tools=session.tools, context=context)
 
     limits = replace(limits, max_context=min(limits.max_context, engine.max_context))
     syntax = action_format(style.action_format)

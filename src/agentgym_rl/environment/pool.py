@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from agentgym_rl.common.thoughts import without_thought
 from agentgym_rl.environment import agentgym, catalog
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.client import EnvClient
@@ -78,7 +79,7 @@ class _PooledSession:
         return self._keep_state(await self._require_open().reset(item))
 
     async def step(self, text: str) -> Step:
-        return await self._act(self._syntax.parse(text))
+        return await self._act(self._syntax.parse(without_thought(text)))
 
     async def call(self, calls: list[ToolCall]) -> Step:
         return await play_calls(self._require_open().toolset, calls, self._act, self._state)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentgym_rl.agent.context import ASK, LEFT_OUT, SUMMARISED
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.run.backend import Trainer
@@ -62,9 +63,11 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
         )
         conversations = [trajectory.messages for trajectory in played]
     if tokenizer is None:
-        tokenizer = word_tokenizer(conversations)
-    renderer = Renderer(tokenizer, config.model.chat_template)
-    return Start(tokenizer, [renderer.demonstration(t.messages, t.imitated, t.tools) for t in played if t.num_turns])
+        texts = () if config.agent.context == "full" else (ASK, LEFT_OUT, SUMMARISED)
+        tokenizer = word_tokenizer([*conversations, [Message("user", text) for text in texts]])
+    renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
+    samples = [s for t in played if t.num_turns for s in renderer.demonstrations(t.messages, t.imitated, t.tools)]
+    return Start(tokenizer, samples)
 
 
 async def imitate(trainer: Trainer, console: Console) -> None:

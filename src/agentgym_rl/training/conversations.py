@@ -48,11 +48,10 @@ def of_trajectory(trajectory: Trajectory) -> Conversation:
 
     Token ids and log-probabilities are dropped, because they belong to one tokenizer.
     """
-    messages = [
-        Message(m.role, m.content, tool_calls=m.tool_calls, tool_call_id=m.tool_call_id) for m in trajectory.messages
-    ]
+    kept = [(m, trained) for m, trained in zip(trajectory.messages, trajectory.imitated, strict=True) if not m.purpose]
+    messages = [Message(m.role, m.content, tool_calls=m.tool_calls, tool_call_id=m.tool_call_id) for m, _ in kept]
     item_id = f"{trajectory.task.env}_{trajectory.task.item}"
-    return Conversation(item_id, messages, trajectory.imitated, trajectory.tools)
+    return Conversation(item_id, messages, [trained for _, trained in kept], trajectory.tools)
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:

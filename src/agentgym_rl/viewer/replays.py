@@ -69,6 +69,8 @@ def replies_and_observations(episode: dict[str, Any]) -> tuple[list[Reply], list
     replies: list[Reply] = []
     observations: list[list[str]] = []
     for message in episode["messages"]:
+        if message.get("purpose"):
+            continue
         if message["role"] == "assistant":
             calls = message.get("tool_calls")
             replies.append(str(message["content"]) if calls is None else [_call(call) for call in calls])

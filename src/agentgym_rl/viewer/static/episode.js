@@ -33,6 +33,7 @@ export function badges(episode) {
     STOPS[episode.stop] ?? episode.stop,
     episode.kind === "train" ? `step ${episode.step}` : `${KINDS[episode.kind] ?? episode.kind}${episode.step ? `, step ${episode.step}` : ""}`,
     episode.sampled ? `${number(episode.sampled)} sampled tokens` : null,
+    episode.segments > 1 ? `${episode.segments} segments` : null,
     episode.subset || null,
   ];
   return h("div", { class: "badges" }, facts.filter(Boolean).map((fact) => (fact instanceof Node ? fact : h("span", { class: "badge" }, fact))));
@@ -43,9 +44,15 @@ export function block(name, text, kind) {
   return h("section", { class: `block ${kind}` }, h("h3", {}, name), h("pre", {}, text));
 }
 
+function cutNote(turn) {
+  if (!turn.cut) return null;
+  return [h("div", { class: "cut", role: "separator" }, turn.cut), block("Summary by the model", turn.summary, "summary")];
+}
+
 /** Return the observation and the reply of a turn. Tool calls and their results have a block each. */
 function turnBlocks(turn) {
   return [
+    cutNote(turn),
     observationBlocks(turn.parts),
     block("Thought", turn.thought, "thought"),
     turn.calls ? turn.calls.map(callBlock) : block(turn.message.calls ? "Reply without a tool call" : "Action", turn.action, "action"),
@@ -159,7 +166,7 @@ function makeReplay(episode, turns, endingParts, instruction, current, go) {
   let drawn = null;
 
   const cells = [...turns, null].map((turn, k) => {
-    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : "";
+    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : turn.cut ? "cut-before" : "";
     return h("button", { type: "button", class: `tick ${kind}`, role: "tab", title: turn ? `turn ${k + 1}: ${turn.action.slice(0, 80)}` : "the end", onclick: () => go(k) }, turn ? k + 1 : "end");
   });
   strip.append(...cells);

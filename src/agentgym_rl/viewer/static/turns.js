@@ -1,14 +1,25 @@
 // An episode as turns: observation, thought, action and reward.
 
-/** Return {instruction, turns: [{observation, parts, reply, thought, action, calls, reward, info, message}], ending,
- * endingParts}. `parts` are the observation's texts with a label each: one observation, or the results of tool calls. */
+/** Return {instruction, turns: [{observation, parts, reply, thought, action, calls, reward, info, message, summary, cut}],
+ * ending, endingParts}. `parts` are the observation's texts with a label each: one observation, or the results of tool
+ * calls. `cut` says that the model saw another context from this turn on; `summary` is the text that replaced it. */
 export function turnsOf(episode) {
   const turns = [];
   let instruction = "";
   let parts = [];
   let calls = [];
+  let summary = "";
+  let cut = "";
+  let isRewritten = false;
   for (const message of episode.messages) {
-    if (message.role === "system") {
+    if (message.prefix && message.dropped_turns) cut = cutText(message.dropped_turns);
+    else if (message.prefix && !message.purpose && !isRewritten) {
+      cut = "From here on, thoughts of earlier replies are dropped from the context.";
+      isRewritten = true;
+    }
+    if (message.purpose) {
+      if (message.role === "assistant") summary = splitReply(message.content).action;
+    } else if (message.role === "system") {
       instruction = message.content;
     } else if (message.role === "tool") {
       const call = calls.find((candidate) => candidate.id === message.call_id);
@@ -28,8 +39,11 @@ export function turnsOf(episode) {
         reward: episode.rewards[k] ?? 0,
         info: episode.infos[k] ?? {},
         message,
+        summary,
+        cut,
       });
       parts = [];
+      summary = cut = "";
     }
   }
   return { instruction, turns, ending: joined(parts), endingParts: parts };
@@ -43,9 +57,13 @@ export function callText(call) {
   return `${call.name}(${call.arguments.map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ")})`;
 }
 
+function cutText(dropped) {
+  return `The context is cut here: the first ${dropped === 1 ? "turn is" : `${dropped} turns are`} left out from now on.`;
+}
+
 /** Return the thought and the action of a reply. A reply without such parts is all action. */
 export function splitReply(reply) {
-  const tagged = /^\s*<think>([\s\S]*?)<\/think>\s*([\s\S]*)$/.exec(reply);
+  const tagged = /^\s*(?:<think>)?([\s\S]*)<\/think>\s*([\s\S]*)$/.exec(reply);
   if (tagged) return { thought: tagged[1].trim(), action: tagged[2].trim() };
   const written = /^([\s\S]*)(?:^|\s)\**Action ?:\**\s*([\s\S]*)$/.exec(reply);
   if (written) {
