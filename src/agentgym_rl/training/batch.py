@@ -13,7 +13,7 @@ from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
 from agentgym_rl.training.ranks import balanced
-from agentgym_rl.training.settings import RLSettings
+from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
 
 _OVERLONG = (StopReason.LENGTH, StopReason.MAX_CONTEXT)
@@ -180,7 +180,7 @@ def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -
     """Return the episodes that are trained on, with the weights of their samples' tokens."""
     flat = _flat_groups(batch, segments)
     trained = [i for i, masked in enumerate(batch.masked) if not masked]
-    dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ("grpo", "rloo") else set()
+    dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ZERO_VARIANCE_ALGORITHMS else set()
     if settings.resample_rounds and settings.zero_variance == "drop":
         # Replaced groups do not count, or the loss would shrink with every round (DAPO).
         trained = [i for i in trained if batch.episodes[i].group not in dropped]

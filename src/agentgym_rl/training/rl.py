@@ -114,7 +114,7 @@ async def train_rl(
     while not state.over(settings):
         step, started = state.step, time.perf_counter()
         if not state.played:
-            await _play(step, state, collect, limits, settings, seed)
+            await _play_step(step, state, collect, limits, settings, seed)
         groups, rollout_s = state.played, state.played_s
         state.played = []
         hooks.record(step + 1, groups)
@@ -126,7 +126,7 @@ async def train_rl(
         learning_since = time.perf_counter()
         if settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
             # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
-            playing = asyncio.create_task(_play(step + 1, state, collect, limits, settings, seed))
+            playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
             try:
                 learned, samples = await asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed)
             except BaseException:
@@ -194,7 +194,7 @@ def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, flo
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 
-async def _play(
+async def _play_step(
     step: int, state: RLState, collect: Collect, limits: dict[str, Limits], settings: RLSettings, seed: int
 ) -> None:
     """Play a step's groups into `state.played`. With resample_rounds, new groups replace those with equal rewards."""
