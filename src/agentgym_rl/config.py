@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentgym_rl.config_errors import first_error
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.reward_settings import JUDGED_KINDS, JudgeSettings, RewardSettings
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
     AgentEvolSettings,
@@ -29,14 +30,16 @@ from agentgym_rl.training.settings import (
 Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
-    "rl": ("rl", "horizon"),
+    "rl": ("rl", "horizon", "rewards", "judge"),
     "sft": ("sft", "data"),
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
     "dagger": ("dagger", "sft", "data"),
-    "distill": ("rl", "horizon"),
+    "distill": ("rl", "horizon", "rewards", "judge"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
+OPTIONAL = ("data", "rewards", "judge")
+"""Sections that a method reads if they are there."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
 """Environment variable that lists further variables that recipes may send to the addresses they name."""
 _VARIABLE = re.compile(r"AGENTGYM_[A-Z0-9_]+|VLLM_API_KEY")
@@ -316,6 +319,8 @@ class Config(_Section):
     warm_start: WarmStartConfig | None = None
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
+    rewards: tuple[RewardSettings, ...] = ()
+    judge: JudgeSettings | None = None
     data: DataSettings | None = None
     """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol, dagger)."""
     sft: SFTSettings | None = None
@@ -347,7 +352,7 @@ class Config(_Section):
         for section in sorted(foreign & {name for name, value in raw.items() if value is not None}):
             readers = " or ".join(repr(m) for m, names in SECTIONS.items() if section in names)
             raise ValueError(f"[{section}] is read by method = {readers}, this is {method!r}: remove it or set method")
-        wanted = [name for name in SECTIONS[method] if name != "data"]
+        wanted = [name for name in SECTIONS[method] if name not in OPTIONAL]
         return {**{name: {} for name in wanted}, **{k: v for k, v in raw.items() if v is not None}}
 
     @model_validator(mode="after")
@@ -369,6 +374,7 @@ class Config(_Section):
             raise ValueError(
                 "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
             )
+        self._require_rewards()
         horizons = [env.name for env in self.environments if env.horizon is not None]
         if not self.online and horizons:
             raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
@@ -429,6 +435,22 @@ class Config(_Section):
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         return self
 
+    def _require_rewards(self) -> None:
+        """Refuse sources of rewards that cannot be used together, or with the rest of the recipe."""
+        sources = [reward.source for reward in self.rewards]
+        judged = [reward for reward in self.rewards if reward.kind in JUDGED_KINDS]
+        if len(set(sources)) < len(sources):
+            raise ValueError(f"rewards: each name once, got {', '.join(sources)}: set name")
+        if judged and self.judge is None:
+            raise ValueError(f"rewards: kind = {judged[0].kind!r} needs [judge] with url and model, or path")
+        if self.judge is not None and not judged:
+            raise ValueError(f"[judge] is read by [[rewards]] of kind {' or '.join(JUDGED_KINDS)}, there is none")
+        if self.rewards and self.rl.distill is not None and not self.rl.distill.reward_weight:
+            raise ValueError("[[rewards]] count only with rl.distill.reward_weight above 0: set it, or remove them")
+        smallest = min(self.group_sizes().values())
+        if any(reward.kind == "ranking" for reward in judged) and smallest < 2:
+            raise ValueError(f"rewards: a ranking compares at least 2 episodes, got group_size = {smallest}")
+
     @property
     def online(self) -> bool:
         """Whether the run plays and learns step by step: RL, or distillation."""
@@ -452,6 +474,8 @@ class Config(_Section):
         named = {f"environment {env.name}: token_variable": env.token_variable for env in self.environments if env.url}
         if self.engine.urls:
             named["engine.api_key_variable"] = self.engine.api_key_variable
+        if self.judge is not None:
+            named["judge.api_key_variable"] = self.judge.api_key_variable
         allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
         for setting, name in named.items():
             if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
@@ -18,6 +18,9 @@ EPISODE_TIMEOUT = "EpisodeTimeout"
 
 MAX_REWARD = 1e9
 """Largest absolute reward of one step, so that sums, squares and float32 stay finite."""
+
+ENVIRONMENT = "environment"
+"""Source of the verdict that holds the environment's own reward."""
 
 
 class StopReason(StrEnum):
@@ -101,6 +104,22 @@ class Message:
 
 
 @dataclass(slots=True)
+class Verdict:
+    """Score of an episode by one source of rewards, such as a judge or the environment itself."""
+
+    source: str
+    """Name of the source; `environment` is the environment's own reward."""
+    weight: float
+    """Weight of the scores in the reward that is trained on."""
+    scores: list[float]
+    """K: one per turn; empty if the source failed."""
+    reason: str = ""
+    """Text of the judge's answer."""
+    error: str = ""
+    """Reason why there are no scores. The episode is then not trained on."""
+
+
+@dataclass(slots=True)
 class Trajectory:
     """One played episode. Append-only while it is played; token views are derived, never stored twice."""
 
@@ -120,10 +139,29 @@ class Trajectory:
     """Value of max_turns during the episode."""
     seconds: float = 0.0
     """Wall time of the episode."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Scores of every source of rewards, if the recipe has [[rewards]]; else empty."""
 
     @property
     def reward(self) -> float:
         return math.fsum(self.rewards)
+
+    @property
+    def training_rewards(self) -> list[float]:
+        """K: the weighted sum of all verdicts; without verdicts the environment's rewards."""
+        if not self.verdicts:
+            return list(self.rewards)
+        turns = zip(*([v.weight * score for score in v.scores] for v in self.verdicts), strict=True)
+        return [math.fsum(turn) for turn in turns]
+
+    @property
+    def training_reward(self) -> float:
+        return math.fsum(self.training_rewards)
+
+    @property
+    def judge_error(self) -> str:
+        """Reason why a source of rewards has no score, or an empty string."""
+        return next((f"{v.source}: {v.error}" for v in self.verdicts if v.error), "")
 
     @property
     def num_turns(self) -> int:
@@ -202,6 +240,7 @@ class Trajectory:
                 "error": self.error,
                 "horizon": self.horizon,
                 "seconds": round(self.seconds, 4),
+                **({"verdicts": [asdict(verdict) for verdict in self.verdicts]} if self.verdicts else {}),
             },
             ensure_ascii=False,
         )
@@ -220,6 +259,7 @@ class Trajectory:
             error=row["error"],
             horizon=row["horizon"],
             seconds=row["seconds"],
+            verdicts=[Verdict(**verdict) for verdict in row.get("verdicts", ())],
         )
 
 
@@ -232,8 +272,13 @@ class Group:
 
     @property
     def usable(self) -> list[Trajectory]:
-        """Trajectories that may be trained on."""
+        """Trajectories of episodes that did not fail."""
         return [t for t in self.trajectories if t.stop is not StopReason.ERROR]
+
+    @property
+    def trainable(self) -> list[Trajectory]:
+        """Trajectories that may be trained on: those that did not fail and that every judge has scored."""
+        return [t for t in self.usable if not t.judge_error]
 
 
 @dataclass(slots=True)

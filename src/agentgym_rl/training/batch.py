@@ -42,8 +42,8 @@ class Batch:
 
 
 def equal_rewards(group: Group) -> bool:
-    """Return whether all usable episodes of the group have the same reward, so that comparing them says nothing."""
-    rewards = [t.reward for t in group.usable]
+    """Return whether all trainable episodes of the group have the same reward, so that comparing them says nothing."""
+    rewards = [t.training_reward for t in group.trainable]
     return not rewards or max(rewards) - min(rewards) < EPSILON
 
 
@@ -63,20 +63,20 @@ def to_sample(trajectory: Trajectory, *, keep_tail: bool = False) -> Sample:
 
 
 def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limits] | None = None) -> Batch:
-    """Return usable trajectories as samples. Failed episodes and those without a sampled token are skipped.
+    """Return trainable trajectories as samples. Failed episodes and those without a sampled token are skipped.
 
     Only the penalty on overlong replies needs `limits`, by environment.
     """
     batch = Batch()
     for number, group in enumerate(groups):
-        trajectories = [t for t in group.usable if any(t.loss_mask)]
+        trajectories = [t for t in group.trainable if any(t.loss_mask)]
         batch.groups += bool(trajectories)
         for trajectory in trajectories:
             sample = to_sample(trajectory, keep_tail=settings.algorithm == "ppo")
             counts = [0] * trajectory.num_turns
             for turn in sample.turn_index:
                 counts[turn] += 1
-            rewards = list(trajectory.rewards)
+            rewards = trajectory.training_rewards
             if settings.overlong == "penalty":
                 assert limits is not None
                 longest = limits[trajectory.task.env].max_new_tokens
