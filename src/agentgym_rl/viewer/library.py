@@ -14,6 +14,7 @@ from agentgym_rl.viewer.index import Index, Indexer
 from agentgym_rl.viewer.playground_protocols import Environments
 from agentgym_rl.viewer.queries import Filter, Queries
 from agentgym_rl.viewer.runs import Runs, damaged_overview
+from agentgym_rl.viewer.validation import checked_verdicts
 
 DISCOVERY_INTERVAL_S = 2.0
 """Seconds between searches for new runs."""
@@ -133,6 +134,7 @@ class Library:
             "rewards": episode["rewards"],
             "infos": episode["infos"],
             "error": episode.get("error"),
+            "verdicts": checked_verdicts(episode.get("verdicts")),
             "learned": learned,
             "group": self._members(folder, row),
             "neighbours": self.queries.neighbours(row),
