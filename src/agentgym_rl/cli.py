@@ -487,6 +487,19 @@ def convert(
 
 
 @app.command()
+def preferences(
+    sources: Annotated[list[str], typer.Argument(help="Runs, or their preferences.jsonl; the file to write last")],
+) -> None:
+    """Write what people preferred in the viewer as DPO's pairs: agentgym-rl preferences RUN [MORE ...] OUT.jsonl"""
+    from agentgym_rl.training.preferences import export_pairs
+
+    *patterns, out = sources
+    if not patterns:
+        raise ConfigError("preferences needs a run and a file to write: agentgym-rl preferences RUN OUT.jsonl")
+    print(f"wrote {export_pairs(patterns, Path(out))} pairs to {out}")
+
+
+@app.command()
 def index(
     corpus: Annotated[Path, typer.Argument(help="Passages: a .jsonl file, or a .json file that is one list; or .gz")],
     out: Annotated[Path | None, typer.Option(help="Folder to make; by default CORPUS.index beside the corpus")] = None,

@@ -364,8 +364,10 @@ class Config(_Section):
             raise ValueError("data.play: dpo compares what a model did, set dpo.sample_groups or data.files instead")
         if method == "dpo" and data is not None and data.keep == "success":
             raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
-        if self.dpo is not None and data is None and not self.dpo.sample_groups:
-            raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, got neither")
+        if self.dpo is not None and data is None and not (self.dpo.sample_groups or self.dpo.preferences):
+            raise ValueError(
+                "method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, or dpo.preferences, got none"
+            )
         if method == "distill" and self.rl.distill is None:
             raise ValueError(
                 "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"

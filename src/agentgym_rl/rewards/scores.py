@@ -85,7 +85,7 @@ def import_function(path: str) -> Callable[..., Any]:
     function = import_named(path, where, "a function of your own", "my_module:my_reward", Callable)
     if not callable(function) or isinstance(function, type):
         raise ConfigError(f"{where}: it must name a function, got {type(function).__name__} {function!r:.60}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def own_reward(settings: RewardSettings) -> Rewarder:

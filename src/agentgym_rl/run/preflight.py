@@ -16,6 +16,7 @@ from agentgym_rl.run.pool import load_class, read_recipe_items, read_token
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
 from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.preferences import find_preferences
 from agentgym_rl.training.settings import DataSettings
 
 
@@ -34,6 +35,7 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
         require_recovery(config.environments, "method = 'dagger'")
     require_files(config.data, config.method)
     require_rewards(config)
+    find_preferences(config.dpo.preferences if config.dpo is not None else ())
     resolve_template(config.model.chat_template)
     require_memory(config.model, config.scale)
     if config.model.path is not None:
