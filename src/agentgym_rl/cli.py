@@ -212,13 +212,17 @@ def serve(
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
     step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
     kwarg: Kwargs = None,
+    openenv: Annotated[bool, typer.Option("--openenv", help="Speak OpenEnv's protocol, for OpenEnv's clients")] = False,
+    mcp: Annotated[bool, typer.Option("--mcp", help="Speak MCP: any MCP client plays by tools")] = False,
+    stdio: Annotated[bool, typer.Option("--stdio", help="With --mcp: over stdin and stdout, not HTTP")] = False,
 ) -> None:
     """Serve environments over HTTP. Prints their addresses, then `ready`."""
-    from agentgym_rl.environment.server import serve as run
+    from agentgym_rl.commands.serve import serve as run
 
     limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
     announce = lambda text: print(text, flush=True)  # noqa: E731
-    run(names, host, port, token=token, kwargs=_kwargs(kwarg), announce=announce, **limits)
+    served = {"token": token, "kwargs": _kwargs(kwarg), "announce": announce, **limits}
+    run(names, host, port, openenv=openenv, mcp=mcp, stdio=stdio, **served)
 
 
 @app.command()

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentgym_rl.config_errors import first_error
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.reward_settings import JUDGED_KINDS, JudgeSettings, RewardSettings
+from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings, reward_problem
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
     AgentEvolSettings,
@@ -137,9 +137,10 @@ class EnvironmentConfig(_Section):
 class AgentConfig(_Section):
     """Settings of playing episodes."""
 
-    style: Literal["act", "react", "plan", "reflect"] = "act"
+    style: Literal["act", "react", "plan", "reflect", "tool", "function_call", "code"] = "act"
     """Form of a reply. "act": an action. "react": a thought, then an action. "plan": the same, with a plan in the first
-    thought. "reflect": several attempts at a task, with a reflection between them."""
+    thought. "reflect": several attempts at a task, with a reflection between them. "tool": a native tool call.
+    "function_call": an action as JSON text. "code": an action in a fenced block."""
     turns_per_attempt: int | None = Field(None, ge=1)
     """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
     instruction: str | None = None
@@ -149,7 +150,19 @@ class AgentConfig(_Section):
     max_new_tokens: int = Field(512, ge=1)
     """Longest reply in tokens."""
     max_context: int = Field(8192, ge=2)
-    """Longest episode in tokens."""
+    """Tokens that the model sees at a time, prompt and replies together."""
+    context: Literal["full", "window", "summary"] = "full"
+    """Action when the context is full. full: the episode ends. window: the oldest turns are left out. summary: the
+    model writes a summary of the conversation, which replaces it. The first observation, the task, always remains."""
+    context_turns: int = Field(4, ge=0)
+    """Last turns that remain when the context is cut; fewer if they do not fit."""
+    summary_tokens: int = Field(256, ge=1)
+    """Sampled tokens per summary."""
+    thoughts: Literal["template", "keep", "drop"] = "template"
+    """Thoughts (<think>...</think>) of earlier replies in later prompts: as the model's chat template renders them,
+    always kept, or always dropped."""
+    train_thoughts: bool = True
+    """Whether the loss includes thoughts. They are sampled either way."""
     concurrency: int = Field(256, ge=1)
     """Episodes at the same time, over all environments. If several environments wait, slots are shared by weight."""
     retries: int = Field(2, ge=0)
@@ -365,9 +378,7 @@ class Config(_Section):
         if method == "dpo" and data is not None and data.keep == "success":
             raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
         if self.dpo is not None and data is None and not (self.dpo.sample_groups or self.dpo.preferences):
-            raise ValueError(
-                "method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, or dpo.preferences, got none"
-            )
+            raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files for pairs, or dpo.preferences")
         if method == "distill" and self.rl.distill is None:
             raise ValueError(
                 "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"
@@ -376,7 +387,10 @@ class Config(_Section):
             raise ValueError(
                 "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
             )
-        self._require_rewards()
+        distilled = self.rl.distill is not None and not self.rl.distill.reward_weight
+        problem = reward_problem(self.rewards, self.judge, min(self.group_sizes().values()), distilled)
+        if problem:
+            raise ValueError(problem)
         horizons = [env.name for env in self.environments if env.horizon is not None]
         if not self.online and horizons:
             raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
@@ -433,25 +447,16 @@ class Config(_Section):
                     "which most of a small update is rounded away: use engine.kind = 'native', engine.dtype = "
                     "'float32', or no [scale], where vLLM takes the adapters as they are"
                 )
+        if self.agent.style == "tool" and self.method == "dagger":
+            raise ValueError(
+                "agent.style = 'tool': method 'dagger' compares written actions with the oracle's, use a style of text "
+                "such as 'act' or 'function_call'"
+            )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
+        if self.method in ("dpo", "dagger") and self.agent.context != "full":
+            raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self
-
-    def _require_rewards(self) -> None:
-        """Refuse sources of rewards that cannot be used together, or with the rest of the recipe."""
-        sources = [reward.source for reward in self.rewards]
-        judged = [reward for reward in self.rewards if reward.kind in JUDGED_KINDS]
-        if len(set(sources)) < len(sources):
-            raise ValueError(f"rewards: each name once, got {', '.join(sources)}: set name")
-        if judged and self.judge is None:
-            raise ValueError(f"rewards: kind = {judged[0].kind!r} needs [judge] with url and model, or path")
-        if self.judge is not None and not judged:
-            raise ValueError(f"[judge] is read by [[rewards]] of kind {' or '.join(JUDGED_KINDS)}, there is none")
-        if self.rewards and self.rl.distill is not None and not self.rl.distill.reward_weight:
-            raise ValueError("[[rewards]] count only with rl.distill.reward_weight above 0: set it, or remove them")
-        smallest = min(self.group_sizes().values())
-        if any(reward.kind == "ranking" for reward in judged) and smallest < 2:
-            raise ValueError(f"rewards: a ranking compares at least 2 episodes, got group_size = {smallest}")
 
     @property
     def online(self) -> bool:

@@ -95,16 +95,16 @@ def _question(system: str, question: str) -> list[Message]:
 
 def transcript(trajectory: Trajectory, max_chars: int) -> tuple[str, str]:
     """Return (the task, the episode from the first reply on) as text of about `max_chars` characters at most."""
-    messages = trajectory.messages
-    first = next((i for i, m in enumerate(messages) if m.role == "assistant"), len(messages))
+    messages = [message for message in trajectory.messages if not message.purpose]
+    first = next((i for i, message in enumerate(messages) if message.is_reply), len(messages))
     limit = max_chars
-    while sum(min(len(m.content), limit) for m in messages) > max_chars and limit > 1:
+    while sum(min(len(message.text), limit) for message in messages) > max_chars and limit > 1:
         limit = limit * 3 // 4
-    parts = [_cut(message.content, limit) for message in messages]
+    parts = [_cut(message.text, limit) for message in messages]
     lines, turn = [], 0
     for message, text in zip(messages[first:], parts[first:], strict=True):
-        turn += message.role == "assistant"
-        lines.append(f"[{'reply' if message.role == 'assistant' else 'observation after reply'} {turn}] {text}")
+        turn += message.is_reply
+        lines.append(f"[{'reply' if message.is_reply else 'observation after reply'} {turn}] {text}")
     if trajectory.stop is not None and trajectory.stop.truncated:
         lines.append(f"[the episode was cut off: {trajectory.stop}]")
     return "\n".join(parts[:first]), "\n".join(lines)

@@ -42,7 +42,7 @@ def failure(settings: RewardSettings, error: str, reason: str = "") -> Verdict:
 
 def replies(trajectory: Trajectory) -> list[Message]:
     """Return the replies of the turns, K."""
-    return [m for m in trajectory.messages if m.role == "assistant"][: trajectory.num_turns]
+    return [m for m in trajectory.messages if m.is_reply][: trajectory.num_turns]
 
 
 def format_reward(settings: RewardSettings) -> Rewarder:
@@ -50,7 +50,7 @@ def format_reward(settings: RewardSettings) -> Rewarder:
     pattern = re.compile(settings.pattern, re.DOTALL)
 
     def scores(trajectory: Trajectory) -> list[float]:
-        texts = [reply.content.strip() for reply in replies(trajectory)]
+        texts = [reply.text.strip() for reply in replies(trajectory)]
         return [bool(pattern.fullmatch(text)) / len(texts) for text in texts]
 
     return _each(settings, scores)
@@ -61,7 +61,7 @@ def length_reward(settings: RewardSettings) -> Rewarder:
     free = settings.tokens
 
     def scores(trajectory: Trajectory) -> list[float]:
-        lengths = [len(reply.token_ids) or len(reply.content.split()) for reply in replies(trajectory)]
+        lengths = [len(reply.token_ids) or len(reply.text.split()) for reply in replies(trajectory)]
         return [-min(1.0, max(0.0, (length - free) / free)) / len(lengths) for length in lengths]
 
     return _each(settings, scores)

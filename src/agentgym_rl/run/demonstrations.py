@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 
-from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import demonstrators, episode_slots, limits_of, make_collector
 from agentgym_rl.run.console import Console
@@ -23,7 +23,7 @@ from agentgym_rl.training.conversations import (
 )
 from agentgym_rl.training.preferences import find_preferences, read_preferences
 from agentgym_rl.training.rl import derive_seed
-from agentgym_rl.types import Sample, StopReason, Task, Trajectory
+from agentgym_rl.types import Message, Sample, StopReason, Task, Trajectory
 
 Demonstration = Trajectory | Conversation
 
@@ -84,7 +84,7 @@ def to_samples(
     demonstrations: Sequence[Demonstration], renderer: Renderer, max_context: int, console: Console
 ) -> list[Sample]:
     """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play."""
-    samples = [to_sample(demonstration, renderer) for demonstration in demonstrations]
+    samples = [s for demonstration in demonstrations for s in segment_samples(demonstration, renderer)]
     kept = [s for s in samples if len(s.token_ids) <= max_context]
     if len(kept) < len(samples):
         console.warn(
@@ -94,17 +94,36 @@ def to_samples(
     return kept
 
 
-def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
-    """Return the ids of an episode as sampled if this tokenizer sampled them, else as the template renders it."""
+def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sample]:
+    """Return a sample per segment: ids as sampled if this tokenizer sampled them, else as the template renders them."""
     if isinstance(demonstration, Conversation):
-        sample = renderer.demonstration(demonstration.messages, demonstration.trained)
-        sample.trajectory_id = demonstration.item_id
-        return sample
-    if _sampled_with(renderer, demonstration):
-        return Sample(demonstration.token_ids, demonstration.loss_mask, trajectory_id=demonstration.id)
-    sample = renderer.demonstration(demonstration.messages, demonstration.imitated)
-    sample.trajectory_id = demonstration.id
-    return sample
+        samples = renderer.demonstrations(demonstration.messages, demonstration.trained, demonstration.tools)
+        name = demonstration.item_id
+    elif _sampled_with(renderer, demonstration):
+        return [
+            Sample(segment.token_ids, segment.loss_mask, trajectory_id=demonstration.id)
+            for segment in demonstration.segments
+            if any(segment.loss_mask)
+        ]
+    else:
+        pairs = zip(demonstration.messages, demonstration.imitated, strict=True)
+        messages, imitated = zip(*((m, trained) for m, trained in pairs if not m.purpose), strict=True)
+        samples = renderer.demonstrations(list(messages), list(imitated), demonstration.tools)
+        name = demonstration.id
+    for sample in samples:
+        sample.trajectory_id = name
+    return samples
+
+
+def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
+    """Return the only sample of a demonstration."""
+    samples = segment_samples(demonstration, renderer)
+    if len(samples) != 1:
+        raise ConfigError(
+            f"preferences need episodes of one segment, got one of {len(samples)}: set agent.context = 'full' and "
+            "agent.thoughts = 'keep'"
+        )
+    return samples[0]
 
 
 def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:
@@ -114,9 +133,14 @@ def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:
     if any(messages[i].logprobs is None or not messages[i].token_ids for i in replies):
         return False
     before = [token for m in messages[: replies[0]] for token in m.token_ids]
-    return before == renderer.prompt(messages[: replies[0]]) and all(
-        renderer.decode(messages[i].token_ids) == messages[i].content for i in replies
+    return before == renderer.prompt(messages[: replies[0]], trajectory.tools) and all(
+        _text_of(renderer, messages[i].token_ids, trajectory.tools) == messages[i].text for i in replies
     )
+
+
+def _text_of(renderer: Renderer, token_ids: list[int], tools: Tools) -> str:
+    content, calls = renderer.read_reply(token_ids, tools)
+    return Message("assistant", content, tool_calls=calls).text
 
 
 async def play_demonstrations(

@@ -30,6 +30,7 @@ from agentgym_rl.run.demonstrations import (
     load_demonstrations,
     load_preferences,
     load_trajectories,
+    segment_samples,
     to_sample,
     to_samples,
 )
@@ -155,7 +156,7 @@ class RoundMaker:
         groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns)
         kept = keep(groups, settings, f"{self.config.seed}/round{current.number}")
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
-        explored = [to_sample(t, self.backend.renderer) for t in kept]
+        explored = [s for t in kept for s in segment_samples(t, self.backend.renderer)]
         if settings.history == "all":
             explored = [*earlier.get("explored", []), *explored]
         current.samples = {"expert": earlier.get("expert", []), "explored": explored}

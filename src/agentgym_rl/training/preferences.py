@@ -72,9 +72,7 @@ def export_pairs(patterns: Iterable[str], out: Path) -> int:
 
 
 def _row(pair: PreferredPair) -> dict[str, Any]:
-    chosen, rejected = (
-        [{"role": m.role, "content": m.content} for m in t.messages] for t in (pair.chosen, pair.rejected)
-    )
+    chosen, rejected = ([{"role": m.role, "content": m.text} for m in t.messages] for t in (pair.chosen, pair.rejected))
     start = next((i for i, m in enumerate(chosen) if m["role"] == "assistant"), len(chosen))
     task = pair.chosen.task
     about = {"env": task.env, "item": task.item, "by": pair.by, "time": pair.time}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -133,3 +134,25 @@ class JudgeSettings(_Section):
             raise ValueError("api_key_variable is for a judge at url: remove it")
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
             raise ValueError(f"device must be auto, cpu, cuda, or one of several such as cuda:1, got {self.device!r}")
+
+
+def reward_problem(
+    rewards: Sequence[RewardSettings], judge: JudgeSettings | None, smallest_group: int, distilled: bool
+) -> str:
+    """Return why sources of rewards cannot be used together or with the rest of the recipe, or an empty string.
+
+    `distilled`: whether the recipe learns from a teacher alone.
+    """
+    sources = [reward.source for reward in rewards]
+    judged = [reward for reward in rewards if reward.kind in JUDGED_KINDS]
+    if len(set(sources)) < len(sources):
+        return f"rewards: each name once, got {', '.join(sources)}: set name"
+    if judged and judge is None:
+        return f"rewards: kind = {judged[0].kind!r} needs [judge] with url and model, or path"
+    if judge is not None and not judged:
+        return f"[judge] is read by [[rewards]] of kind {' or '.join(JUDGED_KINDS)}, there is none"
+    if rewards and distilled:
+        return "[[rewards]] count only with rl.distill.reward_weight above 0: set it, or remove them"
+    if any(reward.kind == "ranking" for reward in judged) and smallest_group < 2:
+        return f"rewards: a ranking compares at least 2 episodes, got group_size = {smallest_group}"
+    return ""

@@ -14,11 +14,22 @@ from agentgym_rl.viewer.index import Index, Indexer
 from agentgym_rl.viewer.playground_protocols import Environments
 from agentgym_rl.viewer.preferences import preferences_of, store_preference
 from agentgym_rl.viewer.queries import Filter, Queries
+from agentgym_rl.viewer.replays import shown_calls
 from agentgym_rl.viewer.runs import Runs, damaged_overview
 from agentgym_rl.viewer.validation import checked_verdicts
 
 DISCOVERY_INTERVAL_S = 2.0
 """Seconds between searches for new runs."""
+
+
+def _branching(message: dict[str, Any]) -> dict[str, Any]:
+    """Return where a message's tokens are in the tree of segments, without values that a page cannot show."""
+    numbers = {name: message.get(name) for name in ("segment", "dropped_turns", "untrained")}
+    fields: dict[str, Any] = {name: value if type(value) is int else 0 for name, value in numbers.items()}
+    prefix, purpose = message.get("prefix"), message.get("purpose")
+    if isinstance(prefix, list) and len(prefix) == 2 and all(type(number) is int for number in prefix):
+        fields["prefix"] = prefix
+    return fields | ({"purpose": purpose} if isinstance(purpose, str) else {})
 
 
 class NotFound(AgentGymError):
@@ -122,7 +133,10 @@ class Library:
                 "token_ids": m.get("token_ids") or [],
                 "logprobs": m.get("logprobs"),
                 "version": m.get("version"),
+                "calls": shown_calls(m),
+                "call_id": m.get("tool_call_id"),
                 "texts": vocabulary.texts(m.get("token_ids") or []) if vocabulary else None,
+                **_branching(m),
             }
             for m in episode["messages"]
         ]
@@ -132,6 +146,7 @@ class Library:
             "run": run,
             "run_kind": folder.kind,
             "messages": messages,
+            "segments": 1 + max((m["segment"] for m in messages), default=0),
             "rewards": episode["rewards"],
             "infos": episode["infos"],
             "error": episode.get("error"),

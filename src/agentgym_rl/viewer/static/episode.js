@@ -33,6 +33,7 @@ export function badges(episode) {
     STOPS[episode.stop] ?? episode.stop,
     episode.kind === "train" ? `step ${episode.step}` : `${KINDS[episode.kind] ?? episode.kind}${episode.step ? `, step ${episode.step}` : ""}`,
     episode.sampled ? `${number(episode.sampled)} sampled tokens` : null,
+    episode.segments > 1 ? `${episode.segments} segments` : null,
     episode.subset || null,
   ];
   return h("div", { class: "badges" }, facts.filter(Boolean).map((fact) => (fact instanceof Node ? fact : h("span", { class: "badge" }, fact))));
@@ -55,6 +56,32 @@ export function block(name, text, kind) {
   return h("section", { class: `block ${kind}` }, h("h3", {}, name), h("pre", {}, text));
 }
 
+function cutNote(turn) {
+  if (!turn.cut) return null;
+  return [h("div", { class: "cut", role: "separator" }, turn.cut), block("Summary by the model", turn.summary, "summary")];
+}
+
+/** Return the observation and the reply of a turn. Tool calls and their results have a block each. */
+function turnBlocks(turn) {
+  return [
+    cutNote(turn),
+    observationBlocks(turn.parts),
+    block("Thought", turn.thought, "thought"),
+    turn.calls ? turn.calls.map(callBlock) : block(turn.message.calls ? "Reply without a tool call" : "Action", turn.action, "action"),
+    rewardLine(turn),
+  ];
+}
+
+function observationBlocks(parts, label = "Observation") {
+  return parts.map((part) => (part.label === "Observation" ? block(label, part.text, "observation") : block(part.label, part.text, "observation result")));
+}
+
+function callBlock(call) {
+  if (call.error) return h("section", { class: "block action call" }, h("h3", {}, "Malformed call"), h("pre", {}, call.raw || call.name), h("p", { class: "invalid" }, call.error));
+  const lines = call.arguments.map(([name, value]) => h("span", { class: "argument" }, h("b", {}, name), ` ${value}`));
+  return h("section", { class: "block action call" }, h("h3", {}, "Tool call"), h("pre", {}, call.name, lines));
+}
+
 function rewardLine(turn) {
   const facts = [h("span", { class: turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : "zero" }, `reward ${number(turn.reward)}`)];
   if (turn.info.valid === false) facts.push(h("span", { class: "invalid" }, "invalid action"));
@@ -67,13 +94,13 @@ function rewardLine(turn) {
 export async function episodePage(route) {
   const [run, key] = route.parts;
   const episode = await get("episode", { run, key });
-  const { instruction, turns, ending } = turnsOf(episode);
+  const { instruction, turns, endingParts } = turnsOf(episode);
   let view = route.query.get("view") ?? "replay";
   let colour = route.query.get("colour") ?? "logprob";
   let turn = Math.min(turns.length, Math.max(0, Number(route.query.get("turn") ?? 0) || 0));
   const stage = h("div", { class: "stage-area" });
   const tabs = segmented([["replay", "Replay"], ["transcript", "Transcript"], ["tokens", "Tokens"]], view, show, "View");
-  const replay = makeReplay(episode, turns, ending, instruction, () => turn, go);
+  const replay = makeReplay(episode, turns, endingParts, instruction, () => turn, go);
 
   function show(next) {
     view = next;
@@ -83,7 +110,7 @@ export async function episodePage(route) {
       fill(stage, replay.node);
       replay.draw();
     } else if (view === "transcript") {
-      fill(stage, transcript(episode, turns, instruction, ending));
+      fill(stage, transcript(episode, turns, instruction, endingParts));
     } else {
       fill(stage, tokenView(episode, colour, (mode) => {
         colour = mode;
@@ -141,7 +168,7 @@ function head(episode, run, key, before, after) {
   );
 }
 
-function makeReplay(episode, turns, ending, instruction, current, go) {
+function makeReplay(episode, turns, endingParts, instruction, current, go) {
   const picture = pictureBox(`${episode.env}, item ${episode.item}`);
   const side = h("div", { class: "turn" });
   const strip = h("div", { class: "strip", role: "tablist", "aria-label": "Turns" });
@@ -152,7 +179,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
   let drawn = null;
 
   const cells = [...turns, null].map((turn, k) => {
-    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : "";
+    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : turn.cut ? "cut-before" : "";
     return h("button", { type: "button", class: `tick ${kind}`, role: "tab", title: turn ? `turn ${k + 1}: ${turn.action.slice(0, 80)}` : "the end", onclick: () => go(k) }, turn ? k + 1 : "end");
   });
   strip.append(...cells);
@@ -183,7 +210,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
     fill(
       side,
       k === 0 && instruction ? h("details", { class: "block instruction" }, h("summary", {}, "Instruction"), h("pre", {}, instruction)) : null,
-      turn ? [block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn)] : [block("Last observation", ending || "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
+      turn ? turnBlocks(turn) : [endingParts.length ? observationBlocks(endingParts, "Last observation") : block("Last observation", "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
     );
   }
 
@@ -208,12 +235,12 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
   return { node, draw, toggle, pause, dispose: () => (pause(), picture.dispose()) };
 }
 
-function transcript(episode, turns, instruction, ending) {
+function transcript(episode, turns, instruction, endingParts) {
   return h(
     "div",
     { class: "transcript" },
     instruction ? block("Instruction", instruction, "instruction") : null,
-    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn))),
-    ending ? block("Last observation", ending, "observation") : null,
+    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), turnBlocks(turn))),
+    observationBlocks(endingParts, "Last observation"),
   );
 }
