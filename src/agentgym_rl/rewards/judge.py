@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 
@@ -36,8 +36,10 @@ class LocalChat:
     def __init__(self, engine: Engine, renderer: Renderer, max_context: int) -> None:
         self._engine, self._renderer, self._max_context = engine, renderer, max_context
 
-    async def complete(self, messages: list[Message], sampling: Sampling) -> Answer:
-        """Return the model's next message."""
+    async def complete(
+        self, messages: list[Message], sampling: Sampling, tools: Sequence[dict[str, Any]] = ()
+    ) -> Answer:
+        """Return the model's next message. A judge has no tools."""
         prompt = self._renderer.prompt(messages)
         free = self._max_context - len(prompt)
         if free < 1:

@@ -51,7 +51,7 @@ export function preferenceBar(a, b) {
   /** Open a random pair of another group of the same run. */
   async function next() {
     const { rows } = await get("groups", { run: a.run, limit: 500 });
-    const large = rows.filter((row) => row.size > 1);
+    const large = rows.filter((row) => row.size > 1 && !(row.step === a.step && row.env === a.env && row.item === a.item));
     if (!large.length) return void fill(said, "This run has no other group of two episodes.");
     const any = (list) => list[Math.floor(Math.random() * list.length)];
     const { group } = await get("episode", { run: a.run, key: any(large).key });
