@@ -21,6 +21,7 @@ from agentgym_rl.training.conversations import (
     read_conversations,
     read_trajectory_files,
 )
+from agentgym_rl.training.preferences import find_preferences, read_preferences
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.types import Message, Sample, StopReason, Task, Trajectory
 
@@ -51,16 +52,32 @@ async def load_demonstrations(context: RunContext) -> list[Demonstration]:
 
 def load_trajectories(context: RunContext) -> list[Trajectory]:
     """Return the episodes of the trajectory files that `[data]` names, without those of held-out items."""
-    data = context.config.data
-    held_out = {
-        (env, item) for env, subsets in context.items.held_out.items() for items in subsets.values() for item in items
-    }
+    data, held_out = context.config.data, _held_out(context)
     paths = [path for path in find_files(data.files if data else ()) if is_trajectory_file(path)]
     read = [t for t in read_trajectory_files(paths) if any(t.imitated)]
     kept = [t for t in read if (t.task.env, t.task.item) not in held_out]
     if len(kept) < len(read):
         context.console.warn(f"{len(read) - len(kept)} of {len(read)} episodes are of held-out items and left out")
     return kept
+
+
+def load_preferences(context: RunContext, patterns: Sequence[str]) -> list[tuple[Trajectory, Trajectory]]:
+    """Return the (better, worse) episodes that people chose, without those of held-out items."""
+    held_out = _held_out(context)
+    read = [(p.chosen, p.rejected) for p in read_preferences(find_preferences(patterns))]
+    trained = [pair for pair in read if all(any(t.imitated) for t in pair)]
+    kept = [pair for pair in trained if (pair[0].task.env, pair[0].task.item) not in held_out]
+    if len(kept) < len(read):
+        context.console.warn(
+            f"{len(read) - len(kept)} of {len(read)} preferences are of held-out items or have no reply, and left out"
+        )
+    return kept
+
+
+def _held_out(context: RunContext) -> set[tuple[str, int]]:
+    return {
+        (env, item) for env, subsets in context.items.held_out.items() for items in subsets.values() for item in items
+    }
 
 
 def to_samples(

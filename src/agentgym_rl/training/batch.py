@@ -45,8 +45,8 @@ class Batch:
 
 
 def equal_rewards(group: Group) -> bool:
-    """Return whether all usable episodes of the group have the same reward, so that comparing them says nothing."""
-    rewards = [t.reward for t in group.usable]
+    """Return whether all trainable episodes of the group have the same reward, so that comparing them says nothing."""
+    rewards = [t.training_reward for t in group.trainable]
     return not rewards or max(rewards) - min(rewards) < EPSILON
 
 
@@ -89,20 +89,20 @@ def samples_by_owner(batch: Batch) -> list[list[int]]:
 
 
 def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limits] | None = None) -> Batch:
-    """Return usable trajectories as samples. Failed episodes and those without a sampled token are skipped.
+    """Return trainable trajectories as samples. Failed episodes and those without a sampled token are skipped.
 
     Only the penalty on overlong replies needs `limits`, by environment.
     """
     batch = Batch()
     for number, group in enumerate(groups):
-        played = [(t, to_samples(t, keep_tail=settings.algorithm == "ppo")) for t in group.usable]
+        played = [(t, to_samples(t, keep_tail=settings.algorithm == "ppo")) for t in group.trainable]
         trajectories = [(t, samples) for t, samples in played if samples]
         batch.groups += bool(trajectories)
         for trajectory, samples in trajectories:
             counts = [0] * trajectory.num_turns
             for turn in (turn for sample in samples for turn in sample.turn_index):
                 counts[turn] += 1
-            rewards = list(trajectory.rewards)
+            rewards = trajectory.training_rewards
             if settings.overlong == "penalty":
                 assert limits is not None
                 longest = limits[trajectory.task.env].max_new_tokens

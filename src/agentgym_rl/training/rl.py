@@ -121,6 +121,7 @@ async def train_rl(
         sampled = state.sampled + _sampled_tokens(groups)
         metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons), "tokens/total": float(sampled)}
         _require_episodes(groups, step)
+        _require_judged(groups, step)
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
         _advance(state.horizons, groups)
         learning_since = time.perf_counter()
@@ -234,6 +235,12 @@ def _require_episodes(groups: list[Group], step: int) -> None:
     if not any(g.usable for g in groups):
         failures = [t.error for g in groups for t in g.trajectories if t.error]
         raise EnvError(f"step {step + 1}: all {len(failures)} episodes failed; the first: {failures[0]}")
+
+
+def _require_judged(groups: list[Group], step: int) -> None:
+    if not any(g.trainable for g in groups):
+        errors = [t.judge_error for g in groups for t in g.usable]
+        raise EngineError(f"step {step + 1}: none of {len(errors)} episodes could be judged; the first: {errors[0]}")
 
 
 def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:

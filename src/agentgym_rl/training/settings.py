@@ -399,6 +399,8 @@ class DPOSettings(_Section):
     reference. More than 1 needs sample_groups."""
     sample_groups: int = 0
     """Items played in each round to build pairs from. 0 builds pairs from data.files only."""
+    preferences: tuple[str, ...] = ()
+    """Pairs that people chose in the viewer: run directories, or their preferences.jsonl. Used in the first round."""
     group_size: int = 8
     """Episodes per sampled item."""
     max_turns: int = 10
