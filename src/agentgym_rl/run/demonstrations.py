@@ -66,12 +66,17 @@ def load_trajectories(context: RunContext) -> list[Trajectory]:
 def to_samples(
     demonstrations: Sequence[Demonstration], renderer: Renderer, max_context: int, console: Console
 ) -> list[Sample]:
-    """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play."""
-    samples = [to_sample(demonstration, renderer) for demonstration in demonstrations]
+    """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play.
+
+    A text with more characters than so many tokens can have is left out before it is tokenised.
+    """
+    max_chars = max_context * renderer.max_token_chars
+    short = [d for d in demonstrations if sum(len(message.content) for message in d.messages) <= max_chars]
+    samples = [to_sample(demonstration, renderer) for demonstration in short]
     kept = [s for s in samples if len(s.token_ids) <= max_context]
-    if len(kept) < len(samples):
+    if len(kept) < len(demonstrations):
         console.warn(
-            f"{len(samples) - len(kept)} of {len(samples)} conversations are longer than "
+            f"{len(demonstrations) - len(kept)} of {len(demonstrations)} conversations are longer than "
             f"agent.max_context = {max_context} tokens and left out"
         )
     return kept

@@ -9,10 +9,11 @@ from typing import Any
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import ModelConfig
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.backend import Trainer
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.demonstrations import play_demonstrations
+from agentgym_rl.run.demonstrations import play_demonstrations, to_samples
 from agentgym_rl.run.model import choose_device, load_from
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
@@ -64,7 +65,11 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
     if tokenizer is None:
         tokenizer = word_tokenizer(conversations)
     renderer = Renderer(tokenizer, config.model.chat_template)
-    return Start(tokenizer, [renderer.demonstration(t.messages, t.imitated) for t in played if t.num_turns])
+    max_context = config.longest_context()
+    samples = to_samples([t for t in played if t.num_turns], renderer, max_context, context.console)
+    if warm is not None and not samples:
+        raise ConfigError(f"warm_start: no episode has a reply and at most agent.max_context = {max_context} tokens")
+    return Start(tokenizer, samples)
 
 
 async def imitate(trainer: Trainer, console: Console) -> None:
