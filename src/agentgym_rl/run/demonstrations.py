@@ -83,15 +83,27 @@ def _held_out(context: RunContext) -> set[tuple[str, int]]:
 def to_samples(
     demonstrations: Sequence[Demonstration], renderer: Renderer, max_context: int, console: Console
 ) -> list[Sample]:
-    """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play."""
-    samples = [s for demonstration in demonstrations for s in segment_samples(demonstration, renderer)]
+    """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play.
+
+    A text with more characters than so many tokens can have is left out before it is tokenised.
+    """
+    max_chars = max_context * renderer.max_token_chars
+    short = [d for d in demonstrations if _longest(d, whole=renderer.linear) <= max_chars]
+    samples = [s for demonstration in short for s in segment_samples(demonstration, renderer)]
     kept = [s for s in samples if len(s.token_ids) <= max_context]
-    if len(kept) < len(samples):
+    total = len(samples) + len(demonstrations) - len(short)
+    if len(kept) < total:
         console.warn(
-            f"{len(samples) - len(kept)} of {len(samples)} conversations are longer than "
+            f"{total - len(kept)} of {total} conversations are longer than "
             f"agent.max_context = {max_context} tokens and left out"
         )
     return kept
+
+
+def _longest(demonstration: Demonstration, *, whole: bool) -> int:
+    """Return the characters of the conversation, or of its longest message if its segments do not hold all of it."""
+    lengths = [len(message.content) for message in demonstration.messages]
+    return sum(lengths) if whole else max(lengths)
 
 
 def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sample]:
