@@ -11,6 +11,9 @@ learner   an update on 8k and 43k tokens against the plain transformers step and
           (gpu_parts/learner.py)
 step      a whole RL step on TextCraft, GRPO on a real chat model, against TRL's GRPOTrainer. Needs --model-folder, a
           folder of a chat model such as SmolLM2-135M-Instruct. (gpu_parts/step.py)
+run       whole RL steps of the recipes qwen/textcraft and qwen/babyai with --model-folder or random 1.5B weights:
+          tokens/s of rollouts, the device's busy share and the host's time by part. --against SRC measures another
+          source tree in the same run. Not among the default parts. (gpu_parts/run.py)
 
 Every measurement is a separate process with --limit-s seconds. The table reports one that fails or times out, and the
 others continue. FOLDER gets a log of each measurement, and results.json and table.md, rewritten after each. If vLLM or
@@ -32,10 +35,12 @@ from pathlib import Path
 from typing import Any
 
 PARTS = ("rollout", "learner", "step")
+"""Default parts."""
 MODELS = ("smollm2-135m", "qwen2.5-1.5b")
 PEERS = ("transformers", "vllm", "trl")
+RECIPES = ("textcraft", "babyai")
 HERE = Path(__file__).parent
-METRIC = {"rollout": "tokens_per_s", "learner": "tokens_per_s", "step": "episodes_per_s"}
+METRIC = {"rollout": "tokens_per_s", "learner": "tokens_per_s", "step": "episodes_per_s", "run": "tokens_per_s"}
 UNITS = {"tokens_per_s": "tokens/s", "episodes_per_s": "episodes/s"}
 
 
@@ -88,7 +93,25 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
             if "vllm" in peers and not options.tiny:
                 paths = _paths(options.trl_path, options.vllm_path)
                 later.append(Job("step-trl-vllm", "trl_peer.py", [*arguments, "--vllm"], paths, taught))
+    if "run" in parts:
+        jobs += _run_jobs(options, device)
     return jobs + later
+
+
+def _run_jobs(options: argparse.Namespace, device: list[str]) -> list[Job]:
+    """Return a job for each recipe and source tree. Both trees play a recipe one after the other."""
+    sizes = ["--tiny", "--episodes", "4", "--turns", "2", "--steps", "1"] if options.tiny else []
+    if not options.tiny:
+        sizes = ["--episodes", *(str(n) for n in options.run_episodes)]
+        sizes += ["--model-folder", str(options.model_folder)] if options.model_folder else []
+    jobs = []
+    for recipe in options.recipes:
+        common = [*device, "--recipe", recipe, *sizes]
+        jobs.append(Job(f"run-{recipe}", "run.py", common))
+        if options.against is not None:
+            paths = [str(options.against.resolve())]
+            jobs.append(Job(f"run-{recipe}-against", "run.py", [*common, "--who", "against"], paths))
+    return jobs
 
 
 def _paths(*folders: Path | None) -> list[str]:
@@ -168,6 +191,10 @@ def _details(part: str, line: dict[str, Any], runners: dict[str, dict[str, Any]]
         return "" if bound is None or line is bound else f"{line['tokens_per_s'] / bound['tokens_per_s']:.0%} of bound"
     if part == "learner":
         return f"{line['share_of_ceiling']:.0%} of ceiling, {line['allocated_gb']:.1f} GB"
+    if part == "run":
+        host = ", ".join(f"{name} {seconds:.2f}" for name, seconds in line["host_s"].items())
+        busy = f"GPU busy {line['busy']:.0%}, " if "busy" in line else ""
+        return f"step {line['step_s']:.2f} s, rollout {line['rollout_s']:.2f} s, {busy}host s: {host}"
     details = [
         f"rollout {line['rollout_s']:.2f} s, learn {line['learn_s']:.2f} s",
         f"{line['sampled_tokens']:.0f} tokens sampled, {line['turns']:.1f} turns, success {line['success']:.0%}",
@@ -182,13 +209,16 @@ def _details(part: str, line: dict[str, Any], runners: dict[str, dict[str, Any]]
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="new or empty folder")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=(*PARTS, "run"), default=list(PARTS))
     parser.add_argument(
         "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models of rollout and learner"
     )
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--episodes", nargs="+", type=int, default=[256, 512], help="episodes of rollout")
-    parser.add_argument("--model-folder", type=Path, help="folder of the chat model of step")
+    parser.add_argument("--model-folder", type=Path, help="folder of the chat model of step and run")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="recipes of run")
+    parser.add_argument("--run-episodes", nargs="+", type=int, default=[128, 256], help="episodes of run")
+    parser.add_argument("--against", type=Path, help="src folder of another checkout, also measured by run")
     parser.add_argument("--limit-s", type=int, default=300, help="time limit of a measurement")
     parser.add_argument("--vllm-path", type=Path, help="folder of packages with vLLM")
     parser.add_argument("--vllm-python", type=Path, help="separate Python interpreter for vLLM")

@@ -1,4 +1,4 @@
-"""A custom environment in 30 lines: guess a number. Run this file to see its oracle play, then serve it.
+"""An environment that is served and trained over HTTP: guess a number. For one in process, see crossroads.py.
 
 python examples/number_guessing.py                        the oracle plays three items
 python examples/number_guessing.py serve                  serve it on http://127.0.0.1:36001

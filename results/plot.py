@@ -11,9 +11,12 @@ import argparse
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import collapse
+import paper
 from records import (
     Record,
     curve,
@@ -32,7 +35,10 @@ from studies import NO_EXAMPLES, RANDOM, SIZES
 from tables import (
     agents_table,
     arms_table,
+    before_after_table,
     by_arm,
+    contributions_table,
+    equal_steps_table,
     gains_table,
     items_table,
     kinds_table,
@@ -61,7 +67,7 @@ HORIZONS = {
     "fixed-short": "#a16207",
 }
 SIZE_COLOURS = {"1M": "#94a3b8", "5M": "#2563eb", "25M": "#0f766e"}
-TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft"}
+TITLES = {"babyai": "BabyAI", "textcraft": "TextCraft", "searchqa": "SearchQA", "sciworld": "SciWorld"}
 PANELS = (
     ("success", "held-out success", "success"),
     ("turns/mean", "turns used in training", "turns per episode"),
@@ -231,7 +237,12 @@ def rl_over_base(records: list[Record], out: Path) -> list[str]:
     return [
         *(*agents_table(evaluated, list(ARMS)), "", "On the same items:", "", *items_table(evaluated, pairs)),
         *("", "By kind of item:", "", *kinds_table(evaluated, list(ARMS))),
+        *("", "RL runs, on their own evaluations:", "", *before_after_table(rl_runs(runs_of(records)))),
     ]
+
+
+def rl_runs(runs: Sequence[Record]) -> list[Record]:
+    return [r for r in runs if r["arm"] not in ("SFT", "base")]
 
 
 def horizons(records: list[Record], out: Path) -> list[str]:
@@ -248,6 +259,7 @@ def horizons(records: list[Record], out: Path) -> list[str]:
         tables += ["", f"{title_of(task)} alone:", "", *paired_table(task_runs, staged, final_success)]
     tables += ["", "Mean success after every arm's first evaluation:", ""]
     tables += paired_table(runs, staged, mean_success_since_first_evaluations(runs))
+    tables += ["", "At equal steps:", "", *equal_steps_table(runs, list(HORIZONS))]
     return [*tables, "", *training_signals(runs)]
 
 
@@ -273,7 +285,10 @@ def conditions(
             if arm.startswith("fixed")
         ]
         lines += tables[0][:2] + [line for table in tables for line in table[2:]]
-        lines += ["", *kinds_table([r for r in agents if r["task"] == task], [*HORIZONS, RANDOM])]
+        task_agents = [r for r in agents if r["task"] == task]
+        lines += ["", *kinds_table(task_agents, [*HORIZONS, RANDOM])]
+        lines += ["", *contributions_table(task_agents, "staged", "fixed-long")]
+    lines += ["", "At equal steps:", "", *equal_steps_table(runs, list(HORIZONS))]
     return [*lines, "", *training_signals(runs)]
 
 
@@ -293,6 +308,9 @@ def pretrained_horizons(records: list[Record], out: Path) -> list[str]:
         *(*arms_table(runs, list(HORIZONS)), "", "All held-out goals, four samples each:", ""),
         *(*agents_table(agents, list(HORIZONS)), "", "On the same items:", "", *seed_means_table(agents, pairs)),
         *("", "By kind of item:", "", *kinds_table(agents, list(HORIZONS))),
+        *("", *contributions_table(agents, "staged", "fixed-long")),
+        *("", "RL runs, on their own evaluations:", "", *before_after_table(runs)),
+        *("", "At equal steps:", "", *equal_steps_table(runs, list(HORIZONS))),
         *("", *training_signals(runs)),
     ]
 
@@ -391,7 +409,36 @@ def ablations(records: list[Record], out: Path) -> list[str]:
     return [*arms_table(runs, ["unchanged", *arms]), "", *paired_table(runs, pairs, final_success)]
 
 
+def real_model(task: str, records: list[Record], out: Path) -> list[str]:
+    """Draw a task's success over steps, tokens and seconds from the same runs, and return its tables."""
+    runs = [r for r in runs_of(records) if r["arm"] in HORIZONS]
+    if runs:
+        figure, grid = new_figure(1, len(paper.AXES), 3.7 * len(paper.AXES), 3.2)
+        paper.draw_curves(grid[0], runs, task, HORIZONS)
+        for axes, label in zip(grid[0], paper.AXES, strict=True):
+            axes.set_xlabel(label, fontsize=9, color=INK)
+            label_y_in_percent(axes, "held-out success")
+        set_title(grid[0][0], f"{title_of(task)}, Qwen2.5-Coder-1.5B")
+        share_y_limits(grid[0])
+        draw_legend(grid[0][0], 2)
+        figure.savefig(out / f"paper-{task}.png")
+    lines = [*paper.kinds_table(records, task), "", *paper.costs_table(records, task)]
+    lines += ["", *paper.arms_against_staged(records, task)]
+    return [*lines, "", "Behaviour in training, by stage:", "", *paper.behaviour_table(records, task)]
+
+
+def real_sizes(records: list[Record], out: Path) -> list[str]:
+    return paper.interaction_tables(records)
+
+
+def collapse_study(records: list[Record], out: Path) -> list[str]:
+    return collapse.report(records)
+
+
 STUDIES: dict[str, tuple[str, Callable[[list[Record], Path], list[str]]]] = {
+    **{f"qwen-{task}": (f"{title_of(task)} with Qwen2.5-Coder-1.5B", partial(real_model, task)) for task in paper.QWEN},
+    "qwen-interaction": ("Claim C with real models: turns and parameters", real_sizes),
+    "collapse": ("Claim B where collapse can happen", collapse_study),
     "rl-over-base": ("Claim A: RL over its base model", rl_over_base),
     "staged-horizon": ("Claim B: horizons", horizons),
     "horizon-conditions": ("Claim B under other conditions", conditions),
@@ -460,6 +507,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     text: list[str] = []
     records = {name: read_records(options.results, name) for name in STUDIES}
+    suite = [r for task in paper.QWEN for r in records[f"qwen-{task}"]]
+    if evaluations_of(suite):
+        text += ["## The paper's table", "", *paper.main_table(suite), "", *paper.over_base_table(suite), ""]
+        transfers = read_records(options.results, "qwen-generalisation")
+        text += [*paper.generalisation_table(transfers, suite), ""] if transfers else []
     for name, (heading, draw) in STUDIES.items():
         if records[name]:
             text += [f"## {heading}", "", *draw(records[name], options.out), ""]

@@ -14,7 +14,7 @@ PLACEHOLDER = r"{([\w.-]+)}"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One command. In `arguments`, {name} is replaced by the run of that name if the job evaluates, and by its last
-    model if the job trains; {pretrained} is replaced by the path of SmolLM2-135M-Instruct."""
+    model if the job trains; {pretrained} and {pretrained-SIZE} are replaced by the paths of --model."""
 
     name: str
     arm: str
@@ -25,11 +25,14 @@ class Job:
     """Recipe of a `train` job, relative to recipes/."""
     arguments: tuple[str, ...] = ()
     """Settings of a `train` job, options of an `eval` job."""
+    keep: bool = True
+    """Keep the episodes of an `eval` job beside its record (results/episodes.py)."""
 
     @property
     def needs(self) -> list[str]:
         """Return the names of the jobs that must finish first."""
-        return [name for a in self.arguments for name in re.findall(PLACEHOLDER, a) if name != PRETRAINED]
+        names = [name for a in self.arguments for name in re.findall(PLACEHOLDER, a)]
+        return [name for name in names if not name.startswith(PRETRAINED)]
 
 
 HORIZONS: dict[str, tuple[str, ...]] = {
@@ -45,7 +48,7 @@ TASKS = {"babyai": {"short": 4, "middle": 8, "long": 16}, "textcraft": {"short":
 """Turns of the short, middle and long horizon, by environment."""
 
 PRETRAINED = "pretrained"
-"""Placeholder of the pretrained model, which no job trains."""
+"""Placeholder of the pretrained model, which no job trains. Studies of several sizes have one for each."""
 
 
 def fill(settings: tuple[str, ...], numbers: dict[str, int]) -> tuple[str, ...]:
@@ -109,7 +112,7 @@ def trained(task: str, arm: str, size: str, seed: int, arguments: tuple[str, ...
 
 
 FAR_ROOMS = ("KeyInBox", "Unlock", "UnlockPickupDist", "GoToImpUnlock", "OneRoomS20", "SynthLoc")
-"""Levels on which the oracle needs six to ten turns (median) and at most four turns in a fifth of the episodes."""
+"""Levels on which the oracle needs six to ten turns (median) and at most four turns in a quarter of the episodes."""
 MIDDLE = ("horizon.kind=fixed", "horizon.turns=[{middle}]", "eval.every=20")
 """Control arm: separates a growing horizon from a medium one."""
 
@@ -279,6 +282,8 @@ def horizons_of_smollm2(seeds: list[int] | None) -> list[Job]:
 QWEN = {
     "textcraft": {"short": 10, "middle": 20, "long": 30, "per_stage": 70},
     "babyai": {"short": 6, "middle": 13, "long": 20, "per_stage": 70},
+    "searchqa": {"short": 5, "middle": 8, "long": 10, "per_stage": 70},
+    "sciworld": {"short": 10, "middle": 20, "long": 30, "per_stage": 40},
 }
 """Horizons of the paper and steps per stage, by environment."""
 QWEN_HORIZONS = {
@@ -291,29 +296,134 @@ QWEN_HORIZONS = {
         "horizon.steps_per_stage={per_stage}",
     ),
 }
-QWEN_BASE = ("--style", "react", "--temperature", "1", "--max-new-tokens", "128", "--max-context", "4096")
-"""Settings of recipes/qwen for the base model, which has no run."""
+QWEN_PLAY = {
+    "textcraft": ("--style", "react", "--max-new-tokens", "128", "--max-context", "4096"),
+    "babyai": ("--style", "react", "--max-new-tokens", "128", "--max-context", "4096"),
+    "searchqa": ("--style", "act", "--max-new-tokens", "192", "--max-context", "6144"),
+    "sciworld": ("--style", "react", "--max-new-tokens", "128", "--max-context", "6144"),
+}
+"""Settings of recipes/qwen, for models without a run and for agents of another environment."""
+QWEN_SAMPLES = {"textcraft": 4, "babyai": 4, "searchqa": 2, "sciworld": 2}
+"""Samples per item: the suite has 100, 90, 300 (without TriviaQA and Bamboogle) and 200 items."""
+QWEN_SIZES = {"135M": f"{PRETRAINED}-135M", "0.5B": f"{PRETRAINED}-0.5B", "1.5B": PRETRAINED}
+"""Placeholders of the models of claim C: SmolLM2-135M-Instruct and Qwen2.5-Coder-0.5B- and -1.5B-Instruct."""
 
 
-def on_suite(name: str, agent: str, arm: str, task: str, seed: int, *arguments: str) -> Job:
-    """Return an evaluation on the published number of items and turns, with four samples per item."""
-    suite = ("--suite", "agentgym-27", "--env", task, "--turns", str(QWEN[task]["long"]), "--samples", "4")
-    options = ("--agent", agent, *suite, "--dtype", "bfloat16", "--concurrency", "128")
-    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", arguments=(*options, *arguments))
+def on_suite(name: str, agent: str, arm: str, task: str, seed: int, *arguments: str, turns: str = "") -> Job:
+    """Return an evaluation on the published number of items and turns, with several samples per item."""
+    samples = 1 if (agent, task) == ("random", "sciworld") else QWEN_SAMPLES[task]  # its actions are slow to list
+    limits = ("--turns", turns or str(QWEN[task]["long"]), "--samples", str(samples))
+    options = ("--agent", agent, "--suite", "agentgym-27", "--env", task, *limits)
+    engine = ("--dtype", "bfloat16", "--concurrency", "128")
+    return Job(name=name, arm=arm, task=task, seed=seed, kind="eval", arguments=(*options, *engine, *arguments))
 
 
-def qwen(task: str, seeds: list[int] | None) -> list[Job]:
-    """Return the jobs of the paper's table for one task: Qwen2.5-Coder-1.5B-Instruct, base and four horizons."""
+def base_on_suite(name: str, model: str, arm: str, task: str, turns: str = "") -> Job:
+    """Return an evaluation of a pretrained model, which has no run and therefore no settings of its own."""
+    return on_suite(name, f"{{{model}}}", arm, task, 0, *QWEN_PLAY[task], "--temperature", "1", turns=turns)
+
+
+def qwen_run(task: str, arm: str, seed: int, size: str = "1.5B") -> Job:
+    """Return a run of GRPO with recipes/qwen/<task>.toml under the horizon of an arm."""
+    settings = (f"model.path={{{QWEN_SIZES[size]}}}", *fill(QWEN_HORIZONS[arm], QWEN[task]))
+    name = f"qwen-{arm}-{task}-{seed}" if size == "1.5B" else f"qwen-{arm}-{task}-{size}-{seed}"
+    return Job(name=name, arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml", arguments=settings)
+
+
+def qwen(task: str, num_seeds: int, seeds: list[int] | None) -> list[Job]:
+    """Return the jobs of the paper's table for one task: Qwen2.5-Coder-1.5B-Instruct, base, SFT and four horizons."""
     jobs = [
-        on_suite(f"eval-qwen-base-{task}", f"{{{PRETRAINED}}}", "base", task, 0, *QWEN_BASE),
+        base_on_suite(f"eval-qwen-base-{task}", PRETRAINED, "base", task),
         on_suite(f"eval-random-{task}-27", "random", RANDOM, task, 0),
     ]
-    for arm, arguments in QWEN_HORIZONS.items():
-        for seed in seeds if seeds is not None else range(3):
-            settings = (f"model.path={{{PRETRAINED}}}", *fill(arguments, QWEN[task]))
-            name = f"qwen-{arm}-{task}-{seed}"
-            run = Job(name=name, arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml", arguments=settings)
-            jobs += [run, on_suite(f"eval-{name}", f"{{{name}}}", arm, task, seed)]
+    chosen = seeds if seeds is not None else list(range(num_seeds))
+    runs = [qwen_run(task, arm, seed) for arm in QWEN_HORIZONS for seed in chosen]
+    for seed in chosen:
+        name, settings = f"qwen-sft-{task}-{seed}", (f"model.path={{{PRETRAINED}}}",)
+        runs.append(Job(name=name, arm="SFT", task=task, seed=seed, recipe=f"qwen/{task}-sft.toml", arguments=settings))
+    for run in runs:
+        jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", run.arm, task, run.seed)]
+    return jobs
+
+
+def qwen_generalisation(seeds: list[int] | None) -> list[Job]:
+    """Return evaluations of each staged agent on the scenarios it never saw, and of one agent trained on all of them.
+
+    The settings of play are those of the evaluated scenario.
+    """
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(1):
+        recipe, settings = "qwen/together.toml", (f"model.path={{{PRETRAINED}}}",)
+        together = Job(name=f"qwen-together-{seed}", arm="together", task="all", seed=seed, recipe=recipe)
+        jobs.append(replace(together, arguments=settings))
+        jobs += [_on_scenario(together, task) for task in QWEN]
+        for trained_on in QWEN:
+            run = qwen_run(trained_on, "staged", seed)
+            jobs.append(run)
+            jobs += [_on_scenario(run, task) for task in QWEN if task != trained_on]
+    return jobs
+
+
+def _on_scenario(run: Job, task: str) -> Job:
+    arm = "together" if run.task == "all" else f"trained on {run.task}"
+    style = () if run.task == "all" else QWEN_PLAY[task]
+    return on_suite(f"transfer-{run.name}-to-{task}", f"{{{run.name}}}", arm, task, run.seed, *style)
+
+
+def qwen_interaction(seeds: list[int] | None) -> list[Job]:
+    """Return the jobs of claim C with real models: three sizes, before and after RL, with 2 to 32 turns."""
+    jobs: list[Job] = []
+    for task in ("textcraft", "babyai"):
+        turns = "2,4,8,16,32"
+        jobs.append(on_suite(f"turns-random-{task}-27", "random", RANDOM, task, 0, turns=turns))
+        for size, model in QWEN_SIZES.items():
+            jobs.append(base_on_suite(f"turns-qwen-base-{task}-{size}", model, f"base {size}", task, turns))
+            for seed in seeds if seeds is not None else range(1):
+                run = qwen_run(task, "staged", seed, size)
+                arm, name = f"staged {size}", f"turns-qwen-staged-{task}-{size}-{seed}"
+                jobs += [run, on_suite(name, f"{{{run.name}}}", arm, task, seed, turns=turns)]
+    return jobs
+
+
+COLLAPSE_ARMS = {
+    "fixed-64": ("horizon.kind=fixed", "horizon.turns=[64]"),
+    "fixed-16": ("horizon.kind=fixed", "horizon.turns=[16]"),
+    "staged": ("horizon.kind=stepwise", "horizon.turns=[16, 32, 64]", "horizon.steps_per_stage=100"),
+    "too-short": ("horizon.kind=stepwise", "horizon.turns=[4, 16, 64]", "horizon.steps_per_stage=100"),
+}
+COLLAPSE_CONDITIONS: dict[str, tuple[str, ...]] = {
+    "calm": (),
+    "paper-like": (
+        *("rl.kl_coef=0", "rl.optimizer.lr=1e-3", "rl.minibatches=4"),
+        *("rl.overlap=1", "rl.importance=none"),
+    ),
+}
+"""Settings of a condition. The calm one is recipes/evidence/maze-rl.toml itself."""
+MAZE_HELD_OUT = (
+    *subsets("size4", "size5"),
+    "--limit",
+    "125",
+    "--samples",
+    "4",
+    "--turns",
+    "64",
+    "--concurrency",
+    "128",
+)
+"""1,000 episodes on 250 items."""
+
+
+def collapse(seeds: list[int] | None) -> list[Job]:
+    """Return the jobs of results/collapse/PROTOCOL.md: four horizons, two conditions, the same starting models."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(12):
+        jobs.append(base("maze", "1M", seed))
+        for condition, changed in COLLAPSE_CONDITIONS.items():
+            for arm, arguments in COLLAPSE_ARMS.items():
+                run = trained("maze", arm, "1M", seed, (*arguments, *changed), f"{arm}-{condition}")
+                run = replace(run, task=f"maze, {condition}")
+                evaluation = evaluated(f"eval-{run.name}", run.name, arm, "maze", seed, MAZE_HELD_OUT)
+                jobs += [run, replace(evaluation, task=run.task, keep=seed == 0)]
     return jobs
 
 
@@ -325,6 +435,11 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "horizon-smollm2": horizons_of_smollm2,
     "interaction": interaction,
     "ablations": ablations,
-    "qwen-textcraft": partial(qwen, "textcraft"),
-    "qwen-babyai": partial(qwen, "babyai"),
+    "qwen-textcraft": partial(qwen, "textcraft", 3),
+    "qwen-babyai": partial(qwen, "babyai", 3),
+    "qwen-searchqa": partial(qwen, "searchqa", 3),
+    "qwen-sciworld": partial(qwen, "sciworld", 2),
+    "qwen-generalisation": qwen_generalisation,
+    "qwen-interaction": qwen_interaction,
+    "collapse": collapse,
 }

@@ -3,7 +3,8 @@
     python results/study.py staged-horizon interaction --seeds 0 1 2 --jobs 8 --limit-s 540
 
 Each run and each evaluation is one command (`agentgym-rl train`, `agentgym-rl eval`) with a folder under --work.
-A finished job leaves a small JSON under results/<study>/. At the time limit the others write a checkpoint and stop.
+A finished job leaves a small JSON under results/<study>/, an evaluation also its episodes (results/episodes.py). At the
+time limit the others write a checkpoint and stop. A job that fails is reported and does not stop the others.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from behaviour import MEANINGS, behaviour, blocks, by_step, read_episodes
+from episodes import keep_episodes
 from studies import PLACEHOLDER, PRETRAINED, STUDIES, Job
 
 from agentgym_rl.evaluation.compare import load_side
@@ -45,20 +48,32 @@ CURVES = (
     "mismatch/abs",
     "clip/fraction",
     "staleness/mean",
+    "tokens/per_episode",
+    "episodes/usable",
     "time/rollout_s",
     "time/learn_s",
     "time/step_s",
 )
 """Columns of metrics.jsonl that a record keeps, besides the horizon of every environment."""
+STEPS_PER_BLOCK = 5
+"""Training steps averaged into one value of a behaviour metric. Stages have a multiple of it."""
 
 
 class Study:
     """Jobs of one study, their folders and their records."""
 
     def __init__(
-        self, name: str, jobs: Sequence[Job], work: Path, results: Path, device: str, pretrained: str = HUB_NAME
+        self,
+        name: str,
+        jobs: Sequence[Job],
+        work: Path,
+        results: Path,
+        device: str,
+        pretrained: str | Mapping[str, str] = HUB_NAME,
     ) -> None:
-        self.name, self.jobs, self.device, self.pretrained = name, list(jobs), device, pretrained
+        """Make the folders. `pretrained` is the path of {pretrained}, or has a path for each such placeholder."""
+        self.name, self.jobs, self.device = name, list(jobs), device
+        self.pretrained = {PRETRAINED: pretrained} if isinstance(pretrained, str) else dict(pretrained)
         self.work, self.results = work, results / name
         self.work.mkdir(parents=True, exist_ok=True)
         self.results.mkdir(parents=True, exist_ok=True)
@@ -90,14 +105,20 @@ class Study:
         return [*AGENTGYM, "train", str(ROOT / "recipes" / job.recipe), *filled, *fixed, *resume]
 
     def _agent(self, name: str) -> str:
-        return self.pretrained if name == PRETRAINED else str(self.folder(name))
+        return self._pretrained(name) if name.startswith(PRETRAINED) else str(self.folder(name))
+
+    def _pretrained(self, name: str) -> str:
+        if name not in self.pretrained:
+            size = name.removeprefix(f"{PRETRAINED}-")
+            raise FileNotFoundError(f"no model for {{{name}}}: give --model {size}=FOLDER")
+        return self.pretrained[name]
 
     def _last_model(self, name: str) -> str | Path:
-        if name == PRETRAINED:
-            return self.pretrained
+        if name.startswith(PRETRAINED):
+            return self._pretrained(name)
         checkpoints = sorted((self.folder(name) / "checkpoints").glob("step_*"))
         if not checkpoints:
-            raise SystemExit(f"run {name} has no checkpoint in {self.work}: remove its JSON to run it again")
+            raise FileNotFoundError(f"run {name} has no checkpoint in {self.work}: remove its JSON to run it again")
         return checkpoints[-1] / "model"
 
     def has_ended(self, job: Job) -> bool:
@@ -141,7 +162,8 @@ class Study:
         if job.kind == "eval":
             report = json.loads((folder / "eval.json").read_text())
             results = {"config": _short(report["config"]), "results": report["results"], "outcomes": outcomes(folder)}
-            return kept | {"seconds": report["seconds"], **results}
+            episodes = [e for path in sorted((folder / "trajectories").glob("*.jsonl")) for e in read_episodes(path)]
+            return kept | {"seconds": report["seconds"], **results, "behaviour": behaviour(episodes)}
         summary = json.loads((folder / "summary.json").read_text())
         metrics = folder / "metrics.jsonl"  # absent after a run of no steps
         rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.is_file() else []
@@ -154,14 +176,20 @@ class Study:
                 "config": _without_paths(tomllib.loads((folder / "config.toml").read_text()), job),
                 "curves": {name: [_rounded(row.get(name)) for row in rows] for name in names},
                 "findings": [json.loads(x) for x in findings.read_text().splitlines()] if findings.is_file() else [],
+                "behaviour": {
+                    "step": _columns(blocks(by_step(folder, "step"), STEPS_PER_BLOCK)),
+                    "eval": _columns(by_step(folder, "eval")),
+                },
             }
         )
 
     def write_record(self, job: Job) -> None:
-        """Write the record and delete the trajectories of training, which are large."""
+        """Write the record and the episodes of an evaluation, and delete what was learned from, which is large."""
         for path in (self.folder(job.name) / "trajectories").glob("learned_*.jsonl"):
             path.unlink()
         path = self.results / f"{job.name}.json"
+        if job.kind == "eval" and job.keep:
+            keep_episodes(self.folder(job.name), path)
         path.with_suffix(".part").write_text(json.dumps(self.record(job), separators=(",", ":")) + "\n")
         path.with_suffix(".part").rename(path)
 
@@ -173,6 +201,12 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
+def _columns(steps: dict[int, dict[str, float | None]]) -> dict[str, list[Any]]:
+    """Return the behaviour metrics of some steps as one list per metric, and the list of steps."""
+    metrics = {name: [_rounded(values[name]) for values in steps.values()] for name in MEANINGS}
+    return {"step": list(steps), **metrics} if steps else {}
+
+
 def _without_paths(config: dict[str, Any], job: Job) -> dict[str, Any]:
     """Return a run's config without the machine's paths: no `run_dir`, and `model.path` as the job gave it."""
     given = [argument.partition("=")[2] for argument in job.arguments if argument.startswith("model.path=")]
@@ -181,8 +215,10 @@ def _without_paths(config: dict[str, Any], job: Job) -> dict[str, Any]:
 
 
 def _short(config: dict[str, Any]) -> dict[str, Any]:
-    """Return an evaluation's config with the number of items in place of their list, and without the model's path."""
+    """Return an evaluation's config with the number of items in place of their list, and without paths."""
+    questions = os.environ.get("AGENTGYM_SEARCHQA_DATA", "")
     tasks = [task | {"items": len(task["items"])} for task in config["tasks"]]
+    tasks = [task | {"data": task["data"].replace(questions, Path(questions).name)} for task in tasks]
     agent = {name: value for name, value in config["agent"].items() if name != "path"}
     return config | {"tasks": tasks, "agent": agent}
 
@@ -244,8 +280,12 @@ def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
                 if (next_job := _next(studies, list(running), failed)) is None:
                     break
                 study, job = next_job
-                running[job.name] = (study, job, start(study, job), time.monotonic())
-                say(f"{job.name}: started")
+                try:
+                    running[job.name] = (study, job, start(study, job), time.monotonic())
+                    say(f"{job.name}: started")
+                except OSError as error:
+                    failed.append(job.name)
+                    say(f"{job.name}: did not start: {error}")
             if not running or time.monotonic() > deadline:
                 break
             time.sleep(0.2)
@@ -255,9 +295,8 @@ def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
                 del running[name]
                 took = f"{time.monotonic() - since:.0f} s"
                 if process.returncode == 0 and study.has_ended(job):
-                    for other in studies:
-                        for same in (other_job for other_job in other.jobs if other_job.name == name):
-                            other.write_record(same)
+                    written = [_written(other, same) for other in studies for same in other.jobs if same.name == name]
+                    failed += [] if all(written) else [name]
                     say(f"{name}: done in {took}")
                 else:
                     failed.append(name)
@@ -272,14 +311,28 @@ def run(studies: Sequence[Study], jobs: int, limit_s: float) -> int:
     return len(failed)
 
 
-def _next(studies: Sequence[Study], running: Sequence[str], failed: Sequence[str]) -> tuple[Study, Job] | None:
-    """Return the first job that may start, and its study. A run that another study finished only gets a record."""
+def _next(studies: Sequence[Study], running: Sequence[str], failed: list[str]) -> tuple[Study, Job] | None:
+    """Return the first job that may start, and its study. A run that another study finished only gets a record.
+
+    A job whose record cannot be written is added to `failed`.
+    """
     for study in studies:
         while job := study.ready(running, failed):
             if not study.has_ended(job) or job.kind == "eval":
                 return study, job
-            study.write_record(job)
+            if not _written(study, job):
+                failed.append(job.name)
     return None
+
+
+def _written(study: Study, job: Job) -> bool:
+    """Write the record of a finished job. Report a failure: the job's folder remains, and the other jobs go on."""
+    try:
+        study.write_record(job)
+    except Exception as error:
+        say(f"{job.name}: no record, {type(error).__name__}: {error}; its folder is {study.folder(job.name)}")
+        return False
+    return True
 
 
 def start(study: Study, job: Job) -> subprocess.Popen[bytes]:
@@ -308,6 +361,15 @@ def say(line: str) -> None:
     print(time.strftime("%H:%M:%S"), line, flush=True)
 
 
+def pretrained_models(options: Sequence[str]) -> dict[str, str]:
+    """Return the path of each placeholder: `FOLDER` is that of {pretrained}, `0.5B=FOLDER` of {pretrained-0.5B}."""
+    models = {PRETRAINED: HUB_NAME}
+    for option in options:
+        size, equals, path = option.rpartition("=")
+        models[f"{PRETRAINED}-{size}" if equals else PRETRAINED] = path
+    return models
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("studies", nargs="+", choices=sorted(STUDIES), metavar="study", help=", ".join(STUDIES))
@@ -316,7 +378,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="parallel commands")
     parser.add_argument("--limit-s", type=float, default=1e9, help="stop after this many seconds, with checkpoints")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--model", default=HUB_NAME, help="folder or hub name of SmolLM2-135M-Instruct")
+    parser.add_argument(
+        *("--model", "-m"),
+        action="append",
+        default=[],
+        metavar="[SIZE=]FOLDER",
+        help="folder or hub name of the pretrained model, or with SIZE= of one of several (135M, 0.5B)",
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/evidence"), help="folder of the runs")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent)
     parser.add_argument("--list", action="store_true", help="print the commands and end")
@@ -329,8 +397,8 @@ def main() -> None:
             print(f"{job.name}: agentgym-rl {job.kind} {job.recipe} {' '.join(job.arguments)}")
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `run` stops its jobs
-    work, device = options.work.absolute(), options.device
-    studies = [Study(name, jobs, work, options.results, device, options.model) for name, jobs in jobs_of.items()]
+    work, device, models = options.work.absolute(), options.device, pretrained_models(options.model)
+    studies = [Study(name, jobs, work, options.results, device, models) for name, jobs in jobs_of.items()]
     raise SystemExit(1 if run(studies, options.jobs, options.limit_s) else 0)
 
 

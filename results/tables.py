@@ -9,6 +9,7 @@ from records import (
     Record,
     final_success,
     first_evaluation_tokens,
+    interpolate,
     item_rates,
     largest_drop,
     mean_success,
@@ -16,6 +17,7 @@ from records import (
     success_at,
     turns_of,
 )
+from studies import RANDOM
 
 from agentgym_rl.evaluation.statistics import mcnemar_exact, mean_interval, sign_flip_test
 
@@ -225,4 +227,74 @@ def gains_table(records: Sequence[Record], few: int = 4, many: int = 32) -> list
         lines.append(f"| {seed} | {100 * by_turns:+.1f} | {100 * by_size:+.1f} | {100 * (by_turns - by_size):+.1f} |")
     means = [statistics.fmean(values) for values in by_item.values()]
     interval = in_points(statistics.fmean(means), *mean_interval(means))
-    return [*lines, "", f"Mean over seeds, 95% bootstrap interval over {len(means)} items: {interval}."]
+    lines += ["", f"Mean over seeds, 95% bootstrap interval over {len(means)} items: {interval}."]
+    return [*lines, "", *gains_over_chance_table(records, few, many)]
+
+
+def gains_over_chance_table(records: Sequence[Record], few: int, many: int) -> list[str]:
+    """Return the gain from more turns less random play's own gain on the same items, by size, before and after RL."""
+    chance = next((r for r in records if r["arm"] == RANDOM), None)
+    if chance is None:
+        return ["The gains cannot be compared with random play, which has no record."]
+    lines = [
+        f"| agent | from {few} to {many} turns, less random play's gain (95% interval over items) | p over items |",
+        "|---|---|---|",
+    ]
+    own = {item: rate - item_rates(chance, few)[item] for item, rate in item_rates(chance, many).items()}
+    for arm in sorted({r["arm"] for r in records if r["arm"] != RANDOM}):
+        agents = [(item_rates(r, few), item_rates(r, many)) for r in records if r["arm"] == arm]
+        gains = [statistics.fmean(more[i] - less[i] for less, more in agents) - gain for i, gain in own.items()]
+        gain = in_points(statistics.fmean(gains), *mean_interval(gains))
+        lines.append(f"| {arm} | {gain} | {sign_flip_test(gains):.2g} |")
+    return lines
+
+
+def contributions_table(records: Sequence[Record], first: str, second: str) -> list[str]:
+    """Return how many points of the difference between two arms each kind of item carries, mean over shared seeds."""
+    cells = {(r["arm"], r["seed"]): r["results"][-1]["tasks"] for r in records}
+    seeds = sorted(seed for arm, seed in cells if arm == first and (second, seed) in cells)
+    lines = [f"| kind | items | {first} less {second}, points of the total |", "|---|---|---|"]
+    if not seeds:
+        return [f"No seed has both {first} and {second}."]
+    total = sum(cell["items"] for cell in cells[first, seeds[0]].values())
+    points = []
+    for kind, cell in cells[first, seeds[0]].items():
+        rates = [[cells[arm, seed][kind]["success"]["value"] for seed in seeds] for arm in (first, second)]
+        points.append(100 * cell["items"] / total * (statistics.fmean(rates[0]) - statistics.fmean(rates[1])))
+        lines.append(f"| {kind} | {cell['items']} | {points[-1]:+.1f} |")
+    return [*lines, f"| all | {total} | {sum(points):+.1f} |"]
+
+
+def equal_steps_table(records: Sequence[Record], arms: Sequence[str]) -> list[str]:
+    """Return success and tokens of each arm after as many steps as the shortest fixed-long run of its task has."""
+    lines = [
+        "| task | arm | seeds | steps | success | sampled tokens | of fixed-long's |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for task in sorted({r["task"] for r in records}):
+        runs = {arm: [r for r in records if (r["task"], r["arm"]) == (task, arm)] for arm in arms}
+        steps = min((r["steps"] for r in runs.get("fixed-long", [])), default=0)
+        tokens = {
+            arm: statistics.fmean(r["curves"]["tokens/total"][min(steps, r["steps"]) - 1] for r in arm_runs)
+            for arm, arm_runs in runs.items()
+            if arm_runs and steps
+        }
+        for arm, spent in tokens.items():
+            success = [
+                interpolate([e["step"] for e in r["evaluations"]], [e["success"] for e in r["evaluations"]], steps)
+                for r in runs[arm]
+            ]
+            row = f"{steps} | {statistics.fmean(success):.1%} | {spent:,.0f} | {spent / tokens['fixed-long']:.0%}"
+            lines.append(f"| {task} | {arm} | {len(success)} | {row} |")
+    return lines
+
+
+def before_after_table(records: Sequence[Record]) -> list[str]:
+    """Return each RL run's held-out success before and after, on the items of its own evaluations."""
+    lines = ["| run | episodes | before | after | gain, points |", "|---|---|---|---|---|"]
+    for record in sorted(records, key=lambda r: str(r["job"])):
+        before, *_, after = record["evaluations"]
+        gain = 100 * (after["success"] - before["success"])
+        cells = f"{after['episodes']} | {before['success']:.1%} | {after['success']:.1%} | {gain:+.1f}"
+        lines.append(f"| {record['job']} | {cells} |")
+    return lines

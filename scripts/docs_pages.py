@@ -322,6 +322,26 @@ def load() -> str:
     return table(["sessions", "episodes/s", "steps/s", "p50", "p99", "server CPU an episode"], rows)
 
 
+def search(*names: str) -> str:
+    """Return what each retriever finds, from the reports of `agentgym-rl index --questions`."""
+    rows = []
+    for name in names:
+        report = json.loads((ROOT / "results" / "search" / f"{name}.json").read_text(encoding="utf-8"))
+        for row in report["measured"]:
+            recalls = [interval(row["question"][top]["recall"]) for top in ("3", "5", "10")]
+            complete = [interval(row[way]["3"]["all"]) for way in ("question", "follow", "titles")]
+            answer = [interval(row[way]["3"]["answer"]) for way in ("question", "titles")]
+            head = [row["set"], row["retriever"], f"{row['questions']:,}"]
+            rows.append([*head, *recalls, *complete, *answer, f"{row['ms']:.1f}"])
+    ways = ["all@3, asked", "all@3, follow", "all@3, titles", "answer@3, asked", "answer@3, titles"]
+    return table(["questions", "retriever", "number", "recall@3", "recall@5", "recall@10", *ways, "ms"], rows)
+
+
+def interval(value: list[float]) -> str:
+    """Return a share and the half width of its 95% interval, in percent."""
+    return f"{100 * value[0]:.0f} ±{100 * value[1]:.0f}"
+
+
 def reading_lengths() -> str:
     """Return how long the files of the reading list are."""
     page = (ROOT / "docs" / "how-it-works" / "read-it.md").read_text(encoding="utf-8")
@@ -339,4 +359,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "vllm-weights": vllm_weights,
     "load": load,
     "reading-lengths": reading_lengths,
+    "search-whole": lambda: search("bm25"),
+    "search-sample": lambda: search("sample"),
 }

@@ -26,7 +26,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from agentgym_rl.agent.engines.native import NativeEngine, engine
 from agentgym_rl.agent.engines.native.cuda import model as captured_model
 from agentgym_rl.agent.engines.native.cuda import runner
+from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
 from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
+from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 from agentgym_rl.training.device import head, head_kernels, layer_kernels
 from agentgym_rl.types import Completion, Sampling
 
@@ -175,6 +177,86 @@ async def moved_weights() -> None:
     assert max(gaps) < 1e-4, gaps
 
 
+def expected_drafts(history: list[int], width: int) -> list[int]:
+    """Return the tokens after the latest place with the same three last tokens, or else the same two."""
+    for count in (3, 2):
+        for end in range(len(history) - 1, count - 1, -1):
+            if len(history) >= count and history[end - count : end] == history[-count:]:
+                return history[end : end + width - 1]
+    return []
+
+
+async def drafts() -> None:
+    """Check guesses, and how many of them are accepted, against plain Python."""
+    rng, width = random.Random(0), 4
+    lengths = [1, 2, 3, 9, 30, 40, 40, 25]
+    histories = [rng.choices(range(30 if row == 3 else 3), k=length) for row, length in enumerate(lengths)]
+    histories[4], histories[5] = rng.choices(range(30), k=15) * 2, rng.choices(range(30), k=20) * 2
+    rows = len(lengths)
+    stored = torch.full((rows, 64), -7, dtype=torch.int32)
+    for row, tokens in enumerate(histories):
+        stored[row, : len(tokens)] = torch.tensor(tokens)
+    column = torch.zeros(rows, dtype=torch.int64)
+    state = RowState(
+        token=torch.tensor([tokens[-1] for tokens in histories]),
+        position=torch.tensor(lengths) - 1,
+        slot=torch.arange(rows),
+        remaining=torch.tensor([9, 9, 9, 9, 9, 9, 2, 9]),
+        seed=column,
+        done=torch.tensor([0, 0, 0, 0, 0, 0, 0, 1]),
+        temperature=column.double(),
+        top_p=column.double(),
+        stops=torch.full((8, rows), -1),
+    )
+    state.stops[0, 4] = 999
+    found = draft(state, stored, width)
+    guesses: list[list[int]] = []
+    for row, tokens in enumerate(histories):
+        ids, done = (t.view(rows, width)[row].tolist() for t in (found.token, found.done))
+        guesses.append([i for i, is_done in zip(ids[1:], done[1:], strict=True) if not is_done])
+        known = expected_drafts(tokens, width)[: int(state.remaining[row]) - 1]
+        assert guesses[row] == ([] if state.done[row] else known), (row, tokens, ids, done)
+        assert ids[0] == tokens[-1]
+    assert sum(map(bool, guesses)) >= 3
+    # Row 5 samples all that was guessed, row 4 a stop token, the others only the first guess.
+    sampled = drafted_picks(rows * width, stored.device)
+    sampled.tokens.fill_(77)
+    sampled.logprobs.copy_(torch.arange(rows * width) / -100)
+    for row, guess in enumerate(guesses):
+        sampled.tokens[0, row * width : row * width + len(guess)] = torch.tensor(guess, dtype=torch.int32)
+        if row != 5 and len(guess) > 1:
+            sampled.tokens[0, row * width + 1] = 78
+    sampled.tokens[0, 4 * width] = 999
+    picks = Picks(
+        torch.zeros((8, rows), dtype=torch.int32), torch.zeros((8, rows)), torch.zeros(rows, dtype=torch.int32)
+    )
+    accept(found, sampled, state, picks, stored, width)
+    for row, guess in enumerate(guesses):
+        all_sampled = sampled.tokens[0, row * width : (row + 1) * width].tolist()
+        right = next((i for i, token in enumerate(guess) if token != all_sampled[i]), len(guess))
+        wanted = all_sampled[: right + 1] if not (row == 4 or row == 7) else [999] if row == 4 else []
+        assert picks.tokens[: picks.counts[row], row].tolist() == wanted, (row, guess, all_sampled)
+        assert stored[row, lengths[row] : lengths[row] + len(wanted)].tolist() == wanted
+        assert int(state.position[row]) == lengths[row] - 1 + len(wanted)
+        assert bool(state.done[row]) == (row in (4, 7) or len(wanted) >= (2 if row == 6 else 9))
+    assert int(picks.counts[5]) == 1 + len(guesses[5]) > 2
+
+
+async def guessed_replies() -> None:
+    """A greedy model that repeats itself: some guesses come true, and every token is that of the CPU engine."""
+    model = make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_hidden_layers=1)
+    device, host = captured(model, 2, 128), NativeEngine(model, max_sessions=2)
+    ids = prompt(6) * 3
+
+    async def play(index: int) -> None:
+        sampling = Sampling(14, temperature=0) if index else Sampling(9, temperature=0.5, seed=3)
+        mine, theirs = [await e.generate(ids, sampling, str(index)) for e in (device, host)]
+        assert mine.token_ids == theirs.token_ids
+        assert max(abs(a - b) for a, b in zip(mine.logprobs, theirs.logprobs, strict=True)) < 1e-4
+
+    await asyncio.gather(play(0), play(1))
+
+
 async def float16() -> None:
     model = near_the_largest_float16(make("llama", num_attention_heads=2, num_key_value_heads=1, head_dim=32))
     ids = prompt(12)
@@ -219,10 +301,25 @@ async def logits() -> None:
 
 CHECKS = {
     check.__name__: check
-    for check in (llama, qwen3, wide, out_of_memory, slept, bucketed, moved_weights, float16, layers, logits)
+    for check in (
+        llama,
+        qwen3,
+        wide,
+        out_of_memory,
+        slept,
+        bucketed,
+        moved_weights,
+        drafts,
+        guessed_replies,
+        float16,
+        layers,
+        logits,
+    )
 }
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or CHECKS:
-        asyncio.run(CHECKS[name]())
+        # Guesses take four times as long to interpret.
+        with patch.object(runner, "DRAFT_ROWS", 32 if name == "guessed_replies" else 0):
+            asyncio.run(CHECKS[name]())
         print(f"{name}: good", flush=True)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import uvicorn
+
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.server import bind, create_app, uvicorn_server
 from agentgym_rl.environment.server_sessions import Sessions
@@ -27,10 +29,13 @@ class RunningServer:
 
 @contextlib.contextmanager
 def server_in_thread(
-    environments: Mapping[str, Callable[[], TextEnv]], port: int = 0, **options: Any
+    environments: Mapping[str, Callable[[], TextEnv]],
+    port: int = 0,
+    create: Callable[..., Any] = create_app,
+    **options: Any,
 ) -> Iterator[RunningServer]:
     """Run the server on a free loopback port. Leaving the block shuts it down gracefully."""
-    app = create_app(environments, **options)
+    app = create(environments, **options)
     listener = bind("127.0.0.1", port)
     port = listener.getsockname()[1]
     server = uvicorn_server(app)
@@ -48,8 +53,7 @@ def server_in_thread(
 @contextlib.contextmanager
 def server_process(env: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Serve a class of envs_for_tests in a separate process; yield its address and the process."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     program = (
         "import envs_for_tests, agentgym_rl.environment.server as s;"
         f"env = envs_for_tests.{env};"
@@ -58,13 +62,33 @@ def server_process(env: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     folder = Path(__file__).parent
     child = subprocess.Popen([sys.executable, "-c", program], cwd=folder, stdout=subprocess.PIPE, text=True)
     try:
-        wait_until(lambda: _listens(port))
+        wait_until(lambda: listens(port))
         yield f"http://127.0.0.1:{port}", child
     finally:
         child.kill()
         child.wait()
         assert child.stdout is not None
         child.stdout.close()
+
+
+@contextlib.contextmanager
+def asgi_in_thread(app: Any) -> Iterator[str]:
+    """Run any ASGI app on a free loopback port and yield its address."""
+    listener = bind("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -74,7 +98,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
         time.sleep(0.01)
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False

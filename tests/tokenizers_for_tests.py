@@ -12,7 +12,9 @@ SPECIAL_TOKENS = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "mistral": ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]"],
 }
+_BEGIN_END = {"llama3": ("<|begin_of_text|>", "<|end_of_text|>"), "mistral": ("<s>", "</s>")}
 
 # How Llama-3 and Qwen cut text into words: runs of newlines stay together, whatever follows them.
 _MODERN_WORDS = (
@@ -48,12 +50,12 @@ def byte_level_bpe(style: str, vocab_size: int = 420) -> Any:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_LINES, trainer)
-    llama = style == "llama3"
+    begin, end = _BEGIN_END.get(style, (None, "<|endoftext|>"))
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|begin_of_text|>" if llama else None,
-        eos_token="<|end_of_text|>" if llama else "<|endoftext|>",
-        pad_token="<|end_of_text|>" if llama else "<|endoftext|>",
+        bos_token=begin,
+        eos_token=end,
+        pad_token=end,
         additional_special_tokens=special,
     )
 
@@ -79,3 +81,79 @@ def split_segmentation(tokenizer: Any, text: str) -> list[int]:
     """Ids that decode to `text` and that the tokenizer itself would never produce: one per byte, nothing merged."""
     [(piece, _)] = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
     return list(tokenizer.convert_tokens_to_ids(list(piece)))
+
+
+# Qwen3: the thoughts of replies before the last user message are dropped. The last reply gets an empty thought if it
+# has none. Between tool results, thoughts are kept.
+QWEN3 = """\
+{%- set last = namespace(user=-1) -%}
+{%- for m in messages -%}{%- if m.role == 'user' -%}{%- set last.user = loop.index0 -%}{%- endif -%}{%- endfor -%}
+{%- if tools -%}
+{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else '') + '\\n\\n# Tools\\n' -}}
+{%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- for m in messages -%}
+{%- if m.role == 'system' and tools -%}
+{%- elif m.role == 'tool' -%}
+{{- '<|im_start|>user\\n<tool_response>\\n' + m.content + '\\n</tool_response><|im_end|>\\n' -}}
+{%- elif m.role != 'assistant' -%}
+{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}
+{%- else -%}
+{%- set thought, answer = '', m.content -%}
+{%- if '</think>' in answer -%}
+{%- set thought = m.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') -%}
+{%- set answer = m.content.split('</think>')[-1].lstrip('\\n') -%}
+{%- endif -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if loop.index0 > last.user and (loop.last or thought) -%}
+{{- '<think>\\n' + thought + '\\n</think>\\n\\n' + answer.lstrip('\\n') -}}
+{%- else -%}
+{{- answer -}}
+{%- endif -%}
+{%- for call in m.tool_calls or [] -%}
+{{- ('\\n' if answer or not loop.first else '') + '<tool_call>\\n{"name": "' + call.function.name -}}
+{{- '", "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is defined and enable_thinking is false -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}
+{%- endif -%}
+"""
+
+# DeepSeek-R1: the thought of every reply is dropped, and the generation prompt opens a thought.
+R1 = """\
+{{- '<|begin|>' -}}
+{%- for m in messages -%}
+{%- if m.role == 'system' -%}{{- m.content -}}
+{%- elif m.role == 'user' -%}{{- '<|User|>' + m.content -}}
+{%- else -%}{{- '<|Assistant|>' + m.content.split('</think>')[-1] + '<|end|>' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|Assistant|><think>\\n' -}}{%- endif -%}
+"""
+
+THINKING = {
+    "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"], QWEN3),
+    "r1": (["<|begin|>", "<|end|>", "<|User|>", "<|Assistant|>"], R1),
+}
+
+
+@cache
+def thinking_tokenizer(name: str) -> Any:
+    """A tokenizer with the template of a thinking model; `<think>` and `</think>` are tokens that are not special."""
+    special, template = THINKING[name]
+    base = byte_level_bpe("qwen")
+    tokenizer = Tokenizer.from_str(base.backend_tokenizer.to_str())
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    end = special[0] if name == "qwen3" else "<|end|>"
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=end,
+        pad_token=end,
+        chat_template=template,
+        additional_special_tokens=special,
+    )

@@ -211,13 +211,17 @@ def serve(
     idle_timeout: Annotated[float, typer.Option(min=1, help="Seconds after which an idle session is closed")] = 1800.0,
     step_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds one call of an environment may take")] = 60.0,
     kwarg: Kwargs = None,
+    openenv: Annotated[bool, typer.Option("--openenv", help="Speak OpenEnv's protocol, for OpenEnv's clients")] = False,
+    mcp: Annotated[bool, typer.Option("--mcp", help="Speak MCP: any MCP client plays by tools")] = False,
+    stdio: Annotated[bool, typer.Option("--stdio", help="With --mcp: over stdin and stdout, not HTTP")] = False,
 ) -> None:
     """Serve environments over HTTP. Prints their addresses, then `ready`."""
-    from agentgym_rl.environment.server import serve as run
+    from agentgym_rl.commands.serve import serve as run
 
     limits = {"max_sessions": max_sessions, "idle_timeout_s": idle_timeout, "step_timeout_s": step_timeout}
     announce = lambda text: print(text, flush=True)  # noqa: E731
-    run(names, host, port, token=token, kwargs=_kwargs(kwarg), announce=announce, **limits)
+    served = {"token": token, "kwargs": _kwargs(kwarg), "announce": announce, **limits}
+    run(names, host, port, openenv=openenv, mcp=mcp, stdio=stdio, **served)
 
 
 @app.command()
@@ -452,6 +456,27 @@ def view(
 
 
 @app.command()
+def rescore(
+    run: Annotated[Path, typer.Argument(help="A run directory with stored training episodes")],
+    overrides: Overrides = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with other [[rewards]]; by default the run's own")] = None,
+    step: Annotated[int | None, typer.Option(help="Training step; all by default")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many groups")] = None,
+    out: Annotated[Path | None, typer.Option(help="File of the new verdicts; by default RUN/rescored.jsonl")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ask again what this command has asked before")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Judge stored episodes again by [[rewards]], and show how their ranks change. The run's files stay as they are."""
+    from agentgym_rl.commands.recipes import find_recipe
+    from agentgym_rl.commands.rescore import rescore as score
+
+    found = find_recipe(recipe) if recipe is not None else None
+    asyncio.run(
+        score(run, overrides or [], recipe=found, step=step, limit=limit, out=out, fresh=fresh, as_json=as_json)
+    )
+
+
+@app.command()
 def convert(
     sources: Annotated[list[str], typer.Argument(help="Trajectories (.jsonl), globs, run directories; the file last")],
     everything: Annotated[bool, typer.Option("--all", help="Also episodes that were no success")] = False,
@@ -462,6 +487,19 @@ def convert(
     *patterns, out = sources
     count = run(patterns, Path(out), keep_all=everything)
     print(f"wrote {count} conversations to {out}")
+
+
+@app.command()
+def preferences(
+    sources: Annotated[list[str], typer.Argument(help="Runs, or their preferences.jsonl; the file to write last")],
+) -> None:
+    """Write what people preferred in the viewer as DPO's pairs: agentgym-rl preferences RUN [MORE ...] OUT.jsonl"""
+    from agentgym_rl.training.preferences import export_pairs
+
+    *patterns, out = sources
+    if not patterns:
+        raise ConfigError("preferences needs a run and a file to write: agentgym-rl preferences RUN OUT.jsonl")
+    print(f"wrote {export_pairs(patterns, Path(out))} pairs to {out}")
 
 
 @app.command()

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentgym_rl.config_errors import first_error
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings, reward_problem
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
     AgentEvolSettings,
@@ -29,14 +30,16 @@ from agentgym_rl.training.settings import (
 Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
-    "rl": ("rl", "horizon"),
+    "rl": ("rl", "horizon", "rewards", "judge"),
     "sft": ("sft", "data"),
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
     "dagger": ("dagger", "sft", "data"),
-    "distill": ("rl", "horizon"),
+    "distill": ("rl", "horizon", "rewards", "judge"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
+OPTIONAL = ("data", "rewards", "judge")
+"""Sections that a method reads if they are there."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
 """Environment variable that lists further variables that recipes may send to the addresses they name."""
 _VARIABLE = re.compile(r"AGENTGYM_[A-Z0-9_]+|VLLM_API_KEY")
@@ -134,9 +137,10 @@ class EnvironmentConfig(_Section):
 class AgentConfig(_Section):
     """Settings of playing episodes."""
 
-    style: Literal["act", "react", "plan", "reflect"] = "act"
+    style: Literal["act", "react", "plan", "reflect", "tool", "function_call", "code"] = "act"
     """Form of a reply. "act": an action. "react": a thought, then an action. "plan": the same, with a plan in the first
-    thought. "reflect": several attempts at a task, with a reflection between them."""
+    thought. "reflect": several attempts at a task, with a reflection between them. "tool": a native tool call.
+    "function_call": an action as JSON text. "code": an action in a fenced block."""
     turns_per_attempt: int | None = Field(None, ge=1)
     """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
     instruction: str | None = None
@@ -146,7 +150,19 @@ class AgentConfig(_Section):
     max_new_tokens: int = Field(512, ge=1)
     """Longest reply in tokens."""
     max_context: int = Field(8192, ge=2)
-    """Longest episode in tokens."""
+    """Tokens that the model sees at a time, prompt and replies together."""
+    context: Literal["full", "window", "summary"] = "full"
+    """Action when the context is full. full: the episode ends. window: the oldest turns are left out. summary: the
+    model writes a summary of the conversation, which replaces it. The first observation, the task, always remains."""
+    context_turns: int = Field(4, ge=0)
+    """Last turns that remain when the context is cut; fewer if they do not fit."""
+    summary_tokens: int = Field(256, ge=1)
+    """Sampled tokens per summary."""
+    thoughts: Literal["template", "keep", "drop"] = "template"
+    """Thoughts (<think>...</think>) of earlier replies in later prompts: as the model's chat template renders them,
+    always kept, or always dropped."""
+    train_thoughts: bool = True
+    """Whether the loss includes thoughts. They are sampled either way."""
     concurrency: int = Field(256, ge=1)
     """Episodes at the same time, over all environments. If several environments wait, slots are shared by weight."""
     retries: int = Field(2, ge=0)
@@ -316,6 +332,8 @@ class Config(_Section):
     warm_start: WarmStartConfig | None = None
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
+    rewards: tuple[RewardSettings, ...] = ()
+    judge: JudgeSettings | None = None
     data: DataSettings | None = None
     """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol, dagger)."""
     sft: SFTSettings | None = None
@@ -347,7 +365,7 @@ class Config(_Section):
         for section in sorted(foreign & {name for name, value in raw.items() if value is not None}):
             readers = " or ".join(repr(m) for m, names in SECTIONS.items() if section in names)
             raise ValueError(f"[{section}] is read by method = {readers}, this is {method!r}: remove it or set method")
-        wanted = [name for name in SECTIONS[method] if name != "data"]
+        wanted = [name for name in SECTIONS[method] if name not in OPTIONAL]
         return {**{name: {} for name in wanted}, **{k: v for k, v in raw.items() if v is not None}}
 
     @model_validator(mode="after")
@@ -359,8 +377,8 @@ class Config(_Section):
             raise ValueError("data.play: dpo compares what a model did, set dpo.sample_groups or data.files instead")
         if method == "dpo" and data is not None and data.keep == "success":
             raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
-        if self.dpo is not None and data is None and not self.dpo.sample_groups:
-            raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, got neither")
+        if self.dpo is not None and data is None and not (self.dpo.sample_groups or self.dpo.preferences):
+            raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files for pairs, or dpo.preferences")
         if method == "distill" and self.rl.distill is None:
             raise ValueError(
                 "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"
@@ -369,6 +387,10 @@ class Config(_Section):
             raise ValueError(
                 "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
             )
+        distilled = self.rl.distill is not None and not self.rl.distill.reward_weight
+        problem = reward_problem(self.rewards, self.judge, min(self.group_sizes().values()), distilled)
+        if problem:
+            raise ValueError(problem)
         horizons = [env.name for env in self.environments if env.horizon is not None]
         if not self.online and horizons:
             raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
@@ -425,8 +447,15 @@ class Config(_Section):
                     "which most of a small update is rounded away: use engine.kind = 'native', engine.dtype = "
                     "'float32', or no [scale], where vLLM takes the adapters as they are"
                 )
+        if self.agent.style == "tool" and self.method == "dagger":
+            raise ValueError(
+                "agent.style = 'tool': method 'dagger' compares written actions with the oracle's, use a style of text "
+                "such as 'act' or 'function_call'"
+            )
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
+        if self.method in ("dpo", "dagger") and self.agent.context != "full":
+            raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self
 
     @property
@@ -452,6 +481,8 @@ class Config(_Section):
         named = {f"environment {env.name}: token_variable": env.token_variable for env in self.environments if env.url}
         if self.engine.urls:
             named["engine.api_key_variable"] = self.engine.api_key_variable
+        if self.judge is not None:
+            named["judge.api_key_variable"] = self.judge.api_key_variable
         allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
         for setting, name in named.items():
             if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:

@@ -1,23 +1,29 @@
 """Data that crosses modules. It imports only the standard library, and every module may import it.
 
-Legend for shapes: T tokens of one trajectory, K turns of one trajectory (a turn is one observation and one reply).
+Legend for shapes: T tokens of one segment, A sampled and trained tokens of them, K turns of one trajectory (a turn is
+one observation and one reply).
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any, Literal, Protocol
 
-Role = Literal["system", "user", "assistant"]
+Role = Literal["system", "user", "assistant", "tool"]
+Observation = str | list[str]
+"""Observation as a policy gets it: a text, or one result per tool call of its last reply."""
 EPISODE_TIMEOUT = "EpisodeTimeout"
 """Prefix of the error of an episode whose deadline passed."""
 
 MAX_REWARD = 1e9
 """Largest absolute reward of one step, so that sums, squares and float32 stay finite."""
+
+ENVIRONMENT = "environment"
+"""Source of the verdict that holds the environment's own reward."""
 
 
 class StopReason(StrEnum):
@@ -62,12 +68,29 @@ class Limits:
     max_new_tokens: int
     """Sampled tokens per reply."""
     max_context: int
-    """Tokens per episode, prompt and replies together."""
+    """Tokens per segment, prompt and replies together. An episode whose context is never cut is one segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool in a reply."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+    """Links the call to the tool message with its result."""
+    error: str = ""
+    """Reason why the call cannot be played; empty for a well-formed call."""
+    raw: str = ""
+    """Sampled text of a malformed call; empty for a well-formed one."""
+
+    def __str__(self) -> str:
+        return self.raw or f"{self.name}({json.dumps(self.arguments, ensure_ascii=False)})"
 
 
 @dataclass(slots=True)
 class Step:
-    """Answer of an environment to reset() and to step()."""
+    """Answer of an environment to reset(), step() and call()."""
 
     observation: str
     reward: float = 0.0
@@ -76,6 +99,8 @@ class Step:
     """Known keys: `success` (bool, on the last step), `valid` (bool: the action was understood and possible),
     `state_key` (str: equal keys mean the same state, after this step), `mistake` (bool: a demonstrator's, made on
     purpose; it is not imitated). JSON-serialisable."""
+    results: list[str] = field(default_factory=list)
+    """One result per tool call of the reply, in order; `observation` has them as one text. Empty without calls."""
 
 
 @dataclass(slots=True)
@@ -96,13 +121,89 @@ class Message:
     """Version of the weights that sampled it."""
     cut_chars: int = 0
     """Characters cut from the end of an observation that was too long; `content` ends with a line that says so."""
+    tool_calls: list[ToolCall] | None = None
+    """Tool calls of a reply in order, `content` being the text around them; empty if it should have called a tool and
+    did not. None if the agent has no tools."""
+    tool_call_id: str = ""
+    """The call that a tool message answers."""
     advice: str = ""
     """The oracle's reply in the same state, if it was asked."""
+    segment: int = 0
+    """Segment that the message's tokens continue, numbered in the order of their first messages."""
+    prefix: tuple[int, int] | None = None
+    """Set on the first message of a later segment: (segment, count) of the earlier tokens that it starts with."""
+    dropped_turns: int = 0
+    """Set where the context was cut: turns of the episode's beginning that the model does not see from here on."""
+    purpose: str = ""
+    """Empty in the conversation with the environment. `summary`: a request for a summary of the context, or the reply
+    to it, which the environment does not get."""
+    untrained: int = 0
+    """Sampled tokens at the beginning without a loss, such as those of a thought."""
+
+    @property
+    def is_reply(self) -> bool:
+        """Whether it is an agent's reply to the environment: one per turn."""
+        return self.role == "assistant" and not self.purpose
+
+    @property
+    def text(self) -> str:
+        """Content and tool calls as one text, to compare and to show."""
+        return "\n".join(part for part in (self.content, *map(str, self.tool_calls or ())) if part)
+
+
+@dataclass(slots=True)
+class Segment:
+    """One sequence of tokens that a model continued: a prompt, replies and what was appended between them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    """T."""
+    loss_mask: list[bool] = field(default_factory=list)
+    """T: True where a token was sampled in this segment and is trained on; A of them."""
+    logprobs: list[float] = field(default_factory=list)
+    """T: NaN where loss_mask is False, so that a leak into a ratio raises."""
+    turn_index: list[int] = field(default_factory=list)
+    """T: turn of each trained token, -1 elsewhere."""
+    versions: list[int] = field(default_factory=list)
+    """A: version of the weights that sampled each token."""
+    order: list[int] = field(default_factory=list)
+    """A: position of each token among the trained tokens of the episode, in the order of sampling."""
+
+    def extend(self, message: Message, turn: int, position: int) -> int:
+        """Append a message's tokens. `position` counts trained tokens of the episode; return it after the message."""
+        count = len(message.token_ids)
+        trained = 0 if message.logprobs is None else count - message.untrained
+        self.token_ids += message.token_ids
+        self.loss_mask += [False] * (count - trained) + [True] * trained
+        self.logprobs += [math.nan] * (count - trained) + (message.logprobs or [])[count - trained :]
+        self.turn_index += [-1] * (count - trained) + [turn] * trained
+        self.versions += [message.version or 0] * trained
+        self.order += range(position, position + trained)
+        return position + trained
+
+
+@dataclass(slots=True)
+class Verdict:
+    """Score of an episode by one source of rewards, such as a judge or the environment itself."""
+
+    source: str
+    """Name of the source; `environment` is the environment's own reward."""
+    weight: float
+    """Weight of the scores in the reward that is trained on."""
+    scores: list[float]
+    """K: one per turn; empty if the source failed."""
+    reason: str = ""
+    """Text of the judge's answer."""
+    error: str = ""
+    """Reason why there are no scores. The episode is then not trained on."""
 
 
 @dataclass(slots=True)
 class Trajectory:
-    """One played episode. Append-only while it is played; token views are derived, never stored twice."""
+    """One played episode. Append-only while it is played; token views are derived, never stored twice.
+
+    Its messages are in the order of play. Their tokens form a tree of segments: a segment that is not a continuation of
+    an earlier one starts with a prefix of it, perhaps an empty one. A linear episode is one segment.
+    """
 
     id: str
     """Unique in a run: step, task, place in the group and attempt."""
@@ -120,10 +221,31 @@ class Trajectory:
     """Value of max_turns during the episode."""
     seconds: float = 0.0
     """Wall time of the episode."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of the tools that the agent was offered, as chat templates take them."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Scores of every source of rewards, if the recipe has [[rewards]]; else empty."""
 
     @property
     def reward(self) -> float:
         return math.fsum(self.rewards)
+
+    @property
+    def training_rewards(self) -> list[float]:
+        """K: the weighted sum of all verdicts; without verdicts the environment's rewards."""
+        if not self.verdicts:
+            return list(self.rewards)
+        turns = zip(*([v.weight * score for score in v.scores] for v in self.verdicts), strict=True)
+        return [math.fsum(turn) for turn in turns]
+
+    @property
+    def training_reward(self) -> float:
+        return math.fsum(self.training_rewards)
+
+    @property
+    def judge_error(self) -> str:
+        """Reason why a source of rewards has no score, or an empty string."""
+        return next((f"{v.source}: {v.error}" for v in self.verdicts if v.error), "")
 
     @property
     def num_turns(self) -> int:
@@ -142,35 +264,62 @@ class Trajectory:
         return bool(self.infos[-1].get("success", self.reward >= 1.0))
 
     @property
+    def turns(self) -> list[int]:
+        """One per message: the turn it belongs to. A summary belongs to the turn of the reply after it."""
+        replies = sum(message.is_reply for message in self.messages)
+        turns, turn = [], 0
+        for message in self.messages:
+            turns.append(max(0, min(turn, replies - 1)))
+            turn += message.is_reply
+        return turns
+
+    @property
+    def segments(self) -> list[Segment]:
+        """Token sequences of the episode, in the order in which they began."""
+        segments: list[Segment] = []
+        position = 0
+        for message, turn in zip(self.messages, self.turns, strict=True):
+            if message.segment == len(segments):
+                segments.append(_branch(segments, message.prefix))
+            position = segments[message.segment].extend(message, turn, position)
+        return segments
+
+    @property
+    def num_segments(self) -> int:
+        return 1 + max((message.segment for message in self.messages), default=0)
+
+    @property
     def token_ids(self) -> list[int]:
-        """T."""
-        return [token for message in self.messages for token in message.token_ids]
+        """T: the ids of a linear episode. Like the next three it raises if the episode has several segments."""
+        return self._segment.token_ids
 
     @property
     def loss_mask(self) -> list[bool]:
-        """T: True where a token was sampled."""
-        return [message.logprobs is not None for message in self.messages for _ in message.token_ids]
+        """T: True where a token was sampled and is trained on."""
+        return self._segment.loss_mask
 
     @property
     def logprobs(self) -> list[float]:
-        """T: NaN where nothing was sampled, so that a leak into a ratio raises."""
-        return [p for m in self.messages for p in (m.logprobs or [math.nan] * len(m.token_ids))]
+        """T: NaN where loss_mask is False."""
+        return self._segment.logprobs
 
     @property
     def turn_index(self) -> list[int]:
-        """T: turn of each sampled token, -1 elsewhere."""
-        turns: list[int] = []
-        turn = -1
-        for message in self.messages:
-            turn += message.role == "assistant"
-            turns += [turn if message.logprobs is not None else -1] * len(message.token_ids)
-        return turns
+        """T: turn of each trained token, -1 elsewhere."""
+        return self._segment.turn_index
+
+    @property
+    def _segment(self) -> Segment:
+        segments = self.segments or [Segment()]
+        if len(segments) > 1:
+            raise ValueError(f"episode {self.id} has {len(segments)} segments, one is needed: read `segments`")
+        return segments[0]
 
     @property
     def imitated(self) -> list[bool]:
         """One per message: True on replies, except mistakes that were made on purpose."""
         infos = iter(self.infos)
-        return [m.role == "assistant" and not next(infos, {}).get("mistake", False) for m in self.messages]
+        return [m.is_reply and not next(infos, {}).get("mistake", False) for m in self.messages]
 
     @property
     def versions(self) -> list[int]:
@@ -191,8 +340,9 @@ class Trajectory:
                         "token_ids": m.token_ids,
                         "logprobs": m.logprobs,
                         "version": m.version,
-                        **({"cut_chars": m.cut_chars} if m.cut_chars else {}),
-                        **({"advice": m.advice} if m.advice else {}),
+                        **{name: value for name in _RARE if (value := getattr(m, name))},
+                        **({} if m.tool_calls is None else {"tool_calls": [asdict(call) for call in m.tool_calls]}),
+                        **({"tool_call_id": m.tool_call_id} if m.tool_call_id else {}),
                     }
                     for m in self.messages
                 ],
@@ -202,6 +352,8 @@ class Trajectory:
                 "error": self.error,
                 "horizon": self.horizon,
                 "seconds": round(self.seconds, 4),
+                **({"tools": self.tools} if self.tools else {}),
+                **({"verdicts": [asdict(verdict) for verdict in self.verdicts]} if self.verdicts else {}),
             },
             ensure_ascii=False,
         )
@@ -213,14 +365,37 @@ class Trajectory:
         return cls(
             id=row["id"],
             task=Task(row["env"], row["item"]),
-            messages=[Message(**message) for message in row["messages"]],
+            messages=[_message(message) for message in row["messages"]],
             rewards=row["rewards"],
             infos=row["infos"],
             stop=StopReason(row["stop"]) if row["stop"] else None,
             error=row["error"],
             horizon=row["horizon"],
             seconds=row["seconds"],
+            tools=row.get("tools", []),
+            verdicts=[Verdict(**verdict) for verdict in row.get("verdicts", ())],
         )
+
+
+_RARE = ("cut_chars", "advice", "segment", "prefix", "dropped_turns", "purpose", "untrained")
+"""Fields of a message that are written only if they are set."""
+
+
+def _message(row: dict[str, Any]) -> Message:
+    message = Message(**row)
+    if message.tool_calls is not None:
+        message.tool_calls = [ToolCall(**call) for call in row["tool_calls"]]
+    if message.prefix is not None:
+        segment, count = message.prefix
+        message.prefix = (segment, count)
+    return message
+
+
+def _branch(segments: list[Segment], prefix: tuple[int, int] | None) -> Segment:
+    """Return the start of a segment: earlier tokens, none of which is trained on a second time."""
+    parent, count = prefix or (0, 0)
+    token_ids = segments[parent].token_ids[:count] if count else []
+    return Segment(token_ids, [False] * count, [math.nan] * count, [-1] * count)
 
 
 @dataclass(slots=True)
@@ -232,13 +407,18 @@ class Group:
 
     @property
     def usable(self) -> list[Trajectory]:
-        """Trajectories that may be trained on."""
+        """Trajectories of episodes that did not fail."""
         return [t for t in self.trajectories if t.stop is not StopReason.ERROR]
+
+    @property
+    def trainable(self) -> list[Trajectory]:
+        """Trajectories that may be trained on: those that did not fail and that every judge has scored."""
+        return [t for t in self.usable if not t.judge_error]
 
 
 @dataclass(slots=True)
 class Sample:
-    """All a learner sees of one trajectory: T tokens, of which A were sampled.
+    """All a learner sees of one segment of a trajectory: T tokens, of which A were sampled.
 
     Values of sampled tokens have one entry for each of them and none for the rest, so that nothing can leak from a
     token that was not sampled. Everything after `loss_mask` is empty for supervised samples or until it is computed.
@@ -271,8 +451,18 @@ class Sample:
     last_value: float = 0.0
     """The critic's value of the state after the last token."""
     trajectory_id: str = ""
+    order: list[int] = field(default_factory=list)
+    """A: position of each token among the trained tokens of its episode; empty if the sample is the whole episode."""
     left_out: list[tuple[int, int]] = field(default_factory=list)
     """(start, length) of replies that are not imitated: no loss is taken on them, even if it is on other text."""
+
+
+def in_order(samples: Sequence[Sample], name: str) -> list[float]:
+    """Return values of an episode's tokens in the order of sampling, from its samples; empty if they have none."""
+    if len(samples) == 1 or not getattr(samples[0], name):
+        return list(getattr(samples[0], name))
+    values = {k: v for sample in samples for k, v in zip(sample.order, getattr(sample, name), strict=True)}
+    return [values[k] for k in sorted(values)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,9 +499,20 @@ class EnvSession(Protocol):
 
     name: str
     instruction: str
+    tools: list[dict[str, Any]]
+    """JSON schemas of the tools that the agent may call, as chat templates take them; empty if it acts by text."""
 
     async def reset(self, item: int) -> Step: ...
     async def step(self, text: str) -> Step: ...
+
+    async def call(self, calls: list[ToolCall]) -> Step:
+        """Play the calls of one reply in order, as one step. A malformed call is answered, not played."""
+        ...
+
+    def call_of(self, action: str) -> ToolCall:
+        """Return the call that stands for a text action."""
+        ...
+
     async def actions(self) -> list[str]: ...
     async def oracle(self) -> str: ...
 

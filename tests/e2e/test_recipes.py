@@ -9,7 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from runs_for_tests import Process
+from tokenizers_for_tests import byte_level_bpe
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
@@ -20,12 +23,26 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 ALL = sorted(RECIPES.rglob("*.toml"))
 QUICKSTART = RECIPES / "quickstart.toml"
 SMALL = [QUICKSTART, *sorted(RECIPES.glob("*/tiny*.toml"))]
+QWEN = sorted(RECIPES.glob("qwen/*.toml"))
 PROGRAMS = sorted(RECIPES.rglob("*.py"))
 SHORTENED = [
     *("rl.steps=2", "rl.groups_per_step=4", "rl.group_size=3", "eval.episodes=6", "eval.every=0"),
     *("warm_start.episodes=60", "warm_start.sft.epochs=1"),
 ]
 """Overrides for the quickstart, the only small recipe that takes minutes."""
+
+TINY_QWEN = {
+    "all": [
+        *("model.device=cpu", "model.dtype=float32", "threads=1", "agent.concurrency=4", "agent.max_context=16384"),
+        *("agent.max_new_tokens=4", "eval.episodes=1", "eval.max_turns=1", "eval.every=0"),
+    ],
+    "rl": [
+        *("rl.steps=2", "rl.groups_per_step=1", "rl.group_size=2"),
+        *("horizon.kind=stepwise", "horizon.turns=[1, 2]", "horizon.steps_per_stage=1"),
+    ],
+    "sft": ["data.episodes=6", "sft.epochs=2", "sft.batch_size=6"],
+}
+"""Overrides for two steps with a model of a few thousand parameters, for every method and for each."""
 
 
 def relative_name(path: Path) -> str:
@@ -35,6 +52,7 @@ def relative_name(path: Path) -> str:
 def test_the_recipes_exist() -> None:
     assert QUICKSTART in ALL
     assert len(SMALL) > 1
+    assert len(QWEN) >= 8, "RL and SFT of TextCraft, BabyAI, SearchQA and SciWorld"
     assert PROGRAMS, "recipes/unrolled_grpo.py is part of the project"
 
 
@@ -58,6 +76,35 @@ def test_a_small_recipe_runs_two_steps(recipe: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["after"]["episodes"] > 0
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a Qwen2 model with random weights and a byte-level tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    Qwen2ForCausalLM(Qwen2Config(vocab_size=420, num_key_value_heads=1, **shape)).save_pretrained(folder)
+    byte_level_bpe("qwen").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("recipe", QWEN, ids=relative_name)
+def test_a_qwen_recipe_runs_two_steps_with_a_tiny_qwen2_model(
+    recipe: Path, tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX"):
+        monkeypatch.delenv(variable, raising=False)  # the built-in questions
+    config = load_config(recipe, [])
+    overrides = [f"run_dir={tmp_path / 'run'}", f"model.path={tiny_qwen}", "model.chat_template=chatml"]
+    if config.environments[0].name == "sciworld":  # gold paths of these items are kept with the package
+        overrides.append('environments=[{name = "sciworld", subsets = ["Lifespan"]}]')
+    process = Process(
+        ["train", str(recipe), *overrides, *TINY_QWEN["all"], *TINY_QWEN[config.method]], tmp_path / "out"
+    )
+    assert process.wait() == 0, (tmp_path / "out").read_text()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["after"]["episodes"] > 0
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=relative_name)

@@ -55,7 +55,11 @@ def test_a_stopped_study_resumes_and_leaves_small_records(
     assert (trained["seed"], trained["arm"], trained["steps"]) == (5, "staged", 2)
     assert trained["curves"]["tokens/total"][-1] == trained["sampled_tokens"] > 0
     assert (trained["commit"], evaluated["commit"]) == ("commit 0", "commit 1"), "the commit at the job's start"
-    assert {"hardware", "command", "config", "seconds", "evaluations", "findings"} <= trained.keys()
+    assert {"hardware", "command", "config", "seconds", "evaluations", "findings", "behaviour"} <= trained.keys()
+    assert evaluated["behaviour"]["episodes"] == 4
+    assert {path.name for path in (tmp_path / "results/test").iterdir()} == {
+        *("tiny.json", "turns.json", "turns.actions.jsonl.xz", "turns.episodes.jsonl.xz"),
+    }
     assert trained["config"]["seed"] == 5
     assert [row["max_turns"] for row in evaluated["results"]] == [1, 6]
     assert evaluated["config"]["tasks"][0]["items"] == 4
@@ -99,6 +103,35 @@ def test_a_failed_job_is_reported_and_its_dependants_do_not_run(
     assert study.run([study.Study("test", broken, tmp_path / "work", tmp_path, "cpu")], jobs=1, limit_s=300.0) == 1
     assert "tiny: failed with 2" in capsys.readouterr().out
     assert "unknown key" in (tmp_path / "work" / "tiny.log").read_text()
+
+
+def test_a_record_that_cannot_be_written_does_not_stop_the_other_jobs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    jobs = [JOBS[1], replace(JOBS[1], name="other"), replace(JOBS[0], name="lost", arguments=("--agent", "{tiny}"))]
+    (tmp_path / "test/tiny.json/in the way").mkdir(parents=True)
+    test_study = study.Study("test", jobs, tmp_path / "work", tmp_path, "cpu")
+    assert study.run([test_study], jobs=1, limit_s=300.0) == 1
+    printed = capsys.readouterr().out
+    assert "tiny: no record, IsADirectoryError" in printed
+    assert "other: done" in printed
+    assert "left: tiny, lost" in printed
+    recorded = json.loads((tmp_path / "test/other.json").read_text())
+    assert recorded["behaviour"]["step"]["step"] == [2], "a block of up to five steps has the number of its last"
+    assert recorded["behaviour"]["step"]["episodes"] == [8]
+    assert recorded["behaviour"]["eval"]["step"] == [0, 2]
+
+
+def test_several_pretrained_models_are_given_by_size(tmp_path: Path) -> None:
+    models = study.pretrained_models(["a/1.5B", "0.5B=b/0.5B"])
+    jobs = studies.qwen_interaction([0])
+    test_study = study.Study("test", jobs, tmp_path / "work", tmp_path, "cpu", models)
+    by_name = {job.name: job for job in jobs}
+    assert "model.path=a/1.5B" in test_study.command(by_name["qwen-staged-textcraft-0"])
+    assert "model.path=b/0.5B" in test_study.command(by_name["qwen-staged-textcraft-0.5B-0"])
+    assert "b/0.5B" in test_study.command(by_name["turns-qwen-base-babyai-0.5B"])
+    with pytest.raises(FileNotFoundError, match="give --model 135M=FOLDER"):
+        test_study.command(by_name["turns-qwen-base-babyai-135M"])
 
 
 arguments_of: dict[str, tuple[str, ...]] = {}
@@ -159,7 +192,9 @@ def test_the_arms_of_claim_a_share_one_prompt_and_start_from_the_named_model(tmp
 
 
 def run_record(arm: str, seed: int, success: float, task: str = "babyai") -> dict[str, Any]:
-    evaluations = [{"sampled_tokens": 1000 * i, "success": success * i / 2} for i in range(3)]
+    evaluations = [
+        {"step": i, "sampled_tokens": 1000 * i, "success": success * i / 2, "episodes": 10} for i in range(3)
+    ]
     curves = {"tokens/total": [500.0, 2000.0], "turns/mean": [3.0, 5.0]}
     curves |= {"groups/zero_variance": [0.75, 0.25], "entropy/mean": [0.4, 0.6]}
     stages = [{"turns": 4.0 * step, "first_step": step, "last_step": step} for step in (1, 2)]

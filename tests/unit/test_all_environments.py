@@ -52,6 +52,7 @@ CASES: dict[str, Case] = {
     **{name: Case() for name in sorted(catalog.CATALOG)},
     "sciworld": Case(subset="Lifespan"),
     "number_guessing": Case("number_guessing:NumberGuessing"),
+    "crossroads": Case("crossroads:Crossroads", {"length": 4}),
 }
 NAMES = list(CASES)
 CHEAP = [name for name in NAMES if catalog.load(CASES[name].source or name, CASES[name].kwargs).cheap]

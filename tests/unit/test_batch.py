@@ -18,7 +18,7 @@ from agentgym_rl.training.batch import (
     estimate,
     gather,
     overlong_penalty,
-    to_sample,
+    to_samples,
     token_weights,
 )
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
@@ -135,13 +135,13 @@ def test_a_sample_holds_exactly_the_sampled_tokens() -> None:
     played.messages = [Message("user", "", [1, 2]), Message("assistant", "", [3, 4], [-1.0, -2.0], version=3)]
     played.messages += [Message("user", "", [5]), Message("assistant", "", [6], [-3.0], version=4)]
     played.messages += [Message("user", "", [7, 8])]
-    sample = to_sample(played)
+    [sample] = to_samples(played)
     assert sample.token_ids == [1, 2, 3, 4, 5, 6]
     assert sample.loss_mask == [False, False, True, True, False, True]
     assert sample.logprobs == [-1.0, -2.0, -3.0]
     assert (sample.turn_index, sample.versions) == ([0, 0, 1], [3, 3, 4])
     assert sample.trajectory_id == played.id
-    assert to_sample(played, keep_tail=True).token_ids == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert to_samples(played, keep_tail=True)[0].token_ids == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_failed_episodes_are_left_out_of_baseline_and_batch() -> None:

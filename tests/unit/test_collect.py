@@ -18,7 +18,7 @@ from servers_for_tests import server_in_thread, server_process
 from test_rollout import Corridor, Garbage, Hanging, Raising, RaisingReset
 from tokenizers_for_tests import byte_level_bpe
 
-from agentgym_rl.agent.collect import Collector, EpisodeSlots
+from agentgym_rl.agent.collect import STARTS_PER_ITERATION, Collector, EpisodeSlots
 from agentgym_rl.agent.policy import EnginePolicy, HumanPolicy, OraclePolicy, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES
@@ -249,6 +249,26 @@ async def test_concurrency_bounds_all_environments_together_and_is_shared_by_wei
     pool.most, before = 0, pool.most
     await collect([Task("a", 1)] * 16, LIMITS, 0)
     assert (pool.most, before) == (16, 16), "an environment that plays alone may have all"
+
+
+async def test_episodes_start_in_portions_so_that_the_first_are_played_early() -> None:
+    slots, started = EpisodeSlots(100), 0
+
+    async def episode() -> None:
+        nonlocal started
+        async with slots.taken("a"):
+            started += 1
+            await asyncio.sleep(0.01)
+
+    running = [asyncio.create_task(episode()) for _ in range(40)]
+    counts = []
+    for _ in range(8):
+        await asyncio.sleep(0)
+        counts.append(started)
+    await asyncio.gather(*running)
+    steps = {after - before for before, after in zip([0, *counts], counts, strict=False)}
+    assert steps <= {0, STARTS_PER_ITERATION, 40 % STARTS_PER_ITERATION}, counts
+    assert started == 40
 
 
 async def test_a_cancelled_waiter_frees_its_slot() -> None:

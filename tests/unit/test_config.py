@@ -103,6 +103,7 @@ def test_the_last_override_of_a_key_counts(recipe: Path) -> None:
         ("horizon.turns=[8, 4]", "horizon: a fixed horizon needs turns = one number"),
         ("environments.0.horizon={kind='stepwise', turns=[4, 2]}", "environments.0.horizon: .*ascending turns"),
         ("agent.temperature=0", "agent.temperature: .*greater than 0"),
+        ("agent.style=tools", "agent.style: .*'tool'"),
         ("agent.style=reflect", "agent.turns_per_attempt: style 'reflect' needs it"),
         ("model.path=somewhere", "set exactly one of model.path and model.scratch"),
         ("environments=[]", "environments: .*at least 1"),

@@ -17,12 +17,13 @@ from agentgym_rl.training.conversations import (
     Conversation,
     convert,
     find_files,
+    is_trajectory_file,
     of_trajectory,
     read_conversations,
     read_trajectory_files,
     write_conversations,
 )
-from agentgym_rl.types import Message, StopReason, Task, Trajectory
+from agentgym_rl.types import Message, StopReason, Task, ToolCall, Trajectory
 
 PUBLISHED = [
     {
@@ -186,3 +187,84 @@ def test_convert_writes_successes_or_everything(tmp_path: Path) -> None:
         convert([str(tmp_path / "all.json")], tmp_path / "new.json", keep_all=True)
     with pytest.raises(ConfigError, match=r"a \.json file to write"):
         convert([str(path)], tmp_path / "new.jsonl", keep_all=True)
+
+
+TOOLS = [{"type": "function", "function": {"name": "get", "description": "Get.", "parameters": {"type": "object"}}}]
+CALLS = [ToolCall("get", {"count": 1, "item": "cöal"}, "call00000"), ToolCall("get", {"item": "stick"}, "call00001")]
+
+
+def tool_episode() -> Trajectory:
+    messages = [
+        Message("system", "Craft."),
+        Message("user", "Goal: craft a torch."),
+        Message("assistant", "Both parts.", tool_calls=CALLS),
+        Message("tool", "Got 1 coal", tool_call_id="call00000"),
+        Message("tool", "Got 1 stick", tool_call_id="call00001"),
+        Message("assistant", "", tool_calls=[ToolCall("craft", {}, "call00002")]),
+        Message("tool", "Done.", tool_call_id="call00002"),
+    ]
+    infos = [{}, {"success": True}]
+    return Trajectory("t", Task("textcraft", 3), messages, [0.0, 1.0], infos, StopReason.DONE, tools=TOOLS)
+
+
+def test_conversations_with_tools_are_written_as_openai_messages(tmp_path: Path) -> None:
+    conversations = [of_trajectory(tool_episode()), of_trajectory(episodes(1)[0])]
+    conversations[0].trained[2] = False
+    path = tmp_path / "out.json"
+    write_conversations(conversations, path)
+    assert read_conversations(path) == conversations
+    row = json.loads(path.read_text())[0]
+    assert row["tools"] == TOOLS
+    assert row["messages"][2]["tool_calls"][0] == {
+        "id": "call00000",
+        "type": "function",
+        "function": {"name": "get", "arguments": '{"count": 1, "item": "cöal"}'},
+    }
+    assert row["messages"][2]["weight"] == 0
+    assert row["messages"][3] == {"role": "tool", "content": "Got 1 coal", "tool_call_id": "call00000"}
+
+
+def test_openai_fine_tuning_files_are_read(tmp_path: Path) -> None:
+    """JSON lines with messages and tools; arguments as text or as objects; null content."""
+    call = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": {"count": 1}}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Craft."}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "Got 1.", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "Done.", "weight": 0},
+    ]
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"messages": messages, "tools": TOOLS}) + "\n" for _ in range(2)))
+    assert not is_trajectory_file(path)
+    first, second = read_conversations(path)
+    assert first == second
+    assert first.messages == [
+        Message("user", "Craft."),
+        Message("assistant", "", tool_calls=[ToolCall("get", {"count": 1}, "c1")]),
+        Message("tool", "Got 1.", tool_call_id="c1"),
+        Message("assistant", "Done."),
+    ]
+    assert first.trained == [False, True, False, False]
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    sample = renderer.demonstration(first.messages, first.trained, first.tools)
+    trained = [token for token, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on]
+    assert renderer.tokenizer.decode(trained) == (
+        '<tool_call>\n{"name": "get", "arguments": {"count": 1}}\n</tool_call><|im_end|>'
+    )
+    assert "<tool_response>\nGot 1.\n</tool_response>" in renderer.tokenizer.decode(sample.token_ids)
+    write_trajectories(tmp_path / "played.jsonl", [tool_episode()])
+    assert is_trajectory_file(tmp_path / "played.jsonl")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "robot", "content": "a"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "c"}]}]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [], "tools": "get"},
+    ],
+)
+def test_bad_openai_messages_are_refused(tmp_path: Path, row: Any) -> None:
+    with pytest.raises(ConfigError, match="OpenAI messages"):
+        read_conversations(write(tmp_path / "bad.json", [row]))

@@ -1,9 +1,11 @@
-"""The example environment of docs/guides/environments.md runs, is served and trained on, and matches the page."""
+"""The example environments run, are served and trained on, and match the page about them."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ from types import ModuleType
 
 import pytest
 from servers_for_tests import server_in_thread
+from typer.testing import CliRunner
 
+from agentgym_rl.cli import app
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import load_config
 from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey
@@ -19,6 +23,7 @@ from agentgym_rl.environment.pool import LocalPool, RemotePool
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "number_guessing.py"
+PAGE = ROOT / "docs" / "get-started" / "your-environment.md"
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +94,43 @@ async def test_the_recipe_of_the_example_trains_on_the_server(example: ModuleTyp
 
 
 def test_the_page_shows_the_code_of_the_example() -> None:
-    page = (ROOT / "docs" / "get-started" / "your-environment.md").read_text()
-    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (shown,) = [block for block in blocks if "class NumberGuessing" in block]
-    assert shown.strip() in EXAMPLE.read_text()
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    (shown,) = [block for block in blocks if "class Crossroads" in block]
+    assert shown.strip() in (ROOT / "examples" / "crossroads.py").read_text()
     assert len(shown.strip().splitlines()) <= 40
+
+
+def test_the_commands_of_the_page_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the commands of the page, with shorter training and evaluation and with an exported viewer."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("runs", "*.ipynb"))
+    block = re.findall(r"```\n(.*?)```", PAGE.read_text(), re.DOTALL)[0]
+    change, *commands = [line.partition("#")[0].strip() for line in block.strip().splitlines()]
+    assert change == "cd examples"
+    monkeypatch.chdir(tmp_path / "examples")
+    short = ["rl.steps=2", "rl.groups_per_step=4", "warm_start.episodes=40", "warm_start.sft.epochs=1"]
+    changed = {"train": short, "eval": ["--limit", "4"], "view": ["--export", "runs.html"]}
+    outputs = []
+    for command in commands:
+        name, *words = command.split()[1:]
+        done = CliRunner().invoke(app, [name, *words, *changed.get(name, [])])
+        assert done.exit_code == 0, (command, done.output, done.exception)
+        outputs.append(done.output)
+    assert [command.split()[1] for command in commands] == ["check-env", "play", "train", "eval", "eval", "view"]
+    assert "crossroads:Crossroads is ready" in outputs[0]
+    assert "success  done, 3 turns, reward 1" in outputs[1]
+    assert json.loads(Path("runs/crossroads/summary.json").read_text())["steps"] == 2
+    kwargs = [
+        json.loads(path.read_text())["config"]["environment"]["kwargs"] for path in Path("evals").glob("*/eval.json")
+    ]
+    assert sorted(settings["length"] for settings in kwargs) == [3, 6]  # the run's own, and --kwarg
+    assert Path("runs.html").stat().st_size > 10_000
+
+
+def test_the_example_with_tools_runs_and_matches_its_guide() -> None:
+    program = ROOT / "examples" / "tool_calls.py"
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.count("reward 1") == 3
+    assert '  > add({"item": "apple", "count": 2})\ntool: The basket: 2 apple\n' in done.stdout
+    guide = (ROOT / "docs" / "guides" / "tools.md").read_text(encoding="utf-8")
+    snippet = guide.partition("        return (\n")[2].partition("```")[0]
+    assert snippet in program.read_text(encoding="utf-8")

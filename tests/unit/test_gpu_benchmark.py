@@ -105,11 +105,46 @@ def test_kernel_times_of_a_step_are_split_by_phase(monkeypatch: pytest.MonkeyPat
     assert clock.by_step[0] >= 0.01 > clock.by_step[1] == 0.0
 
 
+def test_run_plays_every_recipe_with_both_source_trees(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["gpu.py", "--parts", "run", "--run-episodes", "128", "--against", "other", "--out", str(tmp_path)]
+    )
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu_parts"))
+    jobs = gpu.jobs_of(gpu.parse())
+    assert [job.name for job in jobs] == ["run-textcraft", "run-textcraft-against", "run-babyai", "run-babyai-against"]
+    assert jobs[1].paths == [str(Path("other").resolve())]
+    assert jobs[0].paths == []
+    assert jobs[1].arguments == [*jobs[0].arguments, "--who", "against"]
+
+
+def test_busy_time_counts_overlapping_kernels_once_and_host_time_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "gpu_parts"))
+    run = load_script("benchmarks/gpu_parts/run.py", monkeypatch)
+    ms = 1_000_000
+    busy = run.busy_share([(5 * ms, 7 * ms), (0, 4 * ms), (1 * ms, 2 * ms), (27 * ms, 28 * ms)])
+    assert (busy["busy_s"], busy["span_s"]) == pytest.approx((0.007, 0.028))
+    assert busy["gaps_s"] == pytest.approx({"<10ms": 0.001, "more": 0.02})
+
+    def frame(*files: str) -> SimpleNamespace | None:
+        innermost = None
+        for file in files:
+            innermost = SimpleNamespace(f_code=SimpleNamespace(co_filename=file), f_back=innermost)
+        return innermost
+
+    assert run.part_of(frame("agentgym_rl/agent/rollout.py", "agentgym_rl/agent/renderer.py", "json.py")) == "render"
+    assert run.part_of(frame("agentgym_rl/agent/engines/native/engine.py")) == "engine"
+    assert run.part_of(frame("asyncio/base_events.py", "selectors.py")) == "idle"
+    assert run.part_of(None) == "other"
+
+
 @pytest.mark.long
 def test_every_part_runs_with_tiny_sizes(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "benchmarks/gpu.py", "--tiny", "--peers", "transformers", "--out", str(tmp_path)]
+    command += ["--parts", "rollout", "learner", "step", "run"]
     subprocess.run(command, cwd=root, check=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"})
     measured = json.loads((tmp_path / "results.json").read_text())["measured"]
-    assert {line["part"] for line in measured} >= {"rollout", "learner", "step"}
+    assert {line["part"] for line in measured} >= {"rollout", "learner", "step", "run"}
     assert {line["who"] for line in measured if line["part"] == "rollout"} >= {"ours", "transformers", "bound"}

@@ -17,8 +17,16 @@ from transformers import (
     Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -27,7 +35,9 @@ from transformers import (
 
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.native.decoder import why_unsupported
+from agentgym_rl.agent.engines.native.generic import GenericRunner
 from agentgym_rl.agent.engines.native.grouping import GROUP_TOKENS, group_rows
+from agentgym_rl.agent.engines.native.recompute import RecomputeRunner
 from agentgym_rl.agent.engines.native.runner import Row
 from agentgym_rl.agent.engines.native.sampling import sample, uniforms
 from agentgym_rl.errors import EngineError
@@ -630,6 +640,14 @@ def make_other(kind: str) -> Any:
             return GPT2LMHeadModel(config)
         if kind == "gemma2":
             return Gemma2ForCausalLM(Gemma2Config(**SHAPE, num_key_value_heads=2, head_dim=8, sliding_window=8))
+        if kind == "mistral":
+            return MistralForCausalLM(MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=8))
+        if kind == "phi":
+            return PhiForCausalLM(PhiConfig(**SHAPE, num_key_value_heads=2))
+        if kind == "gpt-neox":
+            return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE))
+        if kind == "olmo2":
+            return Olmo2ForCausalLM(Olmo2Config(**SHAPE, num_key_value_heads=2))
         if kind == "qwen2-sliding":
             window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
             return Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=2, **window))
@@ -637,11 +655,16 @@ def make_other(kind: str) -> Any:
         return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, rope_parameters=rope))
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gemma2", "qwen2-sliding", "llama-dynamic-rope"])
-async def test_other_decoders_take_the_slow_path_and_say_so(kind: str) -> None:
+OTHER = ["gpt2", "gemma2", "mistral", "phi", "gpt-neox", "olmo2", "qwen2-sliding"]
+
+
+@pytest.mark.parametrize("kind", [*OTHER, "llama-dynamic-rope"])
+async def test_other_decoders_run_through_their_own_forward_and_say_so(kind: str) -> None:
     model = make_other(kind)
-    with pytest.warns(UserWarning, match="no fast path"):
+    slow = kind == "llama-dynamic-rope"
+    with pytest.warns(UserWarning, match="no fast path.*" + ("recomputes" if slow else "KV cache")):
         engine = NativeEngine(model, max_sessions=3)
+    assert isinstance(engine._runner, RecomputeRunner if slow else GenericRunner)
     model.eval()
     prompts = [prompt(n) for n in (1, 6, 25, 40)]
     done = await asyncio.gather(
@@ -653,6 +676,32 @@ async def test_other_decoders_take_the_slow_path_and_say_so(kind: str) -> None:
     turn = prompts[2] + done[2].token_ids + prompt(5)
     again = await engine.generate(turn, Sampling(6, temperature=0.8, seed=4), "2")
     assert_logprobs(model, turn, again, 0.8)
+
+
+@pytest.mark.filterwarnings("ignore:The native engine has no fast path")
+@pytest.mark.parametrize("kind", ["gemma2", "gpt-neox"])
+async def test_a_cache_of_any_decoder_gives_the_same_tokens_as_recomputing(kind: str) -> None:
+    """Rows of all lengths, turns, evictions, shared prompts and a cache that grows."""
+    model = make_other(kind).eval()
+    sampling = Sampling(6, seed=3)
+    jobs = [(f"s{i}", 3, i // 2, sampling) for i in range(14)]
+    recompute = NativeEngine(model, max_sessions=14, runner=RecomputeRunner(model))
+    expected = await asyncio.gather(*(play(recompute, *job) for job in jobs))
+    engine = NativeEngine(model, max_sessions=5)
+    assert await asyncio.gather(*(play(engine, *job) for job in jobs)) == expected
+    assert engine.stats()["prompt_tokens_computed"] < recompute.stats()["prompt_tokens_computed"] / 3
+
+
+def test_a_decoder_whose_cache_is_not_exact_is_recomputed() -> None:
+    class Forgetful(GPT2LMHeadModel):
+        """Ignores cached keys, as a model with a state of its own would."""
+
+        def forward(self, *args: Any, past_key_values: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+            return super().forward(*args, **options)
+
+    model = Forgetful(make_other("gpt2").config)
+    with pytest.warns(UserWarning, match="differs from a full one by.*recomputes"):
+        assert isinstance(NativeEngine(model)._runner, RecomputeRunner)
 
 
 def test_supported_models_do_not_warn() -> None:

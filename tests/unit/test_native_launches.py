@@ -75,10 +75,13 @@ class StepwiseRunner:
     def __init__(self, model: Any, max_slots: int, max_length: int = 256) -> None:
         self._inner = DecoderRunner(model, max_slots=max_slots, max_length=max_length)
         self._room = 0
+        self._rows: list[DecodeRow] = []
         self.launches = 0
         self.longest_launch = 0
         self.most_unread = 0
         self._unread: list[DoneLaunch] = []
+        self.joins = 0
+        """Times that rows joined others while a launch was not read."""
 
     def refresh(self) -> None:
         pass
@@ -94,8 +97,10 @@ class StepwiseRunner:
         rows = [Row(r.slot, r.token_ids[:-1], r.start) for r in rows if r.start < len(r.token_ids) - 1]
         return self._inner.forward(rows)[1] if rows else 0
 
-    def begin(self, rows: list[DecodeRow]) -> None:
-        self._rows = [replace(row, stop_token_ids=row.stop_token_ids[:MAX_STOPS]) for row in rows]
+    def arrange(self, kept: list[int], new: list[DecodeRow]) -> None:
+        self.joins += bool(kept and new and any(not launch.is_read for launch in self._unread))
+        new = [replace(row, stop_token_ids=row.stop_token_ids[:MAX_STOPS]) for row in new]
+        self._rows = [*(self._rows[index] for index in kept), *new]
 
     def launch(self, steps: int) -> DoneLaunch:
         self.launches += 1
@@ -321,6 +326,26 @@ async def test_a_launch_is_started_before_the_one_before_it_is_read() -> None:
     await asyncio.gather(*(engine.generate(prompt(5, i), Sampling(60, seed=i), str(i)) for i in range(4)))
     assert runner.most_unread == 2
     assert runner.launches >= 4
+
+
+async def test_requests_join_while_a_launch_runs() -> None:
+    model = make_model()
+    engine = launching(model)
+    runner: Any = engine._runner
+    sampling = Sampling(80, temperature=0)
+    first = asyncio.create_task(engine.generate(prompt(9), sampling, "first"))
+    replies = []
+    for index in range(3):
+        while engine.stats()["new_tokens"] < 12 * (index + 1):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        replies.append(asyncio.create_task(engine.generate(prompt(7, index), Sampling(5, seed=index), str(index))))
+    alone = NativeEngine(model)
+    assert (await first).token_ids == (await alone.generate(prompt(9), sampling, "a")).token_ids
+    for index, reply in enumerate(replies):
+        expected = await alone.generate(prompt(7, index), Sampling(5, seed=index), str(index))
+        assert (await reply).token_ids == expected.token_ids
+    assert runner.joins >= 1
+    assert engine.stats()["prompt_tokens_computed"] == 9 + 3 * 7, "rows that continue are not computed again"
 
 
 async def test_a_reply_names_the_weights_that_sampled_it(monkeypatch: pytest.MonkeyPatch) -> None:

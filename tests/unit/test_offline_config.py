@@ -104,3 +104,11 @@ def test_only_sft_can_start_from_scratch_without_a_warm_start(tmp_path: Path) ->
     for method in ("dpo", "agentevol"):
         with pytest.raises(ConfigError, match=r"model\.scratch needs warm_start"):
             load(tmp_path, method, *scratch)
+
+
+def test_dagger_needs_a_style_of_text(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.toml"
+    path.write_text('method = "dagger"\n' + COMMON)
+    assert load_config(path, ["agent.style=function_call"]).method == "dagger"
+    with pytest.raises(ConfigError, match="method 'dagger' compares written actions"):
+        load_config(path, ["agent.style=tool"])

@@ -19,6 +19,7 @@ from test_rollout import TASK, Corridor
 from agentgym_rl.agent.engines.openai import ChatClient, ContextOverflow, Meter, Prices, Refused, Tokens
 from agentgym_rl.agent.policy import ChatPolicy
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.environment.tools import ACT
 from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.types import Limits, Message, Sampling, StopReason
 
@@ -91,6 +92,44 @@ async def client(api: Api) -> AsyncIterator[ChatClient]:
 
 def chat_policy(client: ChatClient) -> ChatPolicy:
     return ChatPolicy(client, SAMPLING, instruction=Corridor.instruction)
+
+
+TOOL_CALL = {"id": "call_abc", "type": "function", "function": {"name": "act", "arguments": '{"action": "go"}'}}
+
+
+def calling(*calls: dict[str, Any], content: str | None = None) -> dict[str, Any]:
+    answer = completion(content, "tool_calls")
+    answer["choices"][0]["message"]["tool_calls"] = list(calls)
+    return answer
+
+
+async def test_an_agent_with_tools_uses_those_of_the_api(api: Api, client: ChatClient) -> None:
+    broken = {"id": "call_bad", "type": "function", "function": {"name": "act", "arguments": '{"action": go'}}
+    api.next = [calling(TOOL_CALL, content="On."), calling(broken, TOOL_CALL), completion("I go."), calling(TOOL_CALL)]
+    env = Corridor(tools=[ACT.schema()])
+    policy = ChatPolicy(client, SAMPLING, instruction=Corridor.instruction, tools=env.tools)
+    trajectory = await rollout(TASK, env, policy, LIMITS, id="t")
+    assert trajectory.success
+    assert env.heard == ["go", "go", "go"]
+    assert all(asked["tools"] == [ACT.schema()] for asked in api.asked)
+    assert api.asked[1]["messages"][2:] == [
+        {"role": "assistant", "content": "On.", "tool_calls": [TOOL_CALL]},
+        {"role": "tool", "content": "You are in room 1 of 3.", "tool_call_id": "call_abc"},
+    ]
+    malformed, second = api.asked[2]["messages"][-2:]
+    assert "not valid JSON" in malformed["content"]
+    assert (malformed["tool_call_id"], second["tool_call_id"]) == ("call_bad", "call_abc")
+    assert api.asked[2]["messages"][4]["tool_calls"] == [broken, TOOL_CALL], "the model sees its own mistake"
+    assert api.asked[3]["messages"][-1] == {
+        "role": "user",
+        "content": "The reply has no tool call. Call one of: act.",
+    }
+    assert [info.get("valid") for info in trajectory.infos] == [True, False, False, True]
+
+
+async def test_an_agent_without_tools_sends_none(api: Api, client: ChatClient) -> None:
+    await rollout(TASK, Corridor(), chat_policy(client), LIMITS, id="t")
+    assert all("tools" not in asked for asked in api.asked)
 
 
 async def test_an_episode_over_the_wire(api: Api, client: ChatClient) -> None:

@@ -20,7 +20,7 @@ from agentgym_rl.commands.view import ViewerEnvironments, own_environments
 from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.pool import RemotePool
-from agentgym_rl.environment.server import _load_served
+from agentgym_rl.environment.server import load_served
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.preflight import require_environments
 
@@ -247,7 +247,7 @@ async def test_it_is_played_served_and_evaluated(folder: Path) -> None:
     trajectory = await play(NAME, 11, 3, oracle=True, kwargs={"size": 10})
     assert trajectory.success
     assert trajectory.task.key == f"{NAME}/11"
-    served = _load_served([NAME], {"size": 10})
+    served = load_served([NAME], {"size": 10})
     assert list(served) == ["echo"]
     with server_in_thread(served) as server:
         pool = RemotePool({"echo": f"{server.url}/echo"})
@@ -256,9 +256,9 @@ async def test_it_is_played_served_and_evaluated(folder: Path) -> None:
         assert (await session.reset(19)).observation == "say 19"
         await pool.close()
     with pytest.raises(ConfigError, match="--kwarg is for one environment"):
-        _load_served([NAME, "maze"], {"size": 10})
+        load_served([NAME, "maze"], {"size": 10})
     with pytest.raises(ConfigError, match="'echo': two environments have it"):
-        _load_served([NAME, "echo_for_tests:Whole"], None)
+        load_served([NAME, "echo_for_tests:Whole"], None)
     request = Request(AgentOptions("oracle"), env=NAME, kwargs={"size": 10}, limit=5, out=folder / "evaluation")
     row = await evaluate(request)
     assert row["results"][-1]["scenarios"][NAME]["success"]["value"] == 1.0

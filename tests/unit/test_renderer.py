@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers_for_tests import SPECIAL_TOKENS, byte_level_bpe, word_level
+from tokenizers_for_tests import byte_level_bpe, word_level
 
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.agent.templates import CHATML, TEMPLATES
+from agentgym_rl.agent.templates import TEMPLATES
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Message
 
-STYLES = sorted(SPECIAL_TOKENS)
+# ChatML without tools. Tests change parts of it.
+CHATML = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- endif -%}
+"""
+STYLES = ["chatml", "llama3", "qwen"]
 END = {"chatml": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>"}
 CONTENT = st.text(st.characters(codec="utf-8"), max_size=30) | st.sampled_from(
     [
@@ -134,6 +144,18 @@ def test_an_observation_cannot_forge_a_turn(style: str) -> None:
     assert structure(renderer.prompt(chat(forged))) == structure(renderer.prompt(chat("page")))
 
 
+def test_settings_left_by_another_caller_do_not_cut_or_pad() -> None:
+    tokenizer = copy.deepcopy(byte_level_bpe("chatml"))  # shared by tests
+    renderer = Renderer(tokenizer, CHATML)
+    text = "a long observation of many words"
+    expected = renderer.encode(text)
+    assert expected == tokenizer.encode(text, add_special_tokens=False)
+    tokenizer.backend_tokenizer.enable_truncation(2)
+    assert renderer.encode(text) == expected
+    tokenizer.backend_tokenizer.enable_padding(length=100)
+    assert renderer.encode(text) == expected
+
+
 def test_a_lossy_tokenizer_works() -> None:
     renderer = Renderer(word_level(), "chatml")
     ids = renderer.reply_ids("go far north")
@@ -157,6 +179,7 @@ FORCED_THOUGHT = CHATML.replace(
 STRIPS_REPLY = CHATML.replace("message['content']", "message['content'].split('</think>')[-1].strip()")
 COUNTS_TURNS = CHATML.replace("message['content']", "loop.length|string + message['content']")
 NUMBERS_MESSAGES = CHATML.replace("message['content']", "loop.index|string + message['content']")
+COUNTS_THOUGHTS = QWEN3_LIKE.replace("+ content", "+ loop.length|string + content")
 LATE_REMINDER = CHATML.replace(
     "{%- if add",
     "{%- if messages|length > 4 -%}{{- '<|im_start|>system\\nHurry.<|im_end|>\\n' -}}{%- endif -%}\n{%- if add",
@@ -166,9 +189,8 @@ LATE_REMINDER = CHATML.replace(
 @pytest.mark.parametrize(
     ("template", "complaint"),
     [
-        (QWEN3_LIKE, "rewrites history.*think.*model.chat_template"),
-        (FORCED_THOUGHT, "rewrites history.*think.*model.chat_template"),
-        (STRIPS_REPLY, "changes a reply.*North is up.*model.chat_template"),
+        (STRIPS_REPLY.replace("</think>", "Action:"), "changes a reply.*Thought.*model.chat_template"),
+        (COUNTS_THOUGHTS, "rewrites history.*model.chat_template"),
         (COUNTS_TURNS, "rewrites history.*model.chat_template"),
         (NUMBERS_MESSAGES, "observation differently late in a conversation.*model.chat_template"),
         (LATE_REMINDER, "model.chat_template"),
@@ -182,6 +204,22 @@ LATE_REMINDER = CHATML.replace(
 def test_templates_that_rewrite_history_are_refused(template: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         Renderer(byte_level_bpe("chatml"), template)
+
+
+@pytest.mark.parametrize("template", [QWEN3_LIKE, FORCED_THOUGHT, STRIPS_REPLY])
+def test_templates_that_drop_thoughts_render_every_prompt_whole(template: str) -> None:
+    tokenizer = byte_level_bpe("chatml")
+    renderer = Renderer(tokenizer, template)
+    assert not renderer.linear
+    assert Renderer(tokenizer, template, thoughts="keep").linear
+    messages = chat("A room.", "<think>\nup\n</think>\n\nnorth", "A wall.", system="Walk.")
+    conversation = [{"role": m.role, "content": m.content} for m in messages]
+    whole = tokenizer.apply_chat_template(
+        conversation, chat_template=template, add_generation_prompt=True, return_dict=False
+    )
+    path = [*renderer.prompt(messages[:2]), *renderer.reply_ids(messages[2].content)]
+    assert renderer.continuation(path, messages) == whole
+    assert ("up" in tokenizer.decode(whole)) == (template is FORCED_THOUGHT)
 
 
 def test_without_a_system_role_the_instruction_is_in_the_first_observation() -> None:
@@ -211,7 +249,7 @@ def test_where_templates_come_from(tmp_path) -> None:  # type: ignore[no-untyped
     file = tmp_path / "mine.jinja"
     file.write_text(CHATML)
     assert Renderer(tokenizer, str(file)).prompt(chat("x")) == Renderer(tokenizer, "chatml").prompt(chat("x"))
-    with pytest.raises(ConfigError, match=r"chatml, llama3, qwen.*'chatlm'"):
+    with pytest.raises(ConfigError, match=r"chatml, llama3, mistral, qwen.*'chatlm'"):
         Renderer(tokenizer, "chatlm")
     with pytest.raises(ConfigError, match=r"the tokenizer has none.*model\.chat_template"):
         Renderer(tokenizer)

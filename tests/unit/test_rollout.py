@@ -14,8 +14,9 @@ from tokenizers_for_tests import byte_level_bpe, split_segmentation, word_level
 from agentgym_rl.agent.policy import MAX_OBSERVATION_CHARS, EnginePolicy, Policy, Reply, ScriptedPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.environment.tools import ACT, call_of, play_calls
 from agentgym_rl.errors import EnvError
-from agentgym_rl.types import Limits, Message, Sampling, Step, StopReason, Task, Trajectory
+from agentgym_rl.types import Limits, Message, Observation, Sampling, Step, StopReason, Task, ToolCall, Trajectory
 
 TASK = Task("corridor", 7)
 LIMITS = Limits(max_turns=6, max_new_tokens=32, max_context=4000)
@@ -30,6 +31,7 @@ class Corridor:
     room: int = 0
     heard: list[str] = field(default_factory=list)
     closed: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
     async def reset(self, item: int) -> Step:
         self.room = 0
@@ -44,6 +46,12 @@ class Corridor:
         if done:
             info["success"] = True
         return Step(f"You are in room {self.room} of 3.", float(done), done, info)
+
+    async def call(self, calls: list[ToolCall]) -> Step:
+        return await play_calls([ACT], calls, self.step, {"state_key": str(self.room)})
+
+    def call_of(self, action: str) -> ToolCall:
+        return call_of([ACT], action, self.name)
 
     async def actions(self) -> list[str]:
         return ["go", "wait"]
@@ -372,7 +380,7 @@ class Watched:
         self.closed = 0
         self.waiting = asyncio.Event()
 
-    async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         if self.fail_reply:
             raise ValueError("no idea")
         if self.hang:

@@ -95,7 +95,7 @@ subsets = ["hop1"]
     require_environments(config.environments)
     pool = EnvironmentsPool(config.environments, AgentConfig())
     try:
-        for name, searches, passages in (("hotpotqa", 2, 3), ("nq", 1, 1), ("searchqa", 1, 3)):
+        for name, searches, passages in (("hotpotqa", 2, 3), ("nq", 1, 1), ("searchqa", 3, 3)):
             session = await pool.open(name)
             await session.reset((await pool.items(name, "test"))[0])
             step = await session.step("<search>the singer of a band, or the capital of a country</search>")

@@ -136,6 +136,20 @@ def test_the_sign_flip_test_of_real_numbers() -> None:
     assert sign_flip_test([1.0] * 60) < 0.001
 
 
+def test_the_sign_flip_test_counts_many_rates_of_few_samples_exactly() -> None:
+    assert sign_flip_test([1.0] * 60) == pytest.approx(2 / 2**60, rel=1e-9)
+    assert sign_flip_test([0.25] * 22 + [0.0] * 75) == pytest.approx(2 / 2**22, rel=1e-9)
+    for wins, losses in ((30, 12), (21, 20), (44, 21)):
+        expected = mcnemar_exact(wins, losses)
+        assert sign_flip_test([1.0] * wins + [-1.0] * losses) == pytest.approx(expected, rel=1e-9)
+    quarters = [0.25, -0.5, 0.75, 1.0, 0.25, -0.25, 0.5, 0.5, -0.75, 0.25, 1.0, 0.25]  # listed: 12 differences
+    longer = [*quarters, 0.25, -0.25, 0.5, -0.5]  # counted: 16 differences
+    flips = itertools.product((1, -1), repeat=len(longer))
+    observed = abs(sum(longer))
+    extreme = sum(abs(sum(s * d for s, d in zip(f, longer, strict=True))) >= observed - 1e-9 for f in flips)
+    assert sign_flip_test(longer) == pytest.approx(extreme / 2 ** len(longer), rel=1e-9)
+
+
 def test_the_bootstrap_interval_matches_resampling() -> None:
     rng = random.Random(2)
     values = [rng.random() for _ in range(60)]

@@ -11,8 +11,9 @@ from agentgym_rl.agent.policy import OraclePolicy, RandomPolicy, ScriptedPolicy
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.styles import STYLES, ReflectSession
 from agentgym_rl.environment.formats import FORMATS, action_format
+from agentgym_rl.environment.tools import ACT
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.types import Limits, Step, StopReason
+from agentgym_rl.types import Limits, Message, Step, StopReason, ToolCall
 
 LIMITS = Limits(max_turns=30, max_new_tokens=32, max_context=4000)
 
@@ -62,6 +63,28 @@ async def test_the_oracle_writes_a_thought_if_the_style_has_one() -> None:
         await env.reset(0)
         assert await env.oracle() == written
         assert await env.advice() == ("", written)
+
+
+@pytest.mark.parametrize("action", ["look at lamp", "wait", "go_back", 'say "hi" to {Bob}', "click [7]"])
+@pytest.mark.parametrize("name", ["act", "react", "plan", "function_call", "code"])
+def test_every_style_writes_what_its_format_reads(name: str, action: str) -> None:
+    style = STYLES[name]
+    assert action_format(style.action_format).parse(style.write(action, "Why not?")) == action
+
+
+async def test_style_tool_writes_calls_and_keeps_thoughts() -> None:
+    inner = Thoughtful(tools=[ACT.schema()])
+    env = STYLES["tool"].wrap(inner)
+    assert env.tools == inner.tools
+    trajectory = await rollout(TASK, env, OraclePolicy(env), LIMITS, id="t")
+    assert trajectory.success
+    reply = trajectory.messages[2]
+    assert reply.content == "Room 0 {action} is not the last."
+    assert reply.tool_calls == [ToolCall("act", {"action": "go"}, "call00000")]
+    assert trajectory.messages[3] == Message("tool", "You are in room 1 of 3.", tool_call_id="call00000")
+    assert trajectory.tools == [ACT.schema()]
+    await rollout(TASK, env, RandomPolicy(env, 1), LIMITS, id="t")
+    assert set(inner.heard) == {"go", "wait"}
 
 
 async def test_random_play_writes_in_the_style() -> None:

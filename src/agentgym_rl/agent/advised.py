@@ -6,7 +6,8 @@ import random
 
 from agentgym_rl.agent.policy import EnginePolicy, Reply
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.types import EnvSession, Limits, Message
+from agentgym_rl.agent.segments import path
+from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 
 class AdvisedPolicy:
@@ -18,7 +19,7 @@ class AdvisedPolicy:
         self._policy, self._env, self._renderer = policy, env, renderer
         self._oracle_share, self._random = oracle_share, random.Random(seed)
 
-    async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Reply:
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
         advice = await self._env.oracle()
         if self._random.random() < self._oracle_share:
             return self._oracle_reply(messages, observation, limits, advice)
@@ -27,16 +28,17 @@ class AdvisedPolicy:
             reply.action.advice = advice
         return reply
 
-    def _oracle_reply(self, messages: list[Message], observation: str, limits: Limits, advice: str) -> Reply:
+    def _oracle_reply(self, messages: list[Message], observation: Observation, limits: Limits, advice: str) -> Reply:
         """Return the advice as a reply: with ids, because later turns follow it, and without log-probabilities."""
         observed = self._policy.unanswered(messages, observation, limits)
-        action = Message("assistant", advice, self._renderer.reply_ids(advice), advice=advice)
-        num_tokens = sum(len(message.token_ids) for message in [*messages, *observed, action])
+        segment = observed[-1].segment
+        action = Message("assistant", advice, self._renderer.reply_ids(advice), advice=advice, segment=segment)
+        num_tokens = len(path([*messages, *observed, action], segment))
         if not observed[-1].token_ids or num_tokens > limits.max_context:
             return Reply(observed, None, "max_context")
         return Reply(observed, action)
 
-    def unanswered(self, messages: list[Message], observation: str, limits: Limits) -> list[Message]:
+    def unanswered(self, messages: list[Message], observation: Observation, limits: Limits) -> list[Message]:
         return self._policy.unanswered(messages, observation, limits)
 
     async def close(self) -> None:

@@ -17,6 +17,9 @@ from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Task, Trajectory
 
+STARTS_PER_ITERATION = 16
+"""Episodes that start in one iteration of the event loop, so that an engine plays the first while others are reset."""
+
 
 class EpisodeSlots:
     """Slots for `total` concurrent episodes, shared by several collectors.
@@ -32,6 +35,8 @@ class EpisodeSlots:
         self._weights = weights or {}
         self._taken: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = defaultdict(deque)
+        self._scheduled_in: asyncio.AbstractEventLoop | None = None
+        """Event loop in which slots will be handed out."""
 
     @asynccontextmanager
     async def taken(self, env: str) -> AsyncIterator[None]:
@@ -40,7 +45,7 @@ class EpisodeSlots:
         granted: asyncio.Future[None] = loop.create_future()
         self._waiting[env].append(granted)
         # Later, so that environments that start together are all waiting by then.
-        loop.call_soon(self._hand_out)
+        self._schedule(loop)
         try:
             await granted
             yield
@@ -48,16 +53,27 @@ class EpisodeSlots:
             if granted.done() and not granted.cancelled():
                 self._free += 1
                 self._taken[env] -= 1
-                self._hand_out()
+                self._schedule(loop)
+
+    def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand out slots in the next iteration, once."""
+        if self._scheduled_in is not loop:
+            self._scheduled_in = loop
+            loop.call_soon(self._hand_out)
 
     def _hand_out(self) -> None:
-        while self._free and (envs := [env for env, queue in self._waiting.items() if queue]):
+        self._scheduled_in = None
+        for _ in range(STARTS_PER_ITERATION):
+            envs = [env for env, queue in self._waiting.items() if queue]
+            if not self._free or not envs:
+                return
             env = min(envs, key=lambda env: self._taken[env] / self._weights.get(env, 1.0))
             granted = self._waiting[env].popleft()
             if not granted.cancelled():
                 self._free -= 1
                 self._taken[env] += 1
                 granted.set_result(None)
+        self._schedule(asyncio.get_running_loop())
 
 
 class Collector:

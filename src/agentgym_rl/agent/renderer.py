@@ -3,20 +3,32 @@
 A chat template renders whole conversations. For an episode that has two faults: the reply would be decoded and encoded
 again, and the template might rewrite earlier turns. So the template renders only the text between two replies. This is
 exact for every *prefix-stable* template, which the constructor checks.
+
+A template that drops the thoughts of earlier replies is not prefix-stable. Then every prompt is rendered whole, and
+one that does not extend the tokens before it starts a new segment (see segments.py).
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
+from agentgym_rl.agent.segments import place
 from agentgym_rl.agent.templates import TEMPLATES, resolve_template
+from agentgym_rl.agent.tools import PARSERS, Parsed
+from agentgym_rl.common.chat_messages import to_openai
+from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.types import Message, Role, Sample
+from agentgym_rl.types import Message, Role, Sample, ToolCall
+
+Tools = Sequence[dict[str, Any]]
+"""JSON schemas of an agent's tools; empty if it has none."""
 
 # Placeholder for a reply. The template's text after it is what follows every reply.
 _REPLY_MARKER = "marked0reply"
@@ -36,18 +48,48 @@ _PROBES: tuple[tuple[str, ...], ...] = (
 """Observation, reply, observation, ...: conversations in which known templates rewrite history."""
 
 
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "walk",
+        "description": "Walk.",
+        "parameters": {"type": "object", "properties": {"way": {"type": "string"}}, "required": ["way"]},
+    },
+}
+_TOOL_PROBE = (
+    Message("user", "Find the door."),
+    Message("assistant", "", tool_calls=[ToolCall("walk", {"way": "north"}, "call00000")]),
+    Message("tool", "A wall.\nDamp.", tool_call_id="call00000"),
+    Message("assistant", "Back again.", tool_calls=[ToolCall("walk", {"way": "south"}, "call00001")]),
+    Message("tool", "A door.", tool_call_id="call00001"),
+    Message("assistant", "", tool_calls=[ToolCall("walk", {"way": "through the door"}, "call00002")]),
+)
+"""A conversation with calls and results. Some templates drop the text before a call: those are probed without it."""
+
 _CACHE_SIZE = 2048
 """Cached openings and observations: episodes of a group share their opening and revisit states."""
 _MAX_CACHED_CHARS = 1 << 16
 """Maximum characters of a cached text."""
 
 
+Thoughts = Literal["template", "keep", "drop"]
+"""Thoughts of earlier replies in a prompt: as the chat template renders them, always kept, or always dropped."""
+
+
 class Renderer:
     """A chat template with a tokenizer. `chat_template`: a built-in's name, a path, Jinja text, or None for the
     tokenizer's own. `template_kwargs` are passed to the template."""
 
-    def __init__(self, tokenizer: Any, chat_template: str | None = None, **template_kwargs: Any) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        thoughts: Thoughts = "template",
+        **template_kwargs: Any,
+    ) -> None:
         self.tokenizer = tokenizer
+        self._backend = _backend_of(tokenizer)
         self._template_kwargs = template_kwargs
         # A byte-level token has one character per byte, so at least as many as its text. Plus one for the space between
         # words, which belongs to no token in a vocabulary of words.
@@ -55,6 +97,9 @@ class Renderer:
         """Maximum characters of text that one token can represent, except unknown words."""
         self._conversation_ids = lru_cache(_CACHE_SIZE)(self._encode_conversation)
         self._follow_up_ids = lru_cache(_CACHE_SIZE)(self._encode_follow_up)
+        self._tool_results_ids = lru_cache(_CACHE_SIZE)(self._encode_tool_results)
+        self.tool_format = ""
+        """Format of the template's tool calls, a name of PARSERS; known after `require_tools`."""
         try:
             self._template = tokenizer.get_chat_template(resolve_template(chat_template))
         except ValueError:
@@ -67,23 +112,34 @@ class Renderer:
         self._before_reply = before, self.encode(before)
         eos = tokenizer.eos_token_id
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in (self.end_of_turn, eos) if t is not None))
-        for probe in _PROBES:
-            for system in ((), (Message("system", "You are a walker."),)):
-                self._require_prefix_stable([*system, *_alternate(probe)])
+        self._opener, self._rewrites = "", False
+        self._drops_thoughts = thoughts == "drop"
+        self.linear = thoughts != "drop"
+        """Whether every prompt extends the tokens before it, so that an episode is one segment until it is cut."""
+        try:
+            for messages in _probe_conversations():
+                self._require_prefix_stable(messages)
+        except ConfigError:
+            if not self._drops_only_thoughts():
+                raise
+            self._rewrites = True
+            self.linear = thoughts == "keep"
 
-    def prompt(self, messages: list[Message]) -> list[int]:
+    def prompt(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """Return the ids of a conversation before a reply, with the generation prompt."""
+        if any(m.tool_calls or m.role == "tool" for m in messages):
+            return self.encode(self._render(messages, generation_prompt=True, tools=tools))
         short = sum(len(m.content) for m in messages) <= _MAX_CACHED_CHARS
         ids_of = self._conversation_ids if short else self._encode_conversation
-        return list(ids_of(tuple((m.role, m.content) for m in messages), True))
+        return list(ids_of(tuple((m.role, m.content) for m in messages), True, json.dumps(list(tools))))
 
-    def opening(self, messages: list[Message]) -> list[Message]:
+    def opening(self, messages: list[Message], tools: Tools = ()) -> list[Message]:
         """Return the first messages of an episode with the ids of `prompt` divided among them."""
-        ids = self.prompt(messages)
+        ids = self.prompt(messages, tools)
         if messages[0].role != "system" or self.folds_system:
             # The ids of a folded instruction cannot be separated from those of the observation.
             return [*messages[:-1], replace(messages[-1], token_ids=ids)]
-        length = self._system_length(messages[0], ids)
+        length = self._system_length(messages[0], ids, tools)
         return [replace(messages[0], token_ids=ids[:length]), replace(messages[1], token_ids=ids[length:])]
 
     def follow_up(self, observation: str) -> list[int]:
@@ -91,19 +147,85 @@ class Renderer:
         ids_of = self._follow_up_ids if len(observation) <= _MAX_CACHED_CHARS else self._encode_follow_up
         return list(ids_of(observation))
 
+    def tool_results(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids between a reply's end-of-turn token and the next reply: results of its calls, and prompt."""
+        return list(self._tool_results_ids(tuple((m.content, m.tool_call_id) for m in messages)))
+
+    def between(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the messages between two replies: one observation, or the results of calls."""
+        if messages[0].role == "tool":
+            return self.tool_results(messages)
+        return self.follow_up("\n".join(message.content for message in messages))
+
+    def read_reply(self, token_ids: list[int], tools: Tools = ()) -> tuple[str, list[ToolCall] | None]:
+        """Return a reply's text and its tool calls: None for an agent without tools."""
+        if not tools:
+            return self.decode(token_ids), None
+        self.require_tools()
+        parse = PARSERS[self.tool_format]
+        kept = [token for token in token_ids if token not in self.stop_token_ids]
+        # Special tokens are kept for the parser: some formats mark calls by one.
+        text = str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        content, calls = parse(text)
+        return self._control.sub("", content).strip(), calls
+
+    def require_tools(self) -> None:
+        """Raise ConfigError unless tool calls can be rendered and read back, and results keep the history."""
+        self.tool_format = self.tool_format or self._find_tool_format()
+
+    def continuation(self, path: list[int], messages: list[Message], tools: Tools = ()) -> list[int]:
+        """Return the ids of a conversation before a reply. They begin with `path` if its text begins with path's."""
+        if self._drops_thoughts:
+            messages = [replace(m, content=without_thought(m.content)) if m.is_reply else m for m in messages]
+        text = self._render(messages, generation_prompt=True, tools=tools)
+        played = self.tokenizer.decode(path, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if not path or not text.startswith(played):
+            return self.encode(text)
+        rest = text[len(played) :]
+        # Encoded after the end-of-turn token, as in `_encode_follow_up`.
+        ids = self.encode(self._end_text + rest)[1:] if path[-1] == self.end_of_turn else self.encode(rest)
+        return [*path, *ids]
+
+    def thought_length(self, token_ids: list[int]) -> int:
+        """Return how many tokens of a reply are its thought, with the end of the thought."""
+        text = self.decode(token_ids)
+        if CLOSE not in text:
+            opened = OPEN in self._opener and CLOSE not in self._opener
+            return len(token_ids) if opened or text.lstrip().startswith(OPEN) else 0
+        last = text.count(CLOSE)
+        low, high = 0, len(token_ids)
+        while high - low > 1:  # the fewest tokens with the last end of a thought
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.decode(token_ids[:middle]).count(CLOSE) == last else (middle, high)
+        return high
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of `text` without added tokens."""
+        if self._is_backend_plain():
+            return list(self._backend.encode(text, add_special_tokens=False).ids)
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int]) -> str:
         """Return a reply's text for the environment, without special and end-of-turn tokens."""
         kept = [token for token in token_ids if token not in self.stop_token_ids]
+        if self._backend is not None:
+            return str(self._backend.decode(kept, skip_special_tokens=True))
         return str(self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    def reply_ids(self, content: str) -> list[int]:
+    def _is_backend_plain(self) -> bool:
+        """Return whether the backend may be called directly: another caller may have left it cutting or padding."""
+        backend = self._backend
+        if backend is None or self.tokenizer.split_special_tokens:
+            return False
+        return backend.truncation is None and backend.padding is None and not backend.encode_special_tokens
+
+    def reply_ids(self, content: str, calls: list[ToolCall] | None = None) -> list[int]:
         """Return the ids of a written reply (a demonstration), with the end-of-turn token."""
         before, prefix = self._before_reply
-        after = self._render([*_START, Message("assistant", content)], generation_prompt=False)
+        after = self._render([*_START, Message("assistant", content, tool_calls=calls)], generation_prompt=False)
+        if self._rewrites and not calls and (not after.startswith(before) or content not in after[len(before) :]):
+            # The template drops thoughts even here, but a reply is sampled with its thought.
+            return [*self.encode(self._opened(content)), self.end_of_turn]
         text = after[: after.rindex(self._end_text)]
         whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
@@ -111,7 +233,32 @@ class Renderer:
         # The tokenizer merged text across the generation prompt, which sampling cannot do: encode the reply alone.
         return [*self.encode(text[len(before) :]), self.end_of_turn]
 
-    def demonstration(self, messages: list[Message], trained: list[bool] | None = None) -> Sample:
+    def demonstrations(
+        self, messages: list[Message], trained: list[bool] | None = None, tools: Tools = ()
+    ) -> list[Sample]:
+        """Return samples for imitation, one per segment; of a linear conversation it is `demonstration`."""
+        if self.linear:
+            return [self.demonstration(messages, trained, tools)]
+        samples: list[Sample] = []
+        for i, message in enumerate(messages):
+            if not message.is_reply:
+                continue
+            path = samples[-1].token_ids if samples else []
+            spot = place({0: path} if samples else {}, self.continuation(path, messages[:i], tools), 1)
+            if spot.segment or not samples:
+                samples.append(Sample(path[: spot.prefix[1]] if spot.prefix else [], []))
+            sample, ids = samples[-1], self.reply_ids(message.content, message.tool_calls)
+            sample.token_ids += spot.added_ids
+            if trained is not None and not trained[i]:
+                sample.left_out.append((len(sample.token_ids), len(ids)))
+            sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
+            sample.loss_mask += [trained is None or trained[i]] * len(ids)
+            sample.token_ids += ids
+        if not samples:
+            raise ConfigError("a demonstration needs at least one assistant message, got none: drop this conversation")
+        return [sample for sample in samples if any(sample.loss_mask)]
+
+    def demonstration(self, messages: list[Message], trained: list[bool] | None = None, tools: Tools = ()) -> Sample:
         """Return a sample for imitation with the loss on replies and their end-of-turn tokens only.
 
         `trained` says for each message whether it is imitated; by default every reply is. The ids are those of a
@@ -120,50 +267,82 @@ class Renderer:
         replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not replies:
             raise ConfigError("a demonstration needs at least one assistant message, got none: drop this conversation")
-        token_ids = self.prompt(messages[: replies[0]])
+        token_ids = self.prompt(messages[: replies[0]], tools)
         loss_mask = [False] * len(token_ids)
         imitated = [message.role == "assistant" for message in messages] if trained is None else trained
         left_out: list[tuple[int, int]] = []
-        for i in range(replies[0], replies[-1] + 1):
+        for turn, i in enumerate(replies):
             message = messages[i]
-            is_reply = message.role == "assistant"
-            ids = self.reply_ids(message.content) if is_reply else self.follow_up(message.content)
-            if is_reply and not imitated[i]:
+            if turn:
+                ids = self.between(messages[replies[turn - 1] + 1 : i])
+                token_ids += ids
+                loss_mask += [False] * len(ids)
+            ids = self.reply_ids(message.content, message.tool_calls)
+            if not imitated[i]:
                 left_out.append((len(token_ids), len(ids)))
             token_ids += ids
-            loss_mask += [imitated[i] and is_reply] * len(ids)
+            loss_mask += [imitated[i]] * len(ids)
         return Sample(token_ids=token_ids, loss_mask=loss_mask, left_out=left_out)
 
-    def _render(self, messages: list[Message], generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> str:
         if self.folds_system and messages[0].role == "system":
             first = Message("user", f"{messages[0].content}\n\n{messages[1].content}")
             messages = [first, *messages[2:]]
-        conversation = [{"role": m.role, "content": self._split_control_tokens(m.content)} for m in messages]
-        rendered = self.tokenizer.apply_chat_template(
-            conversation,
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=generation_prompt,
-            **self._template_kwargs,
-        )
+        conversation = [self._split_control_tokens(to_openai(m, arguments_as_text=False)) for m in messages]
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                conversation,
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                tools=list(tools) or None,
+                **self._template_kwargs,
+            )
+        except TypeError as error:  # a template that needs tools, or a content that is not text
+            raise ConfigError(f"the chat template cannot be rendered ({error}): {_advice()}") from error
         return str(rendered)
 
-    def _split_control_tokens(self, content: str) -> str:
-        """Split control tokens such as `<|im_end|>` in content, so that an observation cannot end the turn."""
-        return self._control.sub(lambda match: f"{match[0][0]} {match[0][1:]}", content)
+    def _split_control_tokens(self, value: Any) -> Any:
+        """Split control tokens such as `<|im_end|>` in every text, so that an observation cannot end the turn."""
+        if isinstance(value, dict):
+            return {key: self._split_control_tokens(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [self._split_control_tokens(item) for item in value]
+        if not isinstance(value, str):
+            return value
+        return self._control.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
 
-    def _encode_conversation(self, turns: tuple[tuple[Role, str], ...], generation_prompt: bool) -> list[int]:
-        return self.encode(self._render([Message(role, content) for role, content in turns], generation_prompt))
+    def _encode_conversation(
+        self, turns: tuple[tuple[Role, str], ...], generation_prompt: bool, tools: str = "[]"
+    ) -> list[int]:
+        messages = [Message(role, content) for role, content in turns]
+        return self.encode(self._render(messages, generation_prompt, json.loads(tools)))
 
     def _encode_follow_up(self, observation: str) -> list[int]:
-        text = self._render([*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)], True)
-        rest = text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
         # Encoded after the end-of-turn token, as in the conversation: some tokenizers prefix texts with a space.
-        return self.encode(rest)[1:]
+        return self.encode(self._follow_up_text(observation))[1:]
 
-    def _system_length(self, system: Message, ids: list[int]) -> int:
+    def _follow_up_text(self, observation: str) -> str:
+        text = self._render([*_START, Message("assistant", _REPLY_MARKER), Message("user", observation)], True)
+        return text[text.index(_REPLY_MARKER) + len(_REPLY_MARKER) :]
+
+    def _opened(self, content: str) -> str:
+        """Return a written reply as the model would sample it: the generation prompt may have opened the thought."""
+        if OPEN not in self._opener or CLOSE in self._opener:
+            return content
+        return content.removeprefix(OPEN).lstrip("\n") if CLOSE in content else f"\n{CLOSE}\n\n{content}"
+
+    def _encode_tool_results(self, results: tuple[tuple[str, str], ...]) -> list[int]:
+        # One call for any number of results: some templates refuse to render several, and none counts them.
+        call = ToolCall(_REPLY_MARKER, {}, results[0][1])
+        answers = [Message("tool", content, tool_call_id=call_id) for content, call_id in results]
+        text = self._render([*_START, Message("assistant", "", tool_calls=[call]), *answers], True)
+        reply_end = text.index(self._end_text, text.index(_REPLY_MARKER))
+        return self.encode(text[reply_end:])[1:]
+
+    def _system_length(self, system: Message, ids: list[int], tools: Tools) -> int:
         try:
-            system_ids = self._conversation_ids(((system.role, system.content),), False)
+            system_ids = self._conversation_ids(((system.role, system.content),), False, json.dumps(list(tools)))
         except TemplateError:
             return 0
         length = 0
@@ -197,13 +376,61 @@ class Renderer:
             )
         return ids[0], token
 
-    def _require_prefix_stable(self, messages: list[Message]) -> None:
+    def _drops_only_thoughts(self) -> bool:
+        """Return whether the template rewrites nothing but thoughts, and read the text that opens a thought."""
+        start, prompt = (self._render(_START, generation_prompt) for generation_prompt in (False, True))
+        later = self._render([*_START, Message("assistant", _REPLY_MARKER), *_START], False)
+        header = later[: later.index(_REPLY_MARKER)].removeprefix(start)
+        if not prompt.startswith(start + header):
+            return False
+        self._opener = prompt[len(start + header) :]
+        if self._opener and not self._opener.lstrip().startswith(OPEN):
+            return False
+        for messages in _probe_conversations():
+            plain = [replace(m, content=without_thought(m.content)) for m in messages]
+            for i, message in enumerate(plain[:-1]):
+                if message.role != "assistant":
+                    continue
+                expected = self._render(plain[:i], False) + header + message.content
+                expected += self._follow_up_text(plain[i + 1].content)
+                if self._render(plain[: i + 2], True) != expected:
+                    return False
+        return True
+
+    def _find_tool_format(self) -> str:
+        """Return the format in which the template writes calls, after probing a conversation with tools."""
+        opening = self._render(_TOOL_PROBE[:1], generation_prompt=True, tools=[_TOOL])
+        if _TOOL["function"]["name"] not in opening:  # type: ignore[index]
+            raise ConfigError(
+                f"style 'tool' needs a chat template that shows tools, this one ignores them: {_advice()}"
+            )
+        try:
+            after = self._render(_TOOL_PROBE[:2], generation_prompt=False, tools=[_TOOL])
+        except TemplateError as error:
+            raise ConfigError(f"the chat template cannot write a tool call ({error}): {_advice()}") from error
+        reply = after[len(opening) : after.rindex(self._end_text)] if self._end_text in after else ""
+        reply = without_thought(reply)
+        expected = [replace(call, id="") for call in _TOOL_PROBE[1].tool_calls or ()]
+        formats = [name for name, parse in PARSERS.items() if _without_ids(parse(reply)) == ("", expected)]
+        if not formats:
+            raise ConfigError(
+                f"the chat template writes a tool call as {reply!r}, which no known format reads "
+                f"({', '.join(PARSERS)}): {_advice()}"
+            )
+        probe = list(_TOOL_PROBE)
+        if probe[3].content not in self._render(probe[:4], generation_prompt=False, tools=[_TOOL]):
+            probe[3] = replace(probe[3], content="")
+        if not self._rewrites:  # otherwise every prompt is rendered whole, or thoughts are kept on purpose
+            self._require_prefix_stable(probe, [_TOOL])
+        return formats[0]
+
+    def _require_prefix_stable(self, messages: list[Message], tools: Tools = ()) -> None:
         """Raise ConfigError unless the conversation so far is always a prefix of the later conversation."""
         for i, message in enumerate(messages):
             if message.role != "assistant":
                 continue
-            before = self._render(messages[:i], generation_prompt=True)
-            after = self._render(messages[: i + 1], generation_prompt=False)
+            before = self._render(messages[:i], generation_prompt=True, tools=tools)
+            after = self._render(messages[: i + 1], generation_prompt=False, tools=tools)
             _require_prefix(before, after, "with a reply added")
             if message.content not in after[len(before) :]:
                 raise ConfigError(
@@ -212,10 +439,10 @@ class Renderer:
                 )
             if i + 1 == len(messages):
                 continue
-            later = self._render(messages[: i + 2], generation_prompt=True)
+            later = self._render(messages[: i + 2], generation_prompt=True, tools=tools)
             played = after[: after.rindex(self._end_text) + len(self._end_text)]
             _require_prefix(played, later, "with the next observation added")
-            extended = [*self.encode(played), *self.follow_up(messages[i + 1].content)]
+            extended = [*self.encode(played), *self.between(messages[i + 1 : i + 2])]
             if extended != self.encode(later):
                 raise ConfigError(
                     "the chat template writes an observation differently late in a conversation, or the tokenizer "
@@ -223,8 +450,29 @@ class Renderer:
                 )
 
 
+def _without_ids(parsed: Parsed) -> Parsed:
+    content, calls = parsed
+    return content, [replace(call, id="") for call in calls]
+
+
+def _backend_of(tokenizer: Any) -> Any:
+    """Return the tokenizer's Rust backend if the class adds nothing to it, else None. It takes half the time of the
+    Python methods around it."""
+    from transformers import PreTrainedTokenizerFast
+
+    methods = ("encode", "_encode_plus", "decode", "_decode")
+    kind: Any = type(tokenizer)
+    same = all(getattr(kind, name, None) is getattr(PreTrainedTokenizerFast, name, ()) for name in methods)
+    return tokenizer.backend_tokenizer if same else None
+
+
 def _advice() -> str:
     return f"set model.chat_template to one of {', '.join(sorted(TEMPLATES))} or to the path of a Jinja file"
+
+
+def _probe_conversations() -> list[list[Message]]:
+    systems: tuple[list[Message], ...] = ([], [Message("system", "You are a walker.")])
+    return [[*system, *_alternate(probe)] for probe in _PROBES for system in systems]
 
 
 def _alternate(contents: tuple[str, ...]) -> list[Message]:

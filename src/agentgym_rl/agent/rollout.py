@@ -8,9 +8,19 @@ import time
 from numbers import Real
 from typing import Any
 
-from agentgym_rl.agent.policy import Policy, observation_message
+from agentgym_rl.agent.policy import Policy, observation_messages
 from agentgym_rl.errors import EnvError
-from agentgym_rl.types import EPISODE_TIMEOUT, MAX_REWARD, EnvSession, Limits, Step, StopReason, Task, Trajectory
+from agentgym_rl.types import (
+    EPISODE_TIMEOUT,
+    MAX_REWARD,
+    EnvSession,
+    Limits,
+    Observation,
+    Step,
+    StopReason,
+    Task,
+    Trajectory,
+)
 
 _ENDINGS = {"length": StopReason.LENGTH, "max_context": StopReason.MAX_CONTEXT}
 
@@ -30,7 +40,7 @@ async def rollout(
     A failure, or the deadline `timeout_s`, ends the episode as ERROR with the turns played so far. With `truncate` the
     deadline ends it as TIMEOUT, which may be trained on. Only a cancellation is raised.
     """
-    trajectory = Trajectory(id=id, task=task, horizon=limits.max_turns)
+    trajectory = Trajectory(id=id, task=task, horizon=limits.max_turns, tools=env.tools)
     started = time.monotonic()
     try:
         try:
@@ -53,14 +63,14 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
     task, messages = trajectory.task, trajectory.messages
     step = _checked(await env.reset(task.item), task)
     # The observation without a reply so far. It is recorded even if no reply follows.
-    unread: str | None = step.observation
+    unread: Observation | None = step.observation
     try:
         while not step.done:
             if trajectory.num_turns >= limits.max_turns:
-                messages += policy.unanswered(messages, step.observation, limits)
+                messages += policy.unanswered(messages, observed(step), limits)
                 unread = None
                 return StopReason.MAX_TURNS
-            reply = await policy.reply(messages, step.observation, limits)
+            reply = await policy.reply(messages, observed(step), limits)
             messages += reply.observation
             unread = None
             if reply.action is None:
@@ -72,14 +82,21 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
             if reply.finish != "stop":
                 return _ENDINGS[reply.finish]
             state = step.info
-            step = _checked(await env.step(reply.action.content), task)
-            unread = step.observation
+            calls = reply.action.tool_calls
+            answer = env.step(reply.action.content) if calls is None else env.call(calls)
+            step = _checked(await answer, task)
+            unread = observed(step)
             trajectory.rewards[-1] = float(step.reward)
             trajectory.infos[-1] = _info(step.info, state)
         return StopReason.DONE
     finally:
         if unread is not None:
-            messages.append(observation_message(unread))
+            messages += observation_messages(messages, "", unread)
+
+
+def observed(step: Step) -> Observation:
+    """Return a step as a policy sees it: the results of its tool calls one by one, otherwise the text."""
+    return step.results or step.observation
 
 
 def _info(step_info: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:

@@ -6,11 +6,13 @@ Only `rollout` alternates policy and environment; for it, `reflect` is an enviro
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.types import EnvSession, Step
+from agentgym_rl.types import EnvSession, Step, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,13 @@ class Style:
     """Name of the pool's format that turns replies into actions."""
     written: str = "{action}"
     """Template of a reply in that format, for policies with an action and perhaps a thought (oracle, random play)."""
+    encode: Callable[[str], str] = str
+    """Function from an action to its text in that template."""
     attempts: int = 1
     """Attempts at an item. Each after the first starts with a written reflection."""
 
     def write(self, action: str, thought: str = "") -> str:
-        return self.written.format(action=action, thought=thought or _NO_THOUGHT)
+        return self.written.format(action=self.encode(action), thought=thought or _NO_THOUGHT)
 
     def wrap(self, env: EnvSession, turns_per_attempt: int | None = None) -> EnvSession:
         """Return `env` wrapped for this style."""
@@ -42,9 +46,23 @@ class Style:
 _REACT = "Thought: {thought}\nAction: {action}"
 _NO_THOUGHT = "This is the next step."
 
+
+def _function_call(action: str) -> str:
+    """Return an action as the format `function_call` reads it. Underscores of a name would become spaces."""
+    name, _, rest = action.partition(" ")
+    if "_" in name:
+        name, rest = "", action
+    return json.dumps({"name": name, "arguments": {"rest": rest} if rest else {}}, ensure_ascii=False)
+
+
 STYLES: dict[str, Style] = {
     "act": Style(),
     "react": Style(action_format="react", written=_REACT),
+    "tool": Style(action_format="tool"),
+    "function_call": Style(
+        action_format="function_call", written="<tool_call>{action}</tool_call>", encode=_function_call
+    ),
+    "code": Style(action_format="code", written="```\n{action}\n```"),
     "plan": Style(
         suffix=(
             "In your first reply, write a short numbered plan for the whole task in your thought, then the first "
@@ -72,6 +90,7 @@ class StyledSession:
     def __init__(self, env: EnvSession, style: Style) -> None:
         self.name = env.name
         self.instruction = "\n\n".join(text for text in (env.instruction, style.suffix) if text)
+        self.tools = env.tools
         self._env = env
         self._style = style
 
@@ -81,6 +100,12 @@ class StyledSession:
     async def step(self, text: str) -> Step:
         return await self._env.step(text)
 
+    async def call(self, calls: list[ToolCall]) -> Step:
+        return await self._env.call(calls)
+
+    def call_of(self, action: str) -> ToolCall:
+        return self._env.call_of(action)
+
     async def actions(self) -> list[str]:
         return [self._style.write(action) for action in await self._env.actions()]
 
@@ -89,7 +114,7 @@ class StyledSession:
         return self._style.write(action, thought)
 
     async def advice(self) -> tuple[str, str]:
-        return "", await self.oracle()
+        return await self._env.advice() if self.tools else ("", await self.oracle())
 
     async def render(self) -> str | bytes:
         return await self._env.render()
@@ -123,6 +148,7 @@ class ReflectSession:
             )
         self.name = env.name
         self.instruction = env.instruction
+        self.tools = env.tools
         self._env = env
         self._attempts = attempts
         self._turns_per_attempt = turns_per_attempt
@@ -137,9 +163,15 @@ class ReflectSession:
         return await self._start()
 
     async def step(self, text: str) -> Step:
-        if self._reflecting:
-            return await self._restart()
-        step = await self._env.step(text)
+        return await self._restart() if self._reflecting else self._played(await self._env.step(text))
+
+    async def call(self, calls: list[ToolCall]) -> Step:
+        return await self._restart() if self._reflecting else self._played(await self._env.call(calls))
+
+    def call_of(self, action: str) -> ToolCall:
+        return self._env.call_of(action)
+
+    def _played(self, step: Step) -> Step:
         self._rewards.append(step.reward)
         info = {**step.info, "attempt": self._attempt, "env_reward": step.reward}
         over = step.done or len(self._rewards) == self._turns_per_attempt

@@ -17,6 +17,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
 from agentgym_rl.config_errors import reason
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.collectors import context_of
 from agentgym_rl.run.model import choose_device, load_from
 from agentgym_rl.training.lookup import find_model
 from agentgym_rl.types import EnvSession, Sampling
@@ -164,6 +165,10 @@ def _candidate(
     if not name.isprintable():
         raise ConfigError(f"an agent's name must be one line of printable text, got {name!r}: give another with --name")
     identity = {"name": name, **identity}
+    if kind == "openai" and playing.context != "full":
+        raise ConfigError(f"agent.context = {playing.context!r} needs a local model, got an API's: set it to 'full'")
+    if playing.context != "full":
+        identity["context"] = playing.context
     if playing.style == "reflect":
         identity["turns_per_attempt"] = playing.turns_per_attempt
     return Candidate(
@@ -249,7 +254,7 @@ class ModelAgent:
         model, tokenizer = load_weights(candidate)
         self.step = candidate.step
         self._playing = candidate.playing
-        self._renderer = Renderer(tokenizer, candidate.model.chat_template)
+        self._renderer = Renderer(tokenizer, candidate.model.chat_template, thoughts=candidate.playing.thoughts)
         self._engine = NativeEngine(
             model, decode=self._renderer.decode, max_sessions=concurrency, max_context=max_context
         )
@@ -257,7 +262,14 @@ class ModelAgent:
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(self._playing.max_new_tokens, self._playing.temperature, seed=seed)
-        return EnginePolicy(self._engine, self._renderer, sampling, instruction=session.instruction)
+        return EnginePolicy(
+            self._engine,
+            self._renderer,
+            sampling,
+            instruction=session.instruction,
+            tools=session.tools,
+            context=context_of(self._playing),
+        )
 
     def usage(self, policy: Policy) -> Sequence[Tokens] | None:
         return None
@@ -282,7 +294,9 @@ class ChatAgent:
 
     def policy(self, session: EnvSession, seed: int) -> Policy:
         meter = Meter(self.client)
-        policy = ChatPolicy(meter, replace(self.sampling, seed=seed), instruction=session.instruction)
+        policy = ChatPolicy(
+            meter, replace(self.sampling, seed=seed), instruction=session.instruction, tools=session.tools
+        )
         self._meters[id(policy)] = meter
         return policy
 

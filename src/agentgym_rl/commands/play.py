@@ -153,11 +153,15 @@ def _print_trajectory(console: Screen, trajectory: Trajectory) -> None:
     lines = Text()
     turn = 0
     for message in trajectory.messages:
-        if message.role == "assistant":
+        if message.dropped_turns:
+            lines.append(f"[context cut: {message.dropped_turns} turns are left out from here on]\n", "yellow")
+        if message.is_reply:
             reward = trajectory.rewards[turn]
             turn += 1
             reward_text = f"   reward {reward:g}" if reward else ""
-            lines.append(f"> {message.content}", "bold cyan").append(f"{reward_text}\n\n", "green")
+            lines.append(f"> {message.text}", "bold cyan").append(f"{reward_text}\n\n", "green")
+        elif message.purpose:
+            lines.append(f"{message.content}\n\n", "magenta")
         elif message.role == "system":
             lines.append(f"{message.content}\n\n", "dim")
         else:

@@ -38,6 +38,12 @@ MAY_CHANGE_ON_RESUME = (
     "trackers",
     "agent.concurrency",
     "run_dir",
+    "judge.max_calls",
+    "judge.max_total_tokens",
+    "judge.timeout_s",
+    "judge.retries",
+    "judge.concurrency",
+    "judge.url",
     "scale",
     "engine",
 )

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import AgentGymError, ConfigError
 from agentgym_rl.run.pool import load_class
-from agentgym_rl.types import EnvSession, Limits, Message
+from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 MAX_SESSIONS = 64
 
@@ -34,6 +35,8 @@ class ModelPlayer:
     limits: Limits
     parse: Callable[[str], str]
     """Function from a reply to the action in it."""
+    calls_tools: bool = False
+    """Whether it acts by tool calls."""
 
 
 class ViewerEnvironments:
@@ -46,7 +49,7 @@ class ViewerEnvironments:
         token: str | None = None,
         own: Mapping[str, type[TextEnv]] | None = None,
     ) -> None:
-        """`own`: classes by name, besides those of the catalogue. A run alone never makes the viewer import one."""
+        """`own`: classes by name, besides those of the catalog. A run alone never makes the viewer import one."""
         self.policies: dict[str, PolicyFactory] = {
             "oracle": lambda session, seed: OraclePolicy(session),
             "random": RandomPolicy,
@@ -86,7 +89,9 @@ class ViewerEnvironments:
             return tuple(self._own[env].subsets_of(item)) if _has_item(self._own[env], item) else ()
         return () if env in self._urls else _subsets_of(env, item)
 
-    async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
+    async def open(self, env: str, style: str | None = None, turns_per_attempt: int | None = None) -> EnvSession:
+        if style is None:
+            style = "tool" if self._model is not None and self._model.calls_tools else "act"
         if style not in STYLES:
             raise ConfigError(f"the run's style {style!r} is unknown: known are {', '.join(STYLES)}")
         session = await (await self._pool(env, STYLES[style].action_format)).open(env)
@@ -159,6 +164,7 @@ def load_policy(name: str) -> ModelPlayer:
     from agentgym_rl.agent.policy import EnginePolicy, Policy
     from agentgym_rl.agent.renderer import Renderer
     from agentgym_rl.commands.load_agent import AgentOptions, find_agent, load_weights
+    from agentgym_rl.run.collectors import context_of
     from agentgym_rl.types import Sampling
 
     try:
@@ -170,45 +176,47 @@ def load_policy(name: str) -> ModelPlayer:
     playing = candidate.playing
     style = STYLES[playing.style]
     model, tokenizer = load_weights(candidate)
-    renderer = Renderer(tokenizer, candidate.model.chat_template)
+    renderer = Renderer(tokenizer, candidate.model.chat_template, thoughts=playing.thoughts)
     limits = Limits(max_turns=1000, max_new_tokens=playing.max_new_tokens, max_context=playing.max_context)
     engine = NativeEngine(model, decode=renderer.decode, max_sessions=MAX_SESSIONS, max_context=limits.max_context)
 
     class Model(EnginePolicy):
         """A policy that also reads turns of other players, which have no token ids yet."""
 
-        async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Any:
-            return await super().reply(_with_ids(renderer, messages), observation, limits)
+        async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Any:
+            return await super().reply(_with_ids(renderer, messages, self._tools), observation, limits)
 
     def make(session: EnvSession, seed: int) -> Policy:
         task = session.instruction if playing.instruction is None else playing.instruction
-        parts = (task, action_format(style.action_format).explain, style.suffix)
+        explained = bool(session.tools) and playing.instruction is None
+        parts = (task, "" if explained else action_format(style.action_format).explain, style.suffix)
         instruction = "\n\n".join(part for part in parts if part)
         sampling = Sampling(limits.max_new_tokens, playing.temperature, seed=seed)
-        return Model(engine, renderer, sampling, instruction=instruction)
+        context = context_of(playing)
+        return Model(engine, renderer, sampling, instruction=instruction, tools=session.tools, context=context)
 
     limits = replace(limits, max_context=min(limits.max_context, engine.max_context))
-    return ModelPlayer(make, limits, action_format(style.action_format).parse)
+    syntax = action_format(style.action_format)
+    return ModelPlayer(make, limits, syntax.parse, syntax.tools)
 
 
-def _with_ids(renderer: Any, messages: list[Message]) -> list[Message]:
+def _with_ids(renderer: Any, messages: list[Message], tools: Any = ()) -> list[Message]:
     """Return `messages` with missing token ids filled in, tokenized as in a rollout."""
     if not messages or all(message.token_ids for message in messages):
         return messages
-    first = next(i for i, message in enumerate(messages) if message.role == "assistant")
-    opening = renderer.opening([replace(m, token_ids=[]) for m in messages[:first]])
-    rest = [
-        message
-        if message.token_ids
-        else replace(
-            message,
-            token_ids=renderer.reply_ids(message.content)
-            if message.role == "assistant"
-            else renderer.follow_up(message.content),
+    replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
+    filled = list(messages)
+    opening = renderer.opening([replace(m, token_ids=[]) for m in messages[: replies[0]]], tools)
+    filled[: replies[0]] = [m if m.token_ids else new for m, new in zip(messages, opening, strict=False)]
+    for i in replies:
+        message = messages[i]
+        filled[i] = replace(
+            message, token_ids=message.token_ids or renderer.reply_ids(message.content, message.tool_calls)
         )
-        for message in messages[first:]
-    ]
-    return [*(kept if kept.token_ids else new for kept, new in zip(messages[:first], opening, strict=True)), *rest]
+    for start, end in pairwise(replies):
+        if not messages[end - 1].token_ids:
+            filled[end - 1] = replace(messages[end - 1], token_ids=renderer.between(messages[start + 1 : end]))
+    return filled
 
 
 def served_environments(options: list[str]) -> dict[str, str]:

@@ -29,6 +29,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._arriving = False
         """Whether a request has begun and is not complete."""
         self._body_came = False
+        self._upgraded = False
         self._unparsed_bytes = self._parsed_bytes = 0
         """Head bytes of this request: received and not yet parsed, and parsed."""
         self._refuse_after(REQUEST_TIMEOUT_S)
@@ -40,7 +41,7 @@ class BoundedHttp(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._body_came = False
         super().data_received(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._upgraded:
             return
         if self._arriving and not self._body_came:
             self._unparsed_bytes += len(data)
@@ -71,6 +72,11 @@ class BoundedHttp(HttpToolsProtocol):
         self._arriving = False
         self._clear_deadline()
         super().on_message_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._upgraded = True  # the WebSocket takes the connection over
+        self._clear_deadline()
+        super().handle_websocket_upgrade()
 
     def send_400_response(self, msg: str) -> None:
         """Refuse invalid HTTP, and a head over the limit, at which the parser was stopped."""
@@ -110,7 +116,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 HTTP_OPTIONS: dict[str, Any] = {"http": BoundedHttp, "ws": "none"}
-"""Options of uvicorn.Config. WebSockets are off: nothing here uses them, and they bypass every limit."""
+"""Options of uvicorn.Config. WebSockets are off: only the bridge to OpenEnv uses them, with limits of its own."""
 
 
 def is_loopback(host: str) -> bool:

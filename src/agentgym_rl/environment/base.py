@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.types import Step
 
 
@@ -41,6 +42,14 @@ class TextEnv(Protocol):
 class HasActions(Protocol):
     def actions(self) -> list[str]:
         """Return the actions that make sense now, in the form that step() takes."""
+
+
+@runtime_checkable
+class HasTools(Protocol):
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        """Return the functions that an agent may call instead of writing actions, each with its text action."""
+        ...
 
 
 @runtime_checkable

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -127,10 +128,54 @@ CATALOG: dict[str, Entry] = {
 """Environments by name. † marks tasks of our own that replace those of a published environment of this name."""
 
 
+BRIDGES: dict[str, Entry] = {
+    "gymnasium": Entry("gymnasium_class", "an environment of Gymnasium", "gymnasium", "gymnasium", "MIT (Gymnasium)"),
+    "openenv": Entry(
+        "openenv_class", "an environment of an OpenEnv server", "websockets", "openenv", "licence of the server"
+    ),
+    "mcp": Entry("mcp_class", "the tools of an MCP server", "mcp", "mcp", "licence of the server"),
+}
+"""Entries of the bridges by the prefix of a name, such as gymnasium:FrozenLake-v1. `attribute` is a function of the
+module bridges/PREFIX.py; it takes the rest of the name, and the kwargs."""
+BRIDGED = {
+    "gymnasium:FrozenLake-v1": "cross a frozen lake without falling into a hole",
+    "gymnasium:Taxi-v4": "fetch a passenger and bring him to his destination",
+    "gymnasium:Blackjack-v1": "get closer to 21 than the dealer",
+    "gymnasium:CliffWalking-v1": "walk to the goal along a cliff",
+}
+"""Environments of other packages that are listed by name."""
+_bridged: dict[tuple[str, str], type[TextEnv]] = {}
+"""Classes that bridges made: the same name and arguments give the same class."""
+
+
 def entries() -> dict[str, Entry]:
     """Return the catalog and the environments of installed packages. A name of the catalog keeps its meaning."""
     installed = {point.name: _entry_of(point) for point in entry_points(group=ENTRY_POINTS)}
-    return {**CATALOG, **{name: entry for name, entry in sorted(installed.items()) if name not in CATALOG}}
+    bridged = {name: replace(_bridge(name), summary=summary) for name, summary in BRIDGED.items()}
+    return {**CATALOG, **{name: entry for name, entry in sorted(installed.items()) if name not in CATALOG}, **bridged}
+
+
+def is_bridged(name: str) -> bool:
+    """Return whether a name has the prefix of a bridge, as in gymnasium:FrozenLake-v1."""
+    return name.partition(":")[0] in BRIDGES and ":" in name
+
+
+def _bridge(name: str) -> Entry:
+    return replace(BRIDGES[name.partition(":")[0]], summary=name)
+
+
+def _load_bridged(name: str, attribute: str, kwargs: Mapping[str, Any]) -> type[TextEnv]:
+    key = name, json.dumps(kwargs, sort_keys=True, default=repr)
+    if key not in _bridged:
+        prefix, _, rest = name.partition(":")
+        make = getattr(import_module(f"agentgym_rl.environment.bridges.{prefix}"), attribute)
+        try:
+            signature(make).bind(rest, **kwargs)
+        except TypeError as error:
+            takes = ", ".join(list(signature(make).parameters)[1:])
+            raise ConfigError(f"environment {name}: kwargs: {error}; it takes {takes}") from None
+        _bridged[key] = make(rest, **kwargs)
+    return _bridged[key]
 
 
 def _entry_of(point: EntryPoint) -> Entry:
@@ -144,6 +189,8 @@ def find(name: str) -> Entry:
     """Return the entry of a name of the catalog, of an installed package, or of an import path `my_module:MyEnv`."""
     if name in CATALOG:
         return CATALOG[name]
+    if is_bridged(name):
+        return _bridge(name)
     if is_import_path(name):
         return Entry(name, name, "agentgym_rl", "", "")
     known = entries()
@@ -168,6 +215,8 @@ def load(name: str, kwargs: Mapping[str, Any] | None = None) -> type[TextEnv]:
         raise ConfigError(
             f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
         )
+    if is_bridged(name):
+        return _load_bridged(name, entry.attribute, kwargs)
     target: Any = _import(name, entry.attribute)
     if isinstance(target, type):
         env_class = cast("type[TextEnv]", target)

@@ -27,6 +27,8 @@ class ActionFormat:
     """Text appended to the environment's instruction. May be empty."""
     parse: Callable[[str], str]
     """Returns the environment's action in an agent's reply."""
+    tools: bool = False
+    """Whether the agent is offered the environment's tools. Their calls are parsed by the agent's chat template."""
 
 
 _ACTION = re.compile(r"(?<!\w)Action ?:\**")
@@ -104,6 +106,11 @@ def parse_code(reply: str) -> str:
 
 FORMATS: dict[str, ActionFormat] = {
     "plain": ActionFormat("", str.strip),
+    "tool": ActionFormat(
+        "Act by calling your tools: each call is one action. A reply without a call does nothing.",
+        str.strip,
+        tools=True,
+    ),
     "react": ActionFormat(
         "Think before you act. Every reply has this form, with exactly one action:\n"
         "Thought: your reasoning\n"

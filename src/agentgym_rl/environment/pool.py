@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from agentgym_rl.common.thoughts import without_thought
 from agentgym_rl.environment import agentgym, catalog
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.client import EnvClient
@@ -20,8 +21,9 @@ from agentgym_rl.environment.formats import ActionFormat, action_format
 from agentgym_rl.environment.liveness import Hold
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.session import LocalSession
+from agentgym_rl.environment.tools import ACT, Tool, call_of, play_calls
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
-from agentgym_rl.types import EnvSession, Step
+from agentgym_rl.types import EnvSession, Step, ToolCall
 
 CLOSE_TIMEOUT_S = 5.0
 """Seconds to wait for a server to close a session. The server's idle timeout closes it later anyway."""
@@ -55,21 +57,42 @@ class _Slots:
 
 
 class _PooledSession:
-    """A session of a pool. It parses the action format and releases its slot on close."""
+    """A session of a pool. It parses the action format, plays tool calls and releases its slot on close."""
 
-    def __init__(self, inner: EnvSession, syntax: ActionFormat, on_close: Callable[[_PooledSession], None]) -> None:
+    def __init__(
+        self,
+        inner: LocalSession | RemoteSession,
+        syntax: ActionFormat,
+        on_close: Callable[[_PooledSession], None],
+    ) -> None:
         self.name = inner.name
+        self.tools = [tool.schema() for tool in inner.toolset] if syntax.tools else []
         self.instruction = f"{inner.instruction}\n\n{syntax.explain}" if syntax.explain else inner.instruction
         self._inner = inner
         self._syntax = syntax
         self._on_close = on_close
         self._closed = False
+        self._state: dict[str, Any] = {}
+        """The key of the present state, as a step's info has it."""
 
     async def reset(self, item: int) -> Step:
-        return await self._require_open().reset(item)
+        return self._keep_state(await self._require_open().reset(item))
 
     async def step(self, text: str) -> Step:
-        return await self._require_open().step(self._syntax.parse(text))
+        return await self._act(self._syntax.parse(without_thought(text)))
+
+    async def call(self, calls: list[ToolCall]) -> Step:
+        return await play_calls(self._require_open().toolset, calls, self._act, self._state)
+
+    def call_of(self, action: str) -> ToolCall:
+        return call_of(self._inner.toolset, action, self.name)
+
+    async def _act(self, action: str) -> Step:
+        return self._keep_state(await self._require_open().step(action))
+
+    def _keep_state(self, step: Step) -> Step:
+        self._state = {key: step.info[key] for key in ("state_key",) if key in step.info}
+        return step
 
     async def actions(self) -> list[str]:
         return await self._require_open().actions()
@@ -93,7 +116,7 @@ class _PooledSession:
         finally:
             self._on_close(self)
 
-    def _require_open(self) -> EnvSession:
+    def _require_open(self) -> LocalSession | RemoteSession:
         if self._closed:
             raise EnvError(f"this {self.name} session is closed: open another")
         return self._inner
@@ -137,7 +160,7 @@ class _Pool(ABC):
         self._slots.release()
 
     @abstractmethod
-    async def _open(self, env: str) -> EnvSession: ...
+    async def _open(self, env: str) -> LocalSession | RemoteSession: ...
 
     def _check_name(self, env: str) -> None:
         if env not in self._names:
@@ -160,7 +183,7 @@ class LocalPool(_Pool):
         self._environments = dict(environments)
         self._timeout_s = timeout_s
 
-    async def _open(self, env: str) -> EnvSession:
+    async def _open(self, env: str) -> LocalSession:
         return await LocalSession.open(env, self._environments[env], self._timeout_s)
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]:
@@ -178,9 +201,11 @@ class RemoteSession:
         client: EnvClient,
         session_id: int,
         on_close: Callable[[EnvClient], None],
+        toolset: Sequence[Tool],
     ) -> None:
         self.name = name
         self.instruction = instruction
+        self.toolset = toolset
         self.id = session_id
         self._client = client
         self._on_close = on_close
@@ -236,9 +261,10 @@ class RemotePool(_Pool):
         self._idle_clients = {name: [factory()] for name, factory in self._client_factories.items()}
         """Clients without a session. The next session reuses their connection."""
         self._instructions: dict[str, str] = {}
+        self._toolsets: dict[str, Sequence[Tool]] = {}
         self._info_lock = asyncio.Lock()
 
-    async def _open(self, env: str) -> EnvSession:
+    async def _open(self, env: str) -> RemoteSession:
         client = self._take_client(env)
         release_client = self._idle_clients[env].append
         try:
@@ -249,13 +275,15 @@ class RemotePool(_Pool):
                         if env not in self._holds:
                             self._holds[env] = self._hold_factories[env]()
                         await self._holds[env].start()
+                    self._toolsets[env] = _toolset(info, client.url)
                     self._instructions[env] = info["instruction"]
             owner = self._holds[env].owner if env in self._holds else ""
             session_id = await client.create(self._wait_timeout_s, owner)
         except BaseException:
             release_client(client)
             raise
-        return RemoteSession(env, self._instructions[env], client, session_id, release_client)
+        toolset = self._toolsets[env]
+        return RemoteSession(env, self._instructions[env], client, session_id, release_client, toolset)
 
     def _take_client(self, env: str) -> EnvClient:
         idle = self._idle_clients[env]
@@ -287,6 +315,11 @@ class RemotePool(_Pool):
             for idle in self._idle_clients.values():
                 for client in idle:
                     client.drop()
+
+
+def _toolset(info: dict[str, Any], url: str) -> Sequence[Tool]:
+    """Return the tools in a server's /info. An older server lists none."""
+    return [Tool.from_wire(row, f"{url}/info") for row in info.get("tools") or ()] or (ACT,)
 
 
 def _client_factory(name: str, url: str, token: str | None, timeout_s: float) -> Callable[[], EnvClient]:

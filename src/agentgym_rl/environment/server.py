@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from agentgym_rl import __version__
 from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback, refusal
 from agentgym_rl.environment import catalog, dialects, wire
-from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, HasTools, TextEnv
 from agentgym_rl.environment.open_files import allow_open_files
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.server_sessions import Sessions
@@ -45,6 +45,7 @@ CAPABILITIES = {
     "thought": HasThought,
     "state_key": HasStateKey,
     "render": HasRender,
+    "tools": HasTools,
 }
 MAX_ITEMS_PER_ANSWER = 100_000
 MAX_SESSIONS = 4096
@@ -289,6 +290,7 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
                 "splits": {name: [split.start, split.stop] for name, split in env_class.splits.items()},
                 "subsets": list(env_class.subsets),
                 "capabilities": [name for name, protocol in CAPABILITIES.items() if issubclass(env_class, protocol)],
+                "tools": [tool.to_wire() for tool in env_class.tools()] if issubclass(env_class, HasTools) else [],
                 "holds": True,
                 "version": __version__,
             }
@@ -454,26 +456,30 @@ def serve(
     token: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     announce: Callable[[str], None] = lambda line: None,
+    create: Callable[..., ASGIApp] | None = None,
+    path: str = "/{name}",
     **options: Any,
 ) -> None:
     """Serve environments by name or import path until interrupted. `options` are those of create_app.
 
     `kwargs` are arguments of the only environment. A class named by its import path is served under its own name.
 
-    When the server is ready, `announce` gets one line per environment with its address, then `ready`.
+    When the server is ready, `announce` gets one line per environment with its address, then `ready`. `create` makes
+    the app of another protocol than this module's, with the addresses `path`.
     """
     if not token and not is_loopback(host):
         raise ConfigError(
             f"{host} can be reached from other machines, so a token is needed: give one, or use 127.0.0.1"
         )
-    environments = _load_served(names, kwargs)
+    environments = load_served(names, kwargs)
     listener = bind(host, port)
     base = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
-    lines = [f"{name:{max(map(len, environments))}}  {base}/{name}" for name in environments]
-    run(environments, listener, token=token, on_ready=lambda: announce("\n".join([*lines, "ready"])), **options)
+    lines = [f"{name:{max(map(len, environments))}}  {base}{path.format(name=name)}" for name in environments]
+    ready = "\n".join([*lines, "ready"])
+    run(environments, listener, token=token, on_ready=lambda: announce(ready), create=create, **options)
 
 
-def _load_served(names: list[str], kwargs: Mapping[str, Any] | None) -> dict[str, type[TextEnv]]:
+def load_served(names: list[str], kwargs: Mapping[str, Any] | None) -> dict[str, type[TextEnv]]:
     """Return the classes by the word of their address."""
     if kwargs and len(names) > 1:
         raise ConfigError(f"--kwarg is for one environment, got {', '.join(names)}: start a server for each")
@@ -493,11 +499,12 @@ def run(
     listener: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
+    create: Callable[..., ASGIApp] | None = None,
     **options: Any,
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM, then close every environment."""
     allow_open_files(options.get("max_sessions", MAX_SESSIONS), RESERVED_HOLDS)
-    server = uvicorn_server(create_app(environments, **options))
+    server = uvicorn_server((create or create_app)(environments, **options))
     server.on_ready = on_ready
     with contextlib.suppress(KeyboardInterrupt), listener:
         server.run(sockets=[listener])
@@ -516,7 +523,7 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def uvicorn_server(app: FastAPI) -> Server:
+def uvicorn_server(app: ASGIApp) -> Server:
     config = uvicorn.Config(
         app,
         loop="uvloop",
@@ -527,6 +534,6 @@ def uvicorn_server(app: FastAPI) -> Server:
         date_header=False,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=5,
-        **HTTP_OPTIONS,
+        **{**HTTP_OPTIONS, **getattr(app, "uvicorn_options", {})},
     )
     return Server(config)

@@ -121,6 +121,10 @@ class Sessions:
         self._last_used[session_id] = time.monotonic()
         return session
 
+    def env_of(self, session_id: int) -> str:
+        """Return the environment of a session, or an empty string if there is no such session."""
+        return self._open.get(session_id, ("", None))[0]
+
     async def close(self, env: str, session_id: int) -> None:
         session = self.get(env, session_id)
         self._forget(session_id)

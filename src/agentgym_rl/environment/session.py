@@ -15,10 +15,11 @@ import queue
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, TextEnv
+from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, HasTools, TextEnv
+from agentgym_rl.environment.tools import ACT, Tool
 from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported, checked_step
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 from agentgym_rl.types import Step
@@ -99,6 +100,7 @@ class LocalSession:
     def __init__(self, name: str, timeout_s: float) -> None:
         self.name = name
         self.instruction = ""
+        self.toolset: Sequence[Tool] = (ACT,)
         self.observation = ""
         """The last observation."""
         self._rewards: list[float] = []
@@ -138,6 +140,8 @@ class LocalSession:
             session._worker = None
         session._keyed_env = env if isinstance(env, HasStateKey) else None
         session.instruction = env.instruction
+        if isinstance(env, HasTools):
+            session.toolset = env.tools()
         return session
 
     @property

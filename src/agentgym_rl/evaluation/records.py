@@ -93,13 +93,19 @@ def record_of(
 
 
 def _count_tokens(trajectory: Trajectory) -> tuple[Tokens, ...] | None:
-    """Return prompt and sampled tokens of each reply. As an API bills it, the prompt is all text before the reply."""
-    before, counted = 0, []
+    """Return prompt and sampled tokens of each turn. As an API bills it, the prompt is all text before a reply."""
+    counted: list[Tokens] = []
+    lengths: dict[int, int] = {}
+    prompt = completion = 0
     for message in trajectory.messages:
+        length = lengths.setdefault(message.segment, message.prefix[1] if message.prefix else 0)
         if message.logprobs is not None:
-            counted.append(Tokens(before, len(message.token_ids), reported=True))
-        before += len(message.token_ids)
-    return tuple(counted) if before else None
+            prompt, completion = prompt + length, completion + len(message.token_ids)
+        if message.logprobs is not None and message.is_reply:
+            counted.append(Tokens(prompt, completion, reported=True))
+            prompt = completion = 0
+        lengths[message.segment] = length + len(message.token_ids)
+    return tuple(counted) if any(lengths.values()) else None
 
 
 def usage_to_json(usage: Sequence[Tokens] | None) -> list[list[int] | None] | None:

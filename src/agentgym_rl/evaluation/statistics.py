@@ -14,7 +14,10 @@ from agentgym_rl.common.intervals import wilson_interval
 
 NUM_RESAMPLES = 10_000
 MAX_EXACT_SIGN_FLIPS = 14
-"""Number of nonzero differences up to which all sign assignments are counted. Beyond it, NUM_RESAMPLES are drawn."""
+"""Number of nonzero differences up to which all sign assignments are listed."""
+MAX_UNITS_PER_ONE = 100
+"""Beyond that number, differences that are multiples of 1/d for a d up to this are counted exactly, too: those of rates
+of a few samples are. For others NUM_RESAMPLES sign assignments are drawn."""
 
 
 def pass_at_k(num_samples: int, num_successes: int, k: int) -> float:
@@ -78,7 +81,8 @@ def mcnemar_exact(only_first: int, only_second: int) -> float:
 def sign_flip_test(differences: Sequence[float], seed: int = 0) -> float:
     """Return the two-sided p-value for a mean of 0: how often random signs give a mean at least as far from 0.
 
-    For differences of -1, 0 and 1 it equals McNemar's exact test.
+    For differences of -1, 0 and 1 it equals McNemar's exact test. The value is exact, except for more than
+    MAX_EXACT_SIGN_FLIPS differences without a common unit.
     """
     array = numpy.asarray([value for value in differences if value != 0], dtype=float)
     if not len(array):
@@ -87,12 +91,39 @@ def sign_flip_test(differences: Sequence[float], seed: int = 0) -> float:
     if len(array) <= MAX_EXACT_SIGN_FLIPS:
         bits = (numpy.arange(2 ** len(array))[:, None] >> numpy.arange(len(array))) & 1
         return float((numpy.abs((2 * bits - 1) @ array) >= observed).mean())
+    if (units := _in_units(array)) is not None:
+        return _exact_tail(units)
     generator = numpy.random.default_rng(seed)
     extreme = 0
     for _ in range(10):
         signs = generator.integers(0, 2, (NUM_RESAMPLES // 10, len(array))) * 2 - 1
         extreme += int((numpy.abs(signs @ array) >= observed).sum())
     return (1 + extreme) / (1 + NUM_RESAMPLES)
+
+
+def _in_units(array: numpy.ndarray) -> numpy.ndarray | None:
+    """Return the differences as whole multiples of 1/d for the smallest possible d, or None if there is none."""
+    for per_one in range(1, MAX_UNITS_PER_ONE + 1):
+        units = numpy.rint(array * per_one)
+        if numpy.abs(array * per_one - units).max() < 1e-9:
+            return units.astype(int)
+    return None
+
+
+def _exact_tail(units: numpy.ndarray) -> float:
+    """Return the chance that whole numbers with random signs sum to at least the observed distance from 0."""
+    sizes = numpy.abs(units)
+    total = int(sizes.sum())
+    chances = numpy.zeros(2 * total + 1)  # of the sums from -total to total
+    chances[total] = 1.0
+    for size in sizes:
+        flipped = numpy.zeros_like(chances)
+        flipped[size:] += 0.5 * chances[:-size]
+        flipped[:-size] += 0.5 * chances[size:]
+        chances = flipped
+    observed = abs(int(units.sum()))
+    sums = numpy.abs(numpy.arange(-total, total + 1))
+    return min(1.0, float(chances[sums >= observed].sum()))
 
 
 def _resampled_means(array: numpy.ndarray, seed: int) -> numpy.ndarray:

@@ -136,7 +136,7 @@ class LocalBackend:
                 reference_dir,
                 warm=config.warm_start is not None,
             )
-        self.renderer = Renderer(tokenizer, config.model.chat_template)
+        self.renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
         self._vllm, self._weights_dir = vllm, weights_dir
         if vllm is None:
             # With overlap the learner changes its weights while episodes are played: the engine needs a copy.

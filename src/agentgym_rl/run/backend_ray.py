@@ -277,12 +277,13 @@ def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
     model, tokenizer = load_from(folder, config.model)
     model = freeze(model)
-    renderer = Renderer(tokenizer, config.model.chat_template)
+    renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
     return NativeAdapter(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
 
 
-def _load_renderer(folder: Path, chat_template: str | None) -> Renderer:
-    return Renderer(AutoTokenizer.from_pretrained(folder), chat_template)
+def _load_renderer(folder: Path, config: Config) -> Renderer:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
 
 
 def for_workers(config: Config, device: str) -> Config:
@@ -360,7 +361,7 @@ class RayBackend:
         config = context.config
         self._config, self._app = config, app
         self.learner: Any = LearnerHandle(app, config.rl) if config.online else None
-        self.renderer = _load_renderer(folder, config.model.chat_template)
+        self.renderer = _load_renderer(folder, config)
         self.max_context: int = app.max_context
         self.num_parameters: int = app.on_all("num_parameters")[0]
 
@@ -408,7 +409,7 @@ class RayBackend:
                         Player,
                         worker_config.environments,
                         worker_config.agent,
-                        partial(_load_renderer, folder, worker_config.model.chat_template),
+                        partial(_load_renderer, folder, worker_config),
                         named_variables(config.environments),
                         config.engine.seeded,
                     ),

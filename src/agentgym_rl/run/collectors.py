@@ -7,6 +7,7 @@ from typing import Any
 
 from agentgym_rl.agent.advised import AdvisedPolicy
 from agentgym_rl.agent.collect import Collector, EpisodeSlots
+from agentgym_rl.agent.context import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
@@ -32,6 +33,11 @@ def limits_of(
     return Limits(max_turns=max_turns, max_new_tokens=max_new_tokens, max_context=max_context)
 
 
+def context_of(agent: AgentConfig) -> Context:
+    """Return the agent's context management."""
+    return Context(agent.context, agent.context_turns, agent.summary_tokens)
+
+
 def engine_policies(
     engine: Engine,
     renderer: Renderer,
@@ -45,7 +51,15 @@ def engine_policies(
 
     def make(session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
-        policy = EnginePolicy(engine, renderer, sampling, instruction=session.instruction)
+        policy = EnginePolicy(
+            engine,
+            renderer,
+            sampling,
+            instruction=session.instruction,
+            tools=session.tools,
+            context=context_of(agent),
+            train_thoughts=agent.train_thoughts,
+        )
         return policy if oracle_share is None else AdvisedPolicy(policy, session, renderer, oracle_share, seed)
 
     return make

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import cycle, islice
 
-from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import demonstrators, episode_slots, limits_of, make_collector
 from agentgym_rl.run.console import Console
@@ -21,8 +21,9 @@ from agentgym_rl.training.conversations import (
     read_conversations,
     read_trajectory_files,
 )
+from agentgym_rl.training.preferences import find_preferences, read_preferences
 from agentgym_rl.training.rl import derive_seed
-from agentgym_rl.types import Sample, StopReason, Task, Trajectory
+from agentgym_rl.types import Message, Sample, StopReason, Task, Trajectory
 
 Demonstration = Trajectory | Conversation
 
@@ -51,16 +52,32 @@ async def load_demonstrations(context: RunContext) -> list[Demonstration]:
 
 def load_trajectories(context: RunContext) -> list[Trajectory]:
     """Return the episodes of the trajectory files that `[data]` names, without those of held-out items."""
-    data = context.config.data
-    held_out = {
-        (env, item) for env, subsets in context.items.held_out.items() for items in subsets.values() for item in items
-    }
+    data, held_out = context.config.data, _held_out(context)
     paths = [path for path in find_files(data.files if data else ()) if is_trajectory_file(path)]
     read = [t for t in read_trajectory_files(paths) if any(t.imitated)]
     kept = [t for t in read if (t.task.env, t.task.item) not in held_out]
     if len(kept) < len(read):
         context.console.warn(f"{len(read) - len(kept)} of {len(read)} episodes are of held-out items and left out")
     return kept
+
+
+def load_preferences(context: RunContext, patterns: Sequence[str]) -> list[tuple[Trajectory, Trajectory]]:
+    """Return the (better, worse) episodes that people chose, without those of held-out items."""
+    held_out = _held_out(context)
+    read = [(p.chosen, p.rejected) for p in read_preferences(find_preferences(patterns))]
+    trained = [pair for pair in read if all(any(t.imitated) for t in pair)]
+    kept = [pair for pair in trained if (pair[0].task.env, pair[0].task.item) not in held_out]
+    if len(kept) < len(read):
+        context.console.warn(
+            f"{len(read) - len(kept)} of {len(read)} preferences are of held-out items or have no reply, and left out"
+        )
+    return kept
+
+
+def _held_out(context: RunContext) -> set[tuple[str, int]]:
+    return {
+        (env, item) for env, subsets in context.items.held_out.items() for items in subsets.values() for item in items
+    }
 
 
 def to_samples(
@@ -71,28 +88,54 @@ def to_samples(
     A text with more characters than so many tokens can have is left out before it is tokenised.
     """
     max_chars = max_context * renderer.max_token_chars
-    short = [d for d in demonstrations if sum(len(message.content) for message in d.messages) <= max_chars]
-    samples = [to_sample(demonstration, renderer) for demonstration in short]
+    short = [d for d in demonstrations if _longest(d, whole=renderer.linear) <= max_chars]
+    samples = [s for demonstration in short for s in segment_samples(demonstration, renderer)]
     kept = [s for s in samples if len(s.token_ids) <= max_context]
-    if len(kept) < len(demonstrations):
+    total = len(samples) + len(demonstrations) - len(short)
+    if len(kept) < total:
         console.warn(
-            f"{len(demonstrations) - len(kept)} of {len(demonstrations)} conversations are longer than "
+            f"{total - len(kept)} of {total} conversations are longer than "
             f"agent.max_context = {max_context} tokens and left out"
         )
     return kept
 
 
-def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
-    """Return the ids of an episode as sampled if this tokenizer sampled them, else as the template renders it."""
+def _longest(demonstration: Demonstration, *, whole: bool) -> int:
+    """Return the characters of the conversation, or of its longest message if its segments do not hold all of it."""
+    lengths = [len(message.content) for message in demonstration.messages]
+    return sum(lengths) if whole else max(lengths)
+
+
+def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sample]:
+    """Return a sample per segment: ids as sampled if this tokenizer sampled them, else as the template renders them."""
     if isinstance(demonstration, Conversation):
-        sample = renderer.demonstration(demonstration.messages, demonstration.trained)
-        sample.trajectory_id = demonstration.item_id
-        return sample
-    if _sampled_with(renderer, demonstration):
-        return Sample(demonstration.token_ids, demonstration.loss_mask, trajectory_id=demonstration.id)
-    sample = renderer.demonstration(demonstration.messages, demonstration.imitated)
-    sample.trajectory_id = demonstration.id
-    return sample
+        samples = renderer.demonstrations(demonstration.messages, demonstration.trained, demonstration.tools)
+        name = demonstration.item_id
+    elif _sampled_with(renderer, demonstration):
+        return [
+            Sample(segment.token_ids, segment.loss_mask, trajectory_id=demonstration.id)
+            for segment in demonstration.segments
+            if any(segment.loss_mask)
+        ]
+    else:
+        pairs = zip(demonstration.messages, demonstration.imitated, strict=True)
+        messages, imitated = zip(*((m, trained) for m, trained in pairs if not m.purpose), strict=True)
+        samples = renderer.demonstrations(list(messages), list(imitated), demonstration.tools)
+        name = demonstration.id
+    for sample in samples:
+        sample.trajectory_id = name
+    return samples
+
+
+def to_sample(demonstration: Demonstration, renderer: Renderer) -> Sample:
+    """Return the only sample of a demonstration."""
+    samples = segment_samples(demonstration, renderer)
+    if len(samples) != 1:
+        raise ConfigError(
+            f"preferences need episodes of one segment, got one of {len(samples)}: set agent.context = 'full' and "
+            "agent.thoughts = 'keep'"
+        )
+    return samples[0]
 
 
 def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:
@@ -102,9 +145,14 @@ def _sampled_with(renderer: Renderer, trajectory: Trajectory) -> bool:
     if any(messages[i].logprobs is None or not messages[i].token_ids for i in replies):
         return False
     before = [token for m in messages[: replies[0]] for token in m.token_ids]
-    return before == renderer.prompt(messages[: replies[0]]) and all(
-        renderer.decode(messages[i].token_ids) == messages[i].content for i in replies
+    return before == renderer.prompt(messages[: replies[0]], trajectory.tools) and all(
+        _text_of(renderer, messages[i].token_ids, trajectory.tools) == messages[i].text for i in replies
     )
+
+
+def _text_of(renderer: Renderer, token_ids: list[int], tools: Tools) -> str:
+    content, calls = renderer.read_reply(token_ids, tools)
+    return Message("assistant", content, tool_calls=calls).text
 
 
 async def play_demonstrations(

@@ -41,7 +41,7 @@ from agentgym_rl.common.files import lock_folder, write_atomically
 from agentgym_rl.errors import ConfigError, WorkerLost
 from agentgym_rl.run import disk
 from agentgym_rl.run.trackers import Tracker, require_trackers, start_trackers
-from agentgym_rl.types import Sample, Trajectory
+from agentgym_rl.types import Sample, Trajectory, in_order
 
 if sys.platform != "win32":
     pass
@@ -225,15 +225,14 @@ class RunLog:
         self._writer.append(path, line.encode(), spare=True)
 
     def write_learned(self, step: int, samples: Iterable[Sample]) -> None:
-        """Write one line per trained trajectory; A = its sampled tokens, numbers have 5 significant digits."""
+        """Write one line per trained trajectory: values of its trained tokens, with 5 significant digits."""
+        segments: dict[str, list[Sample]] = {}
+        for sample in samples:
+            segments.setdefault(sample.trajectory_id, []).append(sample)
+        names = {"advantages": "advantages", "entropies": "entropies", "logprobs": "old_logprobs"}
         rows = (
-            {
-                "id": sample.trajectory_id,
-                "advantages": [float(f"{x:.5g}") for x in sample.advantages],
-                "entropies": [float(f"{x:.5g}") for x in sample.entropies],
-                "logprobs": [float(f"{x:.5g}") for x in sample.old_logprobs],
-            }
-            for sample in samples
+            {"id": name, **{key: [float(f"{x:.5g}") for x in in_order(own, field)] for key, field in names.items()}}
+            for name, own in segments.items()
         )
         path = self.trajectories_dir / f"learned_{step:06d}.jsonl"
         data = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in rows)

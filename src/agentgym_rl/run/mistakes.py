@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from agentgym_rl.agent.policy import stable_seed
 from agentgym_rl.environment.wire import NotSupported
-from agentgym_rl.types import EnvSession, Step
+from agentgym_rl.types import EnvSession, Step, ToolCall
 
 Solutions = dict[int, dict[str, None]]
 """Item -> the distinct actions that its oracle took, in order."""
@@ -30,6 +30,7 @@ class ErringSession:
     def __init__(self, env: EnvSession, share: float, seed: int, solutions: Solutions) -> None:
         self.name = env.name
         self.instruction = env.instruction
+        self.tools = env.tools
         self._env = env
         self._share = share
         self._seed = seed
@@ -47,8 +48,16 @@ class ErringSession:
         return await self._env.reset(item)
 
     async def step(self, text: str) -> Step:
+        return self._marked(await self._env.step(text))
+
+    async def call(self, calls: list[ToolCall]) -> Step:
+        return self._marked(await self._env.call(calls))
+
+    def call_of(self, action: str) -> ToolCall:
+        return self._env.call_of(action)
+
+    def _marked(self, step: Step) -> Step:
         erred, self._erred = self._erred, False
-        step = await self._env.step(text)
         if erred:
             step.info = {**step.info, "mistake": True}
         return step

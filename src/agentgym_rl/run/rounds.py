@@ -25,7 +25,15 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.demonstrations import Demonstration, load_demonstrations, load_trajectories, to_sample, to_samples
+from agentgym_rl.run.demonstrations import (
+    Demonstration,
+    load_demonstrations,
+    load_preferences,
+    load_trajectories,
+    segment_samples,
+    to_sample,
+    to_samples,
+)
 from agentgym_rl.training.agentevol import keep
 from agentgym_rl.training.dagger import agreement, labelled
 from agentgym_rl.training.dpo import Preference, build_pairs
@@ -148,7 +156,7 @@ class RoundMaker:
         groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns)
         kept = keep(groups, settings, f"{self.config.seed}/round{current.number}")
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
-        explored = [to_sample(t, self.backend.renderer) for t in kept]
+        explored = [s for t in kept for s in segment_samples(t, self.backend.renderer)]
         if settings.history == "all":
             explored = [*earlier.get("explored", []), *explored]
         current.samples = {"expert": earlier.get("expert", []), "explored": explored}
@@ -206,6 +214,11 @@ class RoundMaker:
         if settings.sample_groups:
             groups += await self._play(current, settings.sample_groups, settings.group_size, settings.max_turns)
         pairs = build_pairs(groups, settings, f"{config.seed}/round{current.number}")
+        if current.number == 1 and settings.preferences:
+            preferred = load_preferences(self.context, settings.preferences)
+            current.metrics["round/preferred"] = float(len(preferred))
+            self.console.note(f"{len(preferred)} pairs that people chose")
+            pairs += preferred
         if not pairs:
             raise ConfigError(
                 f"round {current.number}: no two episodes of one item have rewards {settings.min_gap:g} apart: sample "

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from agentgym_rl.agent.context import ASK, LEFT_OUT, SUMMARISED
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
@@ -17,7 +18,7 @@ from agentgym_rl.run.demonstrations import play_demonstrations, to_samples
 from agentgym_rl.run.model import choose_device, load_from
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
-from agentgym_rl.training.scratch import build_model, build_tokenizer
+from agentgym_rl.training.scratch import build_model, build_tokenizer, write_calls
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Message, Sample
 
@@ -63,8 +64,9 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
         )
         conversations = [trajectory.messages for trajectory in played]
     if tokenizer is None:
-        tokenizer = word_tokenizer(conversations)
-    renderer = Renderer(tokenizer, config.model.chat_template)
+        texts = () if config.agent.context == "full" else (ASK, LEFT_OUT, SUMMARISED)
+        tokenizer = word_tokenizer([*conversations, [Message("user", text) for text in texts]])
+    renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
     max_context = config.longest_context()
     samples = to_samples([t for t in played if t.num_turns], renderer, max_context, context.console)
     if warm is not None and not samples:
@@ -99,8 +101,8 @@ def untrained(settings: ModelConfig, seed: int, tokenizer: Any) -> Any:
 def word_tokenizer(conversations: Sequence[list[Message]]) -> Any:
     """Return a tokenizer whose vocabulary is the words of `conversations`."""
     messages = [message for conversation in conversations for message in conversation]
-    replies = [m.content for m in messages if m.role == "assistant"]
-    return build_tokenizer([m.content for m in messages], replies)
+    texts = [f"{m.content}\n{write_calls(m.tool_calls or ())}".strip() for m in messages]
+    return build_tokenizer(texts, [text for text, m in zip(texts, messages, strict=True) if m.role == "assistant"])
 
 
 def describe_scratch(num_parameters: int, start: Start) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,26 +13,28 @@ from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
 from agentgym_rl.training.ranks import balanced
-from agentgym_rl.training.settings import RLSettings
-from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory
+from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
+from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
 
 _OVERLONG = (StopReason.LENGTH, StopReason.MAX_CONTEXT)
 
 
 @dataclass(slots=True)
 class Batch:
-    """The samples of one step, with one entry per sample in each list."""
+    """The samples of one step, one per segment of an episode. Lists have one entry per sample or per episode."""
 
     samples: list[Sample] = field(default_factory=list)
-    """Samples to run through the model."""
+    """Samples to run through the model; those of one episode are adjacent."""
+    owners: list[int] = field(default_factory=list)
+    """Index of each sample's episode; empty if every sample is an episode."""
     episodes: list[Episode] = field(default_factory=list)
-    """Input of the estimator for each sample."""
+    """Input of the estimator for each episode."""
     truncated: list[bool] = field(default_factory=list)
     """True if the episode was truncated, so that PPO can bootstrap."""
     unread: list[bool] = field(default_factory=list)
     """True if the state it was truncated in has no tokens, so that the critic cannot read it."""
     masked: list[bool] = field(default_factory=list)
-    """True if the sample counts in the comparison but is not trained on."""
+    """True if the episode counts in the comparison but is not trained on."""
     weights: list[float] = field(default_factory=list)
     """Loss weight of every action token of each sample; set by `estimate`."""
     zero_variance_groups: int = 0
@@ -42,46 +45,71 @@ class Batch:
 
 
 def equal_rewards(group: Group) -> bool:
-    """Return whether all usable episodes of the group have the same reward, so that comparing them says nothing."""
-    rewards = [t.reward for t in group.usable]
+    """Return whether all trainable episodes of the group have the same reward, so that comparing them says nothing."""
+    rewards = [t.training_reward for t in group.trainable]
     return not rewards or max(rewards) - min(rewards) < EPSILON
 
 
-def to_sample(trajectory: Trajectory, *, keep_tail: bool = False) -> Sample:
-    """Return the sampled tokens of a trajectory. `keep_tail` keeps the tokens after the last reply, for a critic."""
-    mask = trajectory.loss_mask
-    end = len(mask) if keep_tail else len(mask) - (mask[::-1].index(True) if True in mask else 0)
-    replies = [m for m in trajectory.messages if m.logprobs is not None]
-    return Sample(
-        token_ids=trajectory.token_ids[:end],
-        loss_mask=mask[:end],
-        logprobs=[p for m in replies for p in m.logprobs or ()],
-        turn_index=[k for k in trajectory.turn_index if k >= 0],
-        versions=[m.version or 0 for m in replies for _ in m.token_ids],
-        trajectory_id=trajectory.id,
-    )
+def to_samples(trajectory: Trajectory, *, keep_tail: bool = False) -> list[Sample]:
+    """Return one sample per segment with trained tokens. `keep_tail` keeps the tokens after the last reply, for a
+    critic."""
+    segments = [segment for segment in trajectory.segments if True in segment.loss_mask]
+    samples = []
+    for segment in segments:
+        mask = segment.loss_mask
+        end = len(mask) if keep_tail else len(mask) - mask[::-1].index(True)
+        samples.append(
+            Sample(
+                token_ids=segment.token_ids[:end],
+                loss_mask=mask[:end],
+                logprobs=[p for p, trained in zip(segment.logprobs, mask, strict=True) if trained],
+                turn_index=[turn for turn in segment.turn_index if turn >= 0],
+                versions=segment.versions,
+                trajectory_id=trajectory.id,
+                order=segment.order if len(segments) > 1 else [],
+            )
+        )
+    return samples
+
+
+def _distribute(samples: Sequence[Sample], name: str, values: list[float]) -> None:
+    """Give each sample of an episode its part of the values of the episode's tokens."""
+    for sample in samples:
+        setattr(sample, name, [values[k] for k in sample.order] if len(samples) > 1 else values)
+
+
+def samples_by_owner(batch: Batch) -> list[list[int]]:
+    """Return the indices of each episode's samples."""
+    indices: list[list[int]] = []
+    for i, owner in enumerate(batch.owners or range(len(batch.samples))):
+        if owner == len(indices):
+            indices.append([])
+        indices[owner].append(i)
+    return indices
 
 
 def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limits] | None = None) -> Batch:
-    """Return usable trajectories as samples. Failed episodes and those without a sampled token are skipped.
+    """Return trainable trajectories as samples. Failed episodes and those without a sampled token are skipped.
 
     Only the penalty on overlong replies needs `limits`, by environment.
     """
     batch = Batch()
     for number, group in enumerate(groups):
-        trajectories = [t for t in group.usable if any(t.loss_mask)]
+        played = [(t, to_samples(t, keep_tail=settings.algorithm == "ppo")) for t in group.trainable]
+        trajectories = [(t, samples) for t, samples in played if samples]
         batch.groups += bool(trajectories)
-        for trajectory in trajectories:
-            sample = to_sample(trajectory, keep_tail=settings.algorithm == "ppo")
+        for trajectory, samples in trajectories:
             counts = [0] * trajectory.num_turns
-            for turn in sample.turn_index:
+            for turn in (turn for sample in samples for turn in sample.turn_index):
                 counts[turn] += 1
-            rewards = list(trajectory.rewards)
+            rewards = trajectory.training_rewards
             if settings.overlong == "penalty":
                 assert limits is not None
                 longest = limits[trajectory.task.env].max_new_tokens
-                rewards = [r - overlong_penalty(n, longest, settings) for r, n in zip(rewards, counts, strict=True)]
-            batch.samples.append(sample)
+                lengths = [len(m.token_ids) for m in trajectory.messages if m.is_reply]
+                rewards = [r - overlong_penalty(n, longest, settings) for r, n in zip(rewards, lengths, strict=True)]
+            batch.samples += samples
+            batch.owners += [len(batch.episodes)] * len(samples)
             batch.episodes.append(
                 Episode(number, rewards, counts, states=[info.get("state_key") for info in trajectory.infos])
             )
@@ -94,9 +122,11 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
 def _ends_unread(trajectory: Trajectory) -> bool:
     """Return whether the last observation did not fit into the context or did not arrive before the deadline.
 
-    The sample then ends with a whole reply. No token is ever sampled there, so the critic learns no value for it."""
+    The sample then ends with a whole reply. No token is ever sampled there, so the critic learns no value for it. The
+    same holds if the observation started a new segment, because a segment without a reply is no sample."""
     last = trajectory.messages[-1]
-    return trajectory.stop is StopReason.TIMEOUT or (last.role != "assistant" and not last.token_ids)
+    unread = last.role != "assistant" and (not last.token_ids or last.prefix is not None)
+    return trajectory.stop is StopReason.TIMEOUT or unread
 
 
 def _value_after(episode: Episode, settings: RLSettings) -> float:
@@ -122,71 +152,101 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
     For ppo the samples must hold values, for distillation the teacher's log-probabilities. For KL in the reward,
     weighted by `kl_coef`, they must hold old and reference log-probabilities.
     """
-    ends = zip(batch.samples, batch.episodes, batch.truncated, batch.unread, strict=True)
-    for sample, episode, truncated, unread in ends:
+    segments = [[batch.samples[i] for i in own] for own in samples_by_owner(batch)]
+    for samples, episode, truncated, unread in zip(
+        segments, batch.episodes, batch.truncated, batch.unread, strict=True
+    ):
         if settings.kl_in == "reward" and kl_coef:
-            old, reference = torch.tensor(sample.old_logprobs), torch.tensor(sample.reference_logprobs)
+            old, reference = (torch.tensor(in_order(samples, f"{name}_logprobs")) for name in ("old", "reference"))
             episode.penalties = (kl_coef * KL_ESTIMATORS[settings.kl_estimator](old, reference)).tolist()
-        episode.values = sample.values
+        episode.values = in_order(samples, "values")
         episode.last_value = 0.0
-        if truncated and settings.bootstrap and sample.values:
-            episode.last_value = _value_after(episode, settings) if unread else sample.last_value
+        if truncated and settings.bootstrap and episode.values:
+            # The segment whose last token was sampled last is the one that the episode ended in.
+            last = max(samples, key=lambda sample: sample.order[-1:])
+            episode.last_value = _value_after(episode, settings) if unread else last.last_value
     estimated = ESTIMATORS[settings.algorithm](batch.episodes, settings)
-    for sample, advantages in zip(batch.samples, estimated.advantages, strict=True):
-        sample.advantages = advantages
+    for samples, advantages in zip(segments, estimated.advantages, strict=True):
+        _distribute(samples, "advantages", advantages)
         if settings.distill is not None:
-            sample.advantages = with_teacher(sample, settings.distill)
-    for sample, returns in zip(batch.samples, estimated.returns, strict=False):
-        sample.returns = returns
-    flat = _flat_groups(batch)
+            for sample in samples:
+                sample.advantages = with_teacher(sample, settings.distill)
+    for samples, returns in zip(segments, estimated.returns, strict=False):
+        _distribute(samples, "returns", returns)
+    return _trained(batch, segments, settings)
+
+
+def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -> Batch:
+    """Return the episodes that are trained on, with the weights of their samples' tokens."""
+    flat = _flat_groups(batch, segments)
     trained = [i for i, masked in enumerate(batch.masked) if not masked]
-    dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ("grpo", "rloo") else set()
+    dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ZERO_VARIANCE_ALGORITHMS else set()
     if settings.resample_rounds and settings.zero_variance == "drop":
         # Replaced groups do not count, or the loss would shrink with every round (DAPO).
         trained = [i for i in trained if batch.episodes[i].group not in dropped]
-    weights = token_weights([batch.samples[i] for i in trained], settings.aggregate, settings.aggregate_length)
-    kept = [(i, w) for i, w in zip(trained, weights, strict=True) if batch.episodes[i].group not in dropped]
+    weights = token_weights(
+        [sample for i in trained for sample in segments[i]],
+        settings.aggregate,
+        settings.aggregate_length,
+        [i for i in trained for _ in segments[i]],
+    )
+    weight_of = dict(zip((i for i in trained for _ in segments[i]), weights, strict=True))
+    kept = [i for i in trained if batch.episodes[i].group not in dropped]
     return Batch(
-        samples=[batch.samples[i] for i, _ in kept],
-        episodes=[batch.episodes[i] for i, _ in kept],
-        truncated=[batch.truncated[i] for i, _ in kept],
-        unread=[batch.unread[i] for i, _ in kept],
+        samples=[sample for i in kept for sample in segments[i]],
+        owners=[owner for owner, i in enumerate(kept) for _ in segments[i]],
+        episodes=[batch.episodes[i] for i in kept],
+        truncated=[batch.truncated[i] for i in kept],
+        unread=[batch.unread[i] for i in kept],
         masked=[False] * len(kept),
-        weights=[w for _, w in kept],
+        weights=[weight_of[i] for i in kept for _ in segments[i]],
         zero_variance_groups=len(flat),
         groups=batch.groups,
     )
 
 
-def _flat_groups(batch: Batch) -> set[int]:
+def _flat_groups(batch: Batch, segments: list[list[Sample]]) -> set[int]:
     """Return the groups in which every advantage is 0."""
     largest: dict[int, float] = {}
-    for episode, sample in zip(batch.episodes, batch.samples, strict=True):
-        largest[episode.group] = max(largest.get(episode.group, 0.0), *map(abs, sample.advantages))
+    for episode, samples in zip(batch.episodes, segments, strict=True):
+        advantages = (abs(a) for sample in samples for a in sample.advantages)
+        largest[episode.group] = max(largest.get(episode.group, 0.0), *advantages)
     return {group for group, advantage in largest.items() if advantage < EPSILON}
 
 
-def token_weights(samples: list[Sample], aggregate: str, aggregate_length: int = 1) -> list[float]:
-    """Return the weight of an action token of each sample.
+def token_weights(
+    samples: list[Sample], aggregate: str, aggregate_length: int = 1, owners: Sequence[int] = ()
+) -> list[float]:
+    """Return the weight of an action token of each sample. `owners` are the samples' episodes; by default each has one.
 
-    token: 1 / all action tokens. trajectory: 1 / (samples * own tokens). constant: 1 / (samples * aggregate_length).
+    token: 1 / all action tokens. trajectory: 1 / (episodes * tokens of the episode). constant: 1 / (episodes *
+    aggregate_length).
     """
-    counts = [sum(s.loss_mask) for s in samples]
-    if not counts:
+    if not samples:
         return []
+    owners = owners or range(len(samples))
+    counts: Counter[int] = Counter()
+    for owner, sample in zip(owners, samples, strict=True):
+        counts[owner] += sum(sample.loss_mask)
     if aggregate == "token":
-        return [1.0 / sum(counts)] * len(counts)
+        return [1.0 / counts.total()] * len(samples)
     if aggregate == "constant":
-        return [1.0 / (len(counts) * aggregate_length)] * len(counts)
-    return [1.0 / (len(counts) * count) for count in counts]
+        return [1.0 / (len(counts) * aggregate_length)] * len(samples)
+    return [1.0 / (len(counts) * counts[owner]) for owner in owners]
 
 
 def shuffled_parts(count: int, minibatches: int, seed: int) -> list[list[int]]:
-    """Return the sample indices of each update of a pass: equal shares in a seeded order."""
+    """Return the indices of each update of a pass: equal shares in a seeded order."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     parts = min(minibatches, count)
     return [order[i::parts] for i in range(parts)]
+
+
+def sample_parts(batch: Batch, minibatches: int, seed: int) -> list[list[int]]:
+    """Return the sample indices of each update of a pass: equal shares of episodes, each with all its samples."""
+    own = samples_by_owner(batch)
+    return [[i for owner in part for i in own[owner]] for part in shuffled_parts(len(own), minibatches, seed)]
 
 
 def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[list[Batch], list[list[int]]]:
@@ -197,7 +257,7 @@ def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[l
     """
     shares = [Batch(groups=batch.groups, zero_variance_groups=batch.zero_variance_groups) for _ in range(size)]
     indices: list[list[int]] = [[] for _ in range(size)]
-    for part in shuffled_parts(len(batch.samples), minibatches, seed):
+    for part in sample_parts(batch, minibatches, seed):
         split = balanced([len(batch.samples[i].token_ids) for i in part], size)
         for share, share_indices, chosen in zip(shares, indices, split, strict=True):
             share.parts.append(list(range(len(share_indices), len(share_indices) + len(chosen))))

@@ -1,6 +1,10 @@
 """Conversations to learn from, and their file formats.
 
-Two formats are read. Trajectories: JSON lines as a run writes them. Conversations: AgentGym's JSON list,
+Three formats are read. Trajectories: JSON lines as a run writes them. OpenAI's messages, as JSON lines or a JSON list,
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "tool_calls": [...]}], "tools": [...]}
+
+where replies with `weight: 0` are not trained on. Conversations: AgentGym's JSON list,
 
     [{"item_id": "textcraft_0", "conversations": [{"from": "human", "loss": null, "value": "..."},
                                                   {"from": "gpt", "loss": true, "value": "..."}]}]
@@ -14,10 +18,11 @@ from __future__ import annotations
 import glob
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agentgym_rl.common.chat_messages import from_openai, to_openai
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.types import Message, StopReason, Trajectory
 
@@ -34,6 +39,8 @@ class Conversation:
     messages: list[Message]
     trained: list[bool]
     """One per message; True only on assistant messages."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of the tools that the agent was offered."""
 
 
 def of_trajectory(trajectory: Trajectory) -> Conversation:
@@ -41,9 +48,10 @@ def of_trajectory(trajectory: Trajectory) -> Conversation:
 
     Token ids and log-probabilities are dropped, because they belong to one tokenizer.
     """
-    messages = [Message(m.role, m.content) for m in trajectory.messages]
+    kept = [(m, trained) for m, trained in zip(trajectory.messages, trajectory.imitated, strict=True) if not m.purpose]
+    messages = [Message(m.role, m.content, tool_calls=m.tool_calls, tool_call_id=m.tool_call_id) for m, _ in kept]
     item_id = f"{trajectory.task.env}_{trajectory.task.item}"
-    return Conversation(item_id, messages, trajectory.imitated)
+    return Conversation(item_id, messages, [trained for _, trained in kept], trajectory.tools)
 
 
 def find_files(patterns: Iterable[str]) -> list[Path]:
@@ -84,23 +92,35 @@ def read_trajectory_files(paths: Iterable[Path]) -> Iterator[Trajectory]:
 def is_trajectory_file(path: Path) -> bool:
     if path.suffix not in (".json", ".jsonl"):
         raise ConfigError(f"{path}: trajectories (.jsonl) or conversations (.json) are needed, got {path.suffix!r}")
-    return path.suffix == ".jsonl"
+    if path.suffix == ".json":
+        return False
+    with path.open(encoding="utf-8") as file:
+        first = file.readline()
+    try:
+        row = json.loads(first)
+    except ValueError:
+        return True  # the reader of trajectories says what is wrong
+    return not (isinstance(row, dict) and "messages" in row and "rewards" not in row)
 
 
 def read_conversations(path: Path) -> list[Conversation]:
-    """Read AgentGym's JSON."""
+    """Read AgentGym's JSON, or OpenAI's messages."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        rows = json.loads(text) if path.suffix == ".json" else [json.loads(line) for line in text.splitlines() if line]
         if not isinstance(rows, list):
             raise TypeError(f"a list is needed, it holds a {type(rows).__name__}")
-        return [_from_row(row) for row in rows]
+        return [_from_messages(row) if "messages" in row else _from_row(row) for row in rows]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is not a list of AgentGym conversations: {error!r}") from None
+        raise ConfigError(f"{path} is not a list of AgentGym conversations or OpenAI messages: {error!r}") from None
 
 
 def write_conversations(conversations: Iterable[Conversation], path: Path) -> int:
-    """Write AgentGym's JSON and return the number of conversations. The inverse of `read_conversations`."""
-    rows = [_to_row(conversation) for conversation in conversations]
+    """Write AgentGym's JSON and return the number of conversations. The inverse of `read_conversations`.
+
+    A conversation with tools is written as OpenAI's messages, because AgentGym's turns cannot hold calls.
+    """
+    rows = [_to_messages(c) if c.tools else _to_row(c) for c in conversations]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return len(rows)
@@ -151,6 +171,26 @@ def _to_row(conversation: Conversation) -> dict[str, Any]:
         turns.append({"from": "human", "loss": None, "value": message.content})
         if message.role == "system":
             turns.append({"from": "gpt", "loss": False, "value": ACKNOWLEDGEMENTS[0]})
+    return {**_names(conversation), "conversations": turns}
+
+
+def _names(conversation: Conversation) -> dict[str, str]:
     # `item_id` as AgentGym's tools read it. `task` has this package's item number, which AgentGym's lists do not have.
-    task = "/".join(conversation.item_id.rsplit("_", 1))
-    return {"item_id": conversation.item_id, "task": task, "conversations": turns}
+    return {"item_id": conversation.item_id, "task": "/".join(conversation.item_id.rsplit("_", 1))}
+
+
+def _from_messages(row: dict[str, Any]) -> Conversation:
+    messages = [from_openai(message) for message in row["messages"]]
+    trained = [m["role"] == "assistant" and m.get("weight", 1) != 0 for m in row["messages"]]
+    tools = row.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise TypeError(f"tools must be a list of JSON schemas, got {tools!r:.80}")
+    return Conversation(str(row.get("item_id", "")), messages, trained, tools)
+
+
+def _to_messages(conversation: Conversation) -> dict[str, Any]:
+    messages = [to_openai(message) for message in conversation.messages]
+    for row, trained in zip(messages, conversation.trained, strict=True):
+        if row["role"] == "assistant" and not trained:
+            row["weight"] = 0
+    return {**_names(conversation), "messages": messages, "tools": conversation.tools}

@@ -16,14 +16,19 @@ def labelled(
 ) -> list[Sample]:
     """Return samples that imitate the oracle in every state of an episode.
 
-    A reply whose action is the oracle's is imitated as the agent wrote it; one sample has all of those. Every other
-    state becomes a sample of its own: the conversation so far and the oracle's reply. `reply_ids` returns the ids of a
-    written reply, `parse` its action.
+    A reply whose action is the oracle's is imitated as the agent wrote it; one sample per segment has all of those.
+    Every other state becomes a sample of its own: the conversation so far and the oracle's reply. `reply_ids` returns
+    the ids of a written reply, `parse` its action.
     """
-    agreed = Sample([], [], trajectory_id=trajectory.id)
+    segments: list[Sample] = []
     corrections: list[Sample] = []
-    token_ids: list[int] = []
     for message in trajectory.messages:
+        if message.segment == len(segments):
+            parent, count = message.prefix or (0, 0)
+            start = segments[parent].token_ids[:count] if count else []
+            segments.append(Sample(start, [False] * count, trajectory_id=trajectory.id))
+        agreed = segments[message.segment]
+        token_ids = agreed.token_ids
         is_reply = message.role == "assistant"
         same = is_reply and bool(message.advice) and parse(message.content) == parse(message.advice)
         if is_reply and message.advice and not same:
@@ -40,8 +45,7 @@ def labelled(
             agreed.left_out.append((len(token_ids), len(message.token_ids)))
         token_ids += message.token_ids
         agreed.loss_mask += [same] * len(message.token_ids)
-    agreed.token_ids = token_ids
-    return ([agreed] if any(agreed.loss_mask) else []) + corrections
+    return [sample for sample in segments if any(sample.loss_mask)] + corrections
 
 
 def agreement(replies: Iterable[Message], parse: Callable[[str], str]) -> float:

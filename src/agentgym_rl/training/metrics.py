@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
 from statistics import fmean
 
-from agentgym_rl.types import Group, StopReason, Trajectory
+from agentgym_rl.types import ENVIRONMENT, Group, StopReason, Trajectory
 
 TURNS_SHOWN = 8
 """Turns with their own metric. All later turns share one, so that a long horizon does not flood the log."""
@@ -56,11 +56,32 @@ def _means(trajectories: list[Trajectory]) -> dict[str, float]:
         "actions/repeated_rate": _repeated(trajectories),
         "actions/alternating_rate": _alternating(trajectories),
         "tokens/per_reply": _mean(len(m.token_ids) for m in replies),
-        "tokens/per_episode": _mean(len(t.token_ids) for t in trajectories),
+        "tokens/per_episode": _mean(sum(len(s.token_ids) for s in t.segments) for t in trajectories),
         "tokens/sampled": float(sum(len(m.token_ids) for m in replies)),
     }
+    if any(t.num_segments > 1 for t in trajectories):
+        metrics["segments/per_episode"] = _mean(t.num_segments for t in trajectories)
+    metrics |= judged_means(trajectories)
     dependence = input_dependence(trajectories)
     return metrics if dependence is None else metrics | {"replies/dependence": dependence}
+
+
+def judged_means(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Return the mean score of every source of rewards, unweighted, and the weighted sums, of [[rewards]]."""
+    judged = [t for t in trajectories if t.verdicts and not t.judge_error]
+    failed = sum(bool(t.judge_error) for t in trajectories)
+    if not judged:
+        return {"judged/failed": float(failed)} if failed else {}
+    others = [[v for v in t.verdicts if v.source != ENVIRONMENT] for t in judged]
+    metrics = {
+        "judged/failed": float(failed),
+        "judged/total": _mean(t.training_reward for t in judged),
+        "judged/mean": _mean(sum(v.weight * sum(v.scores) for v in verdicts) for verdicts in others),
+    }
+    sources: dict[str, list[float]] = defaultdict(list)
+    for verdict in (v for verdicts in others for v in verdicts):
+        sources[verdict.source].append(sum(verdict.scores))
+    return metrics | {f"judged/{source}": _mean(scores) for source, scores in sources.items()}
 
 
 def surprise(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -70,7 +91,7 @@ def surprise(trajectories: list[Trajectory]) -> dict[str, float]:
     """
     logprobs: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
-        replies = [m for m in trajectory.messages if m.role == "assistant"]
+        replies = [m for m in trajectory.messages if m.is_reply]
         for turn, message in enumerate(replies, 1):
             logprobs["mean"] += message.logprobs or []
             logprobs[turn_name(turn)] += message.logprobs or []
@@ -95,11 +116,13 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
     for trajectory in trajectories:
         observation, turn = "", 0
         for message in trajectory.messages:
+            if message.purpose:
+                continue
             if message.role == "assistant":
-                turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.content))
-                turn += 1
-            elif message.role == "user":
-                observation = message.content
+                turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.text))
+                turn, observation = turn + 1, ""
+            elif message.role != "system":
+                observation += message.content
     comparisons = [comparison for inputs in turns.values() if (comparison := _compare(inputs))]
     if not comparisons:
         return None
@@ -159,7 +182,7 @@ def _words(reply: str) -> dict[str, float]:
 
 
 def _replies(trajectory: Trajectory) -> list[str]:
-    return [m.content for m in trajectory.messages if m.role == "assistant"]
+    return [m.text for m in trajectory.messages if m.is_reply]
 
 
 def _repeated(trajectories: list[Trajectory]) -> float:

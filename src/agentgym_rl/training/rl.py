@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from agentgym_rl.common.garbage import rare_collections
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
@@ -113,19 +114,20 @@ async def train_rl(
     while not state.over(settings):
         step, started = state.step, time.perf_counter()
         if not state.played:
-            await _play(step, state, collect, limits, settings, seed)
+            await _play_step(step, state, collect, limits, settings, seed)
         groups, rollout_s = state.played, state.played_s
         state.played = []
         hooks.record(step + 1, groups)
         sampled = state.sampled + _sampled_tokens(groups)
         metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons), "tokens/total": float(sampled)}
         _require_episodes(groups, step)
+        _require_judged(groups, step)
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
         _advance(state.horizons, groups)
         learning_since = time.perf_counter()
         if settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
             # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
-            playing = asyncio.create_task(_play(step + 1, state, collect, limits, settings, seed))
+            playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
             try:
                 learned, samples = await asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed)
             except BaseException:
@@ -193,20 +195,21 @@ def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, flo
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 
-async def _play(
+async def _play_step(
     step: int, state: RLState, collect: Collect, limits: dict[str, Limits], settings: RLSettings, seed: int
 ) -> None:
     """Play a step's groups into `state.played`. With resample_rounds, new groups replace those with equal rewards."""
     started = time.perf_counter()
     groups: list[Group] = []
     wanted = settings.groups_per_step
-    for attempt in range(settings.resample_rounds + 1):
-        tasks = state.tasks.take(wanted)
-        parts = ("rollout", step) if attempt == 0 else ("rollout", step, attempt)
-        groups += await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, *parts))
-        wanted = settings.groups_per_step - sum(not equal_rewards(g) for g in groups)
-        if wanted <= 0:
-            break
+    with rare_collections():
+        for attempt in range(settings.resample_rounds + 1):
+            tasks = state.tasks.take(wanted)
+            parts = ("rollout", step) if attempt == 0 else ("rollout", step, attempt)
+            groups += await _collect(tasks, collect, limits, state.horizons, derive_seed(seed, *parts))
+            wanted = settings.groups_per_step - sum(not equal_rewards(g) for g in groups)
+            if wanted <= 0:
+                break
     state.played, state.played_s = groups, time.perf_counter() - started
 
 
@@ -232,6 +235,12 @@ def _require_episodes(groups: list[Group], step: int) -> None:
     if not any(g.usable for g in groups):
         failures = [t.error for g in groups for t in g.trajectories if t.error]
         raise EnvError(f"step {step + 1}: all {len(failures)} episodes failed; the first: {failures[0]}")
+
+
+def _require_judged(groups: list[Group], step: int) -> None:
+    if not any(g.trainable for g in groups):
+        errors = [t.judge_error for g in groups for t in g.usable]
+        raise EngineError(f"step {step + 1}: none of {len(errors)} episodes could be judged; the first: {errors[0]}")
 
 
 def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agentgym_rl.training.batch import Batch, shuffled_parts
+from agentgym_rl.training.batch import Batch, sample_parts
 from agentgym_rl.training.critic import Critic, ValueModel
 from agentgym_rl.training.learner import Updater, freeze
 from agentgym_rl.training.losses import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSES
@@ -129,7 +129,7 @@ class RLLearner(Updater):
 
     def _minibatches(self, batch: Batch, seed: int) -> list[tuple[list[Sample], list[MicroBatch]]]:
         """Return equal shares of the samples, with weights scaled so that each is normalised like a whole batch."""
-        shares = batch.parts or shuffled_parts(len(batch.samples), self._rl.minibatches, seed)
+        shares = batch.parts or sample_parts(batch, self._rl.minibatches, seed)
         parts = []
         for share in shares:
             samples = [batch.samples[i] for i in share]

@@ -9,19 +9,28 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from jinja2 import Template
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.settings import ScratchSettings
+from agentgym_rl.types import ToolCall
 
 UNKNOWN, START, END = "<|unknown|>", "<|im_start|>", "<|im_end|>"
 
-# ChatML without line breaks, which the tokenizer drops.
+# ChatML without line breaks, which the tokenizer drops, and with tool calls as Qwen3-Coder writes them. The tools'
+# schemas would be the same in every episode, so only their names are shown.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}<|im_end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    "{% if tools %}<|im_start|>tool {% for tool in tools %}{{ tool['function']['name'] }} {% endfor %}<|im_end|>"
+    "{% endif %}{% for message in messages %}<|im_start|>{{ message['role'] }} {{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %} <tool_call> <function={{ call['function']['name'] }}>"
+    "{% for name, value in call['function']['arguments'].items() %} <parameter={{ name }}> "
+    "{{ value if value is string else value | tojson }} </parameter>{% endfor %} </function> </tool_call>{% endfor %}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
 )
+_TAG = re.compile(r"</?(?:tool_call|function|parameter)(?:=[\w-]+)?>")
+"""Tags of tool calls. Each is one token."""
 MIN_PAIR_SHARE = 0.0005
 """Smallest share of all words at which a pair becomes one token."""
 Lines = Counter[tuple[str, ...]]
@@ -36,8 +45,11 @@ def build_tokenizer(texts: Iterable[str], replies: Iterable[str] = ()) -> Any:
     It knows only the punctuation that `replies` use, because the model has to write it. Decoding joins tokens by single
     spaces, which is enough for actions.
     """
-    marks = sorted({mark for reply in replies for mark in reply if not (mark.isalnum() or mark.isspace())})
-    clauses = Counter(clause for text in texts for clause in re.split(r"[^\w ]", text))
+    replies = list(replies)
+    tags = sorted({tag for reply in replies for tag in _TAG.findall(reply)})
+    plain = [_TAG.sub("\n", reply) for reply in replies]
+    marks = sorted({mark for reply in plain for mark in reply if not (mark.isalnum() or mark.isspace())})
+    clauses = Counter(clause for text in texts for clause in re.split(r"[^\w ]", _TAG.sub("\n", text)))
     lines: Lines = Counter()
     for clause, count in clauses.items():
         lines[tuple(re.findall(_WORD, clause))] += count
@@ -45,10 +57,19 @@ def build_tokenizer(texts: Iterable[str], replies: Iterable[str] = ()) -> Any:
         raise ConfigError("a tokenizer needs texts to take its words from, got none")
     phrases = _phrases(lines)
     vocabulary = sorted({word for line in lines for word in line} | {"system", "user", "assistant"})
-    tokens = [UNKNOWN, START, END, *vocabulary, *phrases, *marks]
+    if tags:
+        vocabulary = sorted({*vocabulary, "tool"})
+    tokens = [UNKNOWN, START, END, *vocabulary, *phrases, *marks, *tags]
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=UNKNOWN))
     longest_first = sorted(phrases, key=lambda p: (-len(p), p))
-    pattern = "|".join([*(rf"\b{re.escape(phrase)}\b" for phrase in longest_first), _WORD, *map(re.escape, marks)])
+    pattern = "|".join(
+        [
+            *map(re.escape, tags),
+            *(rf"\b{re.escape(phrase)}\b" for phrase in longest_first),
+            _WORD,
+            *map(re.escape, marks),
+        ]
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="removed", invert=True)
     tokenizer.add_special_tokens([UNKNOWN, START, END])
     return PreTrainedTokenizerFast(
@@ -59,6 +80,14 @@ def build_tokenizer(texts: Iterable[str], replies: Iterable[str] = ()) -> Any:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
+
+
+def write_calls(calls: Iterable[ToolCall]) -> str:
+    """Return tool calls as the template writes them."""
+    template = Template(CHAT_TEMPLATE)
+    written = [{"function": {"name": call.name, "arguments": call.arguments}} for call in calls]
+    text = template.render(messages=[{"role": "", "content": "", "tool_calls": written}])
+    return text.removeprefix(START).removesuffix(END).strip()
 
 
 def _phrases(lines: Lines) -> list[str]:

@@ -67,7 +67,7 @@ class Playground:
         """Play the action that a person typed."""
         game = self._game(game_id)
         async with game.lock:
-            messages = [Message("user", game.step.observation)]
+            messages = self._unread(game)
             if not game.messages and game.session.instruction:
                 messages.insert(0, Message("system", game.session.instruction))
             await self._play(game, messages, Message("assistant", action), action, "you")
@@ -83,10 +83,14 @@ class Playground:
                 raise EnvError("this episode has ended: start another")
             if name not in game.policies:
                 game.policies[name] = self._environments.policies[name](game.session, secrets.randbits(31))
-            reply = await game.policies[name].reply(game.messages, game.step.observation, self._environments.limits)
+            reply = await game.policies[name].reply(
+                game.messages, game.step.results or game.step.observation, self._environments.limits
+            )
             if reply.action is None:
                 raise EnvError(f"{name} cannot reply: its context is full")
             action = self._environments.action_in(name, reply.action.content)
+            if reply.action.tool_calls is not None:
+                action = reply.action.text
             await self._play(game, reply.observation, reply.action, action, name)
         return await self._describe(game_id)
 
@@ -104,15 +108,25 @@ class Playground:
         self._games.clear()
         await asyncio.gather(*(game.close() for game in games))
 
+    @staticmethod
+    def _unread(game: Game) -> list[Message]:
+        """Return the last observation as messages: the results of tool calls, or one text."""
+        calls = game.messages[-1].tool_calls if game.messages else None
+        if not game.step.results or calls is None:
+            return [Message("user", game.step.observation)]
+        pairs = zip(game.step.results, calls, strict=True)
+        return [Message("tool", result, tool_call_id=call.id) for result, call in pairs]
+
     async def _play(self, game: Game, observation: list[Message], reply: Message, action: str, player: str) -> None:
         if game.step.done:
             raise EnvError("this episode has ended: start another")
-        step = await game.session.step(action)
+        calls = reply.tool_calls
+        step = await (game.session.step(action) if calls is None else game.session.call(calls))
         game.messages += [*observation, reply]
         game.turns.append(
             {
                 "observation": game.step.observation,
-                "reply": reply.content,
+                "reply": reply.text,
                 "action": action,
                 "by": player,
                 "reward": step.reward,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from agentgym_rl.types import EnvSession, Limits, Message
+from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 
 class PolicyReply(Protocol):
@@ -18,7 +18,7 @@ class PolicyReply(Protocol):
 class Policy(Protocol):
     """A policy that plays one episode."""
 
-    async def reply(self, messages: list[Message], observation: str, limits: Limits) -> Any:
+    async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Any:
         """Return a PolicyReply."""
 
     async def close(self) -> None: ...
@@ -48,8 +48,8 @@ class Environments(Protocol):
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
         """Return the subsets of an item. Empty if the environment is unknown or not installed."""
 
-    async def open(self, env: str, style: str = "act", turns_per_attempt: int | None = None) -> EnvSession:
-        """Open a session of `env` in a style."""
+    async def open(self, env: str, style: str | None = None, turns_per_attempt: int | None = None) -> EnvSession:
+        """Open a session of `env` in a style, by default that of the policies."""
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]: ...
 

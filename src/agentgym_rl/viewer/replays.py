@@ -8,12 +8,13 @@ the environment recorded itself, as text under `picture` of a step's info, is sh
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from agentgym_rl.errors import ConfigError, EnvError
-from agentgym_rl.types import EnvSession
+from agentgym_rl.types import EnvSession, ToolCall
 from agentgym_rl.viewer.playground_protocols import Environments
 
 MAX_CACHED_REPLAYS = 32
@@ -55,11 +56,56 @@ async def draw(session: EnvSession) -> Frame:
         return str(error)
 
 
-def replies_and_observations(episode: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Return replies and observations. There is one more observation unless the last reply was not played."""
-    messages = episode["messages"]
-    replies = [str(m["content"]) for m in messages if m["role"] == "assistant"]
-    return replies, [str(m["content"]) for m in messages if m["role"] == "user"]
+_CALL_FIELDS = {field.name for field in fields(ToolCall)}
+Reply = str | list[ToolCall]
+"""A recorded reply: the text to play, or the tool calls."""
+
+
+def replies_and_observations(episode: dict[str, Any]) -> tuple[list[Reply], list[str]]:
+    """Return replies and observations. There is one more observation unless the last reply was not played.
+
+    The results of a reply's tool calls are one observation, as in the environment's answer.
+    """
+    replies: list[Reply] = []
+    observations: list[list[str]] = []
+    for message in episode["messages"]:
+        if message.get("purpose"):
+            continue
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls")
+            replies.append(str(message["content"]) if calls is None else [_call(call) for call in calls])
+        elif message["role"] != "system":
+            if len(observations) == len(replies):
+                observations.append([])
+            observations[-1].append(str(message["content"]))
+    return replies, ["\n".join(texts) for texts in observations]
+
+
+def _call(row: Any) -> ToolCall:
+    """Return a recorded call. One that is unreadable becomes a malformed call, which the environment answers."""
+    if isinstance(row, dict) and isinstance(row.get("arguments"), dict) and set(row) <= _CALL_FIELDS:
+        return ToolCall(**{"name": "", **row})
+    return ToolCall("", error="unreadable record")
+
+
+def shown_calls(message: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the tool calls of a message for the pages: name, arguments as text, id, error."""
+    if not isinstance(calls := message.get("tool_calls"), list):
+        return None
+    return [
+        {
+            "name": str(call.name),
+            "arguments": [[str(name), _value_text(value)] for name, value in dict(call.arguments).items()],
+            "id": str(call.id),
+            "error": str(call.error),
+            "raw": str(call.raw),
+        }
+        for call in map(_call, calls)
+    ]
+
+
+def _value_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _recorded_picture(episode: dict[str, Any], turn: int) -> Frame | None:
@@ -106,7 +152,7 @@ class Replays:
         self,
         frames: list[asyncio.Future[Frame]],
         episode: dict[str, Any],
-        replies: list[str],
+        replies: list[Reply],
         observations: list[str],
         style: tuple[str, int | None],
     ) -> None:
@@ -129,12 +175,17 @@ class Replays:
 
     @staticmethod
     async def _follow(
-        session: EnvSession, frames: list[asyncio.Future[Frame]], item: int, replies: list[str], observations: list[str]
+        session: EnvSession,
+        frames: list[asyncio.Future[Frame]],
+        item: int,
+        replies: list[Reply],
+        observations: list[str],
     ) -> str:
         step = await session.reset(item)
         for turn, recorded in enumerate(observations):
             if turn:
-                step = await session.step(replies[turn - 1])
+                reply = replies[turn - 1]
+                step = await (session.step(reply) if isinstance(reply, str) else session.call(reply))
             if step.observation.strip() != recorded.strip():
                 position = f"after turn {turn}" if turn else "at the start"
                 return f"the replay differs from the record {position}: the environment changed or is not deterministic"

@@ -8,14 +8,16 @@ import os
 import random
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any, Protocol
 
 import httpx
 
+from agentgym_rl.common.chat_messages import from_openai, to_openai
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.types import Message, Sampling
+from agentgym_rl.types import Message, Sampling, ToolCall
 
 _TRANSIENT = {408, 409, 425, 429}
 """Statuses that are retried, besides every 5xx."""
@@ -110,6 +112,8 @@ class Answer:
     cut: bool
     """True if the reply reached max_new_tokens."""
     tokens: Tokens
+    calls: list[ToolCall] = field(default_factory=list)
+    """Tool calls in order."""
 
     @property
     def context_tokens(self) -> int:
@@ -120,7 +124,9 @@ class Answer:
 class Chat(Protocol):
     """The interface of a chat policy: a client, or one episode's view of it."""
 
-    async def complete(self, messages: list[Message], sampling: Sampling) -> Answer: ...
+    async def complete(
+        self, messages: list[Message], sampling: Sampling, tools: Sequence[dict[str, Any]] = ()
+    ) -> Answer: ...
 
 
 class ChatClient:
@@ -161,20 +167,24 @@ class ChatClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         try:
-            self._http = httpx.AsyncClient(headers=_headers(api_key_variable), timeout=timeout, limits=limits)
+            self._http = httpx.AsyncClient(headers=key_headers(api_key_variable), timeout=timeout, limits=limits)
         except (ValueError, ImportError, httpx.InvalidURL) as error:  # bad values of HTTPS_PROXY and the like
             raise ConfigError(f"cannot set up an HTTP client ({error}): check the proxy variables") from error
 
-    async def complete(self, messages: list[Message], sampling: Sampling) -> Answer:
-        """Return the model's next message."""
+    async def complete(
+        self, messages: list[Message], sampling: Sampling, tools: Sequence[dict[str, Any]] = ()
+    ) -> Answer:
+        """Return the model's next message. `tools` are JSON schemas of the functions it may call."""
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [{"role": m.role, "content": m.content} for m in messages],
+            "messages": [to_openai(m) for m in messages],
             "temperature": sampling.temperature,
             self._max_tokens_field: sampling.max_new_tokens,
         }
         if sampling.top_p != 1.0:  # Some models refuse the field itself.
             body["top_p"] = sampling.top_p
+        if tools:
+            body["tools"] = list(tools)
         if sampling.stop:
             body["stop"] = list(sampling.stop)
         if sampling.seed is not None:
@@ -260,16 +270,17 @@ class ChatClient:
         try:
             row = response.json()
             choice = row["choices"][0]
-            content = choice["message"]["content"] or ""
-            if isinstance(content, list):  # in parts, of which only text counts
-                content = "".join(part["text"] for part in content if part.get("type", "text") == "text")
+            answered = choice["message"]
+            message = from_openai({"tool_calls": answered.get("tool_calls"), "role": "assistant"})
+            if not message.tool_calls or answered.get("content"):
+                message.content = from_openai({"content": answered["content"], "role": "assistant"}).content
             # A lone surrogate is legal in JSON and cannot be written to a file.
-            content = content.encode("utf-8", "replace").decode()
+            content = message.content.encode("utf-8", "replace").decode()
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
             raise _Transient(f"not a chat completion ({type(error).__name__}): {response.text[:200]!r}") from error
         tokens = _tokens(row.get("usage"))
         self.usage.add(tokens)
-        return Answer(content, choice.get("finish_reason") == "length", tokens)
+        return Answer(content, choice.get("finish_reason") == "length", tokens, message.tool_calls or [])
 
 
 @dataclass(slots=True)
@@ -279,8 +290,10 @@ class Meter:
     client: ChatClient
     answers: list[Tokens] = field(default_factory=list)
 
-    async def complete(self, messages: list[Message], sampling: Sampling) -> Answer:
-        answer = await self.client.complete(messages, sampling)
+    async def complete(
+        self, messages: list[Message], sampling: Sampling, tools: Sequence[dict[str, Any]] = ()
+    ) -> Answer:
+        answer = await self.client.complete(messages, sampling, tools)
         self.answers.append(answer.tokens)
         return answer
 
@@ -316,7 +329,8 @@ def _require_address(base_url: str) -> None:
         raise ConfigError(f"a chat API's address must look like https://api.openai.com/v1, got {base_url!r}")
 
 
-def _headers(api_key_variable: str | None) -> dict[str, str]:
+def key_headers(api_key_variable: str | None) -> dict[str, str]:
+    """Return the header with the key in an environment variable. Raise ConfigError if it holds none."""
     if api_key_variable is None:
         return {}
     key = os.environ.get(api_key_variable, "").strip()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -25,6 +26,15 @@ HALL = "hall"
 SUBSETS = ("near", "middle", "far")
 """Subsets by the number of turns of the shortest solution: 3, 4, 5."""
 NUM_TEST = 152
+
+
+_COLOUR = {"type": "string", "enum": list(COLOURS)}
+TOOLS = (
+    Tool("take_key", "Take the key of a colour. It must be in this room.", "take {colour} key", {"colour": _COLOUR}),
+    Tool("open_door", "Open the door of a colour with its key.", "open {colour} door", {"colour": _COLOUR}),
+    Tool("go_to", "Go to the other room.", "go to {room}", {"room": {"type": "string", "enum": [*ROOMS, HALL]}}),
+    Tool("take_treasure", "Take the treasure behind the open door.", "take treasure"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,10 @@ class KeyDoor:
         self._open = False
         self._ending = ""
         self._playing = False
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

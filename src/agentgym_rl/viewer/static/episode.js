@@ -33,14 +33,53 @@ export function badges(episode) {
     STOPS[episode.stop] ?? episode.stop,
     episode.kind === "train" ? `step ${episode.step}` : `${KINDS[episode.kind] ?? episode.kind}${episode.step ? `, step ${episode.step}` : ""}`,
     episode.sampled ? `${number(episode.sampled)} sampled tokens` : null,
+    episode.segments > 1 ? `${episode.segments} segments` : null,
     episode.subset || null,
   ];
   return h("div", { class: "badges" }, facts.filter(Boolean).map((fact) => (fact instanceof Node ? fact : h("span", { class: "badge" }, fact))));
 }
 
+/** The scores of every source of rewards, and what a judge said. */
+export function verdicts(episode) {
+  const rows = episode.verdicts ?? [];
+  if (!rows.length) return null;
+  const sum = (scores) => scores.reduce((total, score) => total + score, 0);
+  const failed = rows.some((row) => row.error);
+  const total = failed ? "not trained on" : `trained on ${number(sum(rows.map((row) => row.weight * sum(row.scores))))}`;
+  const turns = (row) => (row.scores.filter(Boolean).length > 1 ? h("span", { class: "hint" }, ` by turn: ${row.scores.map(number).join(", ")}`) : null);
+  const line = (row) => h("div", { class: "verdict" }, h("dt", {}, row.source, h("span", { class: "hint" }, ` × ${number(row.weight)}`)), h("dd", {}, row.error ? h("span", { class: "invalid" }, row.error) : [h("b", {}, number(sum(row.scores))), turns(row)], row.reason ? h("pre", {}, row.reason) : null));
+  return h("details", { class: "verdicts card", open: failed }, h("summary", {}, `Rewards: ${total}`), h("dl", {}, rows.map(line)));
+}
+
 export function block(name, text, kind) {
   if (!text) return null;
   return h("section", { class: `block ${kind}` }, h("h3", {}, name), h("pre", {}, text));
+}
+
+function cutNote(turn) {
+  if (!turn.cut) return null;
+  return [h("div", { class: "cut", role: "separator" }, turn.cut), block("Summary by the model", turn.summary, "summary")];
+}
+
+/** Return the observation and the reply of a turn. Tool calls and their results have a block each. */
+function turnBlocks(turn) {
+  return [
+    cutNote(turn),
+    observationBlocks(turn.parts),
+    block("Thought", turn.thought, "thought"),
+    turn.calls ? turn.calls.map(callBlock) : block(turn.message.calls ? "Reply without a tool call" : "Action", turn.action, "action"),
+    rewardLine(turn),
+  ];
+}
+
+function observationBlocks(parts, label = "Observation") {
+  return parts.map((part) => (part.label === "Observation" ? block(label, part.text, "observation") : block(part.label, part.text, "observation result")));
+}
+
+function callBlock(call) {
+  if (call.error) return h("section", { class: "block action call" }, h("h3", {}, "Malformed call"), h("pre", {}, call.raw || call.name), h("p", { class: "invalid" }, call.error));
+  const lines = call.arguments.map(([name, value]) => h("span", { class: "argument" }, h("b", {}, name), ` ${value}`));
+  return h("section", { class: "block action call" }, h("h3", {}, "Tool call"), h("pre", {}, call.name, lines));
 }
 
 function rewardLine(turn) {
@@ -55,13 +94,13 @@ function rewardLine(turn) {
 export async function episodePage(route) {
   const [run, key] = route.parts;
   const episode = await get("episode", { run, key });
-  const { instruction, turns, ending } = turnsOf(episode);
+  const { instruction, turns, endingParts } = turnsOf(episode);
   let view = route.query.get("view") ?? "replay";
   let colour = route.query.get("colour") ?? "logprob";
   let turn = Math.min(turns.length, Math.max(0, Number(route.query.get("turn") ?? 0) || 0));
   const stage = h("div", { class: "stage-area" });
   const tabs = segmented([["replay", "Replay"], ["transcript", "Transcript"], ["tokens", "Tokens"]], view, show, "View");
-  const replay = makeReplay(episode, turns, ending, instruction, () => turn, go);
+  const replay = makeReplay(episode, turns, endingParts, instruction, () => turn, go);
 
   function show(next) {
     view = next;
@@ -71,7 +110,7 @@ export async function episodePage(route) {
       fill(stage, replay.node);
       replay.draw();
     } else if (view === "transcript") {
-      fill(stage, transcript(episode, turns, instruction, ending));
+      fill(stage, transcript(episode, turns, instruction, endingParts));
     } else {
       fill(stage, tokenView(episode, colour, (mode) => {
         colour = mode;
@@ -125,10 +164,11 @@ function head(episode, run, key, before, after) {
     h("div", { class: "actions" }, step(before, "←", "previous episode"), step(after, "→", "next episode"), episode.group.length > 1 ? h("a", { class: "button quiet", href: link("group", run, key) }, `Group of ${episode.group.length}`) : null, h("a", { class: "button quiet", href: link("compare", { a: `${run}|${key}` }) }, "Compare")),
     badges(episode),
     episode.error ? h("p", { class: "message error" }, episode.error) : null,
+    verdicts(episode),
   );
 }
 
-function makeReplay(episode, turns, ending, instruction, current, go) {
+function makeReplay(episode, turns, endingParts, instruction, current, go) {
   const picture = pictureBox(`${episode.env}, item ${episode.item}`);
   const side = h("div", { class: "turn" });
   const strip = h("div", { class: "strip", role: "tablist", "aria-label": "Turns" });
@@ -139,7 +179,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
   let drawn = null;
 
   const cells = [...turns, null].map((turn, k) => {
-    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : "";
+    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : turn.cut ? "cut-before" : "";
     return h("button", { type: "button", class: `tick ${kind}`, role: "tab", title: turn ? `turn ${k + 1}: ${turn.action.slice(0, 80)}` : "the end", onclick: () => go(k) }, turn ? k + 1 : "end");
   });
   strip.append(...cells);
@@ -170,7 +210,7 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
     fill(
       side,
       k === 0 && instruction ? h("details", { class: "block instruction" }, h("summary", {}, "Instruction"), h("pre", {}, instruction)) : null,
-      turn ? [block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn)] : [block("Last observation", ending || "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
+      turn ? turnBlocks(turn) : [endingParts.length ? observationBlocks(endingParts, "Last observation") : block("Last observation", "(not recorded)", "observation"), h("p", { class: "paid" }, h("b", {}, STOPS[episode.stop] ?? episode.stop), ` after ${count(turns.length, "turn")}, reward ${number(episode.reward)}`)],
     );
   }
 
@@ -195,12 +235,12 @@ function makeReplay(episode, turns, ending, instruction, current, go) {
   return { node, draw, toggle, pause, dispose: () => (pause(), picture.dispose()) };
 }
 
-function transcript(episode, turns, instruction, ending) {
+function transcript(episode, turns, instruction, endingParts) {
   return h(
     "div",
     { class: "transcript" },
     instruction ? block("Instruction", instruction, "instruction") : null,
-    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), block("Observation", turn.observation, "observation"), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), rewardLine(turn))),
-    ending ? block("Last observation", ending, "observation") : null,
+    turns.map((turn, k) => h("article", { class: "card" }, h("a", { class: "turn-number", href: link("episode", episode.run, episode.key, { turn: k }) }, `Turn ${k + 1}`), turnBlocks(turn))),
+    observationBlocks(endingParts, "Last observation"),
   );
 }

@@ -10,28 +10,41 @@ const MODES = {
 };
 const MAX_SURPRISE = 5; // nats at which the colour is full
 
-/** Return every token of an episode: {text, id, sampled, logprob, entropy, advantage, learner, turn, role}. */
+/** Return every token of an episode: {text, id, sampled, trained, logprob, entropy, advantage, learner, turn, role, cut}.
+ * `cut` is set on the first token after a change of segment. */
 export function tokensOf(episode) {
   const tokens = [];
-  let turn = -1;
-  let sampledIndex = 0;
+  let turn = 0;
+  let trainedIndex = 0;
+  let segment = 0;
   for (const message of episode.messages) {
-    turn += message.role === "assistant";
+    const cut = (message.segment ?? 0) === segment ? "" : segmentText(message);
     message.token_ids.forEach((id, i) => {
       const sampled = message.logprobs !== null && message.logprobs !== undefined;
+      const trained = sampled && i >= (message.untrained ?? 0);
       tokens.push({
-        id, turn, sampled,
-        role: message.role,
+        id, turn, sampled, trained,
+        role: message.purpose || message.role,
         text: message.texts?.[i] ?? `⟨${id}⟩`,
         logprob: sampled ? message.logprobs[i] : null,
-        entropy: sampled ? (episode.learned?.entropies?.[sampledIndex] ?? null) : null,
-        advantage: sampled ? (episode.learned?.advantages?.[sampledIndex] ?? null) : null,
-        learner: sampled ? (episode.learned?.logprobs?.[sampledIndex] ?? null) : null,
+        entropy: trained ? (episode.learned?.entropies?.[trainedIndex] ?? null) : null,
+        advantage: trained ? (episode.learned?.advantages?.[trainedIndex] ?? null) : null,
+        learner: trained ? (episode.learned?.logprobs?.[trainedIndex] ?? null) : null,
+        cut: i === 0 ? cut : "",
       });
-      sampledIndex += sampled;
+      trainedIndex += trained;
     });
+    if (message.token_ids.length) segment = message.segment ?? 0;
+    turn += message.role === "assistant" && !message.purpose;
   }
   return tokens;
+}
+
+function segmentText(message) {
+  const name = `Segment ${message.segment + 1}`;
+  if (!message.prefix) return `${name} continues`;
+  const [parent, length] = message.prefix;
+  return `${name}: a new context` + (length ? `, after the first ${length} tokens of segment ${parent + 1}` : "");
 }
 
 function colorOf(token, mode, most) {
@@ -59,6 +72,7 @@ export function tokenView(episode, mode, onMode) {
   });
   for (const [token, span] of spans) {
     span.addEventListener("pointerenter", () => fill(detail, describe(token)));
+    if (token.cut) text.append(h("div", { class: "cut", role: "separator" }, token.cut));
     text.append(span);
     if (token.text.includes("\n")) text.append(h("br"));
   }
@@ -91,6 +105,7 @@ function describe(token) {
   const facts = [
     ["token", JSON.stringify(token.text)], ["id", token.id], ["role", token.role],
     token.sampled ? ["turn", token.turn + 1] : null,
+    token.sampled && !token.trained ? ["", "no loss: a thought"] : null,
     token.sampled ? ["log-probability", number(token.logprob)] : ["", "not sampled: masked in the loss"],
     token.sampled ? ["probability", number(probability)] : null,
     token.entropy === null ? null : ["entropy", number(token.entropy)],

@@ -1,34 +1,69 @@
 // An episode as turns: observation, thought, action and reward.
 
-/** Return {instruction, turns: [{observation, reply, thought, action, reward, info, message}], ending}. */
+/** Return {instruction, turns: [{observation, parts, reply, thought, action, calls, reward, info, message, summary, cut}],
+ * ending, endingParts}. `parts` are the observation's texts with a label each: one observation, or the results of tool
+ * calls. `cut` says that the model saw another context from this turn on; `summary` is the text that replaced it. */
 export function turnsOf(episode) {
   const turns = [];
   let instruction = "";
-  let observations = [];
+  let parts = [];
+  let calls = [];
+  let summary = "";
+  let cut = "";
+  let isRewritten = false;
   for (const message of episode.messages) {
-    if (message.role === "system") {
+    if (message.prefix && message.dropped_turns) cut = cutText(message.dropped_turns);
+    else if (message.prefix && !message.purpose && !isRewritten) {
+      cut = "From here on, thoughts of earlier replies are dropped from the context.";
+      isRewritten = true;
+    }
+    if (message.purpose) {
+      if (message.role === "assistant") summary = splitReply(message.content).action;
+    } else if (message.role === "system") {
       instruction = message.content;
-    } else if (message.role === "user") {
-      observations.push(message.content);
+    } else if (message.role === "tool") {
+      const call = calls.find((candidate) => candidate.id === message.call_id);
+      parts.push({ label: call?.name ? `Result of ${call.name}` : "Result", text: message.content });
+    } else if (message.role !== "assistant") {
+      parts.push({ label: "Observation", text: message.content });
     } else {
       const k = turns.length;
+      calls = message.calls ?? [];
+      const texts = calls.map(callText);
       turns.push({
-        observation: observations.join("\n"),
-        reply: message.content,
-        ...splitReply(message.content),
+        observation: joined(parts),
+        parts,
+        reply: [message.content, ...texts].filter(Boolean).join("\n"),
+        ...(calls.length ? { thought: message.content.trim(), action: texts.join("\n") } : splitReply(message.content)),
+        calls: calls.length ? calls : null,
         reward: episode.rewards[k] ?? 0,
         info: episode.infos[k] ?? {},
         message,
+        summary,
+        cut,
       });
-      observations = [];
+      parts = [];
+      summary = cut = "";
     }
   }
-  return { instruction, turns, ending: observations.join("\n") };
+  return { instruction, turns, ending: joined(parts), endingParts: parts };
+}
+
+const joined = (parts) => parts.map((part) => part.text).join("\n");
+
+/** Return a tool call on one line. */
+export function callText(call) {
+  if (call.raw) return call.raw;
+  return `${call.name}(${call.arguments.map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ")})`;
+}
+
+function cutText(dropped) {
+  return `The context is cut here: the first ${dropped === 1 ? "turn is" : `${dropped} turns are`} left out from now on.`;
 }
 
 /** Return the thought and the action of a reply. A reply without such parts is all action. */
 export function splitReply(reply) {
-  const tagged = /^\s*<think>([\s\S]*?)<\/think>\s*([\s\S]*)$/.exec(reply);
+  const tagged = /^\s*(?:<think>)?([\s\S]*)<\/think>\s*([\s\S]*)$/.exec(reply);
   if (tagged) return { thought: tagged[1].trim(), action: tagged[2].trim() };
   const written = /^([\s\S]*)(?:^|\s)\**Action ?:\**\s*([\s\S]*)$/.exec(reply);
   if (written) {

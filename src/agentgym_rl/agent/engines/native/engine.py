@@ -29,7 +29,8 @@ from agentgym_rl.types import Completion, Sampling
 
 SETTLE_ROUNDS = 3
 """Event-loop iterations between steps, so that environments that answer together join the next step together. An
-iteration in which requests arrived is followed by another, up to MAX_SETTLE_ROUNDS."""
+iteration in which requests arrived is followed by another, up to MAX_SETTLE_ROUNDS; not on a device, where later
+requests join the next launch."""
 MAX_SETTLE_ROUNDS = 12
 LAUNCHES_PER_REPLY = 8
 """Launches that a reply of the average length takes. A row that ends early idles for half a launch on average, and a
@@ -59,6 +60,19 @@ class Request:
     session: Session | None = None
     version: int = 0
     """Version of the weights that sampled its first token."""
+    running_steps: int = 0
+    """Steps of launches that run for it."""
+
+
+@dataclass(slots=True)
+class Flight:
+    """A launch that was started and not read yet."""
+
+    launch: Launch
+    requests: list[Request]
+    """Request of each row."""
+    updates: int
+    """Weight updates before it."""
 
 
 class NativeEngine:
@@ -97,6 +111,10 @@ class NativeEngine:
         self._launches = hasattr(runner, "launch")
         self._waiter = ThreadPoolExecutor(1, "native-engine") if self._launches else None
         self._usual_reply = 64.0
+        self._flights: deque[Flight] = deque()
+        self._rows: list[Request] = []
+        """Rows on the device, in order. Rows that ended are among them until the next launch."""
+        self._rows_updates = 0
         self._sessions, self._max_sessions = SessionTable(max_sessions), max_sessions
         self._seeds = random.Random(seed)
         self._waiting: deque[Request] = deque()
@@ -210,22 +228,23 @@ class NativeEngine:
         """Step while there are requests. Runs on the event loop, so only the callers decide which requests share a
         step."""
         try:
-            while self._waiting or self._running:
+            while self._waiting or self._running or self._flights:
                 await self._settle()
                 self._admit()
-                if self._running and self._launches:
-                    await self._launch()
+                if self._launches:
+                    await self._advance()
                 elif self._running:
                     self._step()
         finally:
             self._task = None
+            self._forget_rows()
             self._fail([*self._waiting, *self._running], "The event loop ended while a reply was being sampled.")
 
     async def _settle(self) -> None:
         for done_rounds in range(1, MAX_SETTLE_ROUNDS + 1):
             arrivals = self._arrivals
             await asyncio.sleep(0)
-            if done_rounds >= SETTLE_ROUNDS and self._arrivals == arrivals:
+            if done_rounds >= SETTLE_ROUNDS and (self._launches or self._arrivals == arrivals):
                 return
 
     def _admit(self) -> None:
@@ -285,43 +304,112 @@ class NativeEngine:
         self._stats["prompt_tokens_computed"] += num_computed - num_decoded
         self._stats["prompt_tokens_shared"] += num_requested - num_computed
 
-    async def _launch(self) -> None:
-        """Sample several tokens for every running request in a chain of launches. Each starts before the previous one
-        is read, while most rows continue and no request waits."""
+    async def _advance(self) -> None:
+        """Start a launch for the running requests while the previous one runs, then read the previous one.
+
+        The rows' state stays on the device, so that requests join and leave without waiting for the device.
+        """
         started = time.perf_counter()
-        requests, updates = list(self._running), self._updates
-        lengths = [len(request.token_ids) for request in requests]
         reason = ""
         try:
-            self._begin(requests)
-            pending: deque[Launch] = deque()
-            num_steps = 0
-            while True:
-                left = max(
-                    (r.limit - n for r, n in zip(requests, lengths, strict=True) if r in self._running), default=0
-                )
-                while len(pending) < 2 and num_steps < left:
-                    if num_steps > 0 and not self._worth_launching(requests, lengths, num_steps, updates):
-                        break
-                    steps = min(left - num_steps, self._launch_steps())
-                    pending.append(cast(LaunchRunner, self._runner).launch(steps))
-                    num_steps += steps
-                if not pending:
-                    break
-                launch = pending.popleft()
-                await asyncio.get_running_loop().run_in_executor(self._waiter, launch.wait)
-                await self._collect(requests, launch, updates)
+            num_flights = len(self._flights)
+            if num_flights == 0 or self._can_join():
+                self._start_launch()
+            if len(self._flights) > 1 or len(self._flights) == num_flights > 0:
+                await self._read_launch()
         except torch.OutOfMemoryError as error:
             reason = str(error)  # the error itself would keep frames with tensors alive
         except Exception as error:
-            self._fail(
-                [r for r in requests if r in self._running],
-                f"A launch on the device failed: {type(error).__name__}: {error}",
-                error,
-            )
+            self._forget_rows()
+            self._fail(list(self._running), f"A launch on the device failed: {type(error).__name__}: {error}", error)
         if reason:
             self._reduce_sessions(reason)
         self._stats["busy_seconds"] += time.perf_counter() - started
+
+    def _can_join(self) -> bool:
+        """Return whether rows may change while launches run: not after a weight update, nor if the cache must grow."""
+        runner = cast(LaunchRunner, self._runner)
+        longest = max((request.limit for request in self._running), default=0)
+        return self._updates == self._rows_updates and runner.fits(longest)
+
+    def _start_launch(self) -> None:
+        """Start a launch for the rows that continue and for new ones, unless most rows end in the one that runs."""
+        if not self._running:
+            return
+        runner = cast(LaunchRunner, self._runner)
+        if not self._flights:
+            runner.refresh()
+            runner.reserve(max(request.limit for request in self._running))
+            self._rows, self._rows_updates = [], self._updates
+        known = set(self._rows)
+        new = [request for request in self._running if request not in known]
+        if self._flights and not new and not self._worth_launching():
+            return
+        decode_rows = self._prefill(new)
+        kept = [index for index, request in enumerate(self._rows) if request in self._running]
+        runner.arrange(kept, decode_rows)
+        self._rows = [*(self._rows[index] for index in kept), *new]
+        steps = min(max(map(_tokens_left, self._rows)), self._launch_steps())
+        for request in self._rows:
+            request.running_steps += steps
+        self._flights.append(Flight(runner.launch(steps), self._rows, self._updates))
+
+    def _prefill(self, new: list[Request]) -> list[DecodeRow]:
+        """Compute the prompts of new rows and return the rows."""
+        rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in new if r.session is not None]
+        num_computed = cast(LaunchRunner, self._runner).prefill(rows) + len(rows)
+        self._count_prompts(new, rows, num_computed)
+        decode_rows = []
+        for request, row in zip(new, rows, strict=True):
+            if not request.logprobs:  # weights may have changed since it was admitted
+                request.version = self.version
+            decode_rows.append(
+                DecodeRow(
+                    slot=row.slot,
+                    token=row.token_ids[-1],
+                    position=len(row.token_ids) - 1,
+                    remaining=request.limit - len(row.token_ids),
+                    seed=request.seed,
+                    temperature=float(request.sampling.temperature),
+                    top_p=request.sampling.top_p,
+                    stop_token_ids=request.sampling.stop_token_ids,
+                )
+            )
+        return decode_rows
+
+    def _worth_launching(self) -> bool:
+        """Return whether to start another launch for the same rows before the last one is read."""
+        rows = [request for request in self._rows if request in self._running]
+        continuing = sum(_tokens_left(request) > 0 for request in rows)
+        return not self._closed and continuing > 0 and 2 * continuing >= len(self._rows)
+
+    async def _read_launch(self) -> None:
+        flight = self._flights[0]
+        await asyncio.get_running_loop().run_in_executor(self._waiter, flight.launch.wait)
+        tokens, logprobs = flight.launch.read()
+        self._flights.popleft()
+        self._stats["steps"] += flight.launch.steps
+        num_done = 0
+        for request in flight.requests:
+            request.running_steps -= flight.launch.steps
+        for request, new, values in zip(flight.requests, tokens, logprobs, strict=True):
+            if not new or request not in self._running:
+                continue
+            self._stats["new_tokens"] += self._extend(request, new, values)
+            # The cache of older weights must not be reused.
+            if request.session is not None and self._updates != flight.updates:
+                request.session.num_cached = 0
+            num_done += request not in self._running
+            if num_done == REPLIES_PER_PORTION:
+                num_done = 0
+                await self._prefill_early()
+
+    def _forget_rows(self) -> None:
+        """Forget the rows on the device and the launches that run."""
+        for request in self._rows:
+            request.running_steps = 0
+        self._flights.clear()
+        self._rows = []
 
     def _reduce_sessions(self, reason: str) -> None:
         """Drop the KV cache after running out of memory, and continue with half as many sequences at once.
@@ -344,6 +432,7 @@ class NativeEngine:
         self._sessions.evictions += len(self._sessions)
         for request in requests:
             request.session = None
+        self._forget_rows()
         self._running.clear()
         self._waiting.extendleft(reversed(requests))
         self._limit_sessions(slots // 2)
@@ -354,65 +443,15 @@ class NativeEngine:
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
-    def _begin(self, requests: list[Request]) -> None:
-        runner = cast(LaunchRunner, self._runner)
-        runner.refresh()
-        for request in requests:
-            if not request.logprobs:  # weights may have changed since it was admitted
-                request.version = self.version
-        runner.reserve(max(request.limit for request in requests))
-        rows = [Row(r.session.slot, r.token_ids, r.session.num_cached) for r in requests if r.session is not None]
-        num_computed = runner.prefill(rows) + len(rows)
-        self._count_prompts(requests, rows, num_computed)
-        runner.begin(
-            [
-                DecodeRow(
-                    slot=row.slot,
-                    token=row.token_ids[-1],
-                    position=len(row.token_ids) - 1,
-                    remaining=request.limit - len(row.token_ids),
-                    seed=request.seed,
-                    temperature=float(request.sampling.temperature),
-                    top_p=request.sampling.top_p,
-                    stop_token_ids=request.sampling.stop_token_ids,
-                )
-                for request, row in zip(requests, rows, strict=True)
-            ]
-        )
-
     def _launch_steps(self) -> int:
         minimum, maximum = LAUNCH_STEPS
         return min(maximum, max(minimum, round(self._usual_reply / LAUNCHES_PER_REPLY)))
 
-    def _worth_launching(self, requests: list[Request], lengths: list[int], num_steps: int, updates: int) -> bool:
-        """Return whether to start another launch for the same rows before the last one is read."""
-        others = len(self._running) > sum(request in self._running for request in requests)
-        if self._waiting or others or self._closed or self._updates != updates:
-            return False
-        continuing = sum(r in self._running and r.limit - n > num_steps for r, n in zip(requests, lengths, strict=True))
-        return 2 * continuing >= len(requests)
-
-    async def _collect(self, requests: list[Request], launch: Launch, updates: int) -> None:
-        tokens, logprobs = launch.read()
-        self._stats["steps"] += launch.steps
-        num_done = 0
-        for request, new, values in zip(requests, tokens, logprobs, strict=True):
-            if not new or request not in self._running:
-                continue
-            self._stats["new_tokens"] += self._extend(request, new, values)
-            # The cache of older weights must not be reused.
-            if request.session is not None and self._updates != updates:
-                request.session.num_cached = 0
-            num_done += request not in self._running
-            if num_done == REPLIES_PER_PORTION:
-                num_done = 0
-                await self._prefill_early(updates)
-
-    async def _prefill_early(self, updates: int) -> None:
+    async def _prefill_early(self) -> None:
         """Compute the prompts of requests that follow delivered replies, so that the device works while the host
         delivers the other replies. After a weight update the next launch does it."""
         await self._settle()
-        if self._updates != updates:
+        if self._updates != self._rows_updates:
             return
         known = len(self._running)
         self._admit()
@@ -537,3 +576,8 @@ class NativeEngine:
                 error = EngineError(message)
                 error.__cause__ = cause
                 request.future.set_exception(error)
+
+
+def _tokens_left(request: Request) -> int:
+    """Return how many tokens a row may still sample after the launches that run."""
+    return request.limit - len(request.token_ids) - request.running_steps

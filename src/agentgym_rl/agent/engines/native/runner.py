@@ -83,10 +83,12 @@ class LaunchRunner(Protocol):
         """Return whether `length` tokens fit without `reserve`, which must not be called during a launch."""
 
     def prefill(self, rows: list[Row]) -> int:
-        """Compute all uncached tokens of the rows except the last ones. Return how many were computed."""
+        """Compute all uncached tokens of the rows except the last ones, after the launches that run. Return how many
+        were computed."""
 
-    def begin(self, rows: list[DecodeRow]) -> None:
-        """Copy the rows of the next launches to the device."""
+    def arrange(self, kept: list[int], new: list[DecodeRow]) -> None:
+        """Set the rows of the next launches: those at the indices `kept` of the present ones, as the launches so far
+        leave them, then new ones. Launches may be running."""
 
     def launch(self, steps: int) -> Launch:
         """Start `steps` steps for those rows. Two launches may run at once."""

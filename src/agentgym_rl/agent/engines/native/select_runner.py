@@ -6,20 +6,28 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from agentgym_rl.agent.engines.native.decoder import DecoderRunner, unwrap, why_unsupported
+from agentgym_rl.agent.engines.native.generic import GenericRunner, why_not_cached
 from agentgym_rl.agent.engines.native.recompute import RecomputeRunner
 
 if TYPE_CHECKING:
     from agentgym_rl.agent.engines.native.cuda.runner import CapturedRunner
 
 
-def make_runner(model: Any, *, max_slots: int, max_length: int) -> DecoderRunner | RecomputeRunner | CapturedRunner:
+def make_runner(
+    model: Any, *, max_slots: int, max_length: int
+) -> DecoderRunner | GenericRunner | RecomputeRunner | CapturedRunner:
     reason = why_unsupported(model)
     if reason is not None:
-        warnings.warn(
-            f"The native engine has no fast path for this model ({reason}): every token recomputes its whole "
-            "sequence through the model's own forward. Results are correct, but slow.",
-            stacklevel=3,
+        slow = why_not_cached(model)
+        consequence = (
+            "it runs through its own forward pass with a KV cache. Results are correct, but slower than those of the "
+            "fast path"
+            if slow is None
+            else f"and {slow}, so every token recomputes its whole sequence. Results are correct, but slow"
         )
+        warnings.warn(f"The native engine has no fast path for this model ({reason}): {consequence}.", stacklevel=3)
+        if slow is None:
+            return GenericRunner(model, max_slots=max_slots, max_length=max_length)
         return RecomputeRunner(model)
     if unwrap(model).get_input_embeddings().weight.device.type == "cuda":
         reason = why_not_captured(model)

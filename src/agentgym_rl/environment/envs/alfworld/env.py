@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agentgym_rl.environment.agentgym_tools import ALFWORLD as INSTRUCTION
 from agentgym_rl.environment.envs.alfworld import commands, house, oracle
 from agentgym_rl.environment.envs.text_svg import Panel, draw
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
 _MAX_CHARS = 100
+_PLACE = {"type": "string", "description": "Name of a place, such as shelf 2."}
+_THING = {"type": "string", "description": "Name of a thing, such as mug 1."}
+TOOLS = (
+    Tool("go_to", "Walk to a place.", "go to {place}", {"place": _PLACE}),
+    Tool("open", "Open the place you are at.", "open {place}", {"place": _PLACE}),
+    Tool("close", "Close the place you are at.", "close {place}", {"place": _PLACE}),
+    Tool("examine", "Look at the place you are at.", "examine {place}", {"place": _PLACE}),
+    Tool("take", "Take a thing from a place.", "take {thing} from {place}", {"thing": _THING, "place": _PLACE}),
+    Tool(
+        "put", "Put what you carry in or on a place.", "put {thing} in/on {place}", {"thing": _THING, "place": _PLACE}
+    ),
+    Tool("clean", "Clean a thing at a sink.", "clean {thing} with {place}", {"thing": _THING, "place": _PLACE}),
+    Tool("heat", "Heat a thing in a microwave.", "heat {thing} with {place}", {"thing": _THING, "place": _PLACE}),
+    Tool("cool", "Cool a thing in a fridge.", "cool {thing} with {place}", {"thing": _THING, "place": _PLACE}),
+    Tool("use", "Switch a thing on, such as a desk lamp.", "use {thing}", {"thing": _THING}),
+    Tool("look", "Look around.", "look"),
+    Tool("inventory", "See what you carry.", "inventory"),
+)
 
 
 class AlfWorld:
@@ -28,6 +47,10 @@ class AlfWorld:
         self._playing = False
         self._last = ("", "")
         """The last command and its answer."""
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

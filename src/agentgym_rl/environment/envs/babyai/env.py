@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentgym_rl.environment.envs.babyai import levels
@@ -12,6 +12,7 @@ from agentgym_rl.environment.envs.babyai.state import state_key
 from agentgym_rl.environment.envs.babyai.text import (
     CHECK_ACTIONS,
     INSTRUCTION,
+    TOOLS,
     build_menu,
     describe,
     normalise,
@@ -19,6 +20,7 @@ from agentgym_rl.environment.envs.babyai.text import (
     refuse,
 )
 from agentgym_rl.environment.envs.babyai.view import Move, View, look
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -40,6 +42,10 @@ class BabyAI:
         self._view: View
         self._menu: dict[str, tuple[Move, ...]] = {}
         self._done = True
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

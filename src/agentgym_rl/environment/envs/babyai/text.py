@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentgym_rl.environment.envs.babyai.view import AGENT_CELL, NUM_CELLS, SIZE, Move, Paths, Sighting, View
+from agentgym_rl.environment.tools import Tool
 
 INSTRUCTION = """\
 You are in rooms of a grid and reach a goal by actions. You see the cells ahead of you. Reply with one action:
@@ -16,6 +17,19 @@ toggle: open or close the door in front of you, or open the box.
 go through DOOR: walk through an open door. toggle and go through DOOR: open it first; a locked door needs the key of \
 its colour in your hands.
 OBJECT and DOOR are names like red ball 1 or blue door 2. The available actions are listed each time."""
+
+_OBJECT = {"object": {"type": "string", "description": "Name as it is listed, such as red ball 1."}}
+_DOOR = {"door": {"type": "string", "description": "Name as it is listed, such as blue door 2."}}
+TOOLS = (
+    Tool("turn", "Turn by 90 degrees.", "turn {side}", {"side": {"type": "string", "enum": ["left", "right"]}}),
+    Tool("move_forward", "Move one step ahead.", "move forward"),
+    Tool("go_to", "Walk until you face an object.", "go to {object}", _OBJECT),
+    Tool("pick_up", "Go to an object and take it.", "pick up {object}", _OBJECT),
+    Tool("drop", "Put what you carry in front of you.", "drop"),
+    Tool("toggle", "Open or close the door in front of you, or open the box.", "toggle"),
+    Tool("go_through", "Walk through an open door.", "go through {door}", _DOOR),
+    Tool("toggle_and_go_through", "Open a door and walk through it.", "toggle and go through {door}", _DOOR),
+)
 
 CHECK_ACTIONS = "check available actions"
 """AgentGym's action that asks for the list of actions. Here every observation has that list."""

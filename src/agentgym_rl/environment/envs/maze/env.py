@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agentgym_rl.environment.envs.maze import layout
 from agentgym_rl.environment.envs.maze.picture import draw
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -18,6 +19,15 @@ You cannot see further than your own room, so remember where you have been.
 
 Reply with exactly one of these actions: move up, move down, move left, move right. Moving up makes the row smaller, \
 moving left makes the column smaller. Where there is a wall you stay where you are."""
+
+TOOLS = (
+    Tool(
+        "move",
+        "Move one room in a direction.",
+        "move {direction}",
+        {"direction": {"type": "string", "enum": ["up", "down", "left", "right"]}},
+    ),
+)
 
 _SIDES = {"up": "above you", "down": "below you", "left": "to your left", "right": "to your right"}
 _MAX_CHARS = 200
@@ -39,6 +49,10 @@ class Maze:
         self._path: list[layout.Cell] = []
         """Cells the player has visited, including the current one."""
         self._playing = False
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

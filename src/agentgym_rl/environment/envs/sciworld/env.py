@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agentgym_rl.environment.envs.sciworld import tasks
 from agentgym_rl.environment.envs.sciworld.gold import gold_path
 from agentgym_rl.environment.envs.sciworld.picture import Scene, draw
 from agentgym_rl.environment.envs.sciworld.world import World
+from agentgym_rl.environment.tools import ACT, Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -30,6 +31,46 @@ Give exactly one action a turn, naming things as they are described to you. OBJ 
 something else can end the game as failed.
 
 If an action could mean several things you are shown a numbered list: answer with the number alone."""
+
+_OBJECT = {"type": "string", "description": "A thing as it is described to you, such as the cup."}
+
+
+def _verb(name: str, description: str, action: str) -> Tool:
+    """Return a tool whose parameters are the placeholders of its action, all of them things."""
+    return Tool(name, description, action, dict.fromkeys(re.findall(r"{(\w+)}", action), _OBJECT))
+
+
+TOOLS = (
+    _verb("look_around", "See the room you are in.", "look around"),
+    _verb("look_at", "Look at a thing.", "look at {thing}"),
+    _verb("examine", "Look closely at a thing.", "examine {thing}"),
+    _verb("look_in", "Look into a thing.", "look in {thing}"),
+    _verb("read", "Read a text.", "read {thing}"),
+    _verb("inventory", "See what you carry.", "inventory"),
+    _verb("task", "Read the task again.", "task"),
+    _verb("open", "Open a door or a container.", "open {thing}"),
+    _verb("close", "Close a door or a container.", "close {thing}"),
+    _verb("go", "Go to a place through an open door.", "go {place}"),
+    _verb("pick_up", "Take a thing.", "pick up {thing}"),
+    _verb("move", "Move a thing to another one or into it.", "move {thing} to {target}"),
+    _verb("pour", "Pour a liquid into a container.", "pour {thing} into {target}"),
+    _verb("dunk", "Dunk a thing into a liquid.", "dunk {thing} into {target}"),
+    _verb("mix", "Mix what is in a container.", "mix {thing}"),
+    _verb("activate", "Switch a thing on.", "activate {thing}"),
+    _verb("deactivate", "Switch a thing off.", "deactivate {thing}"),
+    _verb("use_on", "Use a thing on another one, such as a thermometer on water.", "use {thing} on {target}"),
+    _verb("use", "Use a thing.", "use {thing}"),
+    _verb("disconnect", "Disconnect an electrical part.", "disconnect {thing}"),
+    _verb("connect", "Connect two electrical parts.", "connect {thing} to {target}"),
+    _verb("eat", "Eat a thing.", "eat {thing}"),
+    _verb("flush", "Flush a thing.", "flush {thing}"),
+    _verb("wait", "Let ten moments pass.", "wait"),
+    _verb("wait_one_moment", "Let one moment pass.", "wait1"),
+    _verb("focus_on", "Say that this is the thing the task asks about.", "focus on {thing}"),
+    _verb("drop", "Put down a thing you carry.", "drop {thing}"),
+    Tool("choose", "Answer a numbered list.", "{number}", {"number": {"type": "integer"}}),
+    ACT,
+)
 
 NO_MATCH = "No known action matches that input."
 """The simulator's answer to an unknown action."""
@@ -67,6 +108,10 @@ class SciWorld:
         self._ambiguous = False
         self._history: list[tuple[str, bool]] = []
         """Each action, and whether it left the game unchanged."""
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from agentgym_rl.environment.envs.searchqa.picture import Turn, draw
 from agentgym_rl.environment.envs.searchqa.protocol import Refused, is_right, read_reply, show_passages
 from agentgym_rl.environment.envs.searchqa.questions import DATASETS, HOPS, Fact, Question
 from agentgym_rl.environment.envs.searchqa.retrieval import BM25Retriever, Retriever
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
 
@@ -34,6 +35,21 @@ get new information. Then do exactly one of two things:
 - <answer>the answer</answer> gives your answer and ends the task. There is only one try.
 
 Give the answer itself, as short as it can be, without explanations. For example: <answer>Beijing</answer>"""
+
+TOOLS = (
+    Tool(
+        "search",
+        "Search a collection of documents and read the best matches.",
+        "<search>{query}</search>",
+        {"query": {"type": "string"}},
+    ),
+    Tool(
+        "answer",
+        "Give the answer and end the task. There is only one try.",
+        "<answer>{answer}</answer>",
+        {"answer": {"type": "string", "description": "The answer itself, as short as it can be."}},
+    ),
+)
 
 _ENDED = "The answer was received. The task is over."
 _MAX_ACTIONS = 12
@@ -58,6 +74,10 @@ class SearchQA:
         """Passages by id, in the order they were found."""
         self._answer: str | None = None
         self._playing = False
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def questions(cls) -> Sequence[Question]:

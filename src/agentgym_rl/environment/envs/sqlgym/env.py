@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from agentgym_rl.environment.envs.sqlgym import tasks
 from agentgym_rl.environment.envs.sqlgym.databases import build
 from agentgym_rl.environment.envs.text_svg import Panel, draw
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -24,6 +25,16 @@ For example: SELECT name FROM city WHERE population > 1000000
 
 The answer is right if its rows and columns are those that the question asks for. The order of rows matters only if \
 the question says "in this order". Nothing can be changed in the database."""
+
+TOOLS = (
+    Tool("submit", "Give the rows of your last statement as the answer and end the task.", "submit"),
+    Tool(
+        "query",
+        "Execute a statement that reads (SELECT or WITH) and see its first rows.",
+        "{statement}",
+        {"statement": {"type": "string"}},
+    ),
+)
 
 MAX_CHARS = 2000
 MAX_ROWS = 200
@@ -73,6 +84,10 @@ class SqlGym:
         self._rows: list[Row] = []
         self._num_turns = 0
         self._success: bool | None = None
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agentgym_rl.environment.envs.textcraft import items
@@ -17,6 +17,7 @@ from agentgym_rl.environment.envs.textcraft.recipes import (
     load_book,
 )
 from agentgym_rl.environment.envs.textcraft.thoughts import think
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -35,6 +36,28 @@ again.
 Some commands name a kind of ingredient instead of one item, such as planks, oak logs, wool or coals. Any item of that \
 kind will do: for craft 4 stick using 2 planks you may write craft 4 stick using 2 birch planks. Not every listed \
 command is useful for the goal, and some ingredients have to be crafted from others first."""
+
+_COUNT = {"type": "integer", "description": "How many."}
+_ITEM = {"type": "string", "description": "Name of the item, such as oak log."}
+TOOLS = (
+    Tool("get", "Take raw items from the world.", "get {count} {item}", {"count": _COUNT, "item": _ITEM}),
+    Tool(
+        "craft",
+        "Craft an item by one of the listed commands, with exactly the amounts it gives.",
+        "craft {count} {item} using {ingredients}",
+        {
+            "count": _COUNT,
+            "item": _ITEM,
+            "ingredients": {
+                "type": "array",
+                "items": {"type": "string"},
+                "description": "Amount and name of each ingredient, such as 3 sugar cane.",
+            },
+        },
+    ),
+    Tool("inventory", "See what you hold.", "inventory"),
+)
+
 
 _MAX_COUNT = 1000
 """Largest amount of one command. No goal needs half as many of any item."""
@@ -66,6 +89,10 @@ class TextCraft:
         self._problem: items.Problem
         self._held: dict[str, int] = {}
         self._playing = False
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

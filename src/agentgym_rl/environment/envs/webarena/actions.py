@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from agentgym_rl.environment.tools import Tool
+
 MAX_CHARS = 5000
 """Length of the longest action accepted. No form of the sites needs as much."""
 MAX_QUOTED = 60
@@ -23,6 +25,45 @@ FORMS = (
     "go_back",
     "go_forward",
     "stop [answer]",
+)
+
+_ELEMENT = {"id": {"type": "integer", "description": "Number of the element in brackets."}}
+TOOLS = (
+    Tool(
+        "click", "Click an element. An option of a drop-down list is chosen by clicking it.", "click [{id}]", _ELEMENT
+    ),
+    Tool(
+        "type",
+        "Replace the text in a field.",
+        "type [{id}] [{content}] [{press_enter_after}]",
+        {
+            **_ELEMENT,
+            "content": {"type": "string"},
+            "press_enter_after": {"type": "integer", "enum": [0, 1], "default": 1},
+        },
+    ),
+    Tool("hover", "Move the pointer over an element.", "hover [{id}]", _ELEMENT),
+    Tool(
+        "press", "Press a key or combination, such as Enter or Ctrl+a.", "press [{keys}]", {"keys": {"type": "string"}}
+    ),
+    Tool(
+        "scroll",
+        "Move the window by about its height.",
+        "scroll [{direction}]",
+        {"direction": {"type": "string", "enum": ["down", "up"]}},
+    ),
+    Tool("new_tab", "Open a tab.", "new_tab"),
+    Tool("tab_focus", "Go to a tab by its number.", "tab_focus [{number}]", {"number": {"type": "integer"}}),
+    Tool("close_tab", "Close the current tab.", "close_tab"),
+    Tool("goto", "Open an address of the task's sites.", "goto [{url}]", {"url": {"type": "string"}}),
+    Tool("go_back", "Go back in the tab's history.", "go_back"),
+    Tool("go_forward", "Go forward in the tab's history.", "go_forward"),
+    Tool(
+        "stop",
+        "End the task, with the answer if the objective asks for one.",
+        "stop [{answer}]",
+        {"answer": {"type": "string", "default": ""}},
+    ),
 )
 
 

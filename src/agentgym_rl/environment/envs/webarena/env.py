@@ -7,13 +7,13 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar
 
 from playwright.async_api import Error
 
-from agentgym_rl.environment.envs.webarena.actions import Refused, parse
+from agentgym_rl.environment.envs.webarena.actions import TOOLS, Refused, parse
 from agentgym_rl.environment.envs.webarena.addresses import on_sites
 from agentgym_rl.environment.envs.webarena.browser import LAUNCH_TIMEOUT_S, find_chromium
 from agentgym_rl.environment.envs.webarena.embedded import EmbeddedStage
@@ -26,6 +26,7 @@ from agentgym_rl.environment.envs.webarena.tabs import Tabs
 from agentgym_rl.environment.envs.webarena.tasks.config import SITES, SUBSETS, TaskConfig
 from agentgym_rl.environment.envs.webarena.tasks.embedded import embedded_splits, embedded_subsets
 from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_subsets, published_item
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -76,6 +77,10 @@ class WebArena:
         self._observation = ""
         """The page as last shown to the agent."""
         self._playing = False
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
@@ -11,9 +11,24 @@ from agentgym_rl.environment.agentgym_tools import WEBSHOP as INSTRUCTION
 from agentgym_rl.environment.envs.text_svg import Panel, draw
 from agentgym_rl.environment.envs.webshop import goals
 from agentgym_rl.environment.envs.webshop.catalogue import RESULTS_PER_PAGE, Product, by_code, search
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
+TOOLS = (
+    Tool(
+        "search",
+        "Search for products. Only on the search page.",
+        "search[{keywords}]",
+        {"keywords": {"type": "string"}},
+    ),
+    Tool(
+        "click",
+        "Click a button, a product or an option of the page.",
+        "click[{target}]",
+        {"target": {"type": "string", "description": "The text of what to click, as the page shows it."}},
+    ),
+)
 BACK, NEXT, PREVIOUS, BUY = "Back to Search", "Next >", "< Prev", "Buy Now"
 SUBPAGES = ("Description", "Features", "Reviews")
 _SEPARATOR = " [SEP] "
@@ -47,6 +62,10 @@ class WebShop:
         self._item = -1
         self._page = Page("done")
         self._score: float | None = None
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agentgym_rl.environment.envs.wordle import solver, words
 from agentgym_rl.environment.envs.wordle.picture import draw
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
 
@@ -33,6 +34,16 @@ class _Refused(Exception):
     """The text is not a valid guess. The message is the game's answer."""
 
 
+TOOLS = (
+    Tool(
+        "guess",
+        "Guess the hidden word.",
+        "{word}",
+        {"word": {"type": "string", "description": "An English word of five letters."}},
+    ),
+)
+
+
 class Wordle:
     """1,150 hidden words. Implements TextEnv."""
 
@@ -47,6 +58,10 @@ class Wordle:
         self._answer = ""
         self._history: solver.History = ()
         self._playing = False
+
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        return TOOLS
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:

@@ -41,23 +41,32 @@ def decode_attention_kernel(
     BLOCK_GROUP: tl.constexpr,
     BLOCK_LENGTH: tl.constexpr,
     SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr,
     CHAIN: tl.constexpr,
 ):
+    """Attend with the WIDTH queries of one sequence, each up to its own position."""
     follow(CHAIN)
-    row = tl.program_id(0)
+    row = tl.program_id(0) * WIDTH
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     num_heads = tl.num_programs(1) * GROUP
-    is_done = tl.load(done + row) != 0
-    length = tl.where(is_done, 0, tl.load(positions + row) + 1).to(tl.int32)
+    offs_g = tl.arange(0, BLOCK_GROUP)
+    in_group = offs_g < GROUP * WIDTH
+    query_row = row + offs_g // GROUP
+    if WIDTH == 1:
+        is_done = tl.load(done + row) != 0
+        length = tl.where(is_done, 0, tl.load(positions + row) + 1).to(tl.int32)
+        lengths = length
+    else:
+        is_done = tl.load(done + query_row, mask=in_group, other=1) != 0
+        lengths = tl.where(is_done, 0, tl.load(positions + query_row, mask=in_group, other=0) + 1).to(tl.int32)
+        length = tl.max(lengths, 0)
     part = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_LENGTH) * BLOCK_LENGTH
     low = split * part
     high = tl.minimum(low + part, length)
-    offs_g = tl.arange(0, BLOCK_GROUP)
     offs_d = tl.arange(0, HEAD_DIM)
     offs_n = tl.arange(0, BLOCK_LENGTH)
-    heads = row * num_heads + kv_head * GROUP + offs_g
-    in_group = offs_g < GROUP
+    heads = query_row * num_heads + kv_head * GROUP + offs_g % GROUP
     q = tl.load(query + heads[:, None] * HEAD_DIM + offs_d[None, :], mask=in_group[:, None], other=0.0)
     base = tl.load(slots + row).to(tl.int64) * slot_stride + kv_head * head_stride
     tile = offs_n[:, None] * HEAD_DIM + offs_d[None, :]
@@ -68,10 +77,17 @@ def decode_attention_kernel(
         inside = start + offs_n < high
         k = tl.load(keys + base + start * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(inside[None, :], scores, float("-inf"))
+        if WIDTH == 1:
+            scores = tl.where(inside[None, :], scores, float("-inf"))
+        else:
+            seen = inside[None, :] & ((start + offs_n)[None, :] < lengths[:, None])
+            scores = tl.where(seen, scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        fade = tl.exp2(top - new_top)
+        base_top = new_top
+        if WIDTH > 1:  # a query may see none of these keys
+            base_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - base_top[:, None])
+        fade = tl.exp2(top - base_top)
         total = total * fade + tl.sum(weights, 1)
         v = tl.load(values + base + start * HEAD_DIM + tile, mask=inside[:, None], other=0.0)
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
@@ -212,20 +228,22 @@ def decode_attention(
     done: torch.Tensor,
     scaling: float,
     num_processors: int,
+    width: int = 1,
 ) -> torch.Tensor:
-    """Attend with queries [B, H * D] over keys and values [slots, K, L, D]. Finished rows give 0."""
-    num_rows, width = query.shape
+    """Attend with queries [B, H * D] over keys and values [slots, K, L, D]. Finished rows give 0. Each `width` rows in
+    order are queries of one slot."""
+    num_rows, size = query.shape
     _, num_kv, _, head_dim = keys.shape
-    num_heads = width // head_dim
+    num_heads = size // head_dim
     group = num_heads // num_kv
-    splits = num_splits(num_rows * num_kv, num_processors)
+    splits = num_splits(num_rows // width * num_kv, num_processors)
     out = torch.empty_like(query)
     partial_out = partial_stats = out
     if splits > 1:
         partial_out = torch.empty((num_rows * num_heads * splits * head_dim,), dtype=torch.float32, device=query.device)
         partial_stats = torch.empty((num_rows * num_heads * splits * 2,), dtype=torch.float32, device=query.device)
     wide = keys.dtype.itemsize == 4
-    decode_attention_kernel[(num_rows, num_kv, splits)](
+    decode_attention_kernel[(num_rows // width, num_kv, splits)](
         query,
         keys,
         values,
@@ -240,9 +258,10 @@ def decode_attention(
         scaling * LOG2_E,
         GROUP=group,
         HEAD_DIM=head_dim,
-        BLOCK_GROUP=max(16, triton.next_power_of_2(group)),
+        BLOCK_GROUP=max(16, triton.next_power_of_2(group * width)),
         BLOCK_LENGTH=32 if wide else 64,
         SPLITS=splits,
+        WIDTH=width,
         num_warps=4,
         num_stages=2,
         **CHAINED,

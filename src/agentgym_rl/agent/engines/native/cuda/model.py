@@ -11,6 +11,7 @@ import torch
 
 from agentgym_rl.agent.engines.native.cache import SlotCache
 from agentgym_rl.agent.engines.native.cuda.attention import decode_attention, prefill_attention
+from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
 from agentgym_rl.agent.engines.native.cuda.joint_weights import LayerWeights, layer_weights
 from agentgym_rl.agent.engines.native.cuda.layers import rms_norm, rope_and_store, silu_times
 from agentgym_rl.agent.engines.native.cuda.matmul_kernels import add_product, embed, gate_up, qkv
@@ -53,11 +54,21 @@ class CapturedModel:
         half = cos.shape[-1] // 2
         self._cos, self._sin = cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
 
-    def decode(self, state: RowState, picks: Picks, *, with_top_p: bool) -> None:
-        """Compute each row's token and sample the next one."""
-        hidden = self._narrow_layers(state) if self._narrow else self._wide_layers(state)
-        hidden = rms_norm(hidden, *self._norm)
-        pick(_logits(hidden, self._head), state, picks, with_top_p=with_top_p)
+    def decode(self, state: RowState, picks: Picks, history: torch.Tensor, *, with_top_p: bool, width: int = 1) -> None:
+        """Compute each row's token and sample the next one. `width` is 1 plus the tokens guessed from `history`, the
+        tokens [slots, L] so far."""
+        if width == 1:
+            pick(self._next_logits(state, 1), state, picks, history, with_top_p=with_top_p)
+            return
+        drafts = draft(state, history, width)
+        sampled = drafted_picks(len(drafts.token), history.device)
+        logits = self._next_logits(drafts, width)
+        pick(logits, drafts, sampled, history, with_top_p=with_top_p, width=width)
+        accept(drafts, sampled, state, picks, history, width)
+
+    def _next_logits(self, state: RowState, width: int) -> torch.Tensor:
+        hidden = self._narrow_layers(state, width) if self._narrow else self._wide_layers(state, width)
+        return _logits(rms_norm(hidden, *self._norm), self._head)
 
     def prefill(self, packed: Packed) -> None:
         """Compute keys and values of the packed tokens. Nothing is sampled, so the last layer stops after its keys."""
@@ -71,7 +82,7 @@ class CapturedModel:
             prefill_attention(query, keys, values, packed.blocks, self._scaling, mixed)
             self._finish_layer(layer, hidden, mixed)
 
-    def _narrow_layers(self, state: RowState) -> torch.Tensor:
+    def _narrow_layers(self, state: RowState, width: int) -> torch.Tensor:
         stream = embed(state.token, self._embedding, self._layers[0].input_norm[0])
         for index, layer in enumerate(self._layers):
             query = qkv(
@@ -88,7 +99,7 @@ class CapturedModel:
                 state.position,
                 state.done,
             )
-            mixed = self._attend(index, query, state)
+            mixed = self._attend(index, query, state, width)
             add_product(stream, mixed, layer.out, layer.out_bias, layer.post_norm[0])
             inner = gate_up(stream, layer.post_norm[1], layer.gate_up)
             last = index + 1 == len(self._layers)
@@ -96,15 +107,15 @@ class CapturedModel:
             add_product(stream, inner, layer.down, None, next_norm)
         return stream.hidden
 
-    def _wide_layers(self, state: RowState) -> torch.Tensor:
+    def _wide_layers(self, state: RowState, width: int) -> torch.Tensor:
         hidden = self._embedding.index_select(0, state.token)
         for index, layer in enumerate(self._layers):
             query = self._query(index, layer, hidden, state.slot, state.position, state.done)
-            mixed = self._attend(index, query, state)
+            mixed = self._attend(index, query, state, width)
             self._finish_layer(layer, hidden, mixed)
         return hidden
 
-    def _attend(self, index: int, query: torch.Tensor, state: RowState) -> torch.Tensor:
+    def _attend(self, index: int, query: torch.Tensor, state: RowState, width: int) -> torch.Tensor:
         return decode_attention(
             query,
             self._cache.keys[index],
@@ -114,6 +125,7 @@ class CapturedModel:
             state.done,
             self._scaling,
             self._num_processors,
+            width,
         )
 
     def _query(

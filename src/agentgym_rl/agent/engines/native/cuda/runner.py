@@ -24,11 +24,14 @@ from agentgym_rl.common.cuda_graphs import capture
 from agentgym_rl.errors import EngineError
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-MAX_STEPS = 32
-"""Steps of one launch."""
+MAX_TOKENS = 64
+"""Tokens that a row may sample in one launch."""
+DRAFT_ROWS, DRAFT_WIDTH = 0, 4
+"""A step for at most DRAFT_ROWS rows computes DRAFT_WIDTH tokens of each: the last and guesses after it. For few rows
+such a step mostly reads weights. 0 turns guesses off, until they have been measured on a GPU."""
 PREFILL_TOKENS = 16384
 """Tokens of one prefill pass."""
-PREFILL_SIZES = (64, 128, 256, 512, 1024, 2048)
+PREFILL_SIZES = (64, 128, 256, 384, 512, 768, 1024, 1280, 1536, 2048)
 NARROW_PREFILL_SIZES = (*PREFILL_SIZES, 3072, 4096, 6144, 8192)
 """Sizes of captured prefill passes: launching their kernels one by one takes longer than running them. In narrow models
 this holds for longer passes too."""
@@ -38,6 +41,8 @@ steps are captured again each time."""
 
 TOKEN, POSITION, SLOT, REMAINING, SEED, DONE, TEMPERATURE, TOP_P, STOPS = range(9)
 """Rows of the input array."""
+SOURCE = STOPS + MAX_STOPS
+"""Row of an uploaded array: from which column of the input array and the uploaded one each column is taken."""
 
 
 class CapturedLaunch:
@@ -52,10 +57,12 @@ class CapturedLaunch:
 
     def read(self) -> tuple[list[list[int]], list[list[float]]]:
         array = self._host.numpy()[:, : self._num_rows]
-        tokens = array[: self.steps].T.tolist()
-        logprobs = array[MAX_STEPS : MAX_STEPS + self.steps].view(numpy.float32).T.tolist()
-        for row, count in enumerate(array[2 * MAX_STEPS].tolist()):
-            if count < self.steps:
+        counts = array[2 * MAX_TOKENS].tolist()
+        longest = max(counts)
+        tokens = array[:longest].T.tolist()
+        logprobs = array[MAX_TOKENS : MAX_TOKENS + longest].view(numpy.float32).T.tolist()
+        for row, count in enumerate(counts):
+            if count < longest:
                 tokens[row], logprobs[row] = tokens[row][:count], logprobs[row][:count]
         return tokens, logprobs
 
@@ -86,13 +93,15 @@ class CapturedRunner:
         self._captured: CapturedModel
         self._prefill_sizes = NARROW_PREFILL_SIZES if config.hidden_size <= NARROW else PREFILL_SIZES
         self._max_rows = bucket_for(max_slots)
-        self._inputs = torch.zeros((STOPS + MAX_STOPS, self._max_rows), dtype=torch.int64, device=self._device)
-        self._host_inputs = torch.zeros(self._inputs.shape, dtype=torch.int64, pin_memory=self._on_cuda)
-        self._outputs = torch.zeros((2 * MAX_STEPS + 1, self._max_rows), dtype=torch.int32, device=self._device)
+        self._inputs = torch.zeros((SOURCE, self._max_rows), dtype=torch.int64, device=self._device)
+        self._outputs = torch.zeros((2 * MAX_TOKENS + 1, self._max_rows), dtype=torch.int32, device=self._device)
         self._host_outputs = [
             torch.zeros(self._outputs.shape, dtype=torch.int32, pin_memory=self._on_cuda) for _ in "ab"
         ]
-        self._num_rows, self._with_top_p = 0, False
+        self._history = torch.zeros((max_slots, max_length + 1), dtype=torch.int32, device=self._device)
+        """Tokens of each slot, as far as its keys are cached."""
+        self._uses_top_p: list[bool] = []
+        """Of each row of the present arrangement."""
         self.captures = 0
 
     @torch.no_grad()
@@ -132,14 +141,15 @@ class CapturedRunner:
             return 0
         leaders, leader_of = share_prompts(rows)
         passes = pack(leaders, PREFILL_TOKENS, self._block_tokens)
-        flat = numpy.concatenate([part.ravel() for each in passes for part in (each.tokens, each.blocks)])
-        arrays = torch.from_numpy(flat).to(self._device)
+        arrays = self._upload([part.ravel() for each in passes for part in (each.tokens, each.blocks)])
         offset = 0
         for each in passes:
             views = []
             for part in (each.tokens, each.blocks):
                 views.append(arrays[offset : offset + part.size].view(part.shape))
                 offset += part.size
+            tokens, positions, slots = views[0]
+            self._history[slots, positions] = tokens.int()
             self._prefill_pass(*views)
         copies = [
             (leaders[leader].slot, row.slot, len(row.token_ids) - 1)
@@ -147,40 +157,58 @@ class CapturedRunner:
             if row is not leaders[leader]
         ]
         if copies:
-            pairs = torch.tensor(copies, device=self._device).t().contiguous()
+            pairs = self._upload(list(numpy.array(copies, dtype=numpy.int64).T)).view(3, -1)
             longest = max(length for _, _, length in copies)
+            self._history[pairs[1]] = self._history[pairs[0]]
             for keys, values in zip(self.cache.keys, self.cache.values, strict=True):
                 copy_slots(keys, values, pairs, longest)
         return sum(each.tokens.shape[1] for each in passes)
 
+    def _upload(self, parts: list[numpy.ndarray]) -> torch.Tensor:
+        """Copy int64 arrays end to end to the device. Page-locked, because another copy would wait for the launches."""
+        host = torch.empty(sum(part.size for part in parts), dtype=torch.int64, pin_memory=self._on_cuda)
+        numpy.concatenate(parts, out=host.numpy())
+        return host.to(self._device, non_blocking=True)
+
     @torch.no_grad()
-    def begin(self, rows: list[DecodeRow]) -> None:
-        """Copy the rows of the next launches to the device."""
-        num_rows = len(rows)
+    def arrange(self, kept: list[int], new: list[DecodeRow]) -> None:
+        """Set the rows of the next launches without waiting for those that run."""
+        first, num_rows = len(kept), len(kept) + len(new)
         bucket = bucket_for(num_rows)
-        self._num_rows, self._with_top_p = num_rows, any(row.top_p < 1 for row in rows)
-        self._step(bucket)  # captured before the rows are copied, because capturing runs a step
-        array = self._host_inputs.numpy()
-        array[:, num_rows:bucket] = 0
-        array[DONE, :num_rows], array[DONE, num_rows:bucket] = 0, 1
-        array[TOKEN, :num_rows] = [row.token for row in rows]
-        array[POSITION, :num_rows] = [row.position for row in rows]
-        array[SLOT, :num_rows] = [row.slot for row in rows]
-        array[REMAINING, :num_rows] = [row.remaining for row in rows]
-        array[SEED, :num_rows] = [row.seed for row in rows]
-        array[TEMPERATURE].view(numpy.float64)[:num_rows] = [row.temperature for row in rows]
-        array[TOP_P].view(numpy.float64)[:num_rows] = [row.top_p for row in rows]
-        array[STOPS:, :num_rows] = -1
-        for column, row in enumerate(rows):
-            for index, stop in enumerate(row.stop_token_ids[:MAX_STOPS]):
-                array[STOPS + index, column] = stop
-        self._inputs.copy_(self._host_inputs, non_blocking=True)
+        flags = [*(self._uses_top_p[index] for index in kept), *(row.top_p < 1 for row in new)]
+        unchanged = not new and len(kept) == len(self._uses_top_p)
+        self._uses_top_p = flags
+        self._step(bucket, any(flags))
+        if unchanged:
+            return
+        host = torch.zeros((SOURCE + 1, bucket), dtype=torch.int64, pin_memory=self._on_cuda)
+        array = host.numpy()
+        array[DONE, num_rows:] = 1
+        array[TOKEN, first:num_rows] = [row.token for row in new]
+        array[POSITION, first:num_rows] = [row.position for row in new]
+        array[SLOT, first:num_rows] = [row.slot for row in new]
+        array[REMAINING, first:num_rows] = [row.remaining for row in new]
+        array[SEED, first:num_rows] = [row.seed for row in new]
+        array[TEMPERATURE].view(numpy.float64)[first:num_rows] = [row.temperature for row in new]
+        array[TOP_P].view(numpy.float64)[first:num_rows] = [row.top_p for row in new]
+        array[STOPS:SOURCE, first:num_rows] = -1
+        for column, row in enumerate(new, first):
+            stops = row.stop_token_ids[:MAX_STOPS]
+            array[STOPS : STOPS + len(stops), column] = stops
+        array[SOURCE] = numpy.arange(self._max_rows, self._max_rows + bucket)
+        array[SOURCE, :first] = kept
+        copied = host.to(self._device, non_blocking=True)
+        both = torch.cat([self._inputs, copied[:SOURCE]], dim=1)
+        self._inputs[:, :bucket] = both.index_select(1, copied[SOURCE])
+        if new:
+            added = copied[:, first:num_rows]
+            self._history[added[SLOT], added[POSITION]] = added[TOKEN].int()
 
     @torch.no_grad()
     def launch(self, steps: int) -> CapturedLaunch:
-        """Start up to MAX_STEPS steps for the rows of `begin`. Two launches may run at once."""
-        step = self._step(bucket_for(self._num_rows))
-        self._outputs[2 * MAX_STEPS].zero_()
+        """Start steps for the rows of `arrange`. Two launches may run at once."""
+        step = self._step(bucket_for(len(self._uses_top_p)), any(self._uses_top_p))
+        self._outputs[2 * MAX_TOKENS].zero_()
         for _ in range(steps):
             step()
         self._host_outputs.reverse()
@@ -190,7 +218,7 @@ class CapturedRunner:
         if self._on_cuda:
             event = torch.cuda.Event(blocking=True)
             event.record()
-        return CapturedLaunch(host, self._num_rows, steps, event)
+        return CapturedLaunch(host, len(self._uses_top_p), steps, event)
 
     def clear(self, slot: int) -> None:
         with torch.no_grad():
@@ -211,14 +239,20 @@ class CapturedRunner:
         self._graphs.clear()
         self._pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
 
-    def _step(self, bucket: int) -> Callable[[], None]:
-        key = ("decode", bucket, self._with_top_p)
+    def _step(self, bucket: int, with_top_p: bool) -> Callable[[], None]:
+        key = ("decode", bucket, with_top_p)
         if key not in self._graphs:
-            # Finished rows still read their position, which an earlier row may have left beyond a smaller cache.
+            rows = self._inputs.clone()
+            # Capturing runs a step. Finished rows still read their position, which an earlier row may have left beyond
+            # a smaller cache.
             self._inputs[POSITION].zero_()
             self._inputs[DONE].fill_(1)
-            state, picks, with_top_p = self._state(bucket), self._picks(bucket), self._with_top_p
-            self._graphs[key] = self._capture(lambda: self._captured.decode(state, picks, with_top_p=with_top_p))
+            state, picks = self._state(bucket), self._picks(bucket)
+            history, width = self._history, DRAFT_WIDTH if bucket <= DRAFT_ROWS else 1
+            self._graphs[key] = self._capture(
+                lambda: self._captured.decode(state, picks, history, with_top_p=with_top_p, width=width)
+            )
+            self._inputs.copy_(rows)
         return self._graphs[key]
 
     def _prefill_pass(self, tokens: torch.Tensor, blocks: torch.Tensor) -> None:
@@ -282,7 +316,7 @@ class CapturedRunner:
 
     def _picks(self, bucket: int) -> Picks:
         rows = self._outputs[:, :bucket]
-        return Picks(rows[:MAX_STEPS], rows[MAX_STEPS : 2 * MAX_STEPS].view(torch.float32), rows[2 * MAX_STEPS])
+        return Picks(rows[:MAX_TOKENS], rows[MAX_TOKENS : 2 * MAX_TOKENS].view(torch.float32), rows[2 * MAX_TOKENS])
 
 
 def bucket_for(num_rows: int) -> int:

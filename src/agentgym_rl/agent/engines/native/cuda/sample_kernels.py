@@ -75,11 +75,11 @@ def _ordered(x):
 
 
 @triton.jit
-def top_p_kernel(logits, cut, temperature, top_p, done, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def top_p_kernel(logits, cut, temperature, top_p, done, SIZE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Return the lowest scaled logit that is kept, by bisection over the numbers. Ties are all kept."""
     row = tl.program_id(0)
-    heat = tl.load(temperature + row)
-    share = tl.load(top_p + row)
+    heat = tl.load(temperature + row // WIDTH)
+    share = tl.load(top_p + row // WIDTH)
     threshold = float("-inf")
     if (share < 1) & (heat > 0) & (tl.load(done + row) == 0):
         source = logits + row.to(tl.int64) * SIZE
@@ -123,13 +123,14 @@ def block_sums_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_CUT: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
     row = tl.program_id(0)
     block = tl.program_id(1)
     if tl.load(done + row) == 0:
         offs = block * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(logits + row.to(tl.int64) * SIZE + offs, mask=offs < SIZE, other=float("-inf"))
-        x = _scaled(x, tl.load(temperature + row))
+        x = _scaled(x, tl.load(temperature + row // WIDTH))
         if HAS_CUT:
             x = tl.where(x < tl.load(cut + row), float("-inf"), x)
         top = tl.max(x, 0)
@@ -159,16 +160,21 @@ def pick_kernel(
     out_logprobs,
     out_counts,
     out_stride,
+    history,
+    history_stride,
+    slots,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     STOPS: tl.constexpr,
     HAS_CUT: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
+    """Sample a token. With WIDTH 1 also advance the row; otherwise `accept_kernel` does."""
     row = tl.program_id(0)
     if tl.load(done + row) == 0:
-        heat = tl.load(temperature + row)
+        heat = tl.load(temperature + row // WIDTH)
         offs_b = tl.arange(0, BLOCKS)
         place = row * NUM_BLOCKS + offs_b
         known = offs_b < NUM_BLOCKS
@@ -180,7 +186,7 @@ def pick_kernel(
         total = tl.sum(mass, 0)
         cumulative = tl.cumsum(mass, 0)
         now = tl.load(position + row)
-        threshold = _uniform(tl.load(seed + row), now + 1) * total
+        threshold = _uniform(tl.load(seed + row // WIDTH), now + 1) * total
         last_block = tl.max(tl.where(mass > 0, offs_b, 0), 0)
         block = tl.min(tl.where((cumulative > threshold) & (mass > 0), offs_b, last_block), 0)
         left = threshold - tl.sum(tl.where(offs_b < block, mass, 0.0), 0)
@@ -200,17 +206,22 @@ def pick_kernel(
         finite = (total > 0) & (total < float("inf"))
         logprob = tl.where(finite, logprob, float("nan"))
         picked = tl.where(finite, picked, 0)
-        count = tl.load(out_counts + row)
-        tl.store(out_tokens + count * out_stride + row, picked.to(tl.int32))
-        tl.store(out_logprobs + count * out_stride + row, logprob)
-        tl.store(out_counts + row, count + 1)
-        left_over = tl.load(remaining + row) - 1
-        offs_s = tl.arange(0, STOPS)
-        hits = tl.sum((tl.load(stops + offs_s * stops_stride + row) == picked).to(tl.int32), 0)
-        tl.store(token + row, picked)
-        tl.store(position + row, now + 1)
-        tl.store(remaining + row, left_over)
-        tl.store(done + row, ((hits > 0) | (left_over <= 0) | (finite == 0)).to(tl.int64))
+        if WIDTH > 1:
+            tl.store(out_tokens + row, picked.to(tl.int32))
+            tl.store(out_logprobs + row, logprob)
+        else:
+            count = tl.load(out_counts + row)
+            tl.store(out_tokens + count * out_stride + row, picked.to(tl.int32))
+            tl.store(out_logprobs + count * out_stride + row, logprob)
+            tl.store(out_counts + row, count + 1)
+            left_over = tl.load(remaining + row) - 1
+            offs_s = tl.arange(0, STOPS)
+            hits = tl.sum((tl.load(stops + offs_s * stops_stride + row) == picked).to(tl.int32), 0)
+            tl.store(token + row, picked)
+            tl.store(position + row, now + 1)
+            tl.store(history + tl.load(slots + row) * history_stride + now + 1, picked.to(tl.int32))
+            tl.store(remaining + row, left_over)
+            tl.store(done + row, ((hits > 0) | (left_over <= 0) | (finite == 0)).to(tl.int64))
 
 
 @dataclass(slots=True)
@@ -222,8 +233,14 @@ class Picks:
     counts: torch.Tensor
 
 
-def pick(logits: torch.Tensor, state: RowState, picks: Picks, *, with_top_p: bool) -> None:
-    """Sample a token for every unfinished row from float32 logits [B, V], and advance its state."""
+def pick(
+    logits: torch.Tensor, state: RowState, picks: Picks, history: torch.Tensor, *, with_top_p: bool, width: int = 1
+) -> None:
+    """Sample a token for every unfinished row from float32 logits [B, V].
+
+    With `width` 1 also advance the row's state and its history [slots, L]. Otherwise `state` has `width` rows for each
+    sequence, and tokens and log-probabilities are written to the first B entries of `picks`.
+    """
     num_rows, size = logits.shape
     num_blocks = triton.cdiv(size, VOCABULARY_BLOCK)
     floats = torch.empty((2, num_rows * num_blocks), dtype=torch.float32, device=logits.device)
@@ -233,7 +250,7 @@ def pick(logits: torch.Tensor, state: RowState, picks: Picks, *, with_top_p: boo
     if with_top_p:
         cut = torch.empty((num_rows,), dtype=torch.float32, device=logits.device)
         top_p_kernel[(num_rows,)](
-            logits, cut, state.temperature, state.top_p, state.done, SIZE=size, BLOCK=4096, num_warps=16
+            logits, cut, state.temperature, state.top_p, state.done, SIZE=size, BLOCK=4096, WIDTH=width, num_warps=16
         )
     block_sums_kernel[(num_rows, num_blocks)](
         logits,
@@ -246,6 +263,7 @@ def pick(logits: torch.Tensor, state: RowState, picks: Picks, *, with_top_p: boo
         SIZE=size,
         BLOCK=VOCABULARY_BLOCK,
         HAS_CUT=with_top_p,
+        WIDTH=width,
         num_warps=4,
     )
     pick_kernel[(num_rows,)](
@@ -266,11 +284,15 @@ def pick(logits: torch.Tensor, state: RowState, picks: Picks, *, with_top_p: boo
         picks.logprobs,
         picks.counts,
         picks.tokens.stride(0),
+        history,
+        history.stride(0),
+        state.slot,
         SIZE=size,
         BLOCK=VOCABULARY_BLOCK,
         NUM_BLOCKS=num_blocks,
         BLOCKS=triton.next_power_of_2(num_blocks),
         STOPS=MAX_STOPS,
         HAS_CUT=with_top_p,
+        WIDTH=width,
         num_warps=4,
     )

@@ -1,0 +1,426 @@
+"""Episodes that branch: every sampled token is trained once, after exactly the tokens it was sampled after."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from envs_for_tests import Counting
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_engine_for_tests import ScriptedEngine
+from tokenizers_for_tests import byte_level_bpe, thinking_tokenizer
+from training_for_tests import few
+
+from agentgym_rl.agent.context import ASK, FULL, LEFT_OUT, SUMMARISED, Context, view
+from agentgym_rl.agent.engines.native import NativeEngine
+from agentgym_rl.agent.policy import EnginePolicy
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.agent.segments import Call, path, place, stitch
+from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.environment.tools import Tool
+from agentgym_rl.training.batch import to_samples
+from agentgym_rl.training.microbatch import micro_batches
+from agentgym_rl.training.model import action_logprobs
+from agentgym_rl.training.scratch import build_model
+from agentgym_rl.training.settings import OptimizerSettings, ScratchSettings, SFTSettings
+from agentgym_rl.training.sft import SFT
+from agentgym_rl.types import Completion, Limits, Message, Sampling, StopReason, Task, Trajectory
+
+TASK = Task("counting", 3)
+torch.set_num_threads(1)
+
+
+class Recorder:
+    """An engine that records every call."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.calls: list[tuple[list[int], Completion]] = []
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Completion:
+        completion = await self._engine.generate(prompt_ids, sampling, session)
+        self.calls.append((list(prompt_ids), completion))
+        return completion
+
+    async def release(self, session: str) -> None:
+        await self._engine.release(session)
+
+
+class Staying(Counting):
+    """Counts for ever, so that an episode has as many turns as it may."""
+
+    def step(self, text: str) -> Any:
+        return replace(super().step(text), done=False)
+
+
+def require_exact(trajectory: Trajectory, calls: list[tuple[list[int], Completion]]) -> None:
+    """Check that each call's sampled ids are trained once, in a segment that has exactly its prompt before them."""
+    segments = trajectory.segments
+    sampled = [m for m in trajectory.messages if m.logprobs is not None]
+    assert len(sampled) == len(calls)
+    spans: dict[int, int] = {}
+    for message, (prompt_ids, completion) in zip(sampled, calls, strict=True):
+        segment = segments[message.segment]
+        start, end = len(prompt_ids), len(prompt_ids) + len(completion.token_ids)
+        assert segment.token_ids[:end] == [*prompt_ids, *completion.token_ids]
+        trained = [False] * message.untrained + [True] * (len(completion.token_ids) - message.untrained)
+        assert segment.loss_mask[start:end] == trained
+        logprobs = completion.logprobs[message.untrained :]
+        assert segment.logprobs[start + message.untrained : end] == logprobs
+        spans[message.segment] = spans.get(message.segment, 0) + sum(trained)
+    assert {i: sum(segment.loss_mask) for i, segment in enumerate(segments) if any(segment.loss_mask)} == spans
+    orders = sorted(k for segment in segments for k in segment.order)
+    assert orders == list(range(sum(spans.values())))
+
+
+def thoughtful(messages: list[Message]) -> list[Message]:
+    return [
+        replace(m, content=f"<think>\nI say {m.content}.\n</think>\n\n{m.content}") if m.role == "assistant" else m
+        for m in messages
+    ]
+
+
+def conversations(count: int) -> list[list[Message]]:
+    rng, played = random.Random(0), []
+    for _ in range(count):
+        env = Counting()
+        messages = [Message("user", env.reset(rng.randrange(100)))]
+        for _ in range(3):
+            action = rng.choice(env.actions())
+            messages += [Message("assistant", action), Message("user", env.step(action).observation)]
+        env.close()
+        played.append(messages)
+    return played
+
+
+@cache
+def _player(template: str) -> Any:
+    renderer = renderer_of(template)
+    model = build_model(
+        ScratchSettings(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2), renderer.tokenizer, 0
+    )
+    played = conversations(12)
+    if template != "chatml":
+        played = [thoughtful(messages) for messages in played]
+    samples = [sample for messages in played for sample in renderer.demonstrations(messages)]
+    settings = SFTSettings(epochs=10, batch_size=4, optimizer=OptimizerSettings(lr=1e-2))
+    trainer = SFT(model, samples, settings, 0)
+    while trainer.updates < trainer.total:
+        trainer.step()
+    return model.eval()
+
+
+def renderer_of(template: str, **options: Any) -> Renderer:
+    if template == "chatml":
+        return Renderer(byte_level_bpe("chatml"), "chatml", **options)
+    return Renderer(thinking_tokenizer(template), **options)
+
+
+CASES = [
+    pytest.param("qwen3", {}, Context(), {}, 2000, id="qwen3"),
+    pytest.param("r1", {}, Context(), {}, 2000, id="r1"),
+    pytest.param("qwen3", {"thoughts": "drop"}, Context(), {"train_thoughts": False}, 2000, id="untrained thoughts"),
+    pytest.param("chatml", {}, Context("window", 2), {}, 220, id="window"),
+    pytest.param("qwen3", {}, Context("window", 2), {}, 260, id="qwen3 window"),
+    pytest.param("chatml", {}, Context("summary", 1, 24), {}, 420, id="summary"),
+    pytest.param("r1", {}, Context("summary", 0, 24), {}, 420, id="r1 summary"),
+]
+
+
+@pytest.mark.parametrize(("template", "options", "context", "policy", "max_context"), CASES)
+async def test_trained_ids_are_sampled_ids_and_engine_and_learner_agree(
+    template: str, options: dict[str, Any], context: Context, policy: dict[str, Any], max_context: int
+) -> None:
+    model, renderer = copy.deepcopy(_player(template)), renderer_of(template, **options)
+    engine = NativeEngine(model, decode=renderer.decode, max_sessions=4, max_context=max_context)
+    pool = LocalPool({"counting": Staying})
+    trajectories = []
+    for item in range(3):
+        recorder, session = Recorder(engine), await pool.open("counting")
+        player = EnginePolicy(
+            recorder,
+            renderer,
+            Sampling(max_new_tokens=40, seed=item),
+            instruction=session.instruction,
+            context=context,
+            **policy,
+        )
+        limits = Limits(max_turns=12, max_new_tokens=40, max_context=max_context)
+        trajectory = await rollout(Task("counting", item), session, player, limits, id=str(item))
+        await session.close()
+        assert trajectory.stop is not StopReason.ERROR, trajectory.error
+        require_exact(trajectory, recorder.calls)
+        assert all(len(segment.token_ids) <= max_context for segment in trajectory.segments)
+        assert Trajectory.from_json(trajectory.to_json()).messages == trajectory.messages
+        trajectories.append(trajectory)
+    assert max(t.num_turns for t in trajectories) > 4
+    assert max(t.num_segments for t in trajectories) > 1
+    if context.kind == "summary":
+        asked = [m for t in trajectories for m in t.messages if m.purpose]
+        assert asked
+        assert all((m.content == ASK) == (m.role == "user") for m in asked)
+        assert all(m.logprobs is not None for m in asked if m.role == "assistant")
+    samples = [sample for t in trajectories for sample in to_samples(t)]
+    for micro in micro_batches(samples, [1.0] * len(samples), 4000):
+        learner_A, _ = action_logprobs(model, micro, 1.0)
+        assert (learner_A - micro.logprobs_A).abs().max() < 1e-4
+    await engine.close()
+
+
+async def scripted(
+    template: str, replies: list[str], limits: Limits, options: dict[str, Any] | None = None, **policy: Any
+) -> tuple[Trajectory, Recorder, Renderer]:
+    renderer = renderer_of(template, **(options or {}))
+    recorder = Recorder(ScriptedEngine(replies, encode=renderer.reply_ids))
+    session = await LocalPool({"counting": Staying}).open("counting")
+    player = EnginePolicy(recorder, renderer, Sampling(1), instruction=session.instruction, **policy)
+    trajectory = await rollout(TASK, session, player, limits, id="t")
+    await session.close()
+    assert trajectory.stop is not StopReason.ERROR, trajectory.error
+    require_exact(trajectory, recorder.calls)
+    return trajectory, recorder, renderer
+
+
+THOUGHT = "<think>\nUp is right.\n</think>\n\nup"
+LIMITS = Limits(max_turns=4, max_new_tokens=60, max_context=4000)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+async def test_a_shipped_thinking_template_renders_every_prompt(template: str) -> None:
+    trajectory, recorder, renderer = await scripted(template, [THOUGHT] * 4, LIMITS)
+    assert trajectory.num_segments == 5  # one per reply and one for the observation after the last
+    assert [info["valid"] for info in trajectory.infos] == [True] * 4  # the environment gets the action alone
+    for k, (prompt_ids, _) in enumerate(recorder.calls):
+        messages = [{"role": m.role, "content": m.content} for m in trajectory.messages[: 2 + 2 * k]]
+        whole = renderer.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert prompt_ids == whole
+        assert "Up is right" not in renderer.tokenizer.decode(prompt_ids)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+async def test_thoughts_can_be_kept_so_that_an_episode_stays_linear(template: str) -> None:
+    trajectory, recorder, renderer = await scripted(template, [THOUGHT] * 4, LIMITS, {"thoughts": "keep"})
+    assert trajectory.num_segments == 1
+    assert renderer.tokenizer.decode(recorder.calls[-1][0]).count("Up is right") == 3
+
+
+async def test_thoughts_can_be_dropped_from_a_template_that_keeps_them() -> None:
+    linear, _, _ = await scripted("chatml", [THOUGHT] * 4, LIMITS)
+    assert linear.num_segments == 1
+    trajectory, recorder, renderer = await scripted("chatml", [THOUGHT] * 4, LIMITS, {"thoughts": "drop"})
+    assert trajectory.num_segments == 5
+    assert "Up is right" not in renderer.tokenizer.decode(recorder.calls[-1][0])
+
+
+async def test_replies_without_thoughts_extend_the_segment_of_a_thinking_template() -> None:
+    ids = renderer_of("qwen3").encode("up<|im_end|>")
+    trajectory, _, _ = await scripted("qwen3", [ids] * 4, LIMITS)  # type: ignore[list-item]
+    assert trajectory.num_segments == 1
+
+
+async def test_untrained_thoughts_have_no_loss() -> None:
+    trajectory, _, renderer = await scripted("qwen3", [THOUGHT] * 4, LIMITS, train_thoughts=False)
+    trained = [
+        token
+        for segment in trajectory.segments
+        for token, kept in zip(segment.token_ids, segment.loss_mask, strict=True)
+        if kept
+    ]
+    assert renderer.tokenizer.decode(trained) == "\n\nup<|im_end|>" * 4
+    assert renderer.thought_length(renderer.encode("up")) == 0
+    assert renderer.thought_length(renderer.encode("<think>\nnever closed")) == len(
+        renderer.encode("<think>\nnever closed")
+    )
+    opened = renderer_of("r1").encode("still thinking")
+    assert renderer_of("r1").thought_length(opened) == len(opened)
+
+
+@pytest.mark.parametrize("template", ["qwen3", "r1"])
+async def test_demonstrations_have_the_ids_of_play(template: str) -> None:
+    trajectory, _, renderer = await scripted(template, [THOUGHT] * 4, LIMITS)
+    played = [(s.token_ids, s.loss_mask) for s in to_samples(trajectory)]
+    shown = [Message(m.role, m.content) for m in trajectory.messages]
+    assert [(s.token_ids, s.loss_mask) for s in renderer.demonstrations(shown)] == played
+
+
+async def test_a_window_keeps_the_task_and_the_last_turns() -> None:
+    limits = Limits(max_turns=30, max_new_tokens=20, max_context=200)
+    trajectory, recorder, renderer = await scripted("chatml", ["up"] * 30, limits, context=Context("window", 2))
+    assert trajectory.stop is StopReason.MAX_TURNS
+    assert trajectory.num_turns == 30
+    assert trajectory.num_segments > 2
+    cut = next(m for m in trajectory.messages if m.dropped_turns)
+    prompt = next(p for p, _ in recorder.calls if LEFT_OUT in renderer.tokenizer.decode(p))
+    text = renderer.tokenizer.decode(prompt)
+    task, dropped = trajectory.messages[1].content, cut.dropped_turns
+    assert f"{task}\n\n{LEFT_OUT}\n\nYou are at {dropped}." in text
+    assert text.count("<|im_start|>assistant\nup<|im_end|>") == 2
+    assert cut.content == f"You are at {dropped + 2}."
+    # Between cuts the context grows: far fewer segments than turns.
+    assert trajectory.num_segments < trajectory.num_turns / 2
+
+
+async def test_a_summary_replaces_the_conversation() -> None:
+    limits = Limits(max_turns=12, max_new_tokens=20, max_context=420)
+    replies = ["up"] * 6 + ["I counted up."] + ["up"] * 20
+    trajectory, _, renderer = await scripted("chatml", replies, limits, context=Context("summary", 0, 24))
+    purposes = [(m.role, m.purpose) for m in trajectory.messages if m.purpose]
+    assert purposes[:2] == [("user", "summary"), ("assistant", "summary")]
+    at = next(i for i, m in enumerate(trajectory.messages) if m.dropped_turns)
+    first = trajectory.messages[at]
+    turns = trajectory.turns
+    assert turns[at - 1] == turns[at] == first.dropped_turns  # its credit is that of the next reply
+    seen = renderer.tokenizer.decode(path(trajectory.messages, first.segment))
+    summary = trajectory.messages[at - 1].content
+    assert f"{trajectory.messages[1].content}\n\n{SUMMARISED}\n{summary}\n\n{first.content}" in seen
+    assert "Your context is nearly full" not in seen
+
+
+async def test_without_space_for_a_reply_after_a_cut_the_episode_ends() -> None:
+    limits = Limits(max_turns=12, max_new_tokens=20, max_context=70)
+    trajectory, _, _ = await scripted("chatml", ["up"] * 12, limits, context=Context("window", 2))
+    assert trajectory.stop in (StopReason.MAX_CONTEXT, StopReason.LENGTH)
+
+
+class Tooled(Staying):
+    @classmethod
+    def tools(cls) -> list[Tool]:
+        return [Tool("count", "Count one up or down.", "{way}", {"way": {"type": "string", "enum": ["up", "down"]}})]
+
+
+async def scripted_tools(
+    renderer: Renderer, reply: str, limits: Limits, context: Context = FULL
+) -> tuple[Trajectory, Recorder]:
+    ids = [*renderer.encode(reply), renderer.end_of_turn]
+    recorder = Recorder(ScriptedEngine([ids] * 40))
+    session = STYLES["tool"].wrap(await LocalPool({"counting": Tooled}, action_format="tool").open("counting"))
+    player = EnginePolicy(
+        recorder, renderer, Sampling(1), instruction=session.instruction, tools=session.tools, context=context
+    )
+    trajectory = await rollout(TASK, session, player, limits, id="t")
+    await session.close()
+    assert trajectory.stop is StopReason.MAX_TURNS, trajectory.error
+    assert all(info["valid"] for info in trajectory.infos)
+    require_exact(trajectory, recorder.calls)
+    return trajectory, recorder
+
+
+CALL = '<tool_call>\n{"name": "count", "arguments": {"way": "up"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("kind", ["window", "summary"])
+async def test_the_context_of_tool_turns_is_cut_exactly(kind: Any) -> None:
+    renderer = Renderer(byte_level_bpe("qwen"), "qwen")
+    limits = Limits(max_turns=16, max_new_tokens=90, max_context=1400)
+    trajectory, recorder = await scripted_tools(renderer, CALL, limits, Context(kind, 2, 90))
+    assert trajectory.num_segments > 1
+    last = renderer.tokenizer.decode(recorder.calls[-1][0])
+    assert (LEFT_OUT if kind == "window" else SUMMARISED) in last
+    assert '"name": "count"' in last  # the tools remain
+
+
+async def test_a_thinking_template_keeps_thoughts_between_tool_results() -> None:
+    renderer = Renderer(thinking_tokenizer("qwen3"))
+    assert not renderer.linear
+    trajectory, recorder = await scripted_tools(
+        renderer, f"<think>\nUp.\n</think>\n\n{CALL}", replace(LIMITS, max_new_tokens=120)
+    )
+    assert trajectory.num_segments == 1
+    assert renderer.tokenizer.decode(recorder.calls[-1][0]).count("<think>\nUp.\n</think>") == 3
+
+
+def test_the_view_after_a_cut() -> None:
+    chat = [Message("system", "s"), Message("user", "task")]
+    for k in range(4):
+        chat += [Message("assistant", f"a{k}"), Message("user", f"o{k + 1}")]
+    assert view(chat) == chat
+    chat[-1].dropped_turns = 3
+    shown = view(chat)
+    assert [m.role for m in shown] == ["system", "user", "assistant", "user"]
+    assert [m.content for m in shown] == ["s", f"task\n\n{LEFT_OUT}\n\no3", "a3", "o4"]
+
+
+def test_calls_of_a_sub_agent_are_a_segment_of_their_own() -> None:
+    main = [1, 2, 3]
+    calls = [
+        Call(main, [4], [-0.1]),
+        Call([1, 9, 9], [8], [-0.2]),  # a sub-agent with another prompt
+        Call([1, 9, 9, 8, 7], [6], [-0.3]),  # it goes on
+        Call([*main, 4, 5], [5], [-0.4]),  # back in the main context
+        Call(main, [7], [-0.5]),  # the first prompt again
+    ]
+    messages = stitch(calls)
+    assert [m.segment for m in messages] == [0, 0, 1, 1, 1, 1, 0, 0, 2, 2]
+    assert [m.prefix for m in messages if m.prefix] == [(0, 1), (0, 3)]
+    segments = Trajectory("t", TASK, messages, [0.0] * 5, [{}] * 5).segments
+    assert [s.token_ids for s in segments] == [[1, 2, 3, 4, 5, 5], [1, 9, 9, 8, 7, 6], [1, 2, 3, 7]]
+    assert [s.order for s in segments] == [[0, 3], [1, 2], [4]]
+    assert next(s.turn_index for s in segments) == [-1, -1, -1, 0, -1, 3]
+
+
+def test_a_linear_trajectory_of_calls_is_one_segment() -> None:
+    calls = [Call([1], [2], [-0.1]), Call([1, 2, 3], [4], [-0.2]), Call([1, 2, 3, 4, 5], [6], [-0.3])]
+    [segment] = Trajectory("t", TASK, stitch(calls)).segments
+    assert segment.token_ids == [1, 2, 3, 4, 5, 6]
+    assert segment.loss_mask == [False, True] * 3
+
+
+@few(200)
+@given(st.data())
+def test_stitched_segments_hold_every_call_exactly(data: st.DataObject) -> None:
+    calls: list[Call] = []
+    for _ in range(data.draw(st.integers(1, 8))):
+        base: list[int] = []
+        if calls and data.draw(st.booleans()):
+            earlier = data.draw(st.sampled_from(calls))
+            base = [*earlier.prompt_ids, *earlier.token_ids]
+            base = base[: data.draw(st.integers(0, len(base)))] if data.draw(st.booleans()) else base
+        prompt = base + data.draw(st.lists(st.integers(0, 2), min_size=not base, max_size=3))
+        sampled = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=3))
+        calls.append(Call(prompt, sampled, [-float(len(calls) + 1)] * len(sampled)))
+    messages = stitch(calls)
+    trajectory = Trajectory.from_json(Trajectory("t", TASK, messages, [0.0] * len(calls), [{}] * len(calls)).to_json())
+    segments = trajectory.segments
+    require_exact(trajectory, [(c.prompt_ids, Completion(c.token_ids, c.logprobs, "stop", 0)) for c in calls])
+    for k, segment in enumerate(segments):
+        assert path(messages, k) == segment.token_ids
+    for a in range(len(segments)):
+        for b in range(a + 1, len(segments)):  # a segment that continued another would have been merged
+            first = next(m for m in messages if m.segment == b)
+            whole = path(messages[: messages.index(first)], a)
+            prompt = [*segments[first.prefix[0]].token_ids[: first.prefix[1]], *first.token_ids]  # type: ignore[index]
+            assert prompt[: len(whole)] != whole
+
+
+def test_place_prefers_the_longest_match() -> None:
+    assert place({0: [1, 2], 1: [1, 2, 3]}, [1, 2, 3, 4], 2).segment == 1
+    assert place({}, [1], 0).added_ids == [1]
+
+
+def test_trajectories_of_earlier_versions_load() -> None:
+    row = {
+        **{"id": "a", "env": "toy", "item": 1, "rewards": [1.0], "infos": [{}], "stop": "done", "error": None},
+        **{"horizon": 3, "seconds": 0.1},
+        "messages": [
+            {"role": "user", "content": "o", "token_ids": [1], "logprobs": None, "version": None},
+            {"role": "assistant", "content": "a", "token_ids": [2], "logprobs": [-0.5], "version": 0},
+        ],
+    }
+    trajectory = Trajectory.from_json(json.dumps(row))
+    assert (trajectory.num_segments, trajectory.token_ids, trajectory.loss_mask) == (1, [1, 2], [False, True])
+    assert json.loads(trajectory.to_json()) == row
+
+
+def test_a_linear_view_of_several_segments_is_refused() -> None:
+    trajectory = Trajectory("t", TASK, stitch([Call([1], [2], [-0.1]), Call([3], [4], [-0.1])]))
+    with pytest.raises(ValueError, match="2 segments"):
+        _ = trajectory.token_ids
