@@ -160,7 +160,7 @@ class EnginePolicy:
             seed=None if seed is None else stable_seed(seed, *seed_parts),
         )
         completion = await self._engine.generate(prompt_ids, sampling, self._session_id)
-        _check(completion, sampling)
+        check_completion(completion, sampling)
         token_ids = list(completion.token_ids)
         content, calls = self._renderer.read_reply(token_ids, tools)
         message = Message(
@@ -253,7 +253,8 @@ class EnginePolicy:
         return [*others, replace(last, token_ids=ids, segment=segment)]
 
 
-def _check(completion: Completion, sampling: Sampling) -> None:
+def check_completion(completion: Completion, sampling: Sampling) -> None:
+    """Raise EngineError unless an engine kept to its protocol."""
     count = len(completion.token_ids)
     if not 1 <= count <= sampling.max_new_tokens:
         raise EngineError(f"the engine must sample 1 to {sampling.max_new_tokens} tokens, it returned {count}")
