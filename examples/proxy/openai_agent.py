@@ -1,6 +1,7 @@
 """An agent written with the `openai` SDK. docs/guides/external-agents.md explains it.
 
-The SDK reads OPENAI_BASE_URL and OPENAI_API_KEY, which the run sets, so the agent's own code needs no change.
+A run sets OPENAI_BASE_URL and OPENAI_API_KEY, so `OpenAI()` would do as well. A client of `agentgym-rl proxy`, which
+plays many episodes in one process, needs the episode's own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from agentgym_rl.agent.proxy.client import Episode
 
 def play(episode: Episode) -> None:
     """Answer every observation with one call of the model, until the environment ends the episode."""
-    client = OpenAI()
+    client = OpenAI(base_url=episode.base_url, api_key=episode.api_key)
     messages = [{"role": "user", "content": episode.observation}]
     while not episode.done:
         reply = client.chat.completions.create(model=episode.model, messages=messages)

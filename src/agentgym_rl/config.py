@@ -469,6 +469,8 @@ class Config(_Section):
             if agent.program or agent.program_variables:
                 raise ValueError("agent.program is read by agent.kind = 'external', this is 'model': set kind")
             return
+        if not agent.program and not agent.proxy_port:
+            raise ValueError("agent.kind = 'external' needs agent.program, or clients: use `agentgym-rl proxy RECIPE`")
         if self.method != "rl":
             raise ValueError(f"agent.kind = 'external' learns by method = 'rl', this is {self.method!r}")
         for is_set, setting in (

@@ -1,7 +1,7 @@
 """Policies that answer observations: an engine's model, an oracle, random play, a script, a person, or a chat API.
 
 A policy object plays one episode. It gets the conversation so far and the new observation, and returns the messages to
-append. Only `EnginePolicy` attaches token ids and log-probabilities, so only its replies can be trained on.
+append. `EnginePolicy` and proxy/external.py attach token ids and log-probabilities; no other replies can be trained on.
 """
 
 from __future__ import annotations

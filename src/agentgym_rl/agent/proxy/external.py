@@ -97,15 +97,22 @@ class Program:
     """Further environment variables that it gets."""
 
     @property
+    def is_function(self) -> bool:
+        return len(self.command) == 1 and ":" in self.command[0]
+
+    @property
     def argv(self) -> list[str]:
-        is_function = len(self.command) == 1 and ":" in self.command[0]
         return (
-            [sys.executable, "-m", "agentgym_rl.agent.proxy.client", *self.command] if is_function else [*self.command]
+            [sys.executable, "-m", "agentgym_rl.agent.proxy.client", *self.command]
+            if self.is_function
+            else [*self.command]
         )
 
     def environment(self, links: dict[str, str]) -> dict[str, str]:
         """Return the program's environment variables."""
         kept = {name: os.environ[name] for name in (*KEPT_VARIABLES, *self.variables) if name in os.environ}
+        if self.is_function:  # what this process can import, the function's process can, too
+            kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         base = {"OPENAI_BASE_URL": links["base_url"], "OPENAI_API_KEY": links["api_key"], SESSION_URL: links["url"]}
         return kept | base
 
