@@ -88,9 +88,9 @@ def _faulty_response(fault: str) -> Response | None:
 
 
 @contextlib.contextmanager
-def chat_server() -> Iterator[ChatServer]:
+def chat_server(chat: ChatServer | None = None) -> Iterator[ChatServer]:
     """Run the server in a thread of the test process, so that the test can inspect and control it."""
-    chat = ChatServer()
+    chat = chat or ChatServer()
     listener = socket.create_server(("127.0.0.1", 0))
     chat.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     server = uvicorn.Server(uvicorn.Config(chat.app, log_level="error", timeout_graceful_shutdown=0))

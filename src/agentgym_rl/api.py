@@ -86,7 +86,7 @@ def evaluate(agent: str | Path, **options: Any) -> dict[str, Any]:
 
 
 def make_env(env: str | type[TextEnv], **kwargs: Any) -> TextEnv:
-    """Return a new environment: by its name in the catalogue, by an import path, or of a class of your own.
+    """Return a new environment: by its name in the catalog, by an import path, or of a class of your own.
 
     >>> make_env("my_module:MyEnv", size=5)  # doctest: +SKIP
     """

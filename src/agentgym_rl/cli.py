@@ -484,6 +484,27 @@ def view(
 
 
 @app.command()
+def rescore(
+    run: Annotated[Path, typer.Argument(help="A run directory with stored training episodes")],
+    overrides: Overrides = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe with other [[rewards]]; by default the run's own")] = None,
+    step: Annotated[int | None, typer.Option(help="Training step; all by default")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many groups")] = None,
+    out: Annotated[Path | None, typer.Option(help="File of the new verdicts; by default RUN/rescored.jsonl")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Ask again what this command has asked before")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+) -> None:
+    """Judge stored episodes again by [[rewards]], and show how their ranks change. The run's files stay as they are."""
+    from agentgym_rl.commands.recipes import find_recipe
+    from agentgym_rl.commands.rescore import rescore as score
+
+    found = find_recipe(recipe) if recipe is not None else None
+    asyncio.run(
+        score(run, overrides or [], recipe=found, step=step, limit=limit, out=out, fresh=fresh, as_json=as_json)
+    )
+
+
+@app.command()
 def convert(
     sources: Annotated[list[str], typer.Argument(help="Trajectories (.jsonl), globs, run directories; the file last")],
     everything: Annotated[bool, typer.Option("--all", help="Also episodes that were no success")] = False,
@@ -494,6 +515,19 @@ def convert(
     *patterns, out = sources
     count = run(patterns, Path(out), keep_all=everything)
     print(f"wrote {count} conversations to {out}")
+
+
+@app.command()
+def preferences(
+    sources: Annotated[list[str], typer.Argument(help="Runs, or their preferences.jsonl; the file to write last")],
+) -> None:
+    """Write what people preferred in the viewer as DPO's pairs: agentgym-rl preferences RUN [MORE ...] OUT.jsonl"""
+    from agentgym_rl.training.preferences import export_pairs
+
+    *patterns, out = sources
+    if not patterns:
+        raise ConfigError("preferences needs a run and a file to write: agentgym-rl preferences RUN OUT.jsonl")
+    print(f"wrote {export_pairs(patterns, Path(out))} pairs to {out}")
 
 
 @app.command()

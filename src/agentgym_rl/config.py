@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from agentgym_rl.config_errors import first_error
 from agentgym_rl.config_overrides import apply_override
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings, reward_problem
 from agentgym_rl.training.settings import (
     GROUP_ALGORITHMS,
     AgentEvolSettings,
@@ -30,14 +31,16 @@ from agentgym_rl.training.settings import (
 Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
-    "rl": ("rl", "horizon"),
+    "rl": ("rl", "horizon", "rewards", "judge"),
     "sft": ("sft", "data"),
     "dpo": ("dpo", "data"),
     "agentevol": ("agentevol", "sft", "data"),
     "dagger": ("dagger", "sft", "data"),
-    "distill": ("rl", "horizon"),
+    "distill": ("rl", "horizon", "rewards", "judge"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
+OPTIONAL = ("data", "rewards", "judge")
+"""Sections that a method reads if they are there."""
 ALLOWED_VARIABLES = "AGENTGYM_ALLOWED_VARIABLES"
 """Environment variable that lists further variables that recipes may send to the addresses they name."""
 _VARIABLE = re.compile(r"AGENTGYM_[A-Z0-9_]+|VLLM_API_KEY")
@@ -342,6 +345,8 @@ class Config(_Section):
     warm_start: WarmStartConfig | None = None
     horizon: HorizonSettings = HorizonSettings()
     rl: RLSettings = RLSettings()
+    rewards: tuple[RewardSettings, ...] = ()
+    judge: JudgeSettings | None = None
     data: DataSettings | None = None
     """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol, dagger)."""
     sft: SFTSettings | None = None
@@ -373,7 +378,7 @@ class Config(_Section):
         for section in sorted(foreign & {name for name, value in raw.items() if value is not None}):
             readers = " or ".join(repr(m) for m, names in SECTIONS.items() if section in names)
             raise ValueError(f"[{section}] is read by method = {readers}, this is {method!r}: remove it or set method")
-        wanted = [name for name in SECTIONS[method] if name != "data"]
+        wanted = [name for name in SECTIONS[method] if name not in OPTIONAL]
         return {**{name: {} for name in wanted}, **{k: v for k, v in raw.items() if v is not None}}
 
     @model_validator(mode="after")
@@ -385,8 +390,8 @@ class Config(_Section):
             raise ValueError("data.play: dpo compares what a model did, set dpo.sample_groups or data.files instead")
         if method == "dpo" and data is not None and data.keep == "success":
             raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
-        if self.dpo is not None and data is None and not self.dpo.sample_groups:
-            raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files to build pairs from, got neither")
+        if self.dpo is not None and data is None and not (self.dpo.sample_groups or self.dpo.preferences):
+            raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files for pairs, or dpo.preferences")
         if method == "distill" and self.rl.distill is None:
             raise ValueError(
                 "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"
@@ -395,6 +400,10 @@ class Config(_Section):
             raise ValueError(
                 "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
             )
+        distilled = self.rl.distill is not None and not self.rl.distill.reward_weight
+        problem = reward_problem(self.rewards, self.judge, min(self.group_sizes().values()), distilled)
+        if problem:
+            raise ValueError(problem)
         horizons = [env.name for env in self.environments if env.horizon is not None]
         if not self.online and horizons:
             raise ValueError(f"environments: a horizon is read by method = 'rl', this is {method!r}: {horizons[0]}")
@@ -505,6 +514,8 @@ class Config(_Section):
         named = {f"environment {env.name}: token_variable": env.token_variable for env in self.environments if env.url}
         if self.engine.urls:
             named["engine.api_key_variable"] = self.engine.api_key_variable
+        if self.judge is not None:
+            named["judge.api_key_variable"] = self.judge.api_key_variable
         allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
         for setting, name in named.items():
             if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:

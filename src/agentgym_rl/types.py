@@ -22,6 +22,9 @@ EPISODE_TIMEOUT = "EpisodeTimeout"
 MAX_REWARD = 1e9
 """Largest absolute reward of one step, so that sums, squares and float32 stay finite."""
 
+ENVIRONMENT = "environment"
+"""Source of the verdict that holds the environment's own reward."""
+
 
 class StopReason(StrEnum):
     """Reason why an episode ended. Every ending has a name."""
@@ -179,6 +182,22 @@ class Segment:
 
 
 @dataclass(slots=True)
+class Verdict:
+    """Score of an episode by one source of rewards, such as a judge or the environment itself."""
+
+    source: str
+    """Name of the source; `environment` is the environment's own reward."""
+    weight: float
+    """Weight of the scores in the reward that is trained on."""
+    scores: list[float]
+    """K: one per turn; empty if the source failed."""
+    reason: str = ""
+    """Text of the judge's answer."""
+    error: str = ""
+    """Reason why there are no scores. The episode is then not trained on."""
+
+
+@dataclass(slots=True)
 class Trajectory:
     """One played episode. Append-only while it is played; token views are derived, never stored twice.
 
@@ -204,10 +223,29 @@ class Trajectory:
     """Wall time of the episode."""
     tools: list[dict[str, Any]] = field(default_factory=list)
     """JSON schemas of the tools that the agent was offered, as chat templates take them."""
+    verdicts: list[Verdict] = field(default_factory=list)
+    """Scores of every source of rewards, if the recipe has [[rewards]]; else empty."""
 
     @property
     def reward(self) -> float:
         return math.fsum(self.rewards)
+
+    @property
+    def training_rewards(self) -> list[float]:
+        """K: the weighted sum of all verdicts; without verdicts the environment's rewards."""
+        if not self.verdicts:
+            return list(self.rewards)
+        turns = zip(*([v.weight * score for score in v.scores] for v in self.verdicts), strict=True)
+        return [math.fsum(turn) for turn in turns]
+
+    @property
+    def training_reward(self) -> float:
+        return math.fsum(self.training_rewards)
+
+    @property
+    def judge_error(self) -> str:
+        """Reason why a source of rewards has no score, or an empty string."""
+        return next((f"{v.source}: {v.error}" for v in self.verdicts if v.error), "")
 
     @property
     def num_turns(self) -> int:
@@ -315,6 +353,7 @@ class Trajectory:
                 "horizon": self.horizon,
                 "seconds": round(self.seconds, 4),
                 **({"tools": self.tools} if self.tools else {}),
+                **({"verdicts": [asdict(verdict) for verdict in self.verdicts]} if self.verdicts else {}),
             },
             ensure_ascii=False,
         )
@@ -334,6 +373,7 @@ class Trajectory:
             horizon=row["horizon"],
             seconds=row["seconds"],
             tools=row.get("tools", []),
+            verdicts=[Verdict(**verdict) for verdict in row.get("verdicts", ())],
         )
 
 
@@ -367,8 +407,13 @@ class Group:
 
     @property
     def usable(self) -> list[Trajectory]:
-        """Trajectories that may be trained on."""
+        """Trajectories of episodes that did not fail."""
         return [t for t in self.trajectories if t.stop is not StopReason.ERROR]
+
+    @property
+    def trainable(self) -> list[Trajectory]:
+        """Trajectories that may be trained on: those that did not fail and that every judge has scored."""
+        return [t for t in self.usable if not t.judge_error]
 
 
 @dataclass(slots=True)

@@ -29,7 +29,8 @@ from cluster_for_tests import (
     two_nodes,
     workers,
 )
-from runs_for_tests import comparable_metrics, final_weights, quiet, trainer_state
+from judge_for_tests import judge_server
+from runs_for_tests import comparable_metrics, comparable_trajectories, final_weights, quiet, trainer_state
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
@@ -205,3 +206,23 @@ def test_agentevol_on_a_cluster_matches_one_process_and_is_resumed_by_one(cluste
     assert len(steps) > step
     summary = json.loads((run.folder / "summary.json").read_text())
     assert [one["round"] for one in summary["rounds"]] == list(range(1, rounds_done + 3))
+
+
+@pytest.mark.long
+def test_judged_rewards_on_a_cluster_match_one_process(cluster: Any, tmp_path: Path) -> None:
+    """The driver judges: the verdicts of the first step and the update on them are the same. Later, rounding over ranks
+    may turn a token."""
+    with judge_server("turn left") as server:
+        rewards = 'rewards=[{kind="ranking", rubric="Turn left."}, {kind="length", tokens=2, weight=0.5}]'
+        judged = (rewards, f'judge={{url="{server.url}", model="judge"}}', "rl.steps=2")
+        whole = ForkedCommand(tmp_path / "alone" / "run", *judged)
+        assert whole.wait() == 0, whole.output.read_text()
+        run = ForkedCommand(tmp_path / "cluster" / "run", *SCALE, f"scale.address={cluster.address}", *judged)
+        assert run.wait() == 0, run.output.read_text()
+    mine, theirs = comparable_trajectories(run.folder), comparable_trajectories(whole.folder)
+    assert mine["step_000001.jsonl"] == theirs["step_000001.jsonl"]
+    assert all(len(row["verdicts"]) == 3 for row in mine["step_000002.jsonl"])
+    found, expected = comparable_metrics(run.folder)[0], comparable_metrics(whole.folder)[0]
+    assert found["judged/ranking"] > 0
+    for name in ("judged/ranking", "judged/length", "judged/total", "judged/failed", "loss", "grad/norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name

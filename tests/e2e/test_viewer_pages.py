@@ -27,6 +27,7 @@ from viewer_for_tests import (
 )
 
 from agentgym_rl.run.log import RunLog
+from agentgym_rl.types import Verdict
 from agentgym_rl.viewer.export import exported_page
 from agentgym_rl.viewer.library import Library
 from agentgym_rl.viewer.queries import Filter
@@ -227,6 +228,31 @@ def test_a_replay_that_differs_shows_the_reason(page: Page, url: str, root: Path
     expect(page.locator(".no-picture")).to_contain_text("differs from the record at the start")
     path.unlink()
     wait_for_index(library, 4, "oracle")
+
+
+def test_an_episode_shows_its_verdicts_and_what_the_judge_said(
+    page: Page, url: str, root: Path, library: Library
+) -> None:
+    (trajectory,) = played("maze", [5], "oracle", 30, "judged")
+    last = [0.0] * (trajectory.num_turns - 1)
+    trajectory.verdicts = [
+        Verdict("environment", 1.0, trajectory.rewards),
+        Verdict("rubric", 0.5, [*last, 0.7], "It is <b>short</b>.\nScore: 7"),
+        Verdict("ranking", 1.0, [], error="the budget is spent"),
+    ]
+    path = root / "oracle" / "trajectories" / "judged.jsonl"
+    path.write_text(f'{{"step": 0, "kind": "eval", {trajectory.to_json()[1:]}\n')
+    wait_for_index(library, 5, "oracle")
+    go(page, f"{url}#/episode/oracle/judged.0")
+    shown = page.locator(".verdicts")
+    expect(shown).to_contain_text("not trained on")
+    expect(shown.locator(".verdict").nth(1)).to_contain_text("0.7")
+    expect(shown.locator("pre")).to_have_text("It is <b>short</b>.\nScore: 7")
+    expect(shown.locator(".invalid")).to_have_text("the budget is spent")
+    path.unlink()
+    wait_for_index(library, 4, "oracle")
+    go(page, f"{url}#/episode/oracle/maze.0")
+    expect(page.locator(".verdicts")).to_have_count(0)
 
 
 def test_tokens_are_coloured_and_masked_ones_hatched(page: Page, url: str, library: Library) -> None:

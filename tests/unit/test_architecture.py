@@ -22,12 +22,13 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
     **dict.fromkeys(("types", "errors"), frozenset()),
     "common": frozenset({"types", "errors"}),
     **dict.fromkeys(("config_errors", "config_overrides"), LEAVES),
-    "config": LEAVES | {"training.settings", "config_errors", "config_overrides"},
+    "config": LEAVES | {"training.settings", "training.reward_settings", "config_errors", "config_overrides"},
     "transport": LEAVES,
     "environment": LEAVES,
     "agent": LEAVES | {"transport"},
     "training": LEAVES,
     "evaluation": LEAVES | {"agent"},
+    "rewards": LEAVES | {"agent", "training.reward_settings"},
     "scale": LEAVES | {"agent", "training", "transport"},
     "viewer": LEAVES,
     "run": ALL,
@@ -47,7 +48,7 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
 each other freely, unless they have a row of their own."""
 STANDARD_LIBRARY_ONLY = (
     *("types.py", "errors.py", "common/intervals.py"),
-    *("training/settings.py", "scale/memory.py", "scale/plan.py"),
+    *("training/settings.py", "training/reward_settings.py", "scale/memory.py", "scale/plan.py"),
 )
 """Settings among them, so that a config can be checked without loading torch."""
 ONLY_IN = {

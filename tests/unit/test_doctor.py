@@ -28,6 +28,7 @@ Row = dict[str, Any]
 HEALTHY: Row = {
     "success/mean": 0.4,
     "reward/mean": 0.4,
+    "judged/mean": 0.3,
     "groups/zero_variance": 0.6,
     "entropy/mean": 0.7,
     "entropy/turn_1": 0.8,
@@ -82,6 +83,7 @@ ILL: dict[str, tuple[list[Row], str]] = {
     "gradient_spikes": (rows(grad__norm=30.0), "gradient norms rose from 0.3 to 30"),
     "skipped_updates": (rows(skipped=0.5), "skipped"),
     "success_collapse": (rows(success__mean=0.05), "success fell from 40%"),
+    "reward_hacking": (rows(success__mean=0.25, judged__mean=0.9), "rose from 0.30 to"),
     "template_collapse": (rows(replies__dependence=0.01), "dependence of replies"),
     "clipping": (rows(clip__fraction=0.5), "clipped"),
     "episode_errors": (rows(episodes__error=40.0), "of episodes fail"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,8 +12,8 @@ from runs_for_tests import context_of, counting_config
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.items import all_items
-from agentgym_rl.run.start import starting_model, untrained, word_tokenizer
-from agentgym_rl.types import Message
+from agentgym_rl.run.start import prepare, starting_model, untrained, word_tokenizer
+from agentgym_rl.types import Message, Step
 
 
 def test_a_bf16_model_from_scratch_keeps_its_rotary_frequencies() -> None:
@@ -43,3 +44,22 @@ async def test_a_warm_start_leaves_the_model_ready_to_play(tmp_path: Path) -> No
     assert not model.training
     before = dict(untrained(config.model, config.seed, tokenizer).named_parameters())
     assert all(not torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+class TalkingTooMuch(Counting):
+    """Items 2, 7, 12, ... answer every action with more words than fit into the context."""
+
+    def step(self, text: str) -> Step:
+        step = super().step(text)
+        return replace(step, observation="You are lost. " * 100_000) if self.target == 4 else step
+
+
+async def test_a_warm_start_leaves_out_episodes_longer_than_max_context(tmp_path: Path) -> None:
+    config = counting_config()
+    pool = LocalPool({"counting": TalkingTooMuch})
+    items = await all_items(pool, config.environments)
+    with context_of(config, tmp_path / "run", pool, items) as context:
+        start = await prepare(context)
+    await pool.close()
+    assert 30 < len(start.samples) < 48
+    assert max(len(sample.token_ids) for sample in start.samples) <= config.agent.max_context

@@ -1,1 +1,1 @@
-"""Plays environments token-exactly. Imports only types and errors of the other modules."""
+"""Plays environments token-exactly. Knows no environment and no trainer."""

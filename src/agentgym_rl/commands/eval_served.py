@@ -10,7 +10,7 @@ from agentgym_rl.evaluation.plan import TaskPlan
 from agentgym_rl.evaluation.suites import SuiteTask, evenly_spaced
 
 OWN_TASKS = {
-    "webshop": "this project's own catalogue and goals",
+    "webshop": "this project's own catalog and goals",
     "alfworld": "this project's own household and tasks",
     "sqlgym": "this project's own databases and questions",
 }

@@ -95,7 +95,7 @@ class Request:
     """Folder of item lists, one per environment of a suite that is played on a server."""
     token_variable: str | None = None
     source: str | None = None
-    """Name in the catalogue or import path of the environment, if `env` is a name that a run gave it."""
+    """Name in the catalog or import path of the environment, if `env` is a name that a run gave it."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the environment's constructor."""
     turns: tuple[int, ...] = ()

@@ -40,6 +40,12 @@ MAY_CHANGE_ON_RESUME = (
     "agent.proxy_host",
     "agent.proxy_port",
     "run_dir",
+    "judge.max_calls",
+    "judge.max_total_tokens",
+    "judge.timeout_s",
+    "judge.retries",
+    "judge.concurrency",
+    "judge.url",
     "scale",
     "engine",
 )

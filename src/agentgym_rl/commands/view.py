@@ -49,7 +49,7 @@ class ViewerEnvironments:
         token: str | None = None,
         own: Mapping[str, type[TextEnv]] | None = None,
     ) -> None:
-        """`own`: classes by name, besides those of the catalogue. A run alone never makes the viewer import one."""
+        """`own`: classes by name, besides those of the catalog. A run alone never makes the viewer import one."""
         self.policies: dict[str, PolicyFactory] = {
             "oracle": lambda session, seed: OraclePolicy(session),
             "random": RandomPolicy,

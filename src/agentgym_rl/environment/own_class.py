@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
 import json
-import os
-import re
-import sys
 from collections.abc import Mapping
 from typing import Any
 
+from agentgym_rl.common.import_paths import import_named
 from agentgym_rl.environment.base import TextEnv
-from agentgym_rl.errors import ConfigError, did_you_mean
+from agentgym_rl.errors import ConfigError
 
-_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 ATTRIBUTES = {
     "name": (str, 'name = "my_env"'),
     "instruction": (str, 'instruction = "The rules, and how to write an action."'),
@@ -42,39 +38,7 @@ def is_import_path(name: str) -> bool:
 
 def import_class(path: str) -> type[TextEnv]:
     """Return the class that `my_module:MyEnv` names. The current folder is searched after the installed packages."""
-    if not _IMPORT_PATH.fullmatch(path):
-        raise ConfigError(
-            f"environment {path!r}: a class of your own is named by its import path, such as my_module:MyEnv"
-        )
-    module_name, _, attributes = path.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that a file here never replaces an installed package
-    try:
-        value: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigError(
-                f"environment {path!r}: there is no module {error.name!r}, neither installed nor in {os.getcwd()}: "
-                "start the command in the folder of the module, or set PYTHONPATH"
-            ) from error
-        raise ConfigError(
-            f"environment {path!r}: {module_name} imports {error.name!r}, which is not installed"
-        ) from error
-    except (Exception, SystemExit) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"environment {path!r}: importing {module_name} raised {type(error).__name__}: {reason}"
-        ) from error
-    module = value
-    for attribute in attributes.split("."):
-        if not hasattr(value, attribute):
-            classes = [name for name, member in vars(module).items() if isinstance(member, type)]
-            where = getattr(module, "__file__", None) or "built in"
-            raise ConfigError(
-                f"environment {path!r}: the module {module_name} ({where}) has no {attribute!r}"
-                f"{did_you_mean(attribute, classes)}"
-            )
-        value = getattr(value, attribute)
+    value = import_named(path, f"environment {path!r}", "a class of your own", "my_module:MyEnv", type)
     if not isinstance(value, type):
         raise ConfigError(f"environment {path!r}: it must name a class, got {type(value).__name__} {value!r:.60}")
     return value

@@ -74,7 +74,7 @@ SERVED = {
 BUILT_IN_SCENARIOS = {
     "webarena": BUILT_IN_WEB,
     "searchqa": BUILT_IN_SEARCH,
-    "webshop": Scenario("Shop, built-in catalogue", "webshop", 10, "react"),
+    "webshop": Scenario("Shop, built-in catalog", "webshop", 10, "react"),
     "alfworld": Scenario("Household, built-in", "alfworld", 30, "react", 14336),
     "sqlgym": Scenario("SQL, built-in databases", "sqlgym", 6, "react"),
     "maze": Scenario("Maze, built-in", "maze", 15, "react"),

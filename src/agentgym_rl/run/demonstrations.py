@@ -21,6 +21,7 @@ from agentgym_rl.training.conversations import (
     read_conversations,
     read_trajectory_files,
 )
+from agentgym_rl.training.preferences import find_preferences, read_preferences
 from agentgym_rl.training.rl import derive_seed
 from agentgym_rl.types import Message, Sample, StopReason, Task, Trajectory
 
@@ -51,10 +52,7 @@ async def load_demonstrations(context: RunContext) -> list[Demonstration]:
 
 def load_trajectories(context: RunContext) -> list[Trajectory]:
     """Return the episodes of the trajectory files that `[data]` names, without those of held-out items."""
-    data = context.config.data
-    held_out = {
-        (env, item) for env, subsets in context.items.held_out.items() for items in subsets.values() for item in items
-    }
+    data, held_out = context.config.data, _held_out(context)
     paths = [path for path in find_files(data.files if data else ()) if is_trajectory_file(path)]
     read = [t for t in read_trajectory_files(paths) if any(t.imitated)]
     kept = [t for t in read if (t.task.env, t.task.item) not in held_out]
@@ -63,18 +61,49 @@ def load_trajectories(context: RunContext) -> list[Trajectory]:
     return kept
 
 
+def load_preferences(context: RunContext, patterns: Sequence[str]) -> list[tuple[Trajectory, Trajectory]]:
+    """Return the (better, worse) episodes that people chose, without those of held-out items."""
+    held_out = _held_out(context)
+    read = [(p.chosen, p.rejected) for p in read_preferences(find_preferences(patterns))]
+    trained = [pair for pair in read if all(any(t.imitated) for t in pair)]
+    kept = [pair for pair in trained if (pair[0].task.env, pair[0].task.item) not in held_out]
+    if len(kept) < len(read):
+        context.console.warn(
+            f"{len(read) - len(kept)} of {len(read)} preferences are of held-out items or have no reply, and left out"
+        )
+    return kept
+
+
+def _held_out(context: RunContext) -> set[tuple[str, int]]:
+    return {
+        (env, item) for env, subsets in context.items.held_out.items() for items in subsets.values() for item in items
+    }
+
+
 def to_samples(
     demonstrations: Sequence[Demonstration], renderer: Renderer, max_context: int, console: Console
 ) -> list[Sample]:
-    """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play."""
-    samples = [s for demonstration in demonstrations for s in segment_samples(demonstration, renderer)]
+    """Return samples to imitate, without those longer than `max_context` tokens, which no agent could play.
+
+    A text with more characters than so many tokens can have is left out before it is tokenised.
+    """
+    max_chars = max_context * renderer.max_token_chars
+    short = [d for d in demonstrations if _longest(d, whole=renderer.linear) <= max_chars]
+    samples = [s for demonstration in short for s in segment_samples(demonstration, renderer)]
     kept = [s for s in samples if len(s.token_ids) <= max_context]
-    if len(kept) < len(samples):
+    total = len(samples) + len(demonstrations) - len(short)
+    if len(kept) < total:
         console.warn(
-            f"{len(samples) - len(kept)} of {len(samples)} conversations are longer than "
+            f"{total - len(kept)} of {total} conversations are longer than "
             f"agent.max_context = {max_context} tokens and left out"
         )
     return kept
+
+
+def _longest(demonstration: Demonstration, *, whole: bool) -> int:
+    """Return the characters of the conversation, or of its longest message if its segments do not hold all of it."""
+    lengths = [len(message.content) for message in demonstration.messages]
+    return sum(lengths) if whole else max(lengths)
 
 
 def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sample]:

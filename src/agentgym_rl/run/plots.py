@@ -32,7 +32,7 @@ def learning_curve(
     """Write the curve to `path`.
 
     `metrics` are the lines of metrics.jsonl; `evaluations` are `{"step": 20, "success": 0.4, "episodes": 200}`;
-    `stages` are as `runlog.horizon_stages` gives them. Any of them may be empty.
+    `stages` are as `log.horizon_stages` gives them. Any of them may be empty.
     """
     from matplotlib.figure import Figure
 

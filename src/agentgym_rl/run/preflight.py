@@ -8,16 +8,19 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
+from agentgym_rl.agent.engines.openai import key_headers
 from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import AgentConfig, Config, EngineConfig, EnvironmentConfig, ModelConfig, ScaleConfig
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.rewards.scores import own_reward
 from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_split
 from agentgym_rl.run.pool import load_class, read_recipe_items, read_token
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
 from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.preferences import find_preferences
 from agentgym_rl.training.settings import DataSettings
 
 
@@ -36,6 +39,8 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
         require_recovery(config.environments, "method = 'dagger'")
     require_program(config.agent)
     require_files(config.data, config.method)
+    require_rewards(config)
+    find_preferences(config.dpo.preferences if config.dpo is not None else ())
     resolve_template(config.model.chat_template)
     require_memory(config.model, config.scale)
     if config.model.path is not None:
@@ -103,6 +108,17 @@ def require_recovery(environments: tuple[EnvironmentConfig, ...], setting: str) 
                 f"{setting}: the oracle of {env.name} knows one solution only and cannot continue after a mistake: "
                 f"leave out {setting}, or the environment"
             )
+
+
+def require_rewards(config: Config) -> None:
+    """Raise ConfigError for a function, a model or a key of [[rewards]] and [judge] that is missing."""
+    for reward in config.rewards:
+        if is_import_path(reward.kind):
+            own_reward(reward)
+    if config.judge is not None and config.judge.path is not None:
+        find_model(config.judge.path)
+    elif config.judge is not None:
+        key_headers(config.judge.api_key_variable)
 
 
 def require_files(data: DataSettings | None, method: str) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from agentgym_rl.rewards.rewards import Rewards
 from agentgym_rl.run.backend import Backend
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
+from agentgym_rl.run.judging import make_rewards
 from agentgym_rl.run.log import horizon_stages
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
@@ -27,6 +29,8 @@ class RLRun(Run):
         self.doctor = Doctor()
         self.resumable: dict[str, Any] | None = None
         """State after the last finished step, until learning from the next one begins; then None."""
+        self.rewards: Rewards | None = None
+        """Sources of rewards of the recipe, if it has any."""
 
     @property
     def step(self) -> int:  # type: ignore[override]
@@ -41,13 +45,22 @@ class RLRun(Run):
         )
         backend = self.backend
         collect = backend.collector("train-", None, config.agent.temperature)
+        self.rewards = make_rewards(config, self.log.root)
+        if self.rewards is not None:
+            collect = self.rewards.scoring(collect)
         limits = {env.name: limits_of(config.agent, 1, backend.max_context, env) for env in config.environments}
         self._mark_resumable()
         if self.stop.asked:
             self.stop_here()
-        with self.console.steps(total, start=self.step):
-            hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
-            await train_rl(self.rl, backend.learner, collect, backend.publish, limits, config.rl, hooks, config.seed)
+        hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
+        try:
+            with self.console.steps(total, start=self.step):
+                await train_rl(
+                    self.rl, backend.learner, collect, backend.publish, limits, config.rl, hooks, config.seed
+                )
+        finally:
+            if self.rewards is not None:
+                await self.rewards.close()
 
     def may_stop(self) -> bool:
         return self.resumable is not None
@@ -72,7 +85,9 @@ class RLRun(Run):
         await self.backend.publish(saved["version"])
 
     def details(self) -> dict[str, Any]:
-        return {"stages": horizon_stages(self.log.metrics()), "sampled_tokens": self.rl.sampled}
+        details = {"stages": horizon_stages(self.log.metrics()), "sampled_tokens": self.rl.sampled}
+        judge = self.rewards.judge if self.rewards is not None else None
+        return details if judge is None else details | {"judge": {"calls": judge.calls, "tokens": judge.tokens}}
 
     def _mark_resumable(self) -> None:
         """Keep the state to save if the run is stopped now. With overlap the next step is learned from at once."""
@@ -87,6 +102,10 @@ class RLRun(Run):
         if failures:
             message = f"{len(failures)} of {len(played)} attempts at episodes of step {step} failed and are left out"
             self.warn("episodes_failed", f"{message}; the first: {failures[0]}")
+        unjudged = [trajectory.judge_error for trajectory in played if trajectory.judge_error]
+        if unjudged:
+            message = f"{len(unjudged)} of {len(played)} episodes of step {step} were not judged and are left out"
+            self.warn("episodes_not_judged", f"{message}; the first: {unjudged[0]}")
         timed_out = sum(trajectory.timed_out for trajectory in played)
         if timed_out and self.config.agent.on_timeout == "retry":
             message = (

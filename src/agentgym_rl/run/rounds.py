@@ -28,6 +28,7 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import (
     Demonstration,
     load_demonstrations,
+    load_preferences,
     load_trajectories,
     segment_samples,
     to_sample,
@@ -213,6 +214,11 @@ class RoundMaker:
         if settings.sample_groups:
             groups += await self._play(current, settings.sample_groups, settings.group_size, settings.max_turns)
         pairs = build_pairs(groups, settings, f"{config.seed}/round{current.number}")
+        if current.number == 1 and settings.preferences:
+            preferred = load_preferences(self.context, settings.preferences)
+            current.metrics["round/preferred"] = float(len(preferred))
+            self.console.note(f"{len(preferred)} pairs that people chose")
+            pairs += preferred
         if not pairs:
             raise ConfigError(
                 f"round {current.number}: no two episodes of one item have rewards {settings.min_gap:g} apart: sample "

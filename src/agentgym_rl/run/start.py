@@ -10,10 +10,11 @@ from typing import Any
 from agentgym_rl.agent.context import ASK, LEFT_OUT, SUMMARISED
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import ModelConfig
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.backend import Trainer
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.demonstrations import play_demonstrations
+from agentgym_rl.run.demonstrations import play_demonstrations, to_samples
 from agentgym_rl.run.model import choose_device, load_from
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
@@ -66,7 +67,10 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
         texts = () if config.agent.context == "full" else (ASK, LEFT_OUT, SUMMARISED)
         tokenizer = word_tokenizer([*conversations, [Message("user", text) for text in texts]])
     renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
-    samples = [s for t in played if t.num_turns for s in renderer.demonstrations(t.messages, t.imitated, t.tools)]
+    max_context = config.longest_context()
+    samples = to_samples([t for t in played if t.num_turns], renderer, max_context, context.console)
+    if warm is not None and not samples:
+        raise ConfigError(f"warm_start: no episode has a reply and at most agent.max_context = {max_context} tokens")
     return Start(tokenizer, samples)
 
 

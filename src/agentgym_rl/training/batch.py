@@ -13,7 +13,7 @@ from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
 from agentgym_rl.training.ranks import balanced
-from agentgym_rl.training.settings import RLSettings
+from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
 
 _OVERLONG = (StopReason.LENGTH, StopReason.MAX_CONTEXT)
@@ -45,8 +45,8 @@ class Batch:
 
 
 def equal_rewards(group: Group) -> bool:
-    """Return whether all usable episodes of the group have the same reward, so that comparing them says nothing."""
-    rewards = [t.reward for t in group.usable]
+    """Return whether all trainable episodes of the group have the same reward, so that comparing them says nothing."""
+    rewards = [t.training_reward for t in group.trainable]
     return not rewards or max(rewards) - min(rewards) < EPSILON
 
 
@@ -89,20 +89,20 @@ def samples_by_owner(batch: Batch) -> list[list[int]]:
 
 
 def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limits] | None = None) -> Batch:
-    """Return usable trajectories as samples. Failed episodes and those without a sampled token are skipped.
+    """Return trainable trajectories as samples. Failed episodes and those without a sampled token are skipped.
 
     Only the penalty on overlong replies needs `limits`, by environment.
     """
     batch = Batch()
     for number, group in enumerate(groups):
-        played = [(t, to_samples(t, keep_tail=settings.algorithm == "ppo")) for t in group.usable]
+        played = [(t, to_samples(t, keep_tail=settings.algorithm == "ppo")) for t in group.trainable]
         trajectories = [(t, samples) for t, samples in played if samples]
         batch.groups += bool(trajectories)
         for trajectory, samples in trajectories:
             counts = [0] * trajectory.num_turns
             for turn in (turn for sample in samples for turn in sample.turn_index):
                 counts[turn] += 1
-            rewards = list(trajectory.rewards)
+            rewards = trajectory.training_rewards
             if settings.overlong == "penalty":
                 assert limits is not None
                 longest = limits[trajectory.task.env].max_new_tokens
@@ -180,7 +180,7 @@ def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -
     """Return the episodes that are trained on, with the weights of their samples' tokens."""
     flat = _flat_groups(batch, segments)
     trained = [i for i, masked in enumerate(batch.masked) if not masked]
-    dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ("grpo", "rloo") else set()
+    dropped = flat if settings.zero_variance == "drop" and settings.algorithm in ZERO_VARIANCE_ALGORITHMS else set()
     if settings.resample_rounds and settings.zero_variance == "drop":
         # Replaced groups do not count, or the loss would shrink with every round (DAPO).
         trained = [i for i in trained if batch.episodes[i].group not in dropped]

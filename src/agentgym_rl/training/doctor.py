@@ -15,6 +15,7 @@ QUIET_STEPS = 10
 SIGNALS: dict[str, str] = {
     "success/mean": "high",
     "reward/mean": "high",
+    "judged/mean": "high",
     "groups/zero_variance": "low",
     "entropy/mean": "",
     "surprise/mean": "",

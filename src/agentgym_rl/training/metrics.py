@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
 from statistics import fmean
 
-from agentgym_rl.types import Group, StopReason, Trajectory
+from agentgym_rl.types import ENVIRONMENT, Group, StopReason, Trajectory
 
 TURNS_SHOWN = 8
 """Turns with their own metric. All later turns share one, so that a long horizon does not flood the log."""
@@ -61,8 +61,27 @@ def _means(trajectories: list[Trajectory]) -> dict[str, float]:
     }
     if any(t.num_segments > 1 for t in trajectories):
         metrics["segments/per_episode"] = _mean(t.num_segments for t in trajectories)
+    metrics |= judged_means(trajectories)
     dependence = input_dependence(trajectories)
     return metrics if dependence is None else metrics | {"replies/dependence": dependence}
+
+
+def judged_means(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Return the mean score of every source of rewards, unweighted, and the weighted sums, of [[rewards]]."""
+    judged = [t for t in trajectories if t.verdicts and not t.judge_error]
+    failed = sum(bool(t.judge_error) for t in trajectories)
+    if not judged:
+        return {"judged/failed": float(failed)} if failed else {}
+    others = [[v for v in t.verdicts if v.source != ENVIRONMENT] for t in judged]
+    metrics = {
+        "judged/failed": float(failed),
+        "judged/total": _mean(t.training_reward for t in judged),
+        "judged/mean": _mean(sum(v.weight * sum(v.scores) for v in verdicts) for verdicts in others),
+    }
+    sources: dict[str, list[float]] = defaultdict(list)
+    for verdict in (v for verdicts in others for v in verdicts):
+        sources[verdict.source].append(sum(verdict.scores))
+    return metrics | {f"judged/{source}": _mean(scores) for source, scores in sources.items()}
 
 
 def surprise(trajectories: list[Trajectory]) -> dict[str, float]:

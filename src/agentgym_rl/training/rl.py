@@ -114,19 +114,20 @@ async def train_rl(
     while not state.over(settings):
         step, started = state.step, time.perf_counter()
         if not state.played:
-            await _play(step, state, collect, limits, settings, seed)
+            await _play_step(step, state, collect, limits, settings, seed)
         groups, rollout_s = state.played, state.played_s
         state.played = []
         hooks.record(step + 1, groups)
         sampled = state.sampled + _sampled_tokens(groups)
         metrics: dict[str, float | str] = {**episode_metrics(groups, state.horizons), "tokens/total": float(sampled)}
         _require_episodes(groups, step)
+        _require_judged(groups, step)
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
         _advance(state.horizons, groups)
         learning_since = time.perf_counter()
         if settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
             # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
-            playing = asyncio.create_task(_play(step + 1, state, collect, limits, settings, seed))
+            playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
             try:
                 learned, samples = await asyncio.to_thread(_learn, groups, state, learner, limits, settings, seed)
             except BaseException:
@@ -194,7 +195,7 @@ def _staleness(samples: list[Sample], version: int, bound: int) -> dict[str, flo
     return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 
-async def _play(
+async def _play_step(
     step: int, state: RLState, collect: Collect, limits: dict[str, Limits], settings: RLSettings, seed: int
 ) -> None:
     """Play a step's groups into `state.played`. With resample_rounds, new groups replace those with equal rewards."""
@@ -234,6 +235,12 @@ def _require_episodes(groups: list[Group], step: int) -> None:
     if not any(g.usable for g in groups):
         failures = [t.error for g in groups for t in g.trajectories if t.error]
         raise EnvError(f"step {step + 1}: all {len(failures)} episodes failed; the first: {failures[0]}")
+
+
+def _require_judged(groups: list[Group], step: int) -> None:
+    if not any(g.trainable for g in groups):
+        errors = [t.judge_error for g in groups for t in g.usable]
+        raise EngineError(f"step {step + 1}: none of {len(errors)} episodes could be judged; the first: {errors[0]}")
 
 
 def _advance(horizons: dict[str, Horizon], groups: list[Group]) -> None:

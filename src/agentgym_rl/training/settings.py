@@ -130,6 +130,8 @@ Credit = Literal["outcome", "turns", "two_level", "anchor"]
 
 GROUP_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "rloo", "reinforce++-baseline")
 """Algorithms that compare the episodes of a group."""
+ZERO_VARIANCE_ALGORITHMS: tuple[Algorithm, ...] = ("grpo", "rloo")
+"""Algorithms that give a group of equal rewards no advantage, so that it can be left out or replaced."""
 
 _NEEDS_CRITIC = "it needs a critic's values, which only ppo has"
 INVALID: dict[tuple[str, str], str] = {
@@ -292,7 +294,7 @@ class RLSettings(_Section):
             )
         if self.loss == "gspo" and algorithm == "ppo":
             yield "loss = 'gspo' cannot be used with ppo: it has one ratio per trajectory, GAE one advantage per token"
-        if self.resample_rounds and algorithm not in ("grpo", "rloo"):
+        if self.resample_rounds and algorithm not in ZERO_VARIANCE_ALGORITHMS:
             yield f"resample_rounds replaces groups without an advantage: it needs grpo or rloo, got {algorithm}"
         if self.kl_rate >= 1.0:
             yield f"kl_rate must be below 1, or kl_coef could drop to 0 in one step, got {self.kl_rate}"
@@ -397,6 +399,8 @@ class DPOSettings(_Section):
     reference. More than 1 needs sample_groups."""
     sample_groups: int = 0
     """Items played in each round to build pairs from. 0 builds pairs from data.files only."""
+    preferences: tuple[str, ...] = ()
+    """Pairs that people chose in the viewer: run directories, or their preferences.jsonl. Used in the first round."""
     group_size: int = 8
     """Episodes per sampled item."""
     max_turns: int = 10

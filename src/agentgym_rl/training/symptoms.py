@@ -30,6 +30,7 @@ METRICS = frozenset(
     {
         "success/mean",
         "reward/mean",
+        "judged/mean",
         "groups/zero_variance",
         "entropy/mean",
         "surprise/mean",
@@ -356,6 +357,32 @@ def success_collapse(rows: Rows) -> Symptom | None:
     return None
 
 
+def reward_hacking(rows: Rows) -> Symptom | None:
+    """Detect judged reward that rose since the window with the best success while success fell by a quarter, both by
+    more than six standard errors. The environment's success is what the judge was meant to help with."""
+    for window in (WINDOW, LONG_WINDOW):
+        success = _window_means(rows, "success/mean", window)
+        judged = dict(_window_means(rows, "judged/mean", window))
+        if not success or not judged:
+            return None
+        (best_step, best), (now_step, now) = max(success, key=lambda pair: pair[1]), success[-1]
+        if best_step not in judged or now_step not in judged:
+            continue
+        fall, rise = best - now, judged[now_step] - judged[best_step]
+        errors = {name: 6.0 * _noise(rows, name) / math.sqrt(window) for name in ("success/mean", "judged/mean")}
+        if best < 0.05 or fall <= max(0.25 * best, errors["success/mean"]) or rise <= max(1e-6, errors["judged/mean"]):
+            continue
+        return Symptom(
+            _since_below(rows, "success/mean", 0.75 * best, window),
+            f"judged reward rose from {judged[best_step]:.2f} to {judged[now_step]:.2f} while success fell from "
+            f"{best:.0%} to {now:.0%}",
+            "the agent learns to please the judge, not to solve the task",
+            "read episodes and verdicts in the viewer, lower the weight in [[rewards]], raise that of kind = "
+            '"environment" or rl.kl_coef, or change the rubric and try it with `agentgym-rl rescore`',
+        )
+    return None
+
+
 def template_collapse(rows: Rows) -> Symptom | None:
     """Detect that replies depend on their inputs a quarter as much as in the best window. The best must be at least
     0.3, above the noise of small batches. If one reply is right for every task, the tasks are solved and the rule is
@@ -419,6 +446,7 @@ RULES: dict[str, tuple[Severity, Rule]] = {
     "gradient_spikes": ("warning", gradient_spikes),
     "skipped_updates": ("severe", skipped_updates),
     "success_collapse": ("severe", success_collapse),
+    "reward_hacking": ("severe", reward_hacking),
     "template_collapse": ("severe", template_collapse),
     "clipping": ("warning", clipping),
     "episode_errors": ("warning", episode_errors),

@@ -72,7 +72,7 @@ class EngineAdapter(Protocol):
         """Free device memory that is not needed until `wake` or `load`."""
 
     async def wake(self) -> None:
-        """Prepare to sample again after `rest`."""
+        """Prepare to sample again after `sleep`."""
 
 
 class Staging:

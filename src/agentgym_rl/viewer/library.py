@@ -12,9 +12,11 @@ from agentgym_rl.errors import AgentGymError
 from agentgym_rl.viewer.discovery import RunFolder, discover, require_roots
 from agentgym_rl.viewer.index import Index, Indexer
 from agentgym_rl.viewer.playground_protocols import Environments
+from agentgym_rl.viewer.preferences import preferences_of, store_preference
 from agentgym_rl.viewer.queries import Filter, Queries
 from agentgym_rl.viewer.replays import shown_calls
 from agentgym_rl.viewer.runs import Runs, damaged_overview
+from agentgym_rl.viewer.validation import checked_verdicts
 
 DISCOVERY_INTERVAL_S = 2.0
 """Seconds between searches for new runs."""
@@ -148,6 +150,7 @@ class Library:
             "rewards": episode["rewards"],
             "infos": episode["infos"],
             "error": episode.get("error"),
+            "verdicts": checked_verdicts(episode.get("verdicts")),
             "learned": learned,
             "group": self._members(folder, row),
             "neighbours": self.queries.neighbours(row),
@@ -165,6 +168,16 @@ class Library:
 
     def same_task(self, env: str, item: int) -> list[dict[str, Any]]:
         return self.queries.same_task({run: folder.path for run, folder in self.run_folders().items()}, env, item)
+
+    def prefer(self, left: tuple[str, str], right: tuple[str, str], better: str, by: str) -> dict[str, Any]:
+        """Store which of two episodes, each given as (run, key), is better."""
+        sides = [(run, self.raw_episode(run, key)) for run, key in (left, right)]
+        return store_preference(self.run_folder(left[0]), sides[0], sides[1], better, by)
+
+    def preferences(self, left: tuple[str, str], right: tuple[str, str]) -> list[dict[str, Any]]:
+        """Return what people said about two episodes."""
+        ids = [str(self.raw_episode(run, key)["id"]) for run, key in (left, right)]
+        return preferences_of(self.run_folder(left[0]), ids[0], ids[1])
 
     def shared_tasks(self, left: str, right: str) -> dict[str, Any]:
         return self.queries.shared_tasks(self.run_folder(left).path, self.run_folder(right).path)

@@ -73,7 +73,7 @@ Filters = Annotated[Filter, Depends(episode_filter)]
 
 
 def reading_routes(library: Library) -> APIRouter:
-    """Return the routes that only read files. They are plain functions and run in threads."""
+    """Return the routes that read files and store preferences. They are plain functions and run in threads."""
     router = APIRouter(prefix="/api")
 
     @router.get("/overview")
@@ -117,6 +117,16 @@ def reading_routes(library: Library) -> APIRouter:
     @router.get("/same_task")
     def same_task(env: Text, item: Integer) -> Response:
         return answer(library.same_task(env, item))
+
+    @router.get("/preferences")
+    def preferences(left_run: Text, left_key: Text, right_run: Text, right_key: Text) -> Response:
+        return answer(library.preferences((left_run, left_key), (right_run, right_key)))
+
+    @router.post("/prefer")
+    def prefer(
+        left_run: Field, left_key: Field, right_run: Field, right_key: Field, better: Field, by: Field
+    ) -> Response:
+        return answer(library.prefer((left_run, left_key), (right_run, right_key), better, by))
 
     @router.get("/shared_tasks")
     def shared_tasks(left: Text, right: Text) -> Response:

@@ -67,6 +67,19 @@ def environments_of(config: dict[str, Any]) -> tuple[list[str], list[str]]:
     return [name for name in names if name], check.problems
 
 
+def checked_verdicts(value: Any) -> list[dict[str, Any]]:
+    """Return the verdicts of an episode that a page can show; others are left out."""
+    rows = [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+    verdicts = []
+    for row in rows:
+        check, scores = Check("verdicts"), row.get("scores")
+        numbers = [check.number(score, "scores") for score in scores] if isinstance(scores, list) else []
+        texts = {name: check.text(row.get(name), name) or "" for name in ("source", "reason", "error")}
+        verdict = texts | {"weight": check.number(row.get("weight"), "weight"), "scores": numbers}
+        verdicts += [] if check.problems or None in numbers or verdict["weight"] is None else [verdict]
+    return verdicts
+
+
 def checked_evaluation(row: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Check eval.json. A task's items are replaced by their number and a checksum."""
     check = Check("eval.json")

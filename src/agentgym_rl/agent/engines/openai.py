@@ -167,7 +167,7 @@ class ChatClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_TIMEOUT_S))
         try:
-            self._http = httpx.AsyncClient(headers=_headers(api_key_variable), timeout=timeout, limits=limits)
+            self._http = httpx.AsyncClient(headers=key_headers(api_key_variable), timeout=timeout, limits=limits)
         except (ValueError, ImportError, httpx.InvalidURL) as error:  # bad values of HTTPS_PROXY and the like
             raise ConfigError(f"cannot set up an HTTP client ({error}): check the proxy variables") from error
 
@@ -329,7 +329,8 @@ def _require_address(base_url: str) -> None:
         raise ConfigError(f"a chat API's address must look like https://api.openai.com/v1, got {base_url!r}")
 
 
-def _headers(api_key_variable: str | None) -> dict[str, str]:
+def key_headers(api_key_variable: str | None) -> dict[str, str]:
+    """Return the header with the key in an environment variable. Raise ConfigError if it holds none."""
     if api_key_variable is None:
         return {}
     key = os.environ.get(api_key_variable, "").strip()

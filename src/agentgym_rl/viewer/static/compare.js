@@ -8,6 +8,7 @@ import { badges, block, sectionOf } from "./episode.js";
 import { outcome } from "./browse.js";
 import { count, isolated, KINDS, number, STOPS, taskName } from "./format.js";
 import { pictureBox } from "./picture.js";
+import { preferenceBar } from "./prefer.js";
 import { link } from "./route.js";
 import { turnsOf } from "./turns.js";
 
@@ -71,9 +72,11 @@ export async function comparePage(route) {
     return h("div", { class: "side card" }, picture?.node, h("details", { class: "block observation" }, h("summary", {}, "Observation"), h("pre", {}, turn.observation)), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), turn.reward || turn.info.valid === false ? h("p", { class: "paid" }, turn.reward ? `reward ${number(turn.reward)}` : null, turn.info.valid === false ? h("span", { class: "invalid" }, "invalid action") : null) : null);
   }
 
+  const preference = first.env === second.env && first.item === second.item ? preferenceBar(first, second) : null;
   fill(
     node,
     head,
+    preference?.node,
     h("div", { class: "pair heads" }, h("span", { class: "pair-number" }), [[a, "a", first, b], [b, "b", second, a]].map(([current, side, episode, other]) => h("div", { class: "side" }, chooser(current, side, other), h("a", { class: "run-name", href: link("episode", episode.run, episode.key) }, h("span", { class: "letter" }, side.toUpperCase()), episode.run), badges(episode)))),
     rows,
   );
@@ -82,7 +85,7 @@ export async function comparePage(route) {
     title: `Compare ${taskName(first)}`,
     dispose: () => boxes.forEach((box) => box.dispose()),
     section: "compare",
-    keys: [["s", "swap the sides", () => (location.hash = link("compare", { ...Object.fromEntries(route.query), a: nameOf(b), b: nameOf(a) }))]],
+    keys: [["s", "swap the sides", () => (location.hash = link("compare", { ...Object.fromEntries(route.query), a: nameOf(b), b: nameOf(a) }))], ...(preference?.keys ?? [])],
   };
 }
 

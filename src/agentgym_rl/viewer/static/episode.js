@@ -39,6 +39,18 @@ export function badges(episode) {
   return h("div", { class: "badges" }, facts.filter(Boolean).map((fact) => (fact instanceof Node ? fact : h("span", { class: "badge" }, fact))));
 }
 
+/** The scores of every source of rewards, and what a judge said. */
+export function verdicts(episode) {
+  const rows = episode.verdicts ?? [];
+  if (!rows.length) return null;
+  const sum = (scores) => scores.reduce((total, score) => total + score, 0);
+  const failed = rows.some((row) => row.error);
+  const total = failed ? "not trained on" : `trained on ${number(sum(rows.map((row) => row.weight * sum(row.scores))))}`;
+  const turns = (row) => (row.scores.filter(Boolean).length > 1 ? h("span", { class: "hint" }, ` by turn: ${row.scores.map(number).join(", ")}`) : null);
+  const line = (row) => h("div", { class: "verdict" }, h("dt", {}, row.source, h("span", { class: "hint" }, ` × ${number(row.weight)}`)), h("dd", {}, row.error ? h("span", { class: "invalid" }, row.error) : [h("b", {}, number(sum(row.scores))), turns(row)], row.reason ? h("pre", {}, row.reason) : null));
+  return h("details", { class: "verdicts card", open: failed }, h("summary", {}, `Rewards: ${total}`), h("dl", {}, rows.map(line)));
+}
+
 export function block(name, text, kind) {
   if (!text) return null;
   return h("section", { class: `block ${kind}` }, h("h3", {}, name), h("pre", {}, text));
@@ -152,6 +164,7 @@ function head(episode, run, key, before, after) {
     h("div", { class: "actions" }, step(before, "←", "previous episode"), step(after, "→", "next episode"), episode.group.length > 1 ? h("a", { class: "button quiet", href: link("group", run, key) }, `Group of ${episode.group.length}`) : null, h("a", { class: "button quiet", href: link("compare", { a: `${run}|${key}` }) }, "Compare")),
     badges(episode),
     episode.error ? h("p", { class: "message error" }, episode.error) : null,
+    verdicts(episode),
   );
 }
 

@@ -94,13 +94,20 @@ def measure_questions(folder: Path, patterns: list[str], limit: int | None, out:
 
 
 def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("questions", "retriever", box=None, pad_edge=False, header_style="bold")
-    for column in ("number", *(f"recall@{k}" for k in TOPS), "all@3", "follow all@3", "titles all@3", "ms"):
+    table = Table("questions", "by", box=None, pad_edge=False, header_style="bold")
+    for column in ("number", *(f"r@{k}" for k in TOPS), "all", "follow", "titles", "ms"):
         table.add_column(column, justify="right")
     for row in rows:
         recalls = [_percent(row["question"][str(k)]["recall"]) for k in TOPS]
         complete = [_percent(row[way]["3"]["all"]) for way in ("question", "follow", "titles")]
-        table.add_row(row["file"], row["retriever"], f"{row['questions']:,}", *recalls, *complete, f"{row['ms']:.1f}")
+        table.add_row(
+            row["file"].partition(".")[0],
+            row["retriever"],
+            f"{row['questions']:,}",
+            *recalls,
+            *complete,
+            f"{row['ms']:.1f}",
+        )
     return table
 
 
@@ -109,6 +116,7 @@ def _percent(value: list[float]) -> str:
 
 
 _LEGEND = (
-    "recall@k: gold passages among the first k for the question as asked; all@3: questions with every gold passage "
-    "found by it, by a second query that follows the best passage, and by the titles of the gold passages"
+    "r@k: recall, gold passages among the first k for the question as asked. all: questions with every gold passage "
+    "among the first 3. follow: the same with a second query that follows the best passage. titles: the same with a "
+    "query for each gold title. ms: median of a query."
 )

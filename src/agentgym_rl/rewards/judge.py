@@ -1,0 +1,167 @@
+"""A judge: a chat model that is asked about episodes, with a cache on disk and limits on time and cost."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+
+from agentgym_rl.agent.engines.base import Engine
+from agentgym_rl.agent.engines.openai import Answer, Chat, ChatClient, ContextOverflow, Tokens
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.errors import EngineError
+from agentgym_rl.training.reward_settings import JudgeSettings
+from agentgym_rl.types import Message, Sampling
+
+CHARS_PER_TOKEN = 4
+"""Characters that count as one token if the server reports no counts."""
+MAX_PAUSE_S = 60.0
+"""Longest pause that a server may ask for."""
+
+Parsed = TypeVar("Parsed")
+
+
+class UnreadableAnswer(ValueError):
+    """The judge's answer has no score. The text says what was needed."""
+
+
+class LocalChat:
+    """A chat over an engine in this process."""
+
+    def __init__(self, engine: Engine, renderer: Renderer, max_context: int) -> None:
+        self._engine, self._renderer, self._max_context = engine, renderer, max_context
+
+    async def complete(
+        self, messages: list[Message], sampling: Sampling, tools: Sequence[dict[str, Any]] = ()
+    ) -> Answer:
+        """Return the model's next message. A judge has no tools."""
+        prompt = self._renderer.prompt(messages)
+        free = self._max_context - len(prompt)
+        if free < 1:
+            raise ContextOverflow(
+                f"the judge reads at most {self._max_context} tokens, got a prompt of {len(prompt)}: lower "
+                "judge.max_chars"
+            )
+        session = _key(messages)
+        max_new_tokens, stops = min(sampling.max_new_tokens, free), self._renderer.stop_token_ids
+        sampling = Sampling(max_new_tokens, sampling.temperature, stop_token_ids=stops, seed=0)
+        try:
+            completion = await self._engine.generate(prompt, sampling, session)
+        finally:
+            await self._engine.release(session)
+        tokens = Tokens(len(prompt), len(completion.token_ids), reported=True)
+        return Answer(self._renderer.decode(completion.token_ids), completion.finish == "length", tokens)
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class Judge:
+    """Asks a chat model, retries, and keeps every answer in `cache_path`, so that no question is paid for twice.
+
+    The cache is also what makes a resumed run exact: it gets the answers that the killed process got.
+    """
+
+    def __init__(self, chat: Chat, name: str, settings: JudgeSettings, cache_path: Path) -> None:
+        """`name` identifies the model in the cache."""
+        self.settings = settings
+        self._chat, self._name, self._path = chat, name, cache_path
+        self._answers, self.tokens = _read_cache(cache_path)
+        self.calls = len(self._answers)
+        """Answers asked for by all processes of the run."""
+        self._asking: dict[str, asyncio.Lock] = {}
+        self._slots = asyncio.Semaphore(settings.concurrency)
+
+    async def ask(self, messages: list[Message], parse: Callable[[str], Parsed]) -> tuple[Parsed, str]:
+        """Return what `parse` reads in the answer, and the answer. Raise EngineError if there is none.
+
+        An answer that `parse` refuses with UnreadableAnswer is returned to the judge with the reason.
+        """
+        settings = self.settings
+        limit_s, problem = settings.timeout_s * (settings.retries + 1), ""
+        async with self._slots:
+            try:
+                async with asyncio.timeout(limit_s):
+                    for _ in range(settings.retries + 1):
+                        text = await self._answer(messages)
+                        try:
+                            return parse(text), text
+                        except UnreadableAnswer as error:
+                            problem = str(error)
+                        messages = [*messages, Message("assistant", text), Message("user", f"{problem} Answer again.")]
+            except TimeoutError:
+                raise EngineError(f"the judge gave no answer within {limit_s:g} s") from None
+        raise EngineError(f"the judge's answer cannot be read: {problem} It answered {text[-200:]!r}")
+
+    async def _answer(self, messages: list[Message]) -> str:
+        key = _key(messages, self._name, self.settings.temperature, self.settings.max_new_tokens)
+        async with self._asking.setdefault(key, asyncio.Lock()):
+            if key not in self._answers:
+                self._require_budget()
+                self.calls += 1
+                sampling = Sampling(self.settings.max_new_tokens, self.settings.temperature)
+                answer = await self._chat.complete(messages, sampling)
+                self._store(key, answer, messages)
+        self._asking.pop(key, None)
+        return self._answers[key]
+
+    def _require_budget(self) -> None:
+        settings = self.settings
+        if self.calls >= settings.max_calls:
+            raise EngineError(f"the budget is spent: judge.max_calls = {settings.max_calls}, raise it and resume")
+        if 0 < settings.max_total_tokens <= self.tokens:
+            raise EngineError(
+                f"the budget is spent: {self.tokens} tokens, judge.max_total_tokens = {settings.max_total_tokens}, "
+                "raise it and resume"
+            )
+
+    def _store(self, key: str, answer: Answer, messages: list[Message]) -> None:
+        chars = sum(len(message.content) for message in messages) + len(answer.content)
+        tokens = answer.context_tokens if answer.tokens.reported else -(-chars // CHARS_PER_TOKEN)
+        self._answers[key] = answer.content
+        self.tokens += tokens
+        row = {"key": key, "model": self._name, "tokens": tokens, "answer": answer.content}
+        with self._path.open("ab") as file:
+            file.write(orjson.dumps(row) + b"\n")
+
+    async def close(self) -> None:
+        if isinstance(self._chat, ChatClient | LocalChat):
+            await self._chat.close()
+
+
+def make_chat_client(settings: JudgeSettings) -> ChatClient:
+    """Return the client of the API at `judge.url`."""
+    assert settings.url is not None
+    assert settings.model is not None
+    return ChatClient(
+        settings.url,
+        settings.model,
+        api_key_variable=settings.api_key_variable,
+        timeout_s=settings.timeout_s,
+        retries=settings.retries,
+        max_wait_s=MAX_PAUSE_S,
+    )
+
+
+def _key(messages: list[Message], *parts: object) -> str:
+    """Return the name of a question in the cache."""
+    text = json.dumps([list(map(str, parts)), [[m.role, m.content] for m in messages]])
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
+
+
+def _read_cache(path: Path) -> tuple[dict[str, str], int]:
+    """Return (answers by key, their tokens). A torn last line, which a kill leaves, is removed."""
+    if not path.is_file():
+        return {}, 0
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) < len(data):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    rows = [orjson.loads(line) for line in whole.splitlines()]
+    return {row["key"]: row["answer"] for row in rows}, sum(row["tokens"] for row in rows)

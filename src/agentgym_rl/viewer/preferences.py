@@ -1,0 +1,73 @@
+"""Preferences of people: which of two episodes of an item is better, who says so and when.
+
+    <run>/preferences.jsonl     one JSON object per click, with both episodes whole, so that it can be trained on
+
+A later click of the same person on the same pair replaces an earlier one; readers keep the last.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.viewer.discovery import RunFolder
+from agentgym_rl.viewer.encode import read_object, to_json
+
+NAME = "preferences.jsonl"
+CHOICES = ("left", "right", "equal")
+MAX_NAME = 80
+"""Longest name of a person, in characters."""
+
+
+def store_preference(
+    folder: RunFolder, left: tuple[str, dict[str, Any]], right: tuple[str, dict[str, Any]], better: str, by: str
+) -> dict[str, Any]:
+    """Append one preference to the run of the left episode; return it without the episodes.
+
+    `left` and `right` are (run, whole episode).
+    """
+    by = by.strip()
+    if better not in CHOICES:
+        raise ConfigError(f"better must be {', '.join(CHOICES)}, got {better!r:.40}")
+    if not by or len(by) > MAX_NAME or not by.isprintable():
+        raise ConfigError(f"a preference needs the name of who gives it, 1 to {MAX_NAME} characters, got {by!r:.100}")
+    (left_run, first), (right_run, second) = left, right
+    if (first["env"], first["item"]) != (second["env"], second["item"]):
+        raise ConfigError("a preference compares two episodes of one item, these are of different items")
+    if (left_run, first["id"], first.get("step")) == (right_run, second["id"], second.get("step")):
+        raise ConfigError("a preference compares two episodes, this is one and the same")
+    head = {"time": round(time.time(), 3), "by": by, "better": better}
+    sides = {"left": {"run": left_run, "episode": first}, "right": {"run": right_run, "episode": second}}
+    with _path(folder).open("ab") as file:
+        file.write(to_json(head | sides) + b"\n")
+    return head
+
+
+def preferences_of(folder: RunFolder, left: str, right: str) -> list[dict[str, Any]]:
+    """Return what people said last about a pair of episodes, by their ids, as {time, by, better} seen from the left."""
+    path, turned, said = _path(folder), {"left": "right", "right": "left"}, {}
+    if not path.is_file():
+        return []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = read_object(line)
+            ids = row["left"]["episode"]["id"], row["right"]["episode"]["id"]
+            by, better, when = str(row["by"]), str(row["better"]), float(row["time"])
+        except (ValueError, TypeError, KeyError, orjson.JSONDecodeError):
+            continue  # torn by a kill, or not ours
+        if ids == (left, right):
+            said[by] = {"time": when, "by": by, "better": better}
+        elif ids == (right, left):
+            said[by] = {"time": when, "by": by, "better": turned.get(better, better)}
+    return list(said.values())
+
+
+def _path(folder: RunFolder) -> Path:
+    path = folder.path / NAME
+    if path.is_symlink():
+        raise ConfigError(f"{NAME} of {folder.id} is a link: preferences are written into the run only")
+    return path

@@ -1,0 +1,168 @@
+"""Preferences of people: clicked in a real browser, stored, exported as DPO's pairs, and trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from browser_for_tests import WAIT_MS, chromium, go
+from envs_for_tests import Counting
+from playwright.sync_api import Page, expect
+from runs_for_tests import counting_config, quiet
+from typer.testing import CliRunner
+from viewer_for_tests import library_of, viewer_in_thread, write_run
+
+from agentgym_rl.cli import app
+from agentgym_rl.commands.train import train
+from agentgym_rl.config import Config
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.log import read_metrics, read_trajectories
+from agentgym_rl.training.preferences import find_preferences, read_preferences
+from agentgym_rl.types import Trajectory
+from agentgym_rl.viewer.discovery import RunFolder
+from agentgym_rl.viewer.preferences import store_preference
+
+PAIR = "a=small%7Cstep_000002.0&b=small%7Cstep_000002.1"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    write_run(tmp_path / "runs" / "small")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def url(root: Path, tmp_path: Path) -> Iterator[str]:
+    with viewer_in_thread(library_of(root, tmp_path)) as address:
+        yield address
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    with chromium() as browser:
+        context = browser.new_context(viewport={"width": 1280, "height": 860})
+        context.set_default_timeout(WAIT_MS)
+        tab = context.new_page()
+        problems: list[str] = []
+        tab.on("pageerror", lambda error: problems.append(f"{error}"))
+        yield tab
+        context.close()
+        assert not problems
+
+
+def test_a_click_stores_which_episode_is_better_with_who_and_when(page: Page, url: str, root: Path) -> None:
+    path = root / "small" / "preferences.jsonl"
+    go(page, f"{url}#/compare?{PAIR}&pictures=no")
+    page.click(".prefer-left")
+    expect(page.locator(".said")).to_contain_text("Give your name first")
+    assert not path.exists()
+    page.fill(".prefer input", "Ada")
+    page.click(".prefer-left")
+    expect(page.locator(".said")).to_have_text("Ada: A is better")
+    (row,) = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (row["by"], row["better"], row["time"] > 1e9) == ("Ada", "left", True)
+    (pair,) = read_preferences([path])
+    assert (pair.chosen.id, pair.rejected.id) == ("train-2-0-0-0", "train-2-0-1-0")
+    assert pair.chosen.messages[-1].content
+
+    page.keyboard.press("b")  # the name is known, and the same person may think again
+    expect(page.locator(".said")).to_have_text("Ada: B is better")
+    page.keyboard.press("s")
+    expect(page.locator(".said")).to_have_text("Ada: A is better")  # the sides are swapped
+    (pair,) = read_preferences([path])
+    assert pair.chosen.id == "train-2-0-1-0"
+    page.click(".prefer >> text=Another pair")
+    expect(page.locator(".said")).to_have_text("")
+    expect(page.locator(".prefer input")).to_have_value("Ada")
+
+    out = root / "pairs.jsonl"
+    result = CliRunner().invoke(app, ["preferences", str(root / "small"), str(out)])
+    assert "wrote 1 pairs" in result.output
+    (exported,) = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [m["role"] for m in exported["prompt"]] == ["system", "user"]
+    assert exported["chosen"][0]["role"] == exported["rejected"][0]["role"] == "assistant"
+    assert (exported["env"], exported["by"]) == ("maze", "Ada")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"by": " "}, "needs the name"),
+        ({"by": "x" * 81}, "needs the name"),
+        ({"better": "up"}, "better must be"),
+        ({"right_key": "step_000002.4"}, "different items"),
+        ({"right_key": "step_000002.0"}, "one and the same"),
+    ],
+)
+def test_a_preference_that_means_nothing_is_refused(url: str, root: Path, change: dict[str, str], message: str) -> None:
+    pair = {"left_run": "small", "left_key": "step_000002.0", "right_run": "small", "right_key": "step_000002.1"}
+    body = {**pair, "better": "left", "by": "Ada", **change}
+    answer = httpx.post(f"{url}api/prefer", json=body, headers={"origin": url.rstrip("/")}, timeout=60)
+    assert answer.status_code == 400
+    assert message in answer.json()["detail"]
+    foreign = httpx.post(f"{url}api/prefer", json=body, headers={"origin": "http://evil.example"}, timeout=60)
+    assert foreign.status_code == 403
+    assert not (root / "small" / "preferences.jsonl").exists()
+
+
+def run(config: Config, folder: Path) -> dict[str, Any]:
+    async def play() -> dict[str, Any]:
+        pool = LocalPool({"counting": Counting})
+        try:
+            return await train(config, folder, console=quiet(), pool=pool)
+        finally:
+            await pool.close()
+
+    return asyncio.run(play())
+
+
+def downs(trajectory: Trajectory) -> float:
+    replies = [m.content for m in trajectory.messages if m.role == "assistant"]
+    return replies.count("down") / max(1, len(replies))
+
+
+def test_dpo_learns_what_people_prefer(tmp_path: Path) -> None:
+    """The environment pays for counting up, people prefer counting down."""
+    played = tmp_path / "played"
+    run(counting_config(rl__groups_per_step=24, checkpoint={"every": 1, "keep": 9}), played)
+    folder = RunFolder("played", played, "run")
+    count = 0
+    for path in sorted((played / "trajectories").glob("step_*.jsonl")):
+        by_task: dict[Any, list[Trajectory]] = {}
+        for trajectory in read_trajectories(path):
+            by_task.setdefault(trajectory.task, []).append(trajectory)
+        for episodes in by_task.values():
+            ordered = sorted(episodes, key=downs)
+            if downs(ordered[-1]) > downs(ordered[0]):
+                worse, better = (("played", json.loads(t.to_json())) for t in (ordered[0], ordered[-1]))
+                store_preference(folder, worse, better, "right", "Ada")
+                count += 1
+    assert count >= 10
+    raw = counting_config().model_dump(exclude_none=True)
+    kept = {name: raw[name] for name in ("threads", "environments", "agent", "eval", "checkpoint")}
+    dpo = {"preferences": [str(played)], "epochs": 6, "batch_size": 8, "optimizer": {"lr": 3e-3}}
+    model = {"path": str(played / "checkpoints" / "step_000000" / "model")}
+    config = Config.model_validate(kept | {"method": "dpo", "model": model, "dpo": dpo})
+    summary = run(config, tmp_path / "dpo")
+    rows = read_metrics(tmp_path / "dpo" / "metrics.jsonl")
+    assert rows[0]["round/preferred"] == summary["rounds"][0]["pairs"] == count
+    assert rows[-1]["dpo/accuracy"] > 0.9
+    before, after = (
+        list(read_trajectories(tmp_path / "dpo" / "trajectories" / f"eval_{step:06d}.jsonl"))
+        for step in (0, summary["steps"])
+    )
+    assert sum(map(downs, after)) > sum(map(downs, before)) + 1.0
+
+
+def test_preferences_that_are_missing_or_damaged_are_explained(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist: choose between episodes"):
+        find_preferences([str(tmp_path)])
+    (tmp_path / "preferences.jsonl").write_text('{"by": "Ada"}\n{"torn')
+    with pytest.raises(ConfigError, match="line 1 is not a preference"):
+        read_preferences(find_preferences([str(tmp_path)]))
