@@ -140,8 +140,8 @@ def recipe() -> str:
     lines = []
     for path, owner, given in sections:
         title = f"`[{path}]`" if path else "Top level"
-        if path == "environments":
-            title = "`[[environments]]`"
+        if path in ("environments", "rewards"):
+            title = f"`[[{path}]]`"
         lines += [f"## {title}", ""]
         first, defaults = documented[owner]
         if path != first:

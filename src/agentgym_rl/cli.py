@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -120,14 +121,12 @@ def recipes(
     copy: Annotated[Path | None, typer.Option(help="Copy it into this folder, with the template that it names")] = None,
 ) -> None:
     """List the recipes that come with the package, print one or copy one."""
-    from agentgym_rl.commands.recipes import copy_recipe, find_recipe, packaged_recipes, summary
+    from agentgym_rl.commands.recipes import copy_recipe, find_recipe, listing
 
     if name is None and copy is not None:
         raise ConfigError("--copy needs the name of a recipe: agentgym-rl recipes quickstart --copy .")
     if name is None:
-        known = packaged_recipes()
-        for each, path in known.items():
-            print(f"{each:{max(map(len, known))}}  {summary(path)}")
+        print(listing(shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     elif copy is None:
         print(find_recipe(Path(name)).read_text(encoding="utf-8"), end="")
     else:

@@ -219,9 +219,13 @@ def test_judged_rewards_on_a_cluster_match_one_process(cluster: Any, tmp_path: P
         assert whole.wait() == 0, whole.output.read_text()
         run = ForkedCommand(tmp_path / "cluster" / "run", *SCALE, f"scale.address={cluster.address}", *judged)
         assert run.wait() == 0, run.output.read_text()
-    mine, theirs = comparable_trajectories(run.folder), comparable_trajectories(whole.folder)
+    assert tokens(run.folder)["step_000001.jsonl"] == tokens(whole.folder)["step_000001.jsonl"]
+    mine, theirs = (
+        {name: [row.get("verdicts") for row in rows] for name, rows in comparable_trajectories(folder).items()}
+        for folder in (run.folder, whole.folder)
+    )
     assert mine["step_000001.jsonl"] == theirs["step_000001.jsonl"]
-    assert all(len(row["verdicts"]) == 3 for row in mine["step_000002.jsonl"])
+    assert all(len(verdicts) == 3 for verdicts in mine["step_000002.jsonl"])
     found, expected = comparable_metrics(run.folder)[0], comparable_metrics(whole.folder)[0]
     assert found["judged/ranking"] > 0
     for name in ("judged/ranking", "judged/length", "judged/total", "judged/failed", "loss", "grad/norm"):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pty
+import struct
 import subprocess
 import sys
+import termios
 import zipfile
 from pathlib import Path
 
@@ -86,3 +90,25 @@ def test_a_wheel_contains_the_recipes(tmp_path: Path) -> None:
     assert command("recipes", "quickstart").stdout == (ROOT / "recipes" / "quickstart.toml").read_text()
     refused = command("train", "quickstart", "rl.stepz=1")
     assert "rl.stepz" in refused.stderr, "the recipe was found by its name"
+
+
+def test_the_list_of_recipes_fits_a_terminal_of_80_columns() -> None:
+    terminal, screen = pty.openpty()
+    fcntl.ioctl(screen, termios.TIOCSWINSZ, struct.pack("HHHH", 1000, 80, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    arguments = [sys.executable, "-m", "agentgym_rl", "recipes"]
+    with subprocess.Popen(arguments, stdout=screen, env=environment) as process:
+        os.close(screen)
+        output = b""
+        try:
+            while part := os.read(terminal, 1 << 16):
+                output += part
+        except OSError:  # Linux reports the end of a terminal's output as an error
+            pass
+        assert process.wait(240) == 0
+    os.close(terminal)
+    lines = output.decode().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert " ".join(output.decode().split()) == " ".join(
+        word for name, path in packaged_recipes().items() for word in (name, *summary(path).split())
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
+import textwrap
 import tomllib
 from pathlib import Path
 
@@ -40,6 +41,17 @@ def summary(recipe: Path) -> str:
     comment = re.match(r"(#.*\n)+", recipe.read_text(encoding="utf-8"))
     text = " ".join(line.removeprefix("#").strip() for line in comment[0].splitlines()) if comment else ""
     return re.split(r"[.:;](?:\s|$)", text, maxsplit=1)[0]
+
+
+def listing(columns: int | None) -> str:
+    """Return a line per recipe, or for a terminal as many lines of at most `columns` as it needs."""
+    known = packaged_recipes()
+    width = max(map(len, known)) + 2
+    lines = [f"{name:{width}}{summary(path)}" for name, path in known.items()]
+    if columns is not None:
+        columns = max(columns, width + 20)
+        lines = [textwrap.fill(line, columns, subsequent_indent=" " * width) for line in lines]
+    return "\n".join(lines)
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
