@@ -8,13 +8,16 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from agentgym_rl import __version__
 from agentgym_rl.common.screen import Screen, printable
 from agentgym_rl.errors import AgentGymError, ConfigError
+
+if TYPE_CHECKING:
+    from agentgym_rl.config import Config
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,7 +53,7 @@ Kwargs = Annotated[
 
 def _kwargs(options: list[str] | None) -> dict[str, Any]:
     """Return the arguments of every --kwarg. Values are TOML literals or bare strings."""
-    from agentgym_rl.config import parse_assignments
+    from agentgym_rl.config_overrides import parse_assignments
 
     return parse_assignments(options or [])
 
@@ -65,7 +68,31 @@ def train(
     from agentgym_rl.commands.recipes import find_recipe
     from agentgym_rl.config import load_config
 
-    config = load_config(find_recipe(recipe), overrides or [])
+    _train(load_config(find_recipe(recipe), overrides or []), resume=resume)
+
+
+@app.command()
+def proxy(
+    recipe: Annotated[Path, typer.Argument(help="TOML file, or a name that `recipes` lists: quickstart")],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to bind; anything but loopback needs a token")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 36100,
+    resume: Annotated[bool, typer.Option(help="Continue the run from its last checkpoint")] = False,
+) -> None:
+    """Train an agent whose episodes are played by your own programs, which connect to an OpenAI-compatible endpoint.
+
+    Programs get episodes by POST /sessions, with the token in AGENTGYM_RL_TOKEN if it is set.
+    """
+    from agentgym_rl.commands.recipes import find_recipe
+    from agentgym_rl.config import load_config
+
+    served = [f"agent.proxy_host={host}", f"agent.proxy_port={port}", "agent.kind=external", "agent.program=[]"]
+    config = load_config(find_recipe(recipe), [*(overrides or []), *served])
+    print(f"proxy  http://{f'[{host}]' if ':' in host else host}:{port}  from the first episode on", flush=True)
+    _train(config, resume=resume)
+
+
+def _train(config: Config, *, resume: bool) -> None:
     config.require_allowed_variables()
     folder = config.folder(resume=resume)
     from agentgym_rl.run.log import require_place

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agentgym_rl.config_errors import first_error
+from agentgym_rl.config_overrides import apply_override
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings, reward_problem
 from agentgym_rl.training.settings import (
@@ -137,6 +138,18 @@ class EnvironmentConfig(_Section):
 class AgentConfig(_Section):
     """Settings of playing episodes."""
 
+    kind: Literal["model", "external"] = "model"
+    """model: the model answers the environment's observations. external: a program of yours drives the episode and
+    calls the model through a proxy with OpenAI's API."""
+    program: str | tuple[str, ...] = ""
+    """Program of an external agent: a Python function such as "my_module:play", or a command such as
+    ["python", "agent.py"]. Each episode starts it in a process of its own."""
+    program_variables: tuple[str, ...] = ()
+    """Environment variables that the program gets, besides PATH, HOME and the like. Others are hidden from it."""
+    proxy_host: str = "127.0.0.1"
+    """Address that the proxy of an external agent listens on."""
+    proxy_port: int = Field(0, ge=0, le=65535)
+    """Port of the proxy; 0 chooses a free one."""
     style: Literal["act", "react", "plan", "reflect", "tool", "function_call", "code"] = "act"
     """Form of a reply. "act": an action. "react": a thought, then an action. "plan": the same, with a plan in the first
     thought. "reflect": several attempts at a task, with a reflection between them. "tool": a native tool call.
@@ -452,11 +465,31 @@ class Config(_Section):
                 "agent.style = 'tool': method 'dagger' compares written actions with the oracle's, use a style of text "
                 "such as 'act' or 'function_call'"
             )
+        self._check_external_agent()
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         if self.method in ("dpo", "dagger") and self.agent.context != "full":
             raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self
+
+    def _check_external_agent(self) -> None:
+        agent = self.agent
+        if agent.kind != "external":
+            if agent.program or agent.program_variables:
+                raise ValueError("agent.program is read by agent.kind = 'external', this is 'model': set kind")
+            return
+        if not agent.program and not agent.proxy_port:
+            raise ValueError("agent.kind = 'external' needs agent.program, or clients: use `agentgym-rl proxy RECIPE`")
+        if self.method != "rl":
+            raise ValueError(f"agent.kind = 'external' learns by method = 'rl', this is {self.method!r}")
+        for is_set, setting in (
+            (self.scale is not None, "[scale]"),
+            (agent.style == "reflect", "agent.style = 'reflect'"),
+            (agent.context != "full", "agent.context"),
+            (not agent.train_thoughts, "agent.train_thoughts = false"),
+        ):
+            if is_set:
+                raise ValueError(f"agent.kind = 'external': the program drives the episode, remove {setting}")
 
     @property
     def online(self) -> bool:
@@ -538,7 +571,7 @@ def load_config(path: Path | None, overrides: list[str]) -> Config:
             raise ConfigError(f"recipe {path} is not valid TOML: {error}") from error
         _find_template(raw, path.parent)
     for override in overrides:
-        _apply(raw, override)
+        apply_override(raw, override)
     try:
         return Config.model_validate(raw)
     except ValidationError as error:
@@ -553,45 +586,3 @@ def _find_template(raw: dict[str, Any], folder: Path) -> None:
         path, here = os.path.abspath(folder / template), os.path.abspath(os.curdir)
         # Relative if possible, so that a run can be resumed after its checkout was moved.
         model["chat_template"] = os.path.relpath(path, here) if path.startswith(here + os.sep) else path
-
-
-def parse_assignments(options: list[str]) -> dict[str, Any]:
-    """Return `key=value` options as a dict. Values are TOML literals or bare strings, as in overrides."""
-    values: dict[str, Any] = {}
-    for option in options:
-        _apply(values, option)
-    return values
-
-
-def _apply(raw: dict[str, Any], override: str) -> None:
-    """Set one dotted key in place. A number in the key is an index into a list: environments.0.name=textcraft."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"override {override!r}: expected key=value, for example rl.steps=50")
-    try:
-        value = tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        value = text
-    *parents, last = key.strip().split(".")
-    node: Any = raw
-    for part in parents:
-        node = _descend(node, part, override)
-    if isinstance(node, list):
-        node[_index(node, last, override)] = value
-    else:
-        node[last] = value
-
-
-def _descend(node: Any, part: str, override: str) -> Any:
-    if isinstance(node, list):
-        return node[_index(node, part, override)]
-    child = node.setdefault(part, {})
-    if not isinstance(child, dict | list):
-        raise ConfigError(f"override {override!r}: {part} is a value, not a section")
-    return child
-
-
-def _index(node: list[Any], part: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(node):
-        raise ConfigError(f"override {override!r}: {part} is not a place in a list of {len(node)}")
-    return int(part)

@@ -6,6 +6,7 @@
     │   ├── EnvTimeout     it did not answer before its deadline
     │   └── EnvUnavailable its server cannot be reached or is full
     ├── EngineError        an engine failed to sample
+    ├── ProgramError       an external agent's program failed: the episode ends as `error`, is recorded and retried
     ├── DiskFull           the disk has no space for data that the run needs: free some space and resume
     └── WorkerLost         a process died that the run needs: resume
 
@@ -38,6 +39,10 @@ class EnvUnavailable(EnvError):
 
 class EngineError(AgentGymError):
     """An engine failed to sample."""
+
+
+class ProgramError(AgentGymError):
+    """An external agent's program failed."""
 
 
 class DiskFull(AgentGymError):

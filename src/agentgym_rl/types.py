@@ -136,7 +136,7 @@ class Message:
     """Set where the context was cut: turns of the episode's beginning that the model does not see from here on."""
     purpose: str = ""
     """Empty in the conversation with the environment. `summary`: a request for a summary of the context, or the reply
-    to it, which the environment does not get."""
+    to it, which the environment does not get. `call`: an external agent's call of the model before the turn's last."""
     untrained: int = 0
     """Sampled tokens at the beginning without a loss, such as those of a thought."""
 

@@ -21,8 +21,8 @@ ALL = None
 MAY_IMPORT: dict[str, frozenset[str] | None] = {
     **dict.fromkeys(("types", "errors"), frozenset()),
     "common": frozenset({"types", "errors"}),
-    "config_errors": LEAVES,
-    "config": LEAVES | {"training.settings", "training.reward_settings", "config_errors"},
+    **dict.fromkeys(("config_errors", "config_overrides"), LEAVES),
+    "config": LEAVES | {"training.settings", "training.reward_settings", "config_errors", "config_overrides"},
     "transport": LEAVES,
     "environment": LEAVES,
     "agent": LEAVES | {"transport"},

@@ -1,7 +1,7 @@
 """Policies that answer observations: an engine's model, an oracle, random play, a script, a person, or a chat API.
 
 A policy object plays one episode. It gets the conversation so far and the new observation, and returns the messages to
-append. Only `EnginePolicy` attaches token ids and log-probabilities, so only its replies can be trained on.
+append. `EnginePolicy` and proxy/external.py attach token ids and log-probabilities; no other replies can be trained on.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class EnginePolicy:
             seed=None if seed is None else stable_seed(seed, *seed_parts),
         )
         completion = await self._engine.generate(prompt_ids, sampling, self._session_id)
-        _check(completion, sampling)
+        check_completion(completion, sampling)
         token_ids = list(completion.token_ids)
         content, calls = self._renderer.read_reply(token_ids, tools)
         message = Message(
@@ -253,7 +253,8 @@ class EnginePolicy:
         return [*others, replace(last, token_ids=ids, segment=segment)]
 
 
-def _check(completion: Completion, sampling: Sampling) -> None:
+def check_completion(completion: Completion, sampling: Sampling) -> None:
+    """Raise EngineError unless an engine kept to its protocol."""
     count = len(completion.token_ids)
     if not 1 <= count <= sampling.max_new_tokens:
         raise EngineError(f"the engine must sample 1 to {sampling.max_new_tokens} tokens, it returned {count}")

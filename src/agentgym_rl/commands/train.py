@@ -37,6 +37,8 @@ MAY_CHANGE_ON_RESUME = (
     "threads",
     "trackers",
     "agent.concurrency",
+    "agent.proxy_host",
+    "agent.proxy_port",
     "run_dir",
     "judge.max_calls",
     "judge.max_total_tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,12 +11,16 @@ from agentgym_rl.agent.collect import Collector, EpisodeSlots
 from agentgym_rl.agent.context import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
+from agentgym_rl.agent.proxy.app import Proxy
+from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession, Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES, Style
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment.formats import action_format
 from agentgym_rl.types import Collect, EnvPool, EnvSession, Group, Limits, Sampling, Task
 
+PROXY_TOKEN = "AGENTGYM_RL_TOKEN"
+"""Environment variable with the token that clients of the proxy send, as of the environment server."""
 Wrap = Callable[[EnvSession], EnvSession]
 
 
@@ -46,11 +51,20 @@ def engine_policies(
     *,
     seeded: bool = True,
     oracle_share: float | None = None,
+    proxy: Proxy | None = None,
 ) -> PolicyFactory:
-    """Return a factory of policies that sample from `engine`. With `oracle_share` the oracle advises them, too."""
+    """Return a factory of policies that sample from `engine`. With `oracle_share` the oracle advises them, too.
+
+    With a `proxy` the recipe's program plays.
+    """
+    command = (agent.program,) if isinstance(agent.program, str) and agent.program else tuple(agent.program)
+    program = Program(command, agent.program_variables)
 
     def make(session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
+        if proxy is not None:
+            assert isinstance(session, ExternalSession)
+            return ExternalPolicy(proxy, program, engine, renderer, sampling, session)
         policy = EnginePolicy(
             engine,
             renderer,
@@ -63,6 +77,13 @@ def engine_policies(
         return policy if oracle_share is None else AdvisedPolicy(policy, session, renderer, oracle_share, seed)
 
     return make
+
+
+def make_proxy(agent: AgentConfig) -> Proxy | None:
+    """Return the proxy of an external agent. Away from loopback it needs a token in the environment."""
+    if agent.kind != "external":
+        return None
+    return Proxy(agent.proxy_host, agent.proxy_port, os.environ.get(PROXY_TOKEN))
 
 
 def demonstrators(name: str) -> PolicyFactory:
@@ -88,7 +109,8 @@ def wrap_of(agent: AgentConfig, inner: Wrap = _unwrapped) -> Wrap:
             # Replaces the environment's part only: how to write an action is still explained.
             explain = action_format(style.action_format).explain
             session.instruction = "\n\n".join(text for text in (agent.instruction, explain) if text)
-        return style.wrap(inner(session), agent.turns_per_attempt)
+        styled = style.wrap(inner(session), agent.turns_per_attempt)
+        return ExternalSession(styled) if agent.kind == "external" else styled
 
     return wrap
 

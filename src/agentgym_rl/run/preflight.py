@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 from agentgym_rl.agent.engines.openai import key_headers
 from agentgym_rl.agent.templates import resolve_template
-from agentgym_rl.config import Config, EngineConfig, EnvironmentConfig, ModelConfig, ScaleConfig
+from agentgym_rl.config import AgentConfig, Config, EngineConfig, EnvironmentConfig, ModelConfig, ScaleConfig
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.errors import ConfigError, EngineError
@@ -33,6 +37,7 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
         require_recovery(config.environments, "mistakes")
     if config.method == "dagger":
         require_recovery(config.environments, "method = 'dagger'")
+    require_program(config.agent)
     require_files(config.data, config.method)
     require_rewards(config)
     find_preferences(config.dpo.preferences if config.dpo is not None else ())
@@ -40,6 +45,27 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
     require_memory(config.model, config.scale)
     if config.model.path is not None:
         find_model(config.model.path)
+
+
+def require_program(agent: AgentConfig) -> None:
+    """Raise ConfigError for an external agent whose module or command does not exist."""
+    program = agent.program
+    if isinstance(program, tuple):
+        if program and shutil.which(program[0]) is None:
+            raise ConfigError(f"agent.program: there is no command {program[0]!r}: install it, or give its path")
+    elif program:
+        module, colon, function = program.partition(":")
+        if not colon or not function:
+            raise ConfigError(
+                f"agent.program = {program!r}: name a function as my_module:play, or write a command as a list of words"
+            )
+        # The program is started in this folder, with Python's search path of this process.
+        finder = PathFinder.find_spec(module.partition(".")[0], [os.getcwd(), *sys.path])
+        if finder is None:
+            raise ConfigError(
+                f"agent.program = {program!r}: there is no module {module!r}, neither installed nor in {os.getcwd()}: "
+                "start the command in the folder of the module, or set PYTHONPATH"
+            )
 
 
 def require_packages(model: ModelConfig, engine: EngineConfig, scale: ScaleConfig | None) -> None:

@@ -14,10 +14,12 @@ export function turnsOf(episode) {
   for (const message of episode.messages) {
     if (message.prefix && message.dropped_turns) cut = cutText(message.dropped_turns);
     else if (message.prefix && !message.purpose && !isRewritten) {
-      cut = "From here on, thoughts of earlier replies are dropped from the context.";
+      cut = "From here on, the context is another one: earlier text was changed, such as thoughts that are dropped.";
       isRewritten = true;
     }
-    if (message.purpose) {
+    if (message.purpose === "call") {
+      parts.push({ label: message.role === "assistant" ? "Reply to this call" : "Earlier call", text: message.content });
+    } else if (message.purpose) {
       if (message.role === "assistant") summary = splitReply(message.content).action;
     } else if (message.role === "system") {
       instruction = message.content;

@@ -1,0 +1,247 @@
+"""External agents: programs in processes of their own play episodes, fail, hang and judge themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+import urllib.error
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envs_for_tests import Counting
+from pydantic import ValidationError
+from scripted_engine_for_tests import ScriptedEngine
+from tokenizers_for_tests import byte_level_bpe
+
+from agentgym_rl.agent.collect import Collector
+from agentgym_rl.agent.proxy.app import Proxy
+from agentgym_rl.agent.proxy.client import Episode
+from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession, Program
+from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.config import AgentConfig, Config
+from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.preflight import require_program
+from agentgym_rl.types import Limits, Sampling, StopReason, Task, Trajectory
+
+LIMITS = Limits(max_turns=6, max_new_tokens=40, max_context=400)
+ITEM = 2
+"""Needs four steps up."""
+HEAD = """
+import os, sys, time, subprocess, json, urllib.request
+from agentgym_rl.agent.proxy.client import Episode
+
+def ask(episode, text):
+    body = json.dumps({"messages": [{"role": "user", "content": text}]}).encode()
+    headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        return json.load(answer)["choices"][0]["message"]["content"]
+
+"""
+
+renderer_of = cache(lambda: Renderer(byte_level_bpe("chatml"), "chatml"))
+
+
+class Player:
+    """Plays episodes of the counting game by programs, with an engine that always replies `up`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.engine = ScriptedEngine([renderer_of().reply_ids("up")] * 20)
+        self.proxy = Proxy()
+
+    def program(self, code: str, **options: Any) -> Program:
+        path = self.folder / "program.py"
+        path.write_text(HEAD + textwrap.dedent(code))
+        return Program((sys.executable, str(path)), **options)
+
+    async def play(
+        self, program: Program, *, timeout_s: float = 120.0, retries: int = 0, limits: Limits = LIMITS
+    ) -> list[Trajectory]:
+        """Play one episode and its retries. Check that nothing is left of them."""
+        pool = LocalPool({"counting": Counting})
+
+        def make(session: Any, seed: int) -> ExternalPolicy:
+            return ExternalPolicy(self.proxy, program, self.engine, renderer_of(), Sampling(40), session)
+
+        collector = Collector(pool, make, 1, 4, retries, timeout_s, wrap=ExternalSession)
+        [group] = await collector([Task("counting", ITEM)], limits, 0)
+        assert len(self.proxy.sessions) == len(self.engine.sessions) == pool.num_open == 0
+        await pool.close()
+        await self.proxy.close()
+        return group.trajectories
+
+
+@pytest.fixture
+def player(tmp_path: Path) -> Player:
+    return Player(tmp_path)
+
+
+PLAY = """
+episode = Episode.from_environment()
+while not episode.done:
+    action = ask(episode, episode.observation)
+    episode.step(action)
+"""
+
+
+async def test_a_command_plays_an_episode_that_the_environment_judges(player: Player) -> None:
+    [trajectory] = await player.play(player.program(PLAY))
+    assert (trajectory.stop, trajectory.error) == (StopReason.DONE, None)
+    assert trajectory.success
+    assert trajectory.rewards == [0.25] * 4
+    replies = [m for m in trajectory.messages if m.is_reply]
+    assert len(replies) == trajectory.num_turns
+    assert all(m.token_ids == renderer_of().reply_ids("up") and m.logprobs for m in replies)
+    assert Trajectory.from_json(trajectory.to_json()).messages == trajectory.messages
+
+
+async def test_several_calls_of_one_turn_are_all_trained(player: Player) -> None:
+    code = """
+    episode = Episode.from_environment()
+    while not episode.done:
+        ask(episode, "Think about: " + episode.observation)
+        episode.step(ask(episode, episode.observation))
+    """
+    [trajectory] = await player.play(player.program(code))
+    assert trajectory.success
+    sampled = sum(sum(segment.loss_mask) for segment in trajectory.segments)
+    assert sampled == 2 * trajectory.num_turns * len(renderer_of().reply_ids("up"))
+    turns = [turn for segment in trajectory.segments for turn in segment.turn_index if turn >= 0]
+    assert set(turns) == set(range(trajectory.num_turns))
+    assert {m.purpose for m in trajectory.messages} == {"", "call"}
+
+
+async def test_a_function_ends_the_episode_with_its_own_reward(player: Player, monkeypatch: Any) -> None:
+    player.program("def play(episode):\n    return 0.25 + len(ask(episode, 'Hello.'))\n")
+    monkeypatch.syspath_prepend(player.folder)
+    [trajectory] = await player.play(Program(("program:play",)))
+    assert (trajectory.stop, trajectory.rewards, trajectory.error) == (StopReason.DONE, [2.25], None)
+
+
+async def test_the_horizon_ends_the_episode_and_the_program_is_told(player: Player) -> None:
+    code = PLAY + f"\nopen({str(player.folder / 'seen')!r}, 'w').write(f'{{episode.done}}')"
+    limits = Limits(max_turns=1, max_new_tokens=40, max_context=400)
+    [trajectory] = await player.play(player.program(code), limits=limits)
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_TURNS, 1)
+    assert (player.folder / "seen").read_text() == "True"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("raise SystemExit('no luck')", "ProgramError: the program exited with code 1: no luck"),
+        ("os.kill(os.getpid(), 9)", "ProgramError: the program exited with code -9"),
+        ("ask(None, 'Hello.')", "ProgramError: the program exited without an action and without a reward"),
+        ("episode = Episode.from_environment(); episode.step(ask(None, 'x')); 1 / 0", "ZeroDivisionError"),
+    ],
+)
+async def test_a_program_that_fails_ends_the_episode_as_error(player: Player, code: str, error: str) -> None:
+    attempts = await player.play(player.program(code), retries=1)
+    assert [t.stop for t in attempts] == [StopReason.ERROR] * 2, "a failed episode is retried"
+    assert all(error in (t.error or "") for t in attempts)
+
+
+async def test_a_program_that_cannot_be_started_is_an_error(player: Player) -> None:
+    [trajectory] = await player.play(Program(("/no/such/program",)))
+    assert trajectory.stop is StopReason.ERROR
+    assert "cannot be started: No such file" in (trajectory.error or "")
+
+
+async def test_a_program_that_hangs_is_killed_at_the_deadline(player: Player) -> None:
+    script = f"sleep 600 & echo $$ $! > {player.folder / 'pids'}; wait"
+    [trajectory] = await player.play(Program(("sh", "-c", script)), timeout_s=3.0)
+    assert (trajectory.error or "").startswith("EpisodeTimeout")
+    pids = [int(pid) for pid in (player.folder / "pids").read_text().split()]
+    await until(lambda: not any(is_running(pid) for pid in pids))
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process runs. One that has ended may still be listed as a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def test_a_full_context_that_the_program_cannot_handle_is_a_truncation(player: Player) -> None:
+    code = """
+    episode = Episode.from_environment()
+    episode.step(ask(episode, episode.observation))
+    ask(episode, "word " * 1000)
+    """
+    [trajectory] = await player.play(player.program(code))
+    assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 1)
+
+
+async def test_secrets_of_the_run_are_hidden_from_the_program(player: Player, monkeypatch: Any) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("AGENT_SETTING", "given")
+    code = """
+    episode = Episode.from_environment()
+    ask(episode, "Hello.")
+    episode.end(float(os.environ.get("WANDB_API_KEY") is None and os.environ["AGENT_SETTING"] == "given"))
+    """
+    [trajectory] = await player.play(player.program(code, variables=("AGENT_SETTING",)))
+    assert trajectory.rewards == [1.0]
+
+
+async def test_a_client_claims_an_episode_and_ends_it(player: Player) -> None:
+    player.proxy = Proxy(token="secret")
+    await player.proxy.start()
+    playing = asyncio.create_task(player.play(Program(())))
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        await asyncio.to_thread(Episode.claim, player.proxy.url, "wrong")
+    episode = await asyncio.to_thread(Episode.claim, player.proxy.url, "secret")
+    assert episode is not None
+    assert episode.observation == "Goal: 4. You are at 0."
+    await asyncio.to_thread(episode.step, "up")
+    with pytest.raises(urllib.error.HTTPError, match="400"):
+        await asyncio.to_thread(episode.end, float("nan"))
+    await asyncio.to_thread(episode.end, 0.5, True)
+    [trajectory] = await playing
+    assert (trajectory.stop, trajectory.success) == (StopReason.DONE, True)
+    assert trajectory.rewards == [0.25, 0.5], "the reward is added to those of the environment"
+
+
+def test_a_proxy_for_other_machines_needs_a_token() -> None:
+    with pytest.raises(ConfigError, match="a token is needed"):
+        Proxy("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"agent": {"program": "m:f"}}, "set kind"),
+        ({"agent": {"kind": "external", "program": "m:f"}, "method": "dagger"}, "learns by method = 'rl'"),
+        ({"agent": {"kind": "external", "program": "m:f", "context": "window"}}, "remove agent.context"),
+        ({"agent": {"kind": "external", "program": "m:f"}, "scale": {}}, r"remove \[scale\]"),
+    ],
+)
+def test_settings_that_an_external_agent_does_not_read_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "keydoor"}], **changes})
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        ("no_such_module:play", "there is no module 'no_such_module'"),
+        ("just_a_word", "name a function as my_module:play"),
+        (("no-such-command", "x"), "there is no command 'no-such-command'"),
+    ],
+)
+def test_a_program_that_does_not_exist_is_refused_at_once(program: str | tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        require_program(AgentConfig(kind="external", program=program))
