@@ -375,7 +375,7 @@ class Config(_Section):
         if method not in tuple(SECTIONS):  # a list or a section has no hash
             return raw
         foreign = {name for names in SECTIONS.values() for name in names} - set(SECTIONS[method])
-        for section in sorted(foreign & {name for name, value in raw.items() if value is not None}):
+        for section in sorted(foreign & {name for name, value in raw.items() if value not in (None, (), [])}):
             readers = " or ".join(repr(m) for m, names in SECTIONS.items() if section in names)
             raise ValueError(f"[{section}] is read by method = {readers}, this is {method!r}: remove it or set method")
         wanted = [name for name in SECTIONS[method] if name not in OPTIONAL]
