@@ -47,7 +47,7 @@ def test_without_servers_our_own_tasks_replace_those_that_exist(monkeypatch: pyt
     played = Counter(plan.scenario for plan in plans if plan.own_data for _ in plan.items)
     assert played.pop("Web, built-in sites") > 35
     assert played == {
-        "Shop, built-in catalogue": 200,
+        "Shop, built-in catalog": 200,
         "Household, built-in": 200,
         "SQL, built-in databases": 200,
         "Maze, built-in": 25,

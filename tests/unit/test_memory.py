@@ -309,7 +309,7 @@ def test_the_guide_says_what_the_code_says(tmp_path: Path) -> None:
     host = on_each_host(large, 8)["host of learners, loading"].total / GIB
     assert f"{host:,.0f} GiB for a node of 8 ranks at 32B" in flat
     passing = sum(learner_memory(seven).parts[name] for name in OF_A_PASS) / GIB
-    assert f"at 7B these three come to {passing:.1f} GiB" in flat
+    assert f"at 7B these three are {passing:.1f} GiB" in flat
     thousand = replace(large, learners=360, engines=640, micro_batch_tokens=32768)
     assert f"a device holds {learner_memory(thousand).total / GIB:.0f} GiB" in flat
     assert f"16 episodes at once fit ({engine_memory(thousand).total / GIB:.0f} GiB" in flat

@@ -353,7 +353,7 @@ async def test_a_vllm_that_cannot_start_is_refused_before_the_run_starts(
 async def test_requests_have_seeds_unless_the_recipe_says_otherwise(seeded: bool) -> None:
     engine = {"kind": "vllm", "seeded": seeded}
     config = Config.model_validate({"model": {"path": "m"}, "environments": [{"name": "babyai"}], "engine": engine})
-    asked, session = ScriptedEngine([[1], [1]]), SimpleNamespace(instruction="")
+    asked, session = ScriptedEngine([[1], [1]]), SimpleNamespace(instruction="", tools=())
     make = engine_policies(
         asked, Renderer(byte_level_bpe("chatml"), "chatml"), config.agent, 1.0, seeded=config.engine.seeded
     )
