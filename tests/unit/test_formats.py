@@ -58,5 +58,7 @@ def test_every_format_but_plain_parses_the_example_in_its_explanation():
 
 
 def test_an_unknown_format_is_a_config_error():
-    with pytest.raises(ConfigError, match=r"unknown action format 'xml': known are plain, tool, react, function_call, code"):
+    with pytest.raises(
+        ConfigError, match=r"unknown action format 'xml': known are plain, tool, react, function_call, code"
+    ):
         action_format("xml")
