@@ -50,8 +50,9 @@ def played(env: str, items: list[int], policy: str, max_turns: int, name: str) -
             session = await pool.open(env)
             player = OraclePolicy(session) if policy == "oracle" else RandomPolicy(session, number)
             limits = Limits(max_turns, 8, 4096)
+            group, member = list(dict.fromkeys(items)).index(item), items[:number].count(item)
             trajectories.append(
-                await rollout(Task(env, item), session, player, limits, id=f"{name}-{number // 4}-{number % 4}-0")
+                await rollout(Task(env, item), session, player, limits, id=f"{name}-{group}-{member}-0")
             )
             await session.close()
         await pool.close()

@@ -235,7 +235,8 @@ async def test_failing_episodes_are_named_episode_errors(tmp_path: Path) -> None
 async def test_truncated_replies_and_contexts_are_named(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: 0.0, choices=digits(6))
     assert "length_truncation" in rules_of(await drive(tmp_path / "reply", env, steps=6))
-    doctor = await drive(tmp_path / "context", env, steps=6, turns=9, agent__max_new_tokens=8, agent__max_context=40)
+    small = {"warm_start__max_turns": 1, "agent__max_new_tokens": 8, "agent__max_context": 40}
+    doctor = await drive(tmp_path / "context", env, steps=6, turns=9, **small)
     assert "context_truncation" in rules_of(doctor)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scripted_engine_for_tests
 import torch
 from cluster_for_tests import PATIENT, events_of, tokens
 from envs_for_tests import Counting
@@ -38,7 +39,8 @@ from agentgym_rl.transport.device import DeviceWeights, Endpoint, open_endpoint
 from agentgym_rl.types import Sampling
 
 ray = pytest.importorskip("ray")
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+for module in (sys.modules[__name__], scripted_engine_for_tests):  # a worker does not find the folder of the tests
+    ray.cloudpickle.register_pickle_by_value(module)
 
 
 class Rank:

@@ -231,7 +231,7 @@ def test_pictures_of_an_environment_outside_the_catalogue(page: Page, tmp_path: 
     picture, reason = page.locator(".picture img"), page.locator(".no-picture")
     with viewer_in_thread(library_of(tmp_path / "runs", tmp_path)) as url:
         go(page, f"{url}#/episode/drawn/step_000001.0")
-        expect(reason).to_contain_text("start the viewer with --url drawn=")
+        expect(reason).to_contain_text("with --url drawn=http://HOST:PORT")
         go(page, f"{url}#/episode/drawn/step_000001.1?turn=1")  # recorded by the environment
         expect(picture).to_be_visible()
     with server_in_thread({"drawn": Drawn}) as server:
