@@ -6,6 +6,7 @@ import socket
 import time
 import traceback
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,21 @@ from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_sta
 from agentgym_rl.scale.shards import save_shards
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.critic import ValueModel
-from agentgym_rl.training.dpo import DPO, prefer
+from agentgym_rl.training.dpo import DPO, Preference, prefer
+from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.lora import CRITIC, adapter, add_adapter, copy_adapter
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.reward_model import RewardTrainer
 from agentgym_rl.training.rl_learner import RLLearner, by_turn
 from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import (
     CriticSettings,
+    DistillSettings,
     DPOSettings,
     LoraSettings,
     OptimizerSettings,
+    RewardModelSettings,
     RLSettings,
     SFTSettings,
 )
@@ -48,6 +53,7 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, whole copies": {"kl_coef": 0.0},
     "bf16, lora": {"kl_coef": 0.0},
     "bf16, lora, ppo": {"algorithm": "ppo", "kl_coef": 0.0},
+    "distill": {"kl_coef": 0.1, "distill": DistillSettings(teacher="another tiny model", reward_weight=0.5)},
 }
 ON_FOUR = ("grpo", "ppo", "fewer samples than ranks")
 """Four processes on two cores take their time."""
@@ -72,7 +78,12 @@ def learner(name: str, ranks: Ranks) -> RLLearner:
     if "lora, ppo" in name:
         copy_adapter(model, LoraSettings(rank=2), CRITIC)
         critic = ValueModel(model.get_decoder(), model.config.hidden_size, lambda: adapter(model, CRITIC))
-    return RLLearner(model, rl(name), 0.7, critic=critic, ranks=ranks)
+    teacher = None
+    if name == "distill":
+        other = freeze(tiny_model(5))
+        ranks.place(other)
+        teacher = lambda: nullcontext(other)  # noqa: E731
+    return RLLearner(model, rl(name), 0.7, critic=critic, ranks=ranks, teacher=teacher)
 
 
 def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
@@ -82,7 +93,7 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
     for step in range(count):
         groups = varied_groups()[:1] if "fewer" in name else varied_groups()
         batch = gather(groups, settings)
-        if settings.algorithm == "ppo" or settings.kl_in == "reward":
+        if settings.algorithm == "ppo" or settings.kl_in == "reward" or settings.distill is not None:
             mine = ranks.mine([len(s.token_ids) for s in batch.samples])
             made.assess([batch.samples[i] for i in mine])
             exchange(batch.samples, mine, ranks)
@@ -136,10 +147,23 @@ def dpo_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Ten
     return found, weights(trainer)
 
 
+def reward_model_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+    """Return metrics and scores of a reward model; in the last batch some ranks have no pair."""
+    settings = RewardModelSettings(batch_size=4, epochs=2, optimizer=OptimizerSettings(**SGD_LIKE), sample_groups=1)
+    halves = [Sample(t.token_ids, t.loss_mask, trajectory_id=t.id) for t in map(trajectory, range(10))]
+    pairs = [Preference(a, b, 0.0, 0.0) for a, b in zip(halves[::2], halves[1::2], strict=True)]
+    trainer = RewardTrainer(tiny_model(4), pairs, settings, 0, ranks)
+    found = [trainer.step() for _ in range(trainer.total)]
+    scores = {str(i): score for i, score in enumerate(trainer.scores(halves))}
+    head = {f"head.{name}": float(value.sum()) for name, value in trainer.head().items()}
+    return [*found, scores, head], weights(trainer)
+
+
 def everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
     """All cases; ppo's learner is also written to `folder` in shards after its second step."""
     torch.set_num_threads(1)
     found: dict[str, Any] = {"sft": sft_steps(ranks), "dpo": dpo_steps(ranks)}
+    found["reward_model"] = reward_model_steps(ranks)
     for name in ON_FOUR if ranks.size == 4 else CASES:
         if isinstance(ranks, ProcessRanks):
             ranks.shard = "whole copies" not in name and "lora" not in name

@@ -23,12 +23,14 @@ from agentgym_rl.training.settings import (
     DPOSettings,
     HorizonSettings,
     LoraSettings,
+    RewardModelSettings,
     RLSettings,
     ScratchSettings,
     SFTSettings,
+    distill_problem,
 )
 
-Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill"]
+Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill", "reward_model"]
 
 SECTIONS: dict[Method, tuple[str, ...]] = {
     "rl": ("rl", "horizon", "rewards", "judge"),
@@ -37,6 +39,7 @@ SECTIONS: dict[Method, tuple[str, ...]] = {
     "agentevol": ("agentevol", "sft", "data"),
     "dagger": ("dagger", "sft", "data"),
     "distill": ("rl", "horizon", "rewards", "judge"),
+    "reward_model": ("reward_model", "data"),
 }
 """Sections that only some methods read. A recipe with a section that its method does not read is refused."""
 OPTIONAL = ("data", "rewards", "judge")
@@ -245,14 +248,17 @@ class WarmStartConfig(_Section):
     """Turns of a demonstration."""
     mistakes: float = Field(0.0, ge=0, lt=1)
     """Share of the oracle's turns with an injected mistake. The loss skips the mistake and keeps the recovery."""
+    wrong_thoughts: float = Field(0.0, ge=0, lt=1)
+    """Share of the oracle's turns whose thought errs first. The loss skips that and keeps the correction."""
     sft: SFTSettings = SFTSettings()
 
     @model_validator(mode="after")
     def _mistakes_of_the_oracle(self) -> WarmStartConfig:
-        if self.mistakes and self.policy != "oracle":
+        if (self.mistakes or self.wrong_thoughts) and self.policy != "oracle":
+            name = "mistakes" if self.mistakes else "wrong_thoughts"
             raise ValueError(
-                f"mistakes = {self.mistakes:g}: random play has no solution to go back to, set policy = 'oracle' or "
-                "leave mistakes out"
+                f"{name} = {getattr(self, name):g}: random play has no solution to go back to, set policy = 'oracle' "
+                f"or leave {name} out"
             )
         return self
 
@@ -335,7 +341,7 @@ class Config(_Section):
     method: Method = "rl"
     """How the agent learns: rl from its own episodes, sft by imitation, dpo from pairs, agentevol by exploring and
     imitating in turn, dagger by imitating the oracle in the agent's own states, distill from a teacher's
-    probabilities of what the agent sampled."""
+    probabilities of what the agent sampled. reward_model trains a judge of episodes instead of an agent."""
     threads: int = Field(0, ge=0, le=1024)
     """Torch threads of each process. 0 is torch's own choice, or with [scale] the cores of a learner or an engine."""
     model: ModelConfig
@@ -348,12 +354,13 @@ class Config(_Section):
     rewards: tuple[RewardSettings, ...] = ()
     judge: JudgeSettings | None = None
     data: DataSettings | None = None
-    """Data to imitate (sft), to build pairs from (dpo), or of the expert (agentevol, dagger)."""
+    """Data to imitate (sft), to build pairs from (dpo, reward_model), or of the expert (agentevol, dagger)."""
     sft: SFTSettings | None = None
     """Settings of sft, and of each retraining of agentevol and dagger."""
     dpo: DPOSettings | None = None
     agentevol: AgentEvolSettings | None = None
     dagger: DaggerSettings | None = None
+    reward_model: RewardModelSettings | None = None
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
@@ -386,22 +393,18 @@ class Config(_Section):
         method, data = self.method, self.data
         if method == "sft" and data is None:
             raise ValueError("method = 'sft' needs [data]: files, or play = 'oracle' or 'random'")
-        if method == "dpo" and data is not None and data.play is not None:
-            raise ValueError("data.play: dpo compares what a model did, set dpo.sample_groups or data.files instead")
-        if method == "dpo" and data is not None and data.keep == "success":
-            raise ValueError("data.keep: dpo needs failures to compare successes with, set keep = 'all'")
-        if self.dpo is not None and data is None and not (self.dpo.sample_groups or self.dpo.preferences):
-            raise ValueError("method = 'dpo' needs dpo.sample_groups or data.files for pairs, or dpo.preferences")
-        if method == "distill" and self.rl.distill is None:
-            raise ValueError(
-                "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"
-            )
-        if method == "rl" and self.rl.distill is not None and not self.rl.distill.reward_weight:
-            raise ValueError(
-                "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
-            )
+        pairs = self.dpo or self.reward_model
+        if pairs is not None and data is not None and data.play is not None:
+            others = f"{method}.sample_groups or data.files"
+            raise ValueError(f"data.play: {method} compares what a model did, set {others} instead")
+        if pairs is not None and data is not None and data.keep == "success":
+            raise ValueError(f"data.keep: {method} needs failures to compare successes with, set keep = 'all'")
+        if pairs is not None and data is None and not (pairs.sample_groups or pairs.preferences):
+            names = f"{method}.sample_groups or data.files for pairs, or {method}.preferences"
+            raise ValueError(f"method = {method!r} needs {names}")
         distilled = self.rl.distill is not None and not self.rl.distill.reward_weight
-        problem = reward_problem(self.rewards, self.judge, min(self.group_sizes().values()), distilled)
+        problem = distill_problem(self.rl.distill, method, self.agent.temperature)
+        problem = problem or reward_problem(self.rewards, self.judge, min(self.group_sizes().values()), distilled)
         if problem:
             raise ValueError(problem)
         horizons = [env.name for env in self.environments if env.horizon is not None]
@@ -468,7 +471,7 @@ class Config(_Section):
         self._check_external_agent()
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
-        if self.method in ("dpo", "dagger") and self.agent.context != "full":
+        if self.method in ("dpo", "dagger", "reward_model") and self.agent.context != "full":
             raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self
 
@@ -516,6 +519,8 @@ class Config(_Section):
             named["engine.api_key_variable"] = self.engine.api_key_variable
         if self.judge is not None:
             named["judge.api_key_variable"] = self.judge.api_key_variable
+        if self.rl.distill is not None:
+            named["rl.distill.api_key_variable"] = self.rl.distill.api_key_variable
         allowed = os.environ.get(ALLOWED_VARIABLES, "").replace(",", " ").split()
         for setting, name in named.items():
             if name is not None and not _VARIABLE.fullmatch(name) and name not in allowed:

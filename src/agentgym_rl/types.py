@@ -322,6 +322,16 @@ class Trajectory:
         return [m.is_reply and not next(infos, {}).get("mistake", False) for m in self.messages]
 
     @property
+    def unimitated_chars(self) -> list[int]:
+        """One per message: characters at the start of a reply that are not imitated, those of a wrong thought."""
+        infos = iter(self.infos)
+        chars = []
+        for message in self.messages:
+            wrong = next(infos, {}).get("wrong_thought", "") if message.is_reply else ""
+            chars.append(message.content.find(wrong) + len(wrong) if wrong and wrong in message.content else 0)
+        return chars
+
+    @property
     def versions(self) -> list[int]:
         """Distinct weight versions that sampled it, ascending."""
         return sorted({m.version for m in self.messages if m.version is not None})

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ SMALL = {
     "dpo": ["dpo.rounds=2", "dpo.batch_size=24", "dpo.pairs_per_item=8"],
     "agentevol": ["agentevol.rounds=2", "sft.batch_size=16", "warm_start.episodes=128", "warm_start.sft.epochs=6"],
     "dagger": ["dagger.rounds=2", "sft.batch_size=16", "warm_start.episodes=128", "warm_start.sft.epochs=6"],
+    "reward_model": ["reward_model.batch_size=8", "reward_model.pairs_per_item=4"],
 }
 """Overrides for runs of a few seconds with several updates in each round."""
 
@@ -68,7 +70,7 @@ def assert_equal(run: Path, expected: Path) -> None:
     assert sorted(path.name for path in (run / "rounds").iterdir()) == rounds
     for number in range(1, len(rounds) + 1):
         actual_round, expected_round = read_round(run, number), read_round(expected, number)
-        assert (actual_round.samples, actual_round.pairs) == (expected_round.samples, expected_round.pairs)
+        assert actual_round == replace(expected_round, metrics=actual_round.metrics)  # those hold times
     weights = final_weights(run)
     assert all(torch.equal(weights[name], value) for name, value in final_weights(expected).items())
     state, expected_state = trainer_state(run), trainer_state(expected)
@@ -97,6 +99,7 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
     "dpo once a round has its pairs": ("dpo", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
     "agentevol in a later round": ("agentevol", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
     "dagger in a later round": ("dagger", lambda run: (run / "rounds" / "round_002.jsonl").exists()),
+    "reward_model between checkpoints": ("reward_model", lambda run: count_steps(run) >= 3),
 }
 
 
@@ -162,7 +165,7 @@ def test_the_compared_runs_are_not_trivial(uninterrupted: Callable[[str], Path])
         summary = json.loads((run / "summary.json").read_text())
         assert summary["steps"] == len(rows)
         assert [r["round"] for r in summary["rounds"]] == list(
-            range(1, {"sft": 1, "dpo": 2, "agentevol": 3, "dagger": 3}[method] + 1)
+            range(1, {"sft": 1, "dpo": 2, "agentevol": 3, "dagger": 3, "reward_model": 1}[method] + 1)
         )
         assert (run / "curve.png").stat().st_size > 1000
         assert len(list_checkpoints(run / "checkpoints")) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from scripted_engine_for_tests import ScriptedEngine
 from test_rollout import Corridor
@@ -12,6 +14,8 @@ from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.environment.formats import parse_react
+from agentgym_rl.run.mistakes import CORRECTION, corrected
+from agentgym_rl.run.rounds import correct_thought
 from agentgym_rl.training.dagger import agreement, labelled
 from agentgym_rl.training.settings import DaggerSettings
 from agentgym_rl.types import Limits, Message, Sampling, StopReason, Task, Trajectory
@@ -91,3 +95,24 @@ def test_the_share_of_the_oracle_decays_by_round() -> None:
     assert DaggerSettings(oracle_decay=0.0).share(1) == 0.5
     with pytest.raises(ValueError, match="oracle_share must lie in"):
         DaggerSettings(oracle_share=1.5)
+
+
+def test_a_correction_starts_with_the_thought_that_led_to_another_action() -> None:
+    renderer = Renderer(byte_level_bpe("chatml"), "chatml")
+    own, advice = "Thought: I need planks.\nAction: craft door", "Thought: Planks are missing.\nAction: craft planks"
+    messages = [
+        Message("user", "a", [1, 2]),
+        Message("assistant", own, renderer.reply_ids(own), [-1.0] * len(renderer.reply_ids(own)), advice=advice),
+    ]
+    trajectory = Trajectory("t", Task("corridor", 0), messages)
+    plain, doubted = labelled(trajectory, renderer.reply_ids, parse_react, partial(correct_thought, renderer))
+    assert renderer.decode(plain.token_ids[2:]) == advice
+    assert renderer.decode(doubted.token_ids[2:]) == (
+        f"Thought: I need planks. {CORRECTION} Planks are missing.\nAction: craft planks"
+    )
+    trained = [token for token, on in zip(doubted.token_ids, doubted.loss_mask, strict=True) if on]
+    assert renderer.decode(trained) == f" {CORRECTION} Planks are missing.\nAction: craft planks"
+    assert doubted.left_out == [(0, len(doubted.token_ids) - len(trained))]
+    assert parse_react(renderer.decode(doubted.token_ids[2:])) == "craft planks"
+    assert corrected("Action: x", advice) is None
+    assert corrected(advice, advice) is None

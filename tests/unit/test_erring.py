@@ -30,7 +30,7 @@ from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import episode_slots, make_collector
 from agentgym_rl.run.demonstrations import load_trajectories, play_demonstrations, to_sample
 from agentgym_rl.run.items import all_items
-from agentgym_rl.run.mistakes import ErringSession, Solutions, erring
+from agentgym_rl.run.mistakes import CORRECTION, ErringSession, Solutions, erring
 from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.run.rounds import Round, read_round, write_round
 from agentgym_rl.run.start import prepare, word_tokenizer
@@ -282,3 +282,68 @@ async def test_demonstrations_without_a_success_are_an_error(tmp_path: Path) -> 
     ):
         await play_demonstrations(context, "warmstart", "oracle", episodes=8, max_turns=1, mistakes=0.9)
     await pool.close()
+
+
+# --- wrong thoughts ---------------------------------------------------------------------------------------------------
+
+
+def thinking(share: float, **changes: Any) -> Config:
+    raw = config_of("textcraft", 0.0, episodes=10, style="react").model_dump(exclude_none=True)
+    raw["warm_start"] |= {"wrong_thoughts": share} | changes
+    return Config.model_validate(raw)
+
+
+async def start_of(config: Config, root: Path) -> tuple[Any, list[Trajectory]]:
+    pool = EnvironmentsPool(config.environments, config.agent)
+    items = await all_items(pool, config.environments)
+    with context_of(config, root, pool, items) as context:
+        start = await prepare(context)
+    await pool.close()
+    episodes = [Trajectory.from_json(json.dumps(row)) for row in recorded_episodes(root)]
+    return start, [t for t in episodes if t.success and any(t.imitated)]
+
+
+async def test_the_loss_skips_a_wrong_thought_and_keeps_its_correction(tmp_path: Path) -> None:
+    start, episodes = await start_of(thinking(0.4), tmp_path)
+    renderer = Renderer(start.tokenizer)
+    count = turns = 0
+    for trajectory, sample in zip(episodes, start.samples, strict=True):
+        trained = renderer.decode([t for t, on in zip(sample.token_ids, sample.loss_mask, strict=True) if on])
+        skipped = [renderer.decode(sample.token_ids[s : s + length]) for s, length in sample.left_out]
+        wrong = [info["wrong_thought"] for info in trajectory.infos if "wrong_thought" in info]
+        texts = [text for text, _ in replies(trajectory)]
+        expected = [
+            text[text.index(CORRECTION) :] if "wrong_thought" in info else text
+            for text, info in zip(texts, trajectory.infos, strict=True)
+        ]
+        assert "".join(trained.split()) == "".join("".join(expected).split())
+        assert ["".join(s.split()) for s in skipped] == ["".join(f"Thought: {w}".split()) for w in wrong]
+        assert all(f"{w} {CORRECTION} " in "".join(texts) for w in wrong)
+        count, turns = count + len(wrong), turns + len(texts)
+    assert 0.1 < count / turns < 0.5
+    path = tmp_path / "trajectories" / "warmstart_000000.jsonl"
+    convert([str(path)], tmp_path / "out.json", keep_all=True)  # whole replies only can be left out there
+    rows = read_conversations(tmp_path / "out.json")
+    imitated = [m.content for row in rows for m, on in zip(row.messages, row.trained, strict=True) if on]
+    assert imitated
+    assert not any(CORRECTION in text for text in imitated)
+
+
+async def test_actions_and_mistakes_do_not_depend_on_wrong_thoughts(tmp_path: Path) -> None:
+    parse = action_format("react").parse
+    acted = []
+    for share in (0.0, 0.4):
+        _, episodes = await start_of(thinking(share, mistakes=0.2), tmp_path / f"{share}")
+        acted.append([[(parse(text), mistake) for text, mistake in replies(t)] for t in episodes])
+    assert acted[0] == acted[1]
+
+
+async def test_wrong_thoughts_need_thoughts(tmp_path: Path) -> None:
+    raw = thinking(0.4).model_dump(exclude_none=True)
+    with pytest.raises(ConfigError, match="needs replies with thoughts, agent.style = 'act' has none"):
+        await train(Config.model_validate(raw | {"agent": {"style": "act"}}), tmp_path / "act", console=quiet())
+    keydoor = Config.model_validate(raw | {"environments": [{"name": "keydoor"}]})
+    with pytest.raises(ConfigError, match="needs an oracle that gives different thoughts"):
+        await train(keydoor, tmp_path / "keydoor", console=quiet())
+    with pytest.raises(ValueError, match="wrong_thoughts = 0.4: random play has no solution"):
+        thinking(0.4, policy="random")

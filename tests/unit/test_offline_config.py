@@ -21,6 +21,7 @@ RECIPES = {
     "rl": COMMON + "[rl]\nsteps = 3\n",
     "sft": 'method = "sft"\n' + COMMON + '[data]\nplay = "oracle"\n',
     "dpo": 'method = "dpo"\n' + COMMON + "[dpo]\nsample_groups = 4\n",
+    "reward_model": 'method = "reward_model"\n' + COMMON + "[reward_model]\nsample_groups = 4\n",
     "agentevol": 'method = "agentevol"\n' + COMMON,
 }
 
@@ -36,8 +37,19 @@ def test_a_method_has_its_sections_and_no_others(tmp_path: Path, method: str) ->
     config = load(tmp_path, method)
     assert config.method == method
     assert load(tmp_path, method, "scale.learners=2").scale is not None
-    present = {name for name in ("sft", "dpo", "agentevol", "data") if getattr(config, name) is not None}
-    assert present == {"rl": set(), "sft": {"sft", "data"}, "dpo": {"dpo"}, "agentevol": {"sft", "agentevol"}}[method]
+    present = {
+        name for name in ("sft", "dpo", "reward_model", "agentevol", "data") if getattr(config, name) is not None
+    }
+    assert (
+        present
+        == {
+            "rl": set(),
+            "reward_model": {"reward_model"},
+            "sft": {"sft", "data"},
+            "dpo": {"dpo"},
+            "agentevol": {"sft", "agentevol"},
+        }[method]
+    )
 
 
 @pytest.mark.parametrize("method", RECIPES)
@@ -63,7 +75,7 @@ def _without_none(value: object) -> object:
         (
             "rl",
             "data.play=oracle",
-            r"\[data\] is read by method = 'sft' or 'dpo' or 'agentevol' or 'dagger', this is 'rl'",
+            r"\[data\] is read by method = 'sft' or 'dpo' or 'agentevol' or 'dagger' or 'reward_model', this is 'rl'",
         ),
         ("rl", "sft.epochs=2", r"\[sft\] is read by method = 'sft' or 'agentevol' or 'dagger', this is 'rl'"),
         ("sft", "rl.steps=3", r"\[rl\] is read by method = 'rl' or 'distill', this is 'sft'"),
@@ -75,11 +87,17 @@ def _without_none(value: object) -> object:
         ("dpo", "data.play=oracle", "dpo compares what a model did"),
         ("dpo", "data={files=['x.jsonl'],keep='success'}", "dpo needs failures"),
         ("dpo", "dpo.sample_groups=0", "needs dpo.sample_groups or data.files"),
+        ("reward_model", "reward_model.sample_groups=0", "needs reward_model.sample_groups or data.files"),
+        ("reward_model", "data.play=oracle", "reward_model compares what a model did"),
         ("dpo", "dpo.beta=0", "beta and min_gap must be positive"),
         ("dpo", "dpo.label_smoothing=0.5", "label_smoothing"),
         ("dpo", "dpo={rounds=2}", "needs new episodes in every round"),
         ("sft", "data={}", "needs files, or play"),
-        ("sft", "method=grpo", "method: must be 'rl', 'sft', 'dpo', 'agentevol', 'dagger' or 'distill'"),
+        (
+            "sft",
+            "method=grpo",
+            "method: must be 'rl', 'sft', 'dpo', 'agentevol', 'dagger', 'distill' or 'reward_model'",
+        ),
         ("agentevol", "agentevol.rounds=0", "rounds must be at least 1"),
         ("agentevol", "agentevol.tries=4", "unknown key"),
     ],

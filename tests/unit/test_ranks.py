@@ -64,7 +64,10 @@ def assert_same(found: Any, wanted: Any, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize(
     ("size", "name"),
-    [*(("two", name) for name in ("sft", "dpo", *CASES)), *(("four", name) for name in ("sft", "dpo", *ON_FOUR))],
+    [
+        *(("two", name) for name in ("sft", "dpo", "reward_model", *CASES)),
+        *(("four", name) for name in ("sft", "dpo", "reward_model", *ON_FOUR)),
+    ],
 )
 def test_ranks_learn_what_one_process_learns(size: str, name: str, expected: Any, request: Any) -> None:
     found, _ = request.getfixturevalue(size)

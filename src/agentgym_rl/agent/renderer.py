@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -234,11 +235,15 @@ class Renderer:
         return [*self.encode(text[len(before) :]), self.end_of_turn]
 
     def demonstrations(
-        self, messages: list[Message], trained: list[bool] | None = None, tools: Tools = ()
+        self,
+        messages: list[Message],
+        trained: list[bool] | None = None,
+        tools: Tools = (),
+        skipped_chars: Sequence[int] = (),
     ) -> list[Sample]:
         """Return samples for imitation, one per segment; of a linear conversation it is `demonstration`."""
         if self.linear:
-            return [self.demonstration(messages, trained, tools)]
+            return [self.demonstration(messages, trained, tools, skipped_chars)]
         samples: list[Sample] = []
         for i, message in enumerate(messages):
             if not message.is_reply:
@@ -249,20 +254,29 @@ class Renderer:
                 samples.append(Sample(path[: spot.prefix[1]] if spot.prefix else [], []))
             sample, ids = samples[-1], self.reply_ids(message.content, message.tool_calls)
             sample.token_ids += spot.added_ids
-            if trained is not None and not trained[i]:
-                sample.left_out.append((len(sample.token_ids), len(ids)))
+            imitated = trained is None or trained[i]
+            count = self.num_tokens(ids, skipped_chars[i] if skipped_chars else 0) if imitated else len(ids)
+            if count:
+                sample.left_out.append((len(sample.token_ids), count))
             sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
-            sample.loss_mask += [trained is None or trained[i]] * len(ids)
+            sample.loss_mask += [False] * count + [True] * (len(ids) - count)
             sample.token_ids += ids
         if not samples:
             raise ConfigError("a demonstration needs at least one assistant message, got none: drop this conversation")
         return [sample for sample in samples if any(sample.loss_mask)]
 
-    def demonstration(self, messages: list[Message], trained: list[bool] | None = None, tools: Tools = ()) -> Sample:
+    def demonstration(
+        self,
+        messages: list[Message],
+        trained: list[bool] | None = None,
+        tools: Tools = (),
+        skipped_chars: Sequence[int] = (),
+    ) -> Sample:
         """Return a sample for imitation with the loss on replies and their end-of-turn tokens only.
 
-        `trained` says for each message whether it is imitated; by default every reply is. The ids are those of a
-        rollout, so that training matches play. Text after the last reply is left out.
+        `trained` says for each message whether it is imitated; by default every reply is. `skipped_chars` are the
+        characters at the start of each message that are not imitated; by default none. The ids are those of a rollout,
+        so that training matches play. Text after the last reply is left out.
         """
         replies = [i for i, message in enumerate(messages) if message.role == "assistant"]
         if not replies:
@@ -278,11 +292,18 @@ class Renderer:
                 token_ids += ids
                 loss_mask += [False] * len(ids)
             ids = self.reply_ids(message.content, message.tool_calls)
-            if not imitated[i]:
-                left_out.append((len(token_ids), len(ids)))
+            count = self.num_tokens(ids, skipped_chars[i] if skipped_chars else 0) if imitated[i] else len(ids)
+            if count:
+                left_out.append((len(token_ids), count))
             token_ids += ids
-            loss_mask += [imitated[i]] * len(ids)
+            loss_mask += [False] * count + [True] * (len(ids) - count)
         return Sample(token_ids=token_ids, loss_mask=loss_mask, left_out=left_out)
+
+    def num_tokens(self, reply_ids: list[int], chars: int) -> int:
+        """Return how many tokens of a reply hold its first `chars` characters."""
+        if not chars:
+            return 0
+        return bisect_left(range(len(reply_ids)), chars, key=lambda count: len(self.decode(reply_ids[:count])))
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> str:
         if self.folds_system and messages[0].role == "system":

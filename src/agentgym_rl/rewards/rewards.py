@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agentgym_rl.rewards.judge import Judge
 from agentgym_rl.rewards.questions import ranking_reward, rubric_reward
-from agentgym_rl.rewards.scores import Rewarder, environment_reward, format_reward, length_reward, own_reward
+from agentgym_rl.rewards.scores import (
+    Rewarder,
+    environment_reward,
+    format_reward,
+    function_reward,
+    length_reward,
+    own_reward,
+)
 from agentgym_rl.training.reward_settings import RewardSettings
 from agentgym_rl.types import ENVIRONMENT, Collect, Group, Limits, Task, Verdict
 
 BUILT_IN = {ENVIRONMENT: environment_reward, "format": format_reward, "length": length_reward}
 """Kinds that need no judge."""
 JUDGED = {"rubric": rubric_reward, "ranking": ranking_reward}
+Scorer = Callable[[Group], list[float]]
+"""Scores the episodes of a group by a model in this process."""
 OWN_REWARD = RewardSettings(kind=ENVIRONMENT)
 """The environment's own reward, if the recipe has no entry for it."""
 
@@ -21,11 +30,14 @@ OWN_REWARD = RewardSettings(kind=ENVIRONMENT)
 class Rewards:
     """The recipe's sources of rewards, the environment's own among them."""
 
-    def __init__(self, settings: Sequence[RewardSettings], judge: Judge | None) -> None:
+    def __init__(
+        self, settings: Sequence[RewardSettings], judge: Judge | None, scorers: Mapping[str, Scorer] | None = None
+    ) -> None:
+        """`scorers`: those of reward models, by the name of the source."""
         has_environment = any(source.kind == ENVIRONMENT for source in settings)
         self.sources = [*settings] if has_environment else [OWN_REWARD, *settings]
         self.judge = judge
-        self._rewarders = [make_rewarder(source, judge) for source in self.sources]
+        self._rewarders = [make_rewarder(source, judge, scorers or {}) for source in self.sources]
 
     async def score(self, groups: Sequence[Group]) -> None:
         """Replace the verdicts of every episode that did not fail and has at least one turn."""
@@ -54,9 +66,11 @@ class Rewards:
             await self.judge.close()
 
 
-def make_rewarder(settings: RewardSettings, judge: Judge | None) -> Rewarder:
+def make_rewarder(settings: RewardSettings, judge: Judge | None, scorers: Mapping[str, Scorer]) -> Rewarder:
     """Return the rewarder of one source."""
     if settings.kind in JUDGED:
         assert judge is not None
         return JUDGED[settings.kind](settings, judge)
+    if settings.kind == "reward_model":
+        return function_reward(settings, scorers[settings.source])
     return BUILT_IN.get(settings.kind, own_reward)(settings)

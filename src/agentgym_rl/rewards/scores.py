@@ -92,7 +92,7 @@ def own_reward(settings: RewardSettings) -> Rewarder:
     """Return a rewarder that calls the user's function with the group and `kwargs`.
 
     The function returns one entry per episode: a number, a list with one number per turn, or None to leave the episode
-    out. If it raises, no episode of the group is trained on.
+    out.
     """
     function = import_function(settings.kind)
     definition = "def my_reward(group: Group) -> list[float | list[float] | None]"
@@ -103,6 +103,11 @@ def own_reward(settings: RewardSettings) -> Rewarder:
             f"reward {settings.kind!r}: it is called with a group and kwargs = {settings.kwargs}, which does not fit "
             f"({error}): write `{definition}`"
         ) from error
+    return function_reward(settings, function)
+
+
+def function_reward(settings: RewardSettings, function: Callable[..., Any]) -> Rewarder:
+    """Return a rewarder that calls `function`. If it raises, no episode of the group is trained on."""
     one_at_a_time = asyncio.Lock()
 
     async def reward(group: Group) -> list[Verdict]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.engines.replicas import Replicas
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
@@ -27,9 +29,10 @@ from agentgym_rl.training.dpo import DPO, Preference, prefer
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.model import ModelContext
 from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
-from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
+from agentgym_rl.training.settings import DPOSettings, PairSettings, RLSettings, SFTSettings
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Collect, EnvPool, Sample, Trajectory
 
@@ -79,14 +82,17 @@ class Backend(Protocol):
         With `oracle_share` the oracle advises every turn and plays that share of them.
         """
 
-    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
-        """Return a trainer of the present model: SFT on samples, or DPO on preferences."""
+    def trainer(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> Trainer:
+        """Return a trainer of the present model: SFT on samples, DPO or a reward model on preferences."""
 
     def forget_trainer(self) -> None:
         """Free the trainer's data and optimizer."""
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         """Return pairs with their log-probabilities under the present model."""
+
+    def scores(self, samples: list[Sample]) -> list[float]:
+        """Return the scores that the reward model in training gives."""
 
     def go_back(self, folder: Path) -> None:
         """Load the model of `folder` and forget the trainer."""
@@ -177,7 +183,7 @@ class LocalBackend:
             config.agent, config.environments, self._pool, policies, sizes, prefix, on_trajectory=on_trajectory
         )
 
-    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+    def trainer(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> Trainer:
         self.learner = make_trainer(self._model, data, settings, seed)
         return self.learner
 
@@ -186,6 +192,9 @@ class LocalBackend:
 
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         return prefer(self._model, pairs, max_tokens)
+
+    def scores(self, samples: list[Sample]) -> list[float]:
+        return self.learner.scores(samples)
 
     def go_back(self, folder: Path) -> None:
         self.forget_trainer()
@@ -210,7 +219,11 @@ class LocalBackend:
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         with_optimizer = self.learner is not None and self._config.checkpoint.optimizer
         learner = self.learner.state() if with_optimizer else None
-        save_checkpoint(root, step, self._model, self._tokenizer, state | {"learner": learner}, keep)
+        write_head = None
+        if isinstance(self.learner, RewardTrainer):
+            write_head = partial(save_head, self.learner.head(), about_renderer(self._config))
+        state = state | {"learner": learner}
+        save_checkpoint(root, step, self._model, self._tokenizer, state, keep, write_head)
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
         state = saved["learner"]
@@ -257,21 +270,28 @@ def make_learner(
 
 
 def _teacher(tokenizer: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks) -> ModelContext | None:
-    """Return the frozen teacher of distillation."""
-    if rl.distill is None:
+    """Return the frozen teacher of distillation, unless an API scores for it (see teaching.py)."""
+    if rl.distill is None or rl.distill.url is not None:
         return None
-    teacher = freeze(load_teacher(rl.distill.teacher, tokenizer, settings))
+    teacher = load_teacher(rl.distill.teacher, tokenizer, settings)
     ranks.place(teacher)
     return lambda: nullcontext(teacher)
 
 
 def make_trainer(
-    model: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str, ranks: Ranks = ALONE
-) -> SFT | DPO:
+    model: Any, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str, ranks: Ranks = ALONE
+) -> SFT | DPO | RewardTrainer:
     """Return the trainer of one process, or of one rank of several."""
     if isinstance(settings, SFTSettings):
         return SFT(model, data, settings, seed, ranks)
-    return DPO(model, data, settings, seed, ranks)
+    if isinstance(settings, DPOSettings):
+        return DPO(model, data, settings, seed, ranks)
+    return RewardTrainer(model, data, settings, seed, ranks)
+
+
+def about_renderer(config: Config) -> dict[str, str]:
+    """Return how the run renders episodes, for the folder of a reward model."""
+    return {"chat_template": resolve_template(config.model.chat_template) or "", "thoughts": config.agent.thoughts}
 
 
 def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> ModelContext:

@@ -23,7 +23,7 @@ from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import AgentConfig, Config, EnvironmentConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
-from agentgym_rl.run.backend import OnTrajectory, Trainer, make_engine, make_learner, make_trainer
+from agentgym_rl.run.backend import OnTrajectory, Trainer, about_renderer, make_engine, make_learner, make_trainer
 from agentgym_rl.run.collectors import engine_policies, episode_slots, make_collector
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.model import choose_device, load_from
@@ -40,8 +40,9 @@ from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
 from agentgym_rl.training.dpo import Preference, prefer
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import by_turn
-from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
+from agentgym_rl.training.settings import PairSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
@@ -118,7 +119,7 @@ class Rank:
                 warm=config.warm_start is not None,
             )
 
-    def teach(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
+    def teach(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> int:
         """Make a trainer on `data`; return its number of updates."""
         self._learner = make_trainer(self._model, data, settings, seed, self._ranks)
         return self._learner.total
@@ -137,6 +138,11 @@ class Rank:
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         preferences = prefer(self._model, pairs, max_tokens, self._ranks)
         return preferences if self._rank == 0 else []
+
+    def scores(self, samples: list[Sample]) -> list[float]:
+        scores = self._learner.scores(samples)
+        self._release_device()
+        return scores
 
     def assess(self, samples: list[Sample], own: bool) -> Assessments:
         self._learner.assess(samples, own=own)
@@ -174,9 +180,12 @@ class Rank:
         """Write this rank's part of the learner's state; the first rank also writes the model."""
         # Gather first: all ranks take part, and a rank that fails to write would leave the others waiting.
         whole = self._whole()
+        head = self._learner.head() if isinstance(self._learner, RewardTrainer) else {}
         if self._learner is not None:
             save_shards(Path(folder) / SHARDS, self._learner.state() | {"masters": self._masters()})
         self._write_model(Path(folder) / "model", whole)
+        if head and self._rank == 0:
+            save_head(head, about_renderer(self._config), Path(folder) / "model")
 
     def export(self, folder: str) -> None:
         """Write the model alone."""
@@ -212,6 +221,8 @@ class Rank:
         if critic is not None:
             optimizers["critic.optimizer"] = critic._parameters
             parameters["critic.parameters"] = dict(critic.model.named_parameters())
+        if isinstance(learner, RewardTrainer):
+            parameters["head"] = dict(learner.model.head.named_parameters())
         like = like_learner(optimizers, parameters)
         shards = Path(folder) / SHARDS
         restored = load_shards(shards, like) if shards.is_dir() else shard_state(state or {}, like)
@@ -311,7 +322,7 @@ def named_variables(environments: Iterable[EnvironmentConfig]) -> dict[str, str]
 class TrainerHandle:
     """A `Trainer` on ranks: every rank has all data and takes its share of a batch."""
 
-    def __init__(self, app: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> None:
+    def __init__(self, app: Any, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> None:
         self._app = app
         claim_device(app)
         self.total: int = app.on_all("teach", data, settings, seed)[0]
@@ -450,7 +461,7 @@ class RayBackend:
 
         return collect
 
-    def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
+    def trainer(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> Trainer:
         self.learner = TrainerHandle(self._app, data, settings, seed)
         return self.learner
 
@@ -461,6 +472,10 @@ class RayBackend:
     def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         claim_device(self._app)
         return self._app.on_all("prefer", pairs, max_tokens)[0]
+
+    def scores(self, samples: list[Sample]) -> list[float]:
+        claim_device(self._app)
+        return self._app.on_all("scores", samples)[0]
 
     def go_back(self, folder: Path) -> None:
         self.learner = None

@@ -120,13 +120,15 @@ class Console:
             finally:
                 self._steps = None
 
-    def evaluation(self, step: int, success: float, episodes: int) -> None:
-        """Print one line for an evaluation after `step` steps."""
+    def evaluation(
+        self, step: int, success: float, episodes: int, measure: tuple[str, str] = ("success", "episodes")
+    ) -> None:
+        """Print one line for an evaluation after `step` steps. `measure`: what the share is called, and of what."""
         low, high = wilson_interval(min(success * episodes, episodes), episodes)
         line = Text.assemble(
             ("  ◆ ", "magenta"),
-            (f"held-out success {_percent(success)}", "bold magenta"),
-            (f"  95% interval {100 * low:.0f}–{100 * high:.0f}, {episodes} episodes, after step {step}", "dim"),
+            (f"held-out {measure[0]} {_percent(success)}", "bold magenta"),
+            (f"  95% interval {100 * low:.0f}–{100 * high:.0f}, {episodes} {measure[1]}, after step {step}", "dim"),
         )
         self.rich.print(line, soft_wrap=True)
 
@@ -136,12 +138,17 @@ class Console:
             raise RuntimeError("Console.step needs to run inside `with console.steps(total)`, and does not")
         self._steps.show(step, metrics, total)
 
-    def table_before_after(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Print success by subset, with 95% intervals and the change in points.
+    def table_before_after(
+        self,
+        before: Mapping[str, Any],
+        after: Mapping[str, Any],
+        measure: tuple[str, str] = ("success", "episodes"),
+    ) -> None:
+        """Print success, or another `measure`, by subset, with 95% intervals and the change in points.
 
         Both are `{"success": 0.12, "episodes": 200, "subsets": {"GoTo": {"success": ..., "episodes": ...}}}`.
         """
-        table = _table("held-out success", "episodes", "before", "after", "change")
+        table = _table(f"held-out {measure[0]}", measure[1], "before", "after", "change")
         names = list(dict.fromkeys([*before.get("subsets", {}), *after.get("subsets", {})]))
         for name in names:
             _before_after_row(table, name, before["subsets"].get(name), after["subsets"].get(name))
@@ -149,7 +156,7 @@ class Console:
             table.add_section()
         _before_after_row(table, "all", before, after, style="bold")
         self.rich.print(table)
-        self.note("success with its 95% interval; change in percentage points")
+        self.note(f"{measure[0]} with its 95% interval; change in percentage points")
 
     def horizon_stages(self, stages: Sequence[Mapping[str, Any]]) -> None:
         """Print the horizon's stages, as `log.horizon_stages` returns them."""
@@ -410,6 +417,12 @@ _PREFERENCES = (
     Column("chosen", 8, lambda m: _fixed(m.get("dpo/chosen_reward"), 3), rank=1),
     Column("rejected", 10, lambda m: _fixed(m.get("dpo/rejected_reward"), 3), rank=1),
 )
+_SCORES = (
+    Column("accuracy", 10, lambda m: _percent(m.get("reward_model/accuracy")), "bold green"),
+    Column("margin", 8, lambda m: _fixed(m.get("reward_model/margin"), 3)),
+    Column("chosen", 8, lambda m: _fixed(m.get("reward_model/chosen"), 3), rank=1),
+    Column("rejected", 10, lambda m: _fixed(m.get("reward_model/rejected"), 3), rank=1),
+)
 _TRAINED = (
     Column("tokens", 8, lambda m: _count(m.get("tokens/trained")), "dim", rank=5),
     Column("epoch", 7, lambda m: _fixed(m.get("epoch"), 0), "dim", rank=6),
@@ -421,5 +434,6 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "agentevol": (*_LEARNING, *_TRAINED),
     "dagger": (*_LEARNING, *_TRAINED),
     "dpo": (*_LEARNING, *_PREFERENCES),
+    "reward_model": (_LEARNING[0], *_SCORES, *_LEARNING[2:]),
 }
 """Columns of a step's line beside its number, by training method."""

@@ -43,7 +43,13 @@ async def load_demonstrations(context: RunContext) -> list[Demonstration]:
         context.console.note(f"{len(demonstrations)} conversations from {len(paths)} files")
     if data.play is not None:
         demonstrations += await play_demonstrations(
-            context, "data", data.play, episodes=data.episodes, max_turns=data.max_turns, mistakes=data.mistakes
+            context,
+            "data",
+            data.play,
+            episodes=data.episodes,
+            max_turns=data.max_turns,
+            mistakes=data.mistakes,
+            wrong_thoughts=data.wrong_thoughts,
         )
     if not demonstrations:
         raise ConfigError("data: nothing to imitate was found: no success among the trajectories, no trained reply")
@@ -118,9 +124,9 @@ def segment_samples(demonstration: Demonstration, renderer: Renderer) -> list[Sa
             if any(segment.loss_mask)
         ]
     else:
-        pairs = zip(demonstration.messages, demonstration.imitated, strict=True)
-        messages, imitated = zip(*((m, trained) for m, trained in pairs if not m.purpose), strict=True)
-        samples = renderer.demonstrations(list(messages), list(imitated), demonstration.tools)
+        rows = zip(demonstration.messages, demonstration.imitated, demonstration.unimitated_chars, strict=True)
+        messages, imitated, skipped = zip(*(row for row in rows if not row[0].purpose), strict=True)
+        samples = renderer.demonstrations(list(messages), list(imitated), demonstration.tools, skipped)
         name = demonstration.id
     for sample in samples:
         sample.trajectory_id = name
@@ -156,17 +162,26 @@ def _text_of(renderer: Renderer, token_ids: list[int], tools: Tools) -> str:
 
 
 async def play_demonstrations(
-    context: RunContext, kind: Kind, policy: str, *, episodes: int, max_turns: int, mistakes: float
+    context: RunContext,
+    kind: Kind,
+    policy: str,
+    *,
+    episodes: int,
+    max_turns: int,
+    mistakes: float,
+    wrong_thoughts: float = 0.0,
 ) -> list[Trajectory]:
     """Play training items; return the oracle's successes, or all episodes of random play that did not fail.
 
-    The oracle plays an item once. Random play repeats items until there are enough episodes. With `mistakes` the oracle
-    first plays every item without any, to learn which actions it takes at other times; those episodes are not kept.
+    The oracle plays an item once. Random play repeats items until there are enough episodes. With `mistakes` or
+    `wrong_thoughts` the oracle first plays every item without any, to learn which actions and thoughts it has at other
+    times; those episodes are not kept.
     """
     config, console = context.config, context.console
     share = -(-episodes // len(config.environments))
     played: list[Trajectory] = []
-    with console.progress(f"{policy} play", share * len(config.environments) * (2 if mistakes else 1)) as advance:
+    errs = bool(mistakes or wrong_thoughts)
+    with console.progress(f"{policy} play", share * len(config.environments) * (2 if errs else 1)) as advance:
         collector = partial(
             make_collector,
             config.agent,
@@ -185,10 +200,10 @@ async def play_demonstrations(
                 tasks = list(islice(cycle(tasks), max(share, len(tasks))))
             seed = derive_seed(config.seed, kind, env.name)
             collect = collector()
-            if mistakes:
+            if errs:
                 solutions: Solutions = {}
                 await collector(inner=erring(0.0, seed, solutions))(tasks, limits, seed)
-                collect = collector(inner=erring(mistakes, seed, solutions))
+                collect = collector(inner=erring(mistakes, seed, solutions, wrong_thoughts))
             groups = await collect(tasks, limits, seed)
             played += [t for g in groups for t in g.trajectories]
     for trajectory in played:
@@ -201,11 +216,24 @@ async def play_demonstrations(
         return usable
     if mistakes:
         console.note(_mistakes_line(played))
+    if wrong_thoughts:
+        console.note(_wrong_thoughts_line(played, label))
     successes = [t for t in usable if t.success and any(t.imitated)]
     if not successes:
         advice = "allow more turns" + (", or fewer mistakes" if mistakes else "")
         raise EnvError(f"{label}: of {len(played)} episodes the oracle won none in {max_turns} turns: {advice}")
     return successes
+
+
+def _wrong_thoughts_line(played: list[Trajectory], label: str) -> str:
+    turns = [info for trajectory in played for info in trajectory.infos]
+    wrong = sum("wrong_thought" in info for info in turns)
+    if not wrong:
+        raise ConfigError(
+            f"{label}: wrong_thoughts needs an oracle that gives different thoughts, and none of {len(turns)} turns "
+            "had another thought to start with: leave wrong_thoughts out"
+        )
+    return f"{wrong} of {len(turns)} turns start with a wrong thought"
 
 
 def _mistakes_line(played: list[Trajectory]) -> str:

@@ -1,16 +1,19 @@
-"""Held-out evaluation: the same items every time, for every method."""
+"""Held-out evaluation: the same items every time for an agent, the same pairs for a reward model."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from agentgym_rl.errors import EnvError
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.context import RunContext
+from agentgym_rl.training.dpo import Preference
+from agentgym_rl.training.reward_model import accuracy
 from agentgym_rl.training.rl import derive_seed
-from agentgym_rl.types import Collect, Task, Trajectory
+from agentgym_rl.types import Collect, Sample, Task, Trajectory
 
 
 async def evaluate(context: RunContext, collect: Collect, max_context: int, step: int) -> dict[str, Any]:
@@ -32,6 +35,19 @@ async def evaluate(context: RunContext, collect: Collect, max_context: int, step
             for trajectory in group.trajectories:
                 context.log.write_trajectory(step, trajectory, "eval")
     return _result(step, by_subset)
+
+
+def held_out_pairs(step: int, pairs: list[Preference], scores: Callable[[list[Sample]], list[float]]) -> dict[str, Any]:
+    """Return how often a reward model orders pairs that it was not trained on, in the form of `evaluate`."""
+    found = scores([half for pair in pairs for half in (pair.chosen, pair.rejected)])
+    margins = [chosen - rejected for chosen, rejected in zip(found[::2], found[1::2], strict=True)]
+    return {
+        "step": step,
+        "success": accuracy(found),
+        "episodes": len(pairs),
+        "margin": sum(margins) / len(margins),
+        "subsets": {},
+    }
 
 
 def spread(subsets: dict[str, list[int]], count: int, seed: str) -> dict[str, list[int]]:

@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config, ModelConfig
+from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
-from agentgym_rl.rewards.rewards import Rewards
-from agentgym_rl.run.model import load_from
-from agentgym_rl.training.reward_settings import JudgeSettings
+from agentgym_rl.rewards.rewards import Rewards, Scorer
+from agentgym_rl.run.demonstrations import to_sample
+from agentgym_rl.run.model import load_from, load_frozen
+from agentgym_rl.training.lookup import find_reward_model
+from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings
+from agentgym_rl.types import Group
 
 CACHE_NAME = "judge.jsonl"
 """File of a run directory with every answer of the judge."""
+SCORED_TOKENS = 16384
+"""Tokens of a pass of a reward model."""
 
 
 def make_rewards(config: Config, root: Path, cache_name: str = CACHE_NAME) -> Rewards | None:
     """Return the recipe's sources of rewards, or None if it has none. Answers of the judge are kept in `root`."""
     if not config.rewards:
         return None
-    return Rewards(config.rewards, None if config.judge is None else make_judge(config.judge, root / cache_name))
+    judge = None if config.judge is None else make_judge(config.judge, root / cache_name)
+    scorers = {r.source: make_scorer(r) for r in config.rewards if r.kind == "reward_model"}
+    return Rewards(config.rewards, judge, scorers)
+
+
+def make_scorer(settings: RewardSettings) -> Scorer:
+    """Return a function that scores groups by the reward model of a folder: sigmoid of the score, from 0 to 1."""
+    from agentgym_rl.training.reward_model import load_head, scores_of
+
+    folder = find_reward_model(settings.path)
+    shape = json.loads((folder / "config.json").read_text()) if (folder / "config.json").is_file() else {}
+    dtype = shape.get("dtype") or shape.get("torch_dtype") or "float32"
+    model, tokenizer = load_frozen(
+        str(folder), "rewards.path", ModelConfig(path=str(folder), device=settings.device, dtype=dtype)
+    )
+    scored, about = load_head(model, folder)
+    renderer = Renderer(tokenizer, about["chat_template"] or None, thoughts=about["thoughts"])
+    longest = model.config.max_position_embeddings
+
+    def score(group: Group) -> list[float]:
+        samples = [to_sample(trajectory, renderer) for trajectory in group.trajectories]
+        if (length := max(len(sample.token_ids) for sample in samples)) > longest:
+            raise ConfigError(f"the reward model reads {longest} tokens, an episode has {length}: lower max_context")
+        return [1.0 / (1.0 + math.exp(-score)) for score in scores_of(scored, samples, SCORED_TOKENS)]
+
+    return score
 
 
 def make_judge(settings: JudgeSettings, cache_path: Path) -> Judge:

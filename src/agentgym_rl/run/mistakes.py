@@ -8,14 +8,19 @@ than the oracle's, the oracle continues from there, and the loss skips those tur
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 
 from agentgym_rl.agent.policy import stable_seed
 from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.types import EnvSession, Step, ToolCall
 
-Solutions = dict[int, dict[str, None]]
-"""Item -> the distinct actions that its oracle took, in order."""
+Solutions = dict[int, dict[str, str]]
+"""Item -> the distinct actions that its oracle took, in order, each with the last thought before it."""
+CORRECTION = "Wait, that is wrong."
+"""Text between a wrong thought and the right one. The loss starts with it."""
+_THOUGHT = re.compile(r"Thought:\s*(.*?)\s*\nAction:", re.DOTALL)
+"""Beginning of a reply with a thought, as the styles write it."""
 
 
 class ErringSession:
@@ -25,9 +30,14 @@ class ErringSession:
     other half are actions that the oracle takes at another time of this item, which are often refused. `solutions`
     collects the oracle's actions, so that they are all known for an item that was played before. The oracle's thought
     stays in front of the wrong action.
+
+    In `thought_share` of the other turns the thought errs: one that the oracle has at another time of this item comes
+    first, then a correction, the right thought and the right action. `info["wrong_thought"]` is what the loss skips.
     """
 
-    def __init__(self, env: EnvSession, share: float, seed: int, solutions: Solutions) -> None:
+    def __init__(
+        self, env: EnvSession, share: float, seed: int, solutions: Solutions, thought_share: float = 0.0
+    ) -> None:
         self.name = env.name
         self.instruction = env.instruction
         self.tools = env.tools
@@ -35,16 +45,20 @@ class ErringSession:
         self._share = share
         self._seed = seed
         self._solutions = solutions
-        self._solution: dict[str, None] = {}
+        self._thought_share = thought_share
+        self._solution: dict[str, str] = {}
         self._random = random.Random(seed)
+        self._thoughts_random = random.Random(seed)
         self._resets = 0
         self._erred = False
+        self._wrong_thought = ""
 
     async def reset(self, item: int) -> Step:
         self._resets += 1  # other attempts of one episode make other mistakes
         self._random = random.Random(stable_seed(self._seed, item, self._resets))
+        self._thoughts_random = random.Random(stable_seed(self._seed, item, self._resets, "thoughts"))
         self._solution = self._solutions.setdefault(item, {})
-        self._erred = False
+        self._erred, self._wrong_thought = False, ""
         return await self._env.reset(item)
 
     async def step(self, text: str) -> Step:
@@ -60,19 +74,30 @@ class ErringSession:
         erred, self._erred = self._erred, False
         if erred:
             step.info = {**step.info, "mistake": True}
+        if self._wrong_thought:
+            step.info = {**step.info, "wrong_thought": self._wrong_thought}
+        self._wrong_thought = ""
         return step
 
     async def advice(self) -> tuple[str, str]:
         thought, action = await self._env.advice()
-        self._solution[action] = None
+        self._solution[action] = thought
         if self._random.random() >= self._share:
-            return thought, action
+            return self._doubted(thought), action
         kinds = [[other for other in actions if other != action] for actions in (await self.actions(), self._solution)]
         kinds = [kind for kind in kinds if kind]
         if not kinds:  # there is no other action
             return thought, action
         self._erred = True
         return thought, self._random.choice(self._random.choice(kinds))
+
+    def _doubted(self, thought: str) -> str:
+        """Return the thought, in a share of the turns behind a wrong one and a correction."""
+        others = [other for other in dict.fromkeys(self._solution.values()) if other and other != thought]
+        if self._thoughts_random.random() >= self._thought_share or not others or not thought:
+            return thought
+        self._wrong_thought = self._thoughts_random.choice(others)
+        return f"{self._wrong_thought} {CORRECTION} {thought}"
 
     async def oracle(self) -> str:
         return (await self.advice())[1]
@@ -90,6 +115,20 @@ class ErringSession:
         await self._env.close()
 
 
-def erring(share: float, seed: int, solutions: Solutions) -> Callable[[EnvSession], EnvSession]:
+def erring(
+    share: float, seed: int, solutions: Solutions, thought_share: float = 0.0
+) -> Callable[[EnvSession], EnvSession]:
     """Return a function that makes sessions err. A seed gives every item mistakes of its own, the same every time."""
-    return lambda session: ErringSession(session, share, seed, solutions)
+    return lambda session: ErringSession(session, share, seed, solutions, thought_share)
+
+
+def corrected(reply: str, advice: str) -> tuple[str, int] | None:
+    """Return the oracle's reply behind the agent's own thought and a correction, and the characters before those.
+
+    None if one of the two has no thought, or both have the same.
+    """
+    own, right = _THOUGHT.match(reply), _THOUGHT.match(advice)
+    if own is None or right is None or own[1] in ("", right[1]):
+        return None
+    start = f"Thought: {own[1]}"
+    return f"{start} {CORRECTION} {advice[right.start(1) :]}", len(start)

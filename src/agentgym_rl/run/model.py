@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.lookup import folder_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,29 +38,35 @@ def load_from(folder: str | Path, settings: ModelConfig) -> tuple[Any, Any]:
     return load_model(str(folder), device=device, dtype=dtype)
 
 
-def load_teacher(path: str, tokenizer: Any, settings: ModelConfig) -> Any:
-    """Return the model of a folder, a hub name or a run's last checkpoint, with the tokenizer of the agent."""
+def load_frozen(path: str, setting: str, settings: ModelConfig) -> tuple[Any, Any]:
+    """Return (model, tokenizer) of a folder, a hub name or a run's last checkpoint, with its adapters if it has any."""
     from agentgym_rl.training import lora
-    from agentgym_rl.training.checkpoint import list_checkpoints
+    from agentgym_rl.training.learner import freeze
     from agentgym_rl.training.model import load_model
 
-    folder = Path(path)
-    if (folder / "checkpoints").is_dir():
-        checkpoints = list_checkpoints(folder / "checkpoints")
-        if not checkpoints:
-            raise ConfigError(f"rl.distill.teacher = {path!r}: the run has no checkpoint yet")
-        folder = checkpoints[-1] / "model"
+    folder = folder_of(path, setting)
     device, dtype = choose_device(settings)
     adapters = folder / "adapter_config.json"
     if adapters.is_file():
         base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        teacher, own = load_model(base, device=device, dtype=dtype)
-        lora.load_adapter(teacher, folder)
+        model, tokenizer = load_model(base, device=device, dtype=dtype)
+        lora.load_adapter(model, folder)
     else:
-        teacher, own = load_model(str(folder) if folder.is_dir() else path, device=device, dtype=dtype)
-    if own.get_vocab() != tokenizer.get_vocab():
+        model, tokenizer = load_model(str(folder) if folder.is_dir() else path, device=device, dtype=dtype)
+    return freeze(model), tokenizer
+
+
+def load_teacher(path: str, tokenizer: Any, settings: ModelConfig) -> Any:
+    """Return the frozen teacher of distillation. Raise ConfigError if its tokenizer is not the agent's."""
+    teacher, own = load_frozen(path, "rl.distill.teacher", settings)
+    require_same_tokenizer(own, tokenizer, path)
+    return teacher
+
+
+def require_same_tokenizer(teachers: Any, tokenizer: Any, path: str) -> None:
+    """Raise ConfigError if a teacher's ids mean other tokens than the agent's."""
+    if teachers.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"rl.distill.teacher = {path!r}: it scores the ids that the agent samples, so it needs the agent's "
-            f"tokenizer; the vocabularies differ ({len(own.get_vocab())} and {len(tokenizer.get_vocab())} tokens)"
+            f"tokenizer; the vocabularies differ ({len(teachers.get_vocab())} and {len(tokenizer.get_vocab())} tokens)"
         )
-    return teacher

@@ -1,4 +1,4 @@
-"""SFT, DPO, AgentEvol and DAgger as a run: rounds of data and updates on it.
+"""SFT, DPO, AgentEvol, DAgger and reward models as a run: rounds of data and updates on it.
 
 A step is one update, counted over all rounds. Each round first gets its data (SFT has one round and reads it; the
 others also play), keeps it in the run directory, and then makes its updates. A resumed run does not play again what
@@ -17,6 +17,7 @@ from typing import Any
 from agentgym_rl.run.backend import Backend, Trainer
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import Demonstration
+from agentgym_rl.run.heldout import held_out_pairs
 from agentgym_rl.run.rounds import RETRAINED, Round, RoundMaker, read_round, round_path, write_round
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
@@ -27,7 +28,7 @@ LINES_PER_ROUND = 100
 
 
 class OfflineRun(Run):
-    """A run of SFT, DPO, AgentEvol or DAgger."""
+    """A run of SFT, DPO, AgentEvol, DAgger or a reward model."""
 
     def __init__(
         self, context: RunContext, backend: Backend, demonstrations: Sequence[Demonstration] | None = None
@@ -35,6 +36,10 @@ class OfflineRun(Run):
         """`demonstrations`: the recipe's `[data]`, if it has been read already."""
         super().__init__(context, backend)
         self.rounds = RoundMaker(context, backend, demonstrations)
+        self.judges = self.config.reward_model is not None
+        """Whether the run trains a judge instead of an agent: it is measured on pairs, not by playing."""
+        if self.judges:
+            self.measure = ("order", "pairs")
         self.round: Round | None = None
         """The round in progress."""
         self.trainer: Trainer | None = None
@@ -45,20 +50,22 @@ class OfflineRun(Run):
     async def begin(self, saved: dict[str, Any] | None) -> None:
         if saved is None:
             shutil.rmtree(self.log.root / "rounds", ignore_errors=True)
+            if self.judges:  # held-out pairs are part of the round
+                await self._start_round()
         await super().begin(saved)
 
     async def train(self) -> None:
         while self.rounds_done < self.rounds.count:
             if self.round is None:
-                self.round = await self._next_round()
-                if self.config.method in RETRAINED:
-                    self.backend.go_back(self.log.root / "base")
-                self.trainer = self._make_trainer(self.round)
+                await self._start_round()
             await self._train_round()
 
-    async def evaluate(self) -> None:
+    async def held_out(self) -> dict[str, Any]:
+        if self.judges:
+            assert self.round is not None
+            return held_out_pairs(self.step, self.round.held_out, self.backend.scores)
         await self.backend.publish(self.step)
-        await super().evaluate()
+        return await super().held_out()
 
     def state(self) -> dict[str, Any]:
         return {"in_round": self.trainer is not None, "rounds_done": self.rounds_done, "history": self.history}
@@ -77,6 +84,12 @@ class OfflineRun(Run):
 
     def files(self) -> dict[str, Path | str]:
         return {**super().files(), "data of each round": self.log.root / "rounds"}
+
+    async def _start_round(self) -> None:
+        self.round = await self._next_round()
+        if self.config.method in RETRAINED:
+            self.backend.go_back(self.log.root / "base")
+        self.trainer = self._make_trainer(self.round)
 
     async def _next_round(self) -> Round:
         kept = self._kept_round()
@@ -97,8 +110,8 @@ class OfflineRun(Run):
 
     def _make_trainer(self, current: Round) -> Trainer:
         config, seed = self.config, f"{self.config.seed}/round{current.number}"
-        if config.dpo is not None:
-            return self.backend.trainer(current.pairs, config.dpo, seed)
+        if settings := config.dpo or config.reward_model:
+            return self.backend.trainer(current.pairs, settings, seed)
         assert config.sft is not None
         return self.backend.trainer([s for samples in current.samples.values() for s in samples], config.sft, seed)
 
@@ -114,7 +127,8 @@ class OfflineRun(Run):
             if current.pairs
             else f"{sum(map(len, current.samples.values()))} conversations"
         )
-        self.console.stage({"dpo": "Preferences"}.get(method, "Imitation"), f"{trainer.total} updates on {data}")
+        stages = {"dpo": "Preferences", "reward_model": "Reward model"}
+        self.console.stage(stages.get(method, "Imitation"), f"{trainer.total} updates on {data}")
         updates_per_line = -(-trainer.total // LINES_PER_ROUND)
         with self.console.steps(last_step, start=self.step, label=f"round {current.number}", method=method):
             while trainer.updates < trainer.total:
@@ -144,7 +158,8 @@ class OfflineRun(Run):
             await self.evaluate()
         self.history.append(_summary_of(current, self.step, self.evaluations[-1]))
         self.rounds_done, self.round, self.trainer = current.number, None, None
-        self.backend.forget_trainer()
+        if not self.judges:  # the head of a reward model belongs into the last checkpoint, too
+            self.backend.forget_trainer()
         await self.events.now()
         if self.rounds_done == self.rounds.count:
             await last_checkpoint(self.save, self.step, self.context)
@@ -161,5 +176,6 @@ def _summary_of(current: Round, last_step: int, evaluation: dict[str, Any]) -> d
         "episodes_success": current.metrics.get("success/mean"),
         **{source: len(samples) for source, samples in current.samples.items() if samples},
         **({"pairs": len(current.pairs)} if current.pairs else {}),
+        **({"held_out": len(current.held_out)} if current.held_out else {}),
         "success": evaluation["success"],
     }

@@ -9,6 +9,7 @@ from importlib.machinery import PathFinder
 from importlib.util import find_spec
 
 from agentgym_rl.agent.engines.openai import key_headers
+from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import AgentConfig, Config, EngineConfig, EnvironmentConfig, ModelConfig, ScaleConfig
 from agentgym_rl.environment import catalog
@@ -19,7 +20,7 @@ from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_spli
 from agentgym_rl.run.pool import load_class, read_recipe_items, read_token
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
-from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.lookup import find_model, find_reward_model
 from agentgym_rl.training.preferences import find_preferences
 from agentgym_rl.training.settings import DataSettings
 
@@ -35,16 +36,30 @@ def require_recipe(config: Config, *, environments: bool = True) -> None:
         require_environments(config.environments)
     if any(source is not None and source.mistakes for source in (config.warm_start, config.data)):
         require_recovery(config.environments, "mistakes")
+    wrong = any(source is not None and source.wrong_thoughts for source in (config.warm_start, config.data))
+    if (wrong or (config.dagger is not None and config.dagger.correct_thoughts)) and not has_thoughts(config.agent):
+        setting = "wrong_thoughts" if wrong else "dagger.correct_thoughts"
+        raise ConfigError(
+            f"{setting} needs replies with thoughts, agent.style = {config.agent.style!r} has none: use 'react'"
+        )
     if config.method == "dagger":
         require_recovery(config.environments, "method = 'dagger'")
     require_program(config.agent)
     require_files(config.data, config.method)
     require_rewards(config)
-    find_preferences(config.dpo.preferences if config.dpo is not None else ())
+    if config.rl.distill is not None:
+        key_headers(config.rl.distill.api_key_variable)
+    pairs = config.dpo or config.reward_model
+    find_preferences(pairs.preferences if pairs is not None else ())
     resolve_template(config.model.chat_template)
     require_memory(config.model, config.scale)
     if config.model.path is not None:
         find_model(config.model.path)
+
+
+def has_thoughts(agent: AgentConfig) -> bool:
+    """Return whether the oracle's thought is part of its replies."""
+    return "{thought}" in STYLES[agent.style].written or agent.style == "tool"
 
 
 def require_program(agent: AgentConfig) -> None:
@@ -115,6 +130,8 @@ def require_rewards(config: Config) -> None:
     for reward in config.rewards:
         if is_import_path(reward.kind):
             own_reward(reward)
+        if reward.kind == "reward_model":
+            find_reward_model(reward.path)
     if config.judge is not None and config.judge.path is not None:
         find_model(config.judge.path)
     elif config.judge is not None:
@@ -124,8 +141,10 @@ def require_rewards(config: Config) -> None:
 def require_files(data: DataSettings | None, method: str) -> None:
     """Raise ConfigError if a file of `[data]` is missing or of the wrong kind."""
     for path in find_files(data.files if data else ()):
-        if not is_trajectory_file(path) and method == "dpo":
-            raise ConfigError(f"data.files: {path} has no rewards to build pairs from, dpo needs trajectories (.jsonl)")
+        if not is_trajectory_file(path) and method in ("dpo", "reward_model"):
+            raise ConfigError(
+                f"data.files: {path} has no rewards to build pairs from, {method} needs trajectories (.jsonl)"
+            )
 
 
 def require_engine(model: ModelConfig, engine: EngineConfig, scale: ScaleConfig | None) -> None:

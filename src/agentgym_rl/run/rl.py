@@ -12,6 +12,7 @@ from agentgym_rl.run.judging import make_rewards
 from agentgym_rl.run.log import horizon_stages
 from agentgym_rl.run.run import Run
 from agentgym_rl.run.stopping import last_checkpoint, try_checkpoint
+from agentgym_rl.run.teaching import make_taught
 from agentgym_rl.training.checkpoint import checkpoint_path
 from agentgym_rl.training.doctor import Doctor
 from agentgym_rl.training.horizon import make_horizon
@@ -48,6 +49,9 @@ class RLRun(Run):
         self.rewards = make_rewards(config, self.log.root)
         if self.rewards is not None:
             collect = self.rewards.scoring(collect)
+        learner = backend.learner
+        if config.rl.distill is not None and config.rl.distill.url is not None:
+            learner = await make_taught(backend.learner, config.rl.distill, backend.renderer, backend.max_context)
         limits = {env.name: limits_of(config.agent, 1, backend.max_context, env) for env in config.environments}
         self._mark_resumable()
         if self.stop.asked:
@@ -55,9 +59,7 @@ class RLRun(Run):
         hooks = Hooks(self._record, self.log.write_learned, self._log_step, self._after_step)
         try:
             with self.console.steps(total, start=self.step):
-                await train_rl(
-                    self.rl, backend.learner, collect, backend.publish, limits, config.rl, hooks, config.seed
-                )
+                await train_rl(self.rl, learner, collect, backend.publish, limits, config.rl, hooks, config.seed)
         finally:
             if self.rewards is not None:
                 await self.rewards.close()

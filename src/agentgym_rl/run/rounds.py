@@ -12,12 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.common.files import write_atomically
 from agentgym_rl.environment.formats import action_format
@@ -34,11 +36,14 @@ from agentgym_rl.run.demonstrations import (
     to_sample,
     to_samples,
 )
+from agentgym_rl.run.mistakes import corrected
 from agentgym_rl.training.agentevol import keep
 from agentgym_rl.training.dagger import agreement, labelled
 from agentgym_rl.training.dpo import Preference, build_pairs
 from agentgym_rl.training.metrics import episode_metrics
+from agentgym_rl.training.reward_model import split_pairs
 from agentgym_rl.training.rl import derive_seed
+from agentgym_rl.training.settings import RewardModelSettings
 from agentgym_rl.types import Group, Sample
 
 RETRAINED = ("agentevol", "dagger")
@@ -58,6 +63,8 @@ class Round:
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     """Samples to imitate, by source: `expert`, `explored` or `labelled`."""
     pairs: list[Preference] = field(default_factory=list)
+    held_out: list[Preference] = field(default_factory=list)
+    """Pairs that a reward model is not trained on."""
 
 
 def round_path(root: Path, number: int) -> Path:
@@ -69,13 +76,8 @@ def write_round(root: Path, current: Round) -> None:
         {"round": current.number, "first_step": current.first_step, "metrics": current.metrics}
     ]
     lines += [{"source": source, **_to_row(s)} for source, samples in current.samples.items() for s in samples]
-    lines += [
-        {
-            "chosen": _to_row(pair.chosen) | {"reference": pair.chosen_reference},
-            "rejected": _to_row(pair.rejected) | {"reference": pair.rejected_reference},
-        }
-        for pair in current.pairs
-    ]
+    lines += [_pair_row(pair) for pair in current.pairs]
+    lines += [_pair_row(pair) | {"held_out": True} for pair in current.held_out]
     path = round_path(root, current.number)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, b"".join(orjson.dumps(line) + b"\n" for line in lines))
@@ -89,10 +91,17 @@ def read_round(root: Path, number: int) -> Round:
             current.samples.setdefault(row["source"], []).append(_from_row(row))
         else:
             chosen, rejected = row["chosen"], row["rejected"]
-            current.pairs.append(
-                Preference(_from_row(chosen), _from_row(rejected), chosen["reference"], rejected["reference"])
-            )
+            references = (chosen["reference"], rejected["reference"])
+            pairs = current.held_out if row.get("held_out") else current.pairs
+            pairs.append(Preference(_from_row(chosen), _from_row(rejected), *references))
     return current
+
+
+def _pair_row(pair: Preference) -> dict[str, Any]:
+    return {
+        "chosen": _to_row(pair.chosen) | {"reference": pair.chosen_reference},
+        "rejected": _to_row(pair.rejected) | {"reference": pair.rejected_reference},
+    }
 
 
 def _to_row(sample: Sample) -> dict[str, Any]:
@@ -112,6 +121,15 @@ def _from_row(row: dict[str, Any]) -> Sample:
         mask[start : start + length] = [True] * length
     left_out = [(start, length) for start, length in row.get("left_out", ())]
     return Sample(row["token_ids"], mask, trajectory_id=row["id"], left_out=left_out)
+
+
+def correct_thought(renderer: Renderer, reply: str, advice: str) -> tuple[list[int], int] | None:
+    """Return the ids of a reply that corrects its own thought, and how many of them are the wrong part."""
+    text = corrected(reply, advice)
+    if text is None:
+        return None
+    ids = renderer.reply_ids(text[0])
+    return ids, renderer.num_tokens(ids, text[1])
 
 
 class RoundMaker:
@@ -139,6 +157,7 @@ class RoundMaker:
             "dpo": self._preferences,
             "agentevol": self._evolution,
             "dagger": self._corrections,
+            "reward_model": self._preferences,
         }
         return await method[self.config.method](Round(number, first_step))
 
@@ -185,7 +204,9 @@ class RoundMaker:
         groups = await self._play(current, settings.tasks, settings.group_size, settings.max_turns, share)
         played = [t for group in groups for t in group.usable]
         parse = action_format(STYLES[config.agent.style].action_format).parse
-        samples = [s for t in played for s in labelled(t, self.backend.renderer.reply_ids, parse)]
+        renderer = self.backend.renderer
+        correct = partial(correct_thought, renderer) if settings.correct_thoughts else None
+        samples = [s for t in played for s in labelled(t, renderer.reply_ids, parse, correct)]
         kept = [s for s in samples if len(s.token_ids) <= config.longest_context()]
         agreed = agreement((m for t in played for m in t.messages), parse)
         earlier = read_round(self.log.root, current.number - 1).samples if current.number > 1 else {}
@@ -207,9 +228,10 @@ class RoundMaker:
         return current
 
     async def _preferences(self, current: Round) -> Round:
-        config, settings = self.config, self.config.dpo
+        config, settings = self.config, self.config.dpo or self.config.reward_model
         assert settings is not None
-        self.console.stage(f"Round {current.number} of {settings.rounds}", "builds pairs")
+        method = config.method
+        self.console.stage(f"Round {current.number} of {self.count}", "builds pairs")
         groups = [Group(t.task, [t]) for t in load_trajectories(self.context)]
         if settings.sample_groups:
             groups += await self._play(current, settings.sample_groups, settings.group_size, settings.max_turns)
@@ -222,13 +244,21 @@ class RoundMaker:
         if not pairs:
             raise ConfigError(
                 f"round {current.number}: no two episodes of one item have rewards {settings.min_gap:g} apart: sample "
-                "more (dpo.sample_groups, dpo.group_size), lower dpo.min_gap, or start from a model that succeeds "
-                "at times"
+                f"more ({method}.sample_groups, {method}.group_size), lower {method}.min_gap, or start from a model "
+                "that succeeds at times"
             )
         items = len({better.task for better, _ in pairs})
         current.metrics |= {"round/pairs": float(len(pairs)), "round/items": float(items)}
-        self.console.note(f"{len(pairs)} pairs of {items} items; their reference log-probabilities are computed once")
         renderer = self.backend.renderer
+        if isinstance(settings, RewardModelSettings):
+            kept, held_out = split_pairs(pairs, settings.held_out, config.seed)
+            self.console.note(f"{len(kept)} pairs to train on; {len(held_out)} of other items are held out")
+            current.pairs, current.held_out = (
+                [Preference(to_sample(a, renderer), to_sample(b, renderer), 0.0, 0.0) for a, b in side]
+                for side in (kept, held_out)
+            )
+            return current
+        self.console.note(f"{len(pairs)} pairs of {items} items; their reference log-probabilities are computed once")
         halves = [(to_sample(a, renderer), to_sample(b, renderer)) for a, b in pairs]
         current.pairs = self.backend.prefer(halves, settings.optimizer.micro_batch_tokens)
         return current

@@ -24,6 +24,8 @@ class Run(ABC):
 
     step = 0
     """Finished steps: RL's, or updates of an offline method."""
+    measure = ("success", "episodes")
+    """Name of the share that evaluations measure, and what it is a share of."""
 
     def __init__(self, context: RunContext, backend: Backend) -> None:
         self.context, self.backend = context, backend
@@ -93,10 +95,14 @@ class Run(ABC):
 
     async def evaluate(self) -> None:
         """Play held-out items, the same ones every time, and keep the result."""
-        collect = self.backend.collector(f"eval{self.step}-", 1, self.config.eval.temperature)
-        result = await evaluate(self.context, collect, self.backend.max_context, self.step)
+        result = await self.held_out()
         self.evaluations.append(result)
-        self.console.evaluation(self.step, result["success"], result["episodes"])
+        self.console.evaluation(self.step, result["success"], result["episodes"], self.measure)
+
+    async def held_out(self) -> dict[str, Any]:
+        """Return how held-out episodes went, as `heldout.evaluate` does."""
+        collect = self.backend.collector(f"eval{self.step}-", 1, self.config.eval.temperature)
+        return await evaluate(self.context, collect, self.backend.max_context, self.step)
 
     def save(self) -> None:
         """Write a checkpoint of this step."""
@@ -132,7 +138,7 @@ class Run(ABC):
         log.write_summary(summary)
         with log.skip_if_disk_full(log.curve_path.name):
             learning_curve(log.metrics(), self.evaluations, summary["stages"], log.curve_path, self.config.name)
-        self.console.table_before_after(before, after)
+        self.console.table_before_after(before, after, self.measure)
         if summary["stages"]:
             self.console.horizon_stages(summary["stages"])
         self.console.files(self.files())

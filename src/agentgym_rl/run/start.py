@@ -61,6 +61,7 @@ async def prepare(context: RunContext, conversations: Sequence[list[Message]] = 
             episodes=warm.episodes,
             max_turns=warm.max_turns,
             mistakes=warm.mistakes,
+            wrong_thoughts=warm.wrong_thoughts,
         )
         conversations = [trajectory.messages for trajectory in played]
     if tokenizer is None:

@@ -15,7 +15,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,20 @@ FILES = "files.json"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
-def save_checkpoint(root: Path, step: int, model: Any, tokenizer: Any, state: dict[str, Any], keep: int) -> Path:
-    """Write `root/step_<step>` atomically and return its path."""
+def save_checkpoint(
+    root: Path,
+    step: int,
+    model: Any,
+    tokenizer: Any,
+    state: dict[str, Any],
+    keep: int,
+    write_head: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write `root/step_<step>` atomically and return its path. `write_head` adds a head to the model's folder."""
     with staged(root, step, keep) as folder:
         export(model, tokenizer, folder / "model")
+        if write_head is not None:
+            write_head(folder / "model")
         save_state(folder, step, state)
     return checkpoint_path(root, step)
 

@@ -44,11 +44,13 @@ class Conversation:
 
 
 def of_trajectory(trajectory: Trajectory) -> Conversation:
-    """Return a trajectory as a conversation. Every reply is imitated except injected mistakes.
+    """Return a trajectory as a conversation. Every reply is imitated except injected mistakes and wrong thoughts.
 
-    Token ids and log-probabilities are dropped, because they belong to one tokenizer.
+    A conversation can leave out whole replies only, so a reply that corrects its thought is left out with it. Token ids
+    and log-probabilities are dropped, because they belong to one tokenizer.
     """
-    kept = [(m, trained) for m, trained in zip(trajectory.messages, trajectory.imitated, strict=True) if not m.purpose]
+    rows = zip(trajectory.messages, trajectory.imitated, trajectory.unimitated_chars, strict=True)
+    kept = [(message, trained and not wrong) for message, trained, wrong in rows if not message.purpose]
     messages = [Message(m.role, m.content, tool_calls=m.tool_calls, tool_call_id=m.tool_call_id) for m, _ in kept]
     item_id = f"{trajectory.task.env}_{trajectory.task.item}"
     return Conversation(item_id, messages, [trained for _, trained in kept], trajectory.tools)

@@ -12,13 +12,17 @@ from agentgym_rl.types import Message, Sample, Trajectory
 
 
 def labelled(
-    trajectory: Trajectory, reply_ids: Callable[[str], list[int]], parse: Callable[[str], str]
+    trajectory: Trajectory,
+    reply_ids: Callable[[str], list[int]],
+    parse: Callable[[str], str],
+    correct: Callable[[str, str], tuple[list[int], int] | None] | None = None,
 ) -> list[Sample]:
     """Return samples that imitate the oracle in every state of an episode.
 
     A reply whose action is the oracle's is imitated as the agent wrote it; one sample per segment has all of those.
     Every other state becomes a sample of its own: the conversation so far and the oracle's reply. `reply_ids` returns
-    the ids of a written reply, `parse` its action.
+    the ids of a written reply, `parse` its action. `correct` takes the agent's reply and the oracle's and returns ids
+    that start with an error and end in its correction, and how many of them are the error: one more sample.
     """
     segments: list[Sample] = []
     corrections: list[Sample] = []
@@ -32,15 +36,17 @@ def labelled(
         is_reply = message.role == "assistant"
         same = is_reply and bool(message.advice) and parse(message.content) == parse(message.advice)
         if is_reply and message.advice and not same:
-            correction = reply_ids(message.advice)
-            corrections.append(
-                Sample(
-                    [*token_ids, *correction],
-                    [False] * len(token_ids) + [True] * len(correction),
-                    trajectory_id=f"{trajectory.id}/{len(corrections)}",
-                    left_out=[(0, len(token_ids))],
+            replies = [(reply_ids(message.advice), 0), correct(message.content, message.advice) if correct else None]
+            for ids, skipped in filter(None, replies):
+                before = len(token_ids) + skipped
+                corrections.append(
+                    Sample(
+                        [*token_ids, *ids],
+                        [False] * before + [True] * (len(ids) - skipped),
+                        trajectory_id=f"{trajectory.id}/{len(corrections)}",
+                        left_out=[(0, before)],
+                    )
                 )
-            )
         if is_reply and not same:
             agreed.left_out.append((len(token_ids), len(message.token_ids)))
         token_ids += message.token_ids

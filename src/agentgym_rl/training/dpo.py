@@ -21,7 +21,7 @@ from agentgym_rl.training.learner import Updater, idle_passes
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
 from agentgym_rl.training.ranks import ALONE, Ranks
-from agentgym_rl.training.settings import DPOSettings
+from agentgym_rl.training.settings import DPOSettings, PairSettings
 from agentgym_rl.types import Group, Sample, Task, Trajectory
 
 
@@ -40,7 +40,9 @@ class Preference:
         return len(self.chosen.token_ids) + len(self.rejected.token_ids)
 
 
-def build_pairs(groups: Iterable[Group], settings: DPOSettings, seed: int | str) -> list[tuple[Trajectory, Trajectory]]:
+def build_pairs(
+    groups: Iterable[Group], settings: PairSettings, seed: int | str
+) -> list[tuple[Trajectory, Trajectory]]:
     """Return (better, worse) episodes of one item with rewards at least `min_gap` apart, up to `pairs_per_item` each.
 
     Groups of the same item count as one. The choice depends on the episodes and the seed, not on their order.
@@ -124,16 +126,16 @@ def prefer(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, rank
     return [Preference(*pair, logprobs[2 * i], logprobs[2 * i + 1]) for i, pair in enumerate(pairs)]
 
 
-class DPO(Updater):
-    """`epochs` passes over the pairs in a seeded order. To resume, only the number of updates is needed."""
+class PairTrainer(Updater):
+    """`epochs` passes over pairs in a seeded order. To resume, only the number of updates is needed."""
 
     def __init__(
-        self, model: Any, pairs: list[Preference], settings: DPOSettings, seed: int | str, ranks: Ranks = ALONE
+        self, model: Any, pairs: list[Preference], settings: PairSettings, seed: int | str, ranks: Ranks = ALONE
     ) -> None:
         if not pairs:
-            raise ConfigError("DPO needs at least one pair of episodes, got none")
-        check_plain_head(model)
-        self._pairs, self._dpo, self._seed = pairs, settings, seed
+            raise ConfigError(f"{type(self).__name__} needs at least one pair of episodes, got none")
+        self._pairs, self._seed = pairs, seed
+        self._batch_size = settings.batch_size
         self._updates_per_epoch = -(-len(pairs) // settings.batch_size)
         self.total = settings.epochs * self._updates_per_epoch
         super().__init__(model, settings.optimizer, self.total, ranks)
@@ -143,7 +145,7 @@ class DPO(Updater):
         epoch, place = divmod(self.updates, self._updates_per_epoch)
         order = list(self._pairs)
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        size = self._dpo.batch_size
+        size = self._batch_size
         batch = order[place * size : (place + 1) * size]
         return self.prefer(batch) | {"epoch": epoch + 1.0, "pairs": float(len(batch))}
 
@@ -154,6 +156,21 @@ class DPO(Updater):
         batches += [(micro, []) for micro in idle_passes(len(batches), self.ranks, self.model.device)]
         pairs_of = {id(micro): chunk for micro, chunk in batches}
         return self.update([micro for micro, _ in batches], lambda m: self._loss(m, pairs_of[id(m)], len(pairs)))
+
+    def _loss(self, micro: MicroBatch, pairs: list[Preference], batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the share of a batch's loss and metrics that a micro-batch of `pairs` has. It may have none."""
+        raise NotImplementedError
+
+
+class DPO(PairTrainer):
+    """Direct preference optimisation of a policy."""
+
+    def __init__(
+        self, model: Any, pairs: list[Preference], settings: DPOSettings, seed: int | str, ranks: Ranks = ALONE
+    ) -> None:
+        check_plain_head(model)
+        self._dpo = settings
+        super().__init__(model, pairs, settings, seed, ranks)
 
     def _loss(self, micro: MicroBatch, pairs: list[Preference], batch_size: int) -> tuple[Tensor, dict[str, Tensor]]:
         logprobs_A, entropy_A = action_logprobs(self.model, micro, temperature=1.0)

@@ -29,6 +29,32 @@ def require_folder(path: str) -> Path:
     return folder
 
 
+REWARD_HEAD = "reward_head.safetensors"
+"""File of a model's folder that makes it a reward model."""
+
+
+def folder_of(path: str, setting: str) -> Path:
+    """Return the folder that `path` names: a model's, or that of the last checkpoint of a run. A hub name stays."""
+    folder = Path(path).expanduser()
+    if not (folder / "checkpoints").is_dir():
+        return folder
+    checkpoints = sorted((folder / "checkpoints").glob("step_*"), key=lambda step: (len(step.name), step.name))
+    if not checkpoints:
+        raise ConfigError(f"{setting} = {path!r}: the run has no checkpoint yet")
+    return checkpoints[-1] / "model"
+
+
+def find_reward_model(path: str) -> Path:
+    """Return the folder of a reward model. Raise ConfigError if there is none."""
+    folder = folder_of(path, "rewards.path")
+    if not (folder / REWARD_HEAD).is_file():
+        raise ConfigError(
+            f"rewards.path = {path!r}: {folder} is no reward model ({REWARD_HEAD} is missing): train one with method = "
+            "'reward_model', and name its run or the folder `model` of a checkpoint"
+        )
+    return folder
+
+
 def find_model(path: str) -> str:
     """Return the folder or hub name to load. If the hub is unreachable, return the cached copy."""
     folder = require_folder(path)

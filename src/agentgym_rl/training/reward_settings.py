@@ -21,6 +21,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
     "ranking": ("rubric",),
     "format": ("pattern",),
     "length": ("tokens",),
+    "reward_model": ("path", "device"),
 }
 """Built-in kinds of rewards and the settings that each reads besides name and weight."""
 RESERVED = ("mean", "total", "failed")
@@ -37,7 +38,8 @@ class RewardSettings(_Section):
     """"environment": the environment's own reward, which has weight 1 if no entry says otherwise. "rubric": a judge
     scores each episode from 0 to 1. "ranking": a judge orders the episodes of a group, best 1, worst 0. "format": the
     share of replies that match `pattern`. "length": 0 up to `tokens` per reply, down to -1 at twice as many.
-    "my_module:function": a Python function."""
+    "reward_model": the probability, 0 to 1, that a model trained on pairs (method = "reward_model") gives an episode of
+    being preferred to an average one. "my_module:function": a Python function."""
     name: str = ""
     """Name in metrics and files; by default the kind, or the function's name. Each name once."""
     weight: float = 1.0
@@ -50,6 +52,10 @@ class RewardSettings(_Section):
     """Regular expression that a whole reply must match. Used by "format"."""
     tokens: int = 0
     """Tokens of a reply that cost nothing. Used by "length"."""
+    path: str = ""
+    """Run or model folder of the reward model. Used by "reward_model"."""
+    device: str = "auto"
+    """Device of the reward model: `auto`, `cpu`, `cuda`, or one of several such as `cuda:1`."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of a Python function."""
 
@@ -68,13 +74,15 @@ class RewardSettings(_Section):
         if not re.fullmatch(r"[\w.+-]+", self.source):
             raise ValueError(f"name must consist of letters, digits, '.', '_', '+' and '-', got {self.source!r}")
         defaults = {"rubric": "", "per_turn": False, "pattern": "", "tokens": 0, "kwargs": {}}
+        defaults |= {"path": "", "device": "auto"}
         wanted = ("kwargs",) if ":" in self.kind else READ_BY[self.kind]
         for name, default in defaults.items():
             if name not in wanted and getattr(self, name) != default:
                 raise ValueError(f"{name} is not read by kind = {self.kind!r}: remove it")
-            if name in wanted and name not in ("kwargs", "per_turn") and getattr(self, name) == default:
+            if name in wanted and name not in ("kwargs", "per_turn", "device") and getattr(self, name) == default:
                 raise ValueError(f"kind = {self.kind!r} needs {name}, got none")
         _require(self, tokens=0)
+        _require_device(self.device)
         try:
             re.compile(self.pattern)
         except re.error as error:
@@ -132,8 +140,12 @@ class JudgeSettings(_Section):
             raise ValueError("url and model belong together: set both, or path alone")
         if self.api_key_variable is not None and self.url is None:
             raise ValueError("api_key_variable is for a judge at url: remove it")
-        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device):
-            raise ValueError(f"device must be auto, cpu, cuda, or one of several such as cuda:1, got {self.device!r}")
+        _require_device(self.device)
+
+
+def _require_device(device: str) -> None:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise ValueError(f"device must be auto, cpu, cuda, or one of several such as cuda:1, got {device!r}")
 
 
 def reward_problem(

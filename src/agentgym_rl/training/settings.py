@@ -166,16 +166,51 @@ class DistillSettings(_Section):
     """On-policy distillation: a teacher scores every token that the agent sampled."""
 
     teacher: str
-    """The teacher: a model's folder, a run, or a hub name. It needs the agent's tokenizer."""
+    """The teacher: a model's folder, a run, or a hub name; with `url`, the name of the model there. It needs the
+    agent's tokenizer."""
+    url: str | None = None
+    """Base address of an OpenAI-compatible API that scores prompts of token ids, such as http://127.0.0.1:8000/v1.
+    Without it, the teacher is loaded here. agent.temperature must be 1."""
+    api: Literal["prompt_logprobs", "echo"] = "prompt_logprobs"
+    """How the server at `url` returns a prompt's log-probabilities. "prompt_logprobs": as vLLM does. "echo": as the
+    completions API does with `echo` and `logprobs`."""
+    api_key_variable: str | None = None
+    """Environment variable that holds the key of `url`. The key itself is never written to a file."""
+    timeout_s: float = 120.0
+    """Seconds that one request to `url` may take."""
+    retries: int = 5
+    """Further attempts after a failed request. Then the run ends and can be resumed."""
+    concurrency: int = 16
+    """Requests to `url` at the same time."""
     coef: float = 1.0
     """Weight of log(teacher / agent) of a token in its advantage: the gradient is that of the reverse KL."""
     reward_weight: float = 0.0
     """Weight of the advantages that come from the environment's rewards. 0 learns from the teacher alone."""
 
     def __post_init__(self) -> None:
-        _require(self, coef=0, reward_weight=0)
+        _require(self, coef=0, reward_weight=0, retries=0, concurrency=1)
+        if not 0 < self.timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
+        if self.url is None and (self.api != "prompt_logprobs" or self.api_key_variable is not None):
+            raise ValueError("api and api_key_variable are for a teacher at url: remove them, or set url")
         if not math.isfinite(self.coef) or not math.isfinite(self.reward_weight):
             raise ValueError(f"coef and reward_weight must be finite, got {self.coef} and {self.reward_weight}")
+
+
+def distill_problem(distill: DistillSettings | None, method: str, temperature: float) -> str:
+    """Return why a teacher cannot be used with the rest of the recipe, or an empty string."""
+    if distill is None:
+        if method == "distill":
+            return "method = 'distill' needs [rl.distill] with a teacher: a model's folder, a run or a hub name"
+        return ""
+    if method == "rl" and not distill.reward_weight:
+        return "rl.distill without reward_weight ignores the environment's rewards: set method = 'distill'"
+    if distill.url is not None and temperature != 1.0:
+        return (
+            f"rl.distill.url: an API returns probabilities at temperature 1, agent.temperature is {temperature:g}: set "
+            "it to 1, or load the teacher here"
+        )
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -370,18 +405,22 @@ class DataSettings(_Section):
     mistakes: float = 0.0
     """For play = "oracle": share of turns with an injected mistake, in [0, 1). The loss skips the mistake and keeps the
     recovery."""
+    wrong_thoughts: float = 0.0
+    """For play = "oracle": share of turns whose thought errs first, in [0, 1). The loss skips the wrong thought and
+    keeps the correction after it. Needs a style with thoughts."""
 
     def __post_init__(self) -> None:
         _require(self, episodes=1, max_turns=1)
         if not self.files and self.play is None:
             raise ValueError("needs files, or play = 'oracle' or 'random': got neither")
-        if not 0.0 <= self.mistakes < 1.0:
-            raise ValueError(f"mistakes must lie in [0, 1), got {self.mistakes}")
-        if self.mistakes and self.play != "oracle":
-            raise ValueError(
-                f"mistakes = {self.mistakes:g} needs the oracle, got play = {self.play!r}: set play = 'oracle' or "
-                "mistakes = 0"
-            )
+        for name in ("mistakes", "wrong_thoughts"):
+            share = getattr(self, name)
+            if not 0.0 <= share < 1.0:
+                raise ValueError(f"{name} must lie in [0, 1), got {share}")
+            if share and self.play != "oracle":
+                raise ValueError(
+                    f"{name} = {share:g} needs the oracle, got play = {self.play!r}: set play = 'oracle' or {name} = 0"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,6 +467,46 @@ class DPOSettings(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelSettings(_Section):
+    """A reward model: a scalar head on the model, trained on pairs of whole episodes of one item."""
+
+    sample_groups: int = 0
+    """Items played first to build pairs from. 0 builds pairs from data.files and `preferences` only."""
+    preferences: tuple[str, ...] = ()
+    """Pairs that people chose in the viewer: run directories, or their preferences.jsonl."""
+    group_size: int = 8
+    """Episodes per sampled item."""
+    max_turns: int = 10
+    """Turns per sampled episode."""
+    min_gap: float = 0.5
+    """Smallest difference in reward between the two episodes of a pair that nobody chose."""
+    pairs_per_item: int = 4
+    """Largest number of such pairs per item. The seed chooses among them."""
+    held_out: float = 0.2
+    """Share of the items whose pairs are not trained on. The evaluations measure how often their order is right."""
+    center_coef: float = 0.01
+    """Weight of (score of the better + score of the worse episode) squared, which keeps scores around 0."""
+    epochs: int = 1
+    """Passes over the pairs. More than a few make small sets of pairs known by heart."""
+    batch_size: int = 32
+    """Pairs per update."""
+    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
+    """Optimizer of the head and the model under it."""
+
+    def __post_init__(self) -> None:
+        _require(self, sample_groups=0, group_size=2, max_turns=1, pairs_per_item=1, epochs=1, batch_size=1)
+        if not (self.min_gap > 0 and 0 < self.held_out < 1 and 0 <= self.center_coef < math.inf):
+            raise ValueError(
+                "min_gap must be positive, held_out lie in (0, 1), and center_coef be 0 or more and finite, got "
+                f"{self.min_gap}, {self.held_out} and {self.center_coef}"
+            )
+
+
+PairSettings = DPOSettings | RewardModelSettings
+"""Settings of the methods that learn from pairs of episodes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AgentEvolSettings(_Section):
     """AgentEvol: explore, keep successes, retrain the base model on them and the expert data, repeat."""
 
@@ -466,6 +545,9 @@ class DaggerSettings(_Section):
     """Share of turns that the oracle plays in the first round, so that a weak agent reaches later states."""
     oracle_decay: float = 0.5
     """Factor of that share from one round to the next, in [0, 1]. 0: the oracle plays in the first round only."""
+    correct_thoughts: bool = False
+    """Where the agent's action is not the oracle's, also imitate a correction of the thought that led to it: the loss
+    skips the agent's thought and keeps what follows. Needs a style with thoughts."""
 
     def __post_init__(self) -> None:
         _require(self, rounds=1, tasks=1, group_size=1, max_turns=1)

@@ -54,6 +54,10 @@ class _Transient(EngineError):
         self.pause_all = pause_all
 
 
+class Unreadable(_Transient):
+    """The answer is not what the path answers with."""
+
+
 class _NoConnection(_Transient):
     """The server did not accept a connection."""
 
@@ -138,6 +142,9 @@ class ChatClient:
     failure, or an empty string.
     """
 
+    path = "/chat/completions"
+    """Path of the requests, after the base address."""
+
     def __init__(
         self,
         base_url: str,
@@ -157,7 +164,7 @@ class ChatClient:
         self._key_variable = api_key_variable
         self._was_reached = self._answered = False
         self._refusals = 0
-        self._url = f"{base_url.rstrip('/')}/chat/completions"
+        self._url = f"{base_url.rstrip('/')}{self.path}"
         self._timeout_s = timeout_s
         self._retries = retries
         self._max_wait_s = max_wait_s
@@ -190,7 +197,7 @@ class ChatClient:
         if sampling.seed is not None:
             body["seed"] = sampling.seed
         try:
-            answer = await self._with_retries(body)
+            answer: Answer = await self._with_retries(body)
         except Refused as error:
             self._refusals += 1
             if not self._answered and self._refusals >= MAX_INITIAL_REFUSALS:
@@ -199,7 +206,7 @@ class ChatClient:
         self._answered = True
         return answer
 
-    async def _with_retries(self, body: dict[str, Any]) -> Answer:
+    async def _with_retries(self, body: dict[str, Any]) -> Any:
         """Send a request until it is answered, with retries."""
         attempt = 0
         while True:
@@ -229,7 +236,7 @@ class ChatClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    async def _once(self, body: dict[str, Any]) -> Answer:
+    async def _once(self, body: dict[str, Any]) -> Any:
         self.usage.requests += 1
         try:
             # httpx bounds each read. This bounds the whole request, even if the server sends byte by byte.
@@ -266,7 +273,8 @@ class ChatClient:
             return f": check the address (--base-url, it often ends in /v1) and the model's name, {self.model!r}"
         return ""
 
-    def _answer(self, response: httpx.Response) -> Answer:
+    def _answer(self, response: httpx.Response) -> Any:
+        """Return what an answer says. Raise a transient error if it cannot be read."""
         try:
             row = response.json()
             choice = row["choices"][0]
@@ -277,7 +285,7 @@ class ChatClient:
             # A lone surrogate is legal in JSON and cannot be written to a file.
             content = message.content.encode("utf-8", "replace").decode()
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise _Transient(f"not a chat completion ({type(error).__name__}): {response.text[:200]!r}") from error
+            raise Unreadable(f"not a chat completion ({type(error).__name__}): {response.text[:200]!r}") from error
         tokens = _tokens(row.get("usage"))
         self.usage.add(tokens)
         return Answer(content, choice.get("finish_reason") == "length", tokens, message.tool_calls or [])

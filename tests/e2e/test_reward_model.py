@@ -1,0 +1,67 @@
+"""A reward model is trained, orders pairs of held-out items, and is a judge like any other."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs_for_tests import comparable_metrics, quiet
+from typer.testing import CliRunner
+
+from agentgym_rl.cli import app
+from agentgym_rl.commands.train import train
+from agentgym_rl.config import load_config
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.log import read_trajectories
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    run = tmp_path_factory.mktemp("reward_model") / "run"
+    return run, asyncio.run(train(load_config(RECIPES / "reward_model.toml", ["threads=1"]), run, console=quiet()))
+
+
+def test_it_orders_pairs_of_items_it_has_not_seen(trained: tuple[Path, dict[str, Any]]) -> None:
+    run, summary = trained
+    assert summary["before"]["success"] == 0.5  # the head starts at 0
+    assert summary["after"]["success"] >= 0.9
+    assert summary["after"]["episodes"] == summary["rounds"][0]["held_out"] >= 20
+    assert comparable_metrics(run)[-1]["reward_model/accuracy"] >= 0.9
+    assert not list((run / "trajectories").glob("eval_*"))
+
+
+async def test_its_score_is_a_judge_of_an_rl_run(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    run, _ = trained
+    judged = [
+        f"model={{path='{run / 'checkpoints'}/step_000000/model'}}",
+        f'rewards=[{{kind="environment", weight=0.0}}, {{kind="reward_model", path="{run}", name="learned"}}]',
+        *("threads=1", "rl.steps=2", "rl.groups_per_step=8", "rl.group_size=8", "eval.episodes=4"),
+    ]
+    recipe = tmp_path / "judged.toml"
+    text = (RECIPES / "reward_model.toml").read_text()
+    recipe.write_text(text[text.index("[[environments]]") : text.index("[warm_start]")])
+    await train(load_config(recipe, judged), tmp_path / "run", console=quiet())
+    episodes = list(read_trajectories(tmp_path / "run" / "trajectories" / "step_000001.jsonl"))
+    scores = [(t.success, t.training_reward) for t in episodes]
+    assert all(0.0 < score < 1.0 for _, score in scores)
+    won, lost = ([score for success, score in scores if success is outcome] for outcome in (True, False))
+    assert won
+    assert sum(won) / len(won) > sum(lost) / len(lost) + 0.3
+    assert comparable_metrics(tmp_path / "run")[0]["judged/learned"] == pytest.approx(sum(s for _, s in scores) / 64)
+    out = tmp_path / "rescored.jsonl"
+    result = CliRunner().invoke(app, ["rescore", str(tmp_path / "run"), "--step", "1", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert all(row["before"] == pytest.approx(row["after"]) for row in rows)
+
+
+def test_a_run_without_a_head_is_no_judge(tmp_path: Path) -> None:
+    recipe = RECIPES / "tiny.toml"
+    config = load_config(recipe, [f'rewards=[{{kind="reward_model", path="{tmp_path}"}}]'])
+    with pytest.raises(ConfigError, match="is no reward model"):
+        asyncio.run(train(config, tmp_path / "run", console=quiet()))

@@ -1,0 +1,130 @@
+"""Reward models: the loss against a slow version, held-out items, exact resumes, and the folder that is a judge."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_for_tests import tiny_model, trajectory
+
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.training.critic import ValueModel
+from agentgym_rl.training.dpo import Preference
+from agentgym_rl.training.lookup import find_reward_model
+from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.reward_model import RewardTrainer, accuracy, load_head, save_head, scores_of, split_pairs
+from agentgym_rl.training.reward_settings import RewardSettings
+from agentgym_rl.training.settings import LoraSettings, OptimizerSettings, RewardModelSettings
+from agentgym_rl.types import Sample, Task
+
+torch.set_num_threads(1)
+
+
+def sample(seed: int) -> Sample:
+    episode = trajectory(seed)
+    return Sample(episode.token_ids, episode.loss_mask, trajectory_id=episode.id)
+
+
+def preferences(count: int) -> list[Preference]:
+    return [Preference(sample(2 * i), sample(2 * i + 1), 0.0, 0.0) for i in range(count)]
+
+
+def settings(**changes: Any) -> RewardModelSettings:
+    optimizer = OptimizerSettings(lr=1e-2, micro_batch_tokens=changes.pop("micro_batch_tokens", 60))
+    return RewardModelSettings(**{"batch_size": 3, "epochs": 2, "sample_groups": 1, "optimizer": optimizer} | changes)
+
+
+def slow_score(model: ValueModel, example: Sample) -> float:
+    hidden = model.decoder(input_ids=torch.tensor([example.token_ids])).last_hidden_state[0, -1]
+    return model.head(hidden).item()
+
+
+def test_the_loss_is_that_of_bradley_and_terry_with_scores_around_zero() -> None:
+    pairs = preferences(5)
+    trainer = RewardTrainer(tiny_model(), pairs, settings(center_coef=0.1), 0)
+    assert trainer.step()["loss"] == pytest.approx(math.log(2))  # the head starts at 0
+    trainer.step()
+    scores = [(slow_score(trainer.model, p.chosen), slow_score(trainer.model, p.rejected)) for p in pairs]
+    metrics = trainer.prefer(pairs)
+    losses = [math.log1p(math.exp(-(a - b))) + 0.1 * (a + b) ** 2 for a, b in scores]
+    assert metrics["loss"] == pytest.approx(sum(losses) / 5, rel=1e-4)
+    assert metrics["reward_model/accuracy"] == pytest.approx(sum(a > b for a, b in scores) / 5)
+    assert metrics["reward_model/margin"] == pytest.approx(sum(a - b for a, b in scores) / 5, rel=1e-3)
+
+
+def test_it_learns_the_pairs_and_results_do_not_depend_on_micro_batches() -> None:
+    rows = []
+    for tokens in (1, 10_000):
+        trainer = RewardTrainer(tiny_model(), preferences(6), settings(epochs=20, micro_batch_tokens=tokens), 0)
+        metrics = [trainer.step() for _ in range(trainer.total)]
+        rows.append(metrics[1])
+        found = trainer.scores([half for p in preferences(6) for half in (p.chosen, p.rejected)])
+        assert accuracy(found) == 1.0
+        assert abs(sum(found)) / len(found) < 0.5 * max(map(abs, found))
+    assert rows[0] == pytest.approx(rows[1], rel=1e-3, abs=1e-5)
+
+
+def test_a_restored_trainer_continues_exactly() -> None:
+    whole = RewardTrainer(tiny_model(), preferences(7), settings(), "s")
+    expected = [whole.step() for _ in range(whole.total)]
+    model = tiny_model()
+    first = RewardTrainer(model, preferences(7), settings(), "s")
+    rows = [first.step() for _ in range(2)]
+    state = copy.deepcopy(first.state())
+    second = RewardTrainer(model, preferences(7), settings(), "s")
+    second.restore(state)
+    assert rows + [second.step() for _ in range(second.total - 2)] == expected
+    assert all(torch.equal(value, whole.head()[name]) for name, value in second.head().items())
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_saved_head_scores_as_the_trained_one(adapters: bool, tmp_path: Path) -> None:
+    model = tiny_model()
+    if adapters:
+        add_adapter(model, LoraSettings(rank=2), 0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
+    trainer = RewardTrainer(model, preferences(4), settings(), 0)
+    while trainer.updates < trainer.total:
+        trainer.step()
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
+    save_head(trainer.head(), {"chat_template": "", "thoughts": "keep"}, tmp_path)
+    loaded, about = load_head(model, tmp_path)
+    examples = [sample(i) for i in range(8)]
+    assert scores_of(loaded, examples, 1000) == pytest.approx(trainer.scores(examples))
+    assert about == {"chat_template": "", "thoughts": "keep"}
+    assert find_reward_model(str(tmp_path)) == tmp_path
+
+
+def test_items_are_held_out_whole() -> None:
+    episodes = [trajectory(i) for i in range(40)]
+    for i, episode in enumerate(episodes):
+        episode.task = Task("toy", i // 4)
+    pairs = [(episodes[i], episodes[i + 1]) for i in range(0, 40, 2)]
+    kept, held_out = split_pairs(pairs, 0.3, 0)
+    assert (len(kept), len(held_out)) == (14, 6)
+    assert not {a.task for a, _ in kept} & {a.task for a, _ in held_out}
+    assert split_pairs(pairs, 0.3, 0) == (kept, held_out)
+    assert split_pairs(pairs, 0.3, 1) != (kept, held_out)
+    assert [len(side) for side in split_pairs(pairs[:4], 0.01, 0)] == [2, 2]
+    with pytest.raises(ConfigError, match="pairs of at least 2 items, one of them held out, got pairs of 1"):
+        split_pairs(pairs[:2], 0.3, 0)
+
+
+def test_settings_and_folders_that_are_no_reward_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no reward model"):
+        find_reward_model(str(tmp_path))
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="the run has no checkpoint yet"):
+        find_reward_model(str(tmp_path))
+    with pytest.raises(ValueError, match=r"held_out lie in \(0, 1\)"):
+        settings(held_out=1.0)
+    with pytest.raises(ValueError, match="kind = 'reward_model' needs path"):
+        RewardSettings(kind="reward_model")
+    with pytest.raises(ValueError, match="device is not read by kind = 'format'"):
+        RewardSettings(kind="format", pattern="x", device="cpu")
+    with pytest.raises(ConfigError, match="at least one pair"):
+        RewardTrainer(tiny_model(), [], settings(), 0)
