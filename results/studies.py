@@ -385,6 +385,60 @@ def qwen_interaction(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+DISTILL_TOKENS = 6_000_000
+"""Tokens that each student of distillation samples, whatever its horizon."""
+DISTILL_HORIZONS = {
+    "staged": (*QWEN_HORIZONS["staged"], "horizon.steps_per_stage=40"),
+    "fixed-long": QWEN_HORIZONS["fixed-long"],
+}
+JUDGED_ONLY_TO_LOOK = (
+    "rewards=[{kind='environment'}, {kind='rubric', rubric='The answer follows from a passage.', weight=0.0}]"
+)
+"""Rewards of the arm that the judge scores but does not pay."""
+
+
+def distillation(task: str, seeds: list[int]) -> list[Job]:
+    """Return a 1.5B teacher trained as adapters and 0.5B students of it, fixed against staged horizons."""
+    lora = ("model.lora.rank=32", "rl.optimizer.lr=3e-5")
+    plain = qwen_run(task, "staged", 0)
+    teacher = replace(plain, name=f"qwen-lora-{task}-0", arm="teacher", arguments=(*plain.arguments, *lora))
+    student = QWEN_SIZES["0.5B"]
+    jobs = [
+        teacher,
+        on_suite(f"eval-{teacher.name}", f"{{{teacher.name}}}", teacher.arm, task, 0),
+        base_on_suite(f"eval-qwen-base-{task}-0.5B", student, "base 0.5B", task),
+    ]
+    taught = (f"model.path={{{student}}}", "method=distill", f"rl.distill.teacher={{{teacher.name}}}", "rl.kl_coef=0.0")
+    length = (f"rl.token_budget={DISTILL_TOKENS}", "rl.steps=1000", "eval.every=20")
+    for seed in seeds:
+        for arm, horizon in DISTILL_HORIZONS.items():
+            run = Job(name=f"distill-{arm}-{task}-{seed}", arm=arm, task=task, seed=seed, recipe=f"qwen/{task}.toml")
+            run = replace(run, arguments=(*taught, *fill(horizon, QWEN[task]), *length))
+            jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", arm, task, seed)]
+    return jobs
+
+
+def teachers(seeds: list[int] | None) -> list[Job]:
+    """Return distillation on two tasks, DAgger with SmolLM2-135M on TextCraft, and a 1.5B judge of 0.5B answers."""
+    chosen = seeds if seeds is not None else list(range(3))
+    jobs = [job for task in ("textcraft", "babyai") for job in distillation(task, chosen)]
+    held_out = (*subsets("depth1", "depth2"), "--samples", "4", "--turns", "12", *SMOLLM2_HELD_OUT["textcraft"][-4:])
+    for seed in chosen:
+        for arm, corrected in {"DAgger": "true", "DAgger, actions only": "false"}.items():
+            name = f"dagger-{'thoughts' if corrected == 'true' else 'actions'}-{seed}"
+            run = Job(name=name, arm=arm, task="textcraft", seed=seed, recipe="smollm2/textcraft_dagger.toml")
+            model = f"model.path={{{QWEN_SIZES['135M']}}}"
+            jobs.append(replace(run, arguments=(model, f"dagger.correct_thoughts={corrected}")))
+            jobs.append(evaluated(f"eval-{name}", name, arm, "textcraft", seed, held_out))
+        judge = (f"model.path={{{QWEN_SIZES['0.5B']}}}", f"judge={{path='{{{PRETRAINED}}}', dtype='bfloat16'}}")
+        for arm, rewards in {"judged": (), "exact match": (JUDGED_ONLY_TO_LOOK,)}.items():
+            name = f"searchqa-{arm.replace(' ', '-')}-{seed}"
+            run = Job(name=name, arm=arm, task="searchqa", seed=seed, recipe="searchqa/judged.toml")
+            jobs.append(replace(run, arguments=(*judge, *rewards)))
+            jobs.append(on_suite(f"eval-{name}", f"{{{name}}}", arm, "searchqa", seed))
+    return jobs
+
+
 COLLAPSE_ARMS = {
     "fixed-64": ("horizon.kind=fixed", "horizon.turns=[64]"),
     "fixed-16": ("horizon.kind=fixed", "horizon.turns=[16]"),
@@ -441,5 +495,6 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "qwen-sciworld": partial(qwen, "sciworld", 2),
     "qwen-generalisation": qwen_generalisation,
     "qwen-interaction": qwen_interaction,
+    "teachers": teachers,
     "collapse": collapse,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from functools import partial
@@ -19,6 +20,7 @@ import pytest
 import torch
 from cluster_for_tests import (
     SCALE,
+    SMALL,
     Command,
     ForkedCommand,
     duplicates,
@@ -31,6 +33,7 @@ from cluster_for_tests import (
 )
 from judge_for_tests import judge_server
 from runs_for_tests import comparable_metrics, comparable_trajectories, final_weights, quiet, trainer_state
+from safetensors.torch import load_file
 
 from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
@@ -42,6 +45,11 @@ ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.timeout(900)
 LONG = "rl.steps=400"
 AGENTEVOL = (Path(__file__).parents[2] / "recipes" / "keydoor" / "tiny-agentevol.toml").read_text()
+KEYDOOR = Path(__file__).parents[2] / "recipes" / "keydoor"
+OFFLINE = {
+    "dagger": ("dagger.rounds=1", "sft.batch_size=16"),
+    "reward_model": ("reward_model.batch_size=8", "reward_model.optimizer={lr=0.001}"),
+}
 GENTLE = (
     "threads=1",
     "warm_start.episodes=128",
@@ -229,4 +237,65 @@ def test_judged_rewards_on_a_cluster_match_one_process(cluster: Any, tmp_path: P
     found, expected = comparable_metrics(run.folder)[0], comparable_metrics(whole.folder)[0]
     assert found["judged/ranking"] > 0
     for name in ("judged/ranking", "judged/length", "judged/total", "judged/failed", "loss", "grad/norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", OFFLINE)
+def test_an_offline_method_on_a_cluster_matches_one_process(method: str, cluster: Any, tmp_path: Path) -> None:
+    text = (KEYDOOR / f"tiny-{method}.toml").read_text()
+    common = ("threads=1", "warm_start.sft.optimizer={lr=0.003}", "checkpoint.every=2", *OFFLINE[method])
+    whole = ForkedCommand(tmp_path / "alone" / "run", *common, text=text)
+    assert whole.wait() == 0, whole.output.read_text()
+    run = ForkedCommand(tmp_path / "cluster" / "run", *SCALE, f"scale.address={cluster.address}", *common, text=text)
+    assert run.wait() == 0, run.output.read_text()
+    found, expected = tokens(run.folder), tokens(whole.folder)
+    for name in ("eval_000000.jsonl", "step_000001.jsonl"):
+        assert found.get(name) == expected.get(name), name
+    assert expected["step_000001.jsonl"]
+    rows, wanted = comparable_metrics(run.folder), comparable_metrics(whole.folder)
+    assert len(rows) == len(wanted) > 1
+    for row, alone_row in zip(rows, wanted, strict=True):
+        assert row.keys() == alone_row.keys()
+        for name in ("loss", "grad/norm", "lr", "round"):
+            assert row[name] == pytest.approx(alone_row[name], rel=1e-2, abs=1e-4), name
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run.folder, whole.folder)]
+    assert summaries[0]["rounds"][0]["round"] == summaries[1]["rounds"][0]["round"] == 1
+    if method == "reward_model":
+        assert summaries[0]["after"]["success"] == pytest.approx(summaries[1]["after"]["success"], abs=0.15)
+        heads = [
+            load_file(folder / "reward_head.safetensors") for folder in map(last_model, (run.folder, whole.folder))
+        ]
+        torch.testing.assert_close(heads[0], heads[1], rtol=1e-2, atol=1e-3)
+        # The cluster's checkpoint is resumed by one process, in the middle of the round.
+        shutil.rmtree(list_checkpoints(run.folder / "checkpoints")[-1])
+        again = ForkedCommand(run.folder, *common, "--resume", text=text)
+        assert again.wait() == 0, again.output.read_text()
+        resumed = load_file(last_model(run.folder) / "reward_head.safetensors")
+        torch.testing.assert_close(resumed, heads[0], rtol=1e-2, atol=1e-3)
+
+
+def last_model(folder: Path) -> Path:
+    return list_checkpoints(folder / "checkpoints")[-1] / "model"
+
+
+@pytest.mark.long
+def test_distillation_on_a_cluster_matches_one_process(alone: Path, cluster: Any, tmp_path: Path) -> None:
+    """The teacher is the trained model, the student the one that it started from."""
+    start = (
+        SMALL[: SMALL.index("[model.scratch]")] + SMALL[SMALL.index("[[environments]]") : SMALL.index("[warm_start]")]
+    )
+    text = start + SMALL[SMALL.index("[horizon]") :]
+    taught = (
+        *("method=distill", f"model.path={alone / 'reference'}", f"rl.distill.teacher={alone}", "rl.steps=2"),
+        "rl.distill.reward_weight=0.5",
+    )
+    whole = ForkedCommand(tmp_path / "alone" / "run", *taught, text=text)
+    assert whole.wait() == 0, whole.output.read_text()
+    run = ForkedCommand(tmp_path / "cluster" / "run", *SCALE, f"scale.address={cluster.address}", *taught, text=text)
+    assert run.wait() == 0, run.output.read_text()
+    assert tokens(run.folder)["step_000001.jsonl"] == tokens(whole.folder)["step_000001.jsonl"]
+    found, expected = comparable_metrics(run.folder)[0], comparable_metrics(whole.folder)[0]
+    assert expected["kl/teacher"] > 0
+    for name in ("kl/teacher", "loss", "grad/norm", "reward/mean"):
         assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name

@@ -340,10 +340,10 @@ async def test_actions_and_mistakes_do_not_depend_on_wrong_thoughts(tmp_path: Pa
 
 async def test_wrong_thoughts_need_thoughts(tmp_path: Path) -> None:
     raw = thinking(0.4).model_dump(exclude_none=True)
-    with pytest.raises(ConfigError, match="needs replies with thoughts, agent.style = 'act' has none"):
+    with pytest.raises(ConfigError, match=r"needs replies with thoughts, agent\.style = 'act' has none"):
         await train(Config.model_validate(raw | {"agent": {"style": "act"}}), tmp_path / "act", console=quiet())
     keydoor = Config.model_validate(raw | {"environments": [{"name": "keydoor"}]})
     with pytest.raises(ConfigError, match="needs an oracle that gives different thoughts"):
         await train(keydoor, tmp_path / "keydoor", console=quiet())
-    with pytest.raises(ValueError, match="wrong_thoughts = 0.4: random play has no solution"):
+    with pytest.raises(ValueError, match=r"wrong_thoughts = 0\.4: random play has no solution"):
         thinking(0.4, policy="random")

@@ -255,7 +255,8 @@ class Renderer:
             sample, ids = samples[-1], self.reply_ids(message.content, message.tool_calls)
             sample.token_ids += spot.added_ids
             imitated = trained is None or trained[i]
-            count = self.num_tokens(ids, skipped_chars[i] if skipped_chars else 0) if imitated else len(ids)
+            beginning = message.content[: skipped_chars[i]] if skipped_chars else ""
+            count = self.num_tokens(ids, beginning) if imitated else len(ids)
             if count:
                 sample.left_out.append((len(sample.token_ids), count))
             sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
@@ -292,18 +293,22 @@ class Renderer:
                 token_ids += ids
                 loss_mask += [False] * len(ids)
             ids = self.reply_ids(message.content, message.tool_calls)
-            count = self.num_tokens(ids, skipped_chars[i] if skipped_chars else 0) if imitated[i] else len(ids)
+            beginning = message.content[: skipped_chars[i]] if skipped_chars else ""
+            count = self.num_tokens(ids, beginning) if imitated[i] else len(ids)
             if count:
                 left_out.append((len(token_ids), count))
             token_ids += ids
             loss_mask += [False] * count + [True] * (len(ids) - count)
         return Sample(token_ids=token_ids, loss_mask=loss_mask, left_out=left_out)
 
-    def num_tokens(self, reply_ids: list[int], chars: int) -> int:
-        """Return how many tokens of a reply hold its first `chars` characters."""
-        if not chars:
-            return 0
-        return bisect_left(range(len(reply_ids)), chars, key=lambda count: len(self.decode(reply_ids[:count])))
+    def num_tokens(self, reply_ids: list[int], beginning: str) -> int:
+        """Return how many tokens of a reply hold its beginning. Spaces do not count: some tokenizers add their own."""
+
+        def num_letters(text: str) -> int:
+            return sum(map(len, text.split()))
+
+        wanted, places = num_letters(beginning), range(len(reply_ids))
+        return bisect_left(places, wanted, key=lambda count: num_letters(self.decode(reply_ids[:count])))
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool, tools: Tools = ()) -> str:
         if self.folds_system and messages[0].role == "system":

@@ -129,7 +129,7 @@ def correct_thought(renderer: Renderer, reply: str, advice: str) -> tuple[list[i
     if text is None:
         return None
     ids = renderer.reply_ids(text[0])
-    return ids, renderer.num_tokens(ids, text[1])
+    return ids, renderer.num_tokens(ids, text[0][: text[1]])
 
 
 class RoundMaker:

@@ -1,0 +1,76 @@
+"""The jobs of the study of teachers run two steps with a tiny Qwen2 model on a CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from judge_for_tests import judge_server
+from runs_for_tests import Process
+from test_recipes import TINY_QWEN, tiny_qwen
+
+from agentgym_rl.run.log import read_metrics
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "results"))
+import studies  # noqa: E402
+
+__all__ = ["tiny_qwen"]  # a fixture
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+
+SMALL = {
+    "distill": [*TINY_QWEN["rl"], "rl.token_budget=0"],
+    "dagger": [
+        *("warm_start.episodes=4", "warm_start.sft.batch_size=4", "dagger.rounds=1", "dagger.tasks=2"),
+        *("sft.batch_size=4", "dagger.max_turns=2", "dagger.oracle_share=0.5"),
+    ],
+    "rl": TINY_QWEN["rl"],
+}
+JOBS = {job.name: job for job in studies.teachers([0])}
+
+
+def run(name: str, model: Path, tmp_path: Path, *more: str) -> Path:
+    """Run a job with every pretrained model replaced by the tiny one."""
+    job, folder = JOBS[name], tmp_path / name
+    arguments = [re.sub(r"{pretrained[\w.-]*}", str(model), argument) for argument in job.arguments]
+    arguments = [argument.replace("bfloat16", "float32") for argument in arguments]
+    method = "distill" if "method=distill" in arguments else "dagger" if "dagger" in name else "rl"
+    fixed = [f"run_dir={folder}", "model.chat_template=chatml", *TINY_QWEN["all"], *SMALL[method], *more]
+    process = Process(["train", str(ROOT / "recipes" / job.recipe), *arguments, *fixed], tmp_path / f"{name}.out")
+    assert process.wait(280) == 0, process.output.read_text()
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")][:2] == [1, 2]
+    assert json.loads((folder / "summary.json").read_text())["after"]["episodes"] > 0
+    return folder
+
+
+def test_a_student_learns_from_adapters_of_a_larger_model(tiny_qwen: Path, tmp_path: Path) -> None:
+    teacher = run("qwen-lora-textcraft-0", tiny_qwen, tmp_path)
+    folder = max((teacher / "checkpoints").glob("step_*")) / "model"
+    assert (folder / "adapter_config.json").is_file()
+    for name in ("distill-staged-textcraft-0", "distill-fixed-long-textcraft-0"):
+        student = run(name, tiny_qwen, tmp_path, f"rl.distill.teacher={folder}")
+        assert "kl/teacher" in read_metrics(student / "metrics.jsonl")[0]
+
+
+def test_dagger_with_corrected_thoughts_runs(tiny_qwen: Path, tmp_path: Path) -> None:
+    folder = run("dagger-thoughts-0", tiny_qwen, tmp_path)
+    assert read_metrics(folder / "metrics.jsonl")[0]["round/labelled"] > 0
+
+
+def test_a_judge_of_answers_pays_and_one_in_this_process_is_asked(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in ("AGENTGYM_SEARCHQA_DATA", "AGENTGYM_SEARCHQA_INDEX"):
+        monkeypatch.delenv(variable, raising=False)
+    with judge_server("an answer") as server:
+        judge = f"judge={{url='{server.url}', model='judge'}}"
+        for name in ("searchqa-judged-0", "searchqa-exact-match-0"):
+            folder = run(name, tiny_qwen, tmp_path, judge)
+            assert "judged/rubric" in read_metrics(folder / "metrics.jsonl")[0]
+    # A model of random weights gives no score that can be read, so the run ends after its first step.
+    few = ("judge.retries=0", "judge.max_new_tokens=8", f"run_dir={tmp_path / 'local'}")
+    with pytest.raises(AssertionError, match="could be judged"):
+        run("searchqa-judged-0", tiny_qwen, tmp_path, *few)
