@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from runs_for_tests import Process, comparable_metrics, quiet
-from teacher_for_tests import teacher_server
 
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config, load_config
-from agentgym_rl.errors import ConfigError, EngineError
+from agentgym_rl.errors import ConfigError
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
 
@@ -81,71 +79,16 @@ def test_distillation_needs_a_teacher() -> None:
         load_config(RECIPES / "tiny.toml", ["rl.distill.teacher=runs/x"])
 
 
-FEW = ("rl.steps=2", "rl.groups_per_step=8", "eval.episodes=4", "horizon.steps_per_stage=1")
-
-
-@pytest.mark.timeout(900)
-async def test_a_teacher_behind_an_api_teaches_what_one_in_this_process_does(teacher: Path, tmp_path: Path) -> None:
-    await train(student(teacher, *FEW), tmp_path / "here", console=quiet())
-    expected = comparable_metrics(tmp_path / "here")
-    with teacher_server(teacher) as server:
-        for api in ("prompt_logprobs", "echo"):
-            server.faults = ["500", "429", "malformed"]
-            there = (f"rl.distill.url={server.url}", f"rl.distill.api={api}")
-            await train(student(teacher, *FEW, *there), tmp_path / api, console=quiet())
-            assert not server.faults
-            rows = comparable_metrics(tmp_path / api)
-            assert [row.keys() for row in rows] == [row.keys() for row in expected]
-            for row, wanted in zip(rows, expected, strict=True):
-                for name in ("kl/teacher", "loss", "grad/norm", "reward/mean", "tokens/total", "entropy/mean"):
-                    assert row[name] == pytest.approx(wanted[name], rel=1e-3, abs=1e-5), (api, name)
-    assert {body["model"] for body in server.asked} == {str(teacher)}
-
-
 @pytest.mark.timeout(900)
 async def test_a_teacher_is_a_term_of_rl(teacher: Path, tmp_path: Path) -> None:
-    """The same episodes give another gradient with the teacher than without, and than from the teacher alone."""
-    common = ("rl.steps=1", "rl.groups_per_step=8", "rl.group_size=8", "eval.episodes=4", "rl.distill.reward_weight=1")
-    rows = {}
+    """The same episodes give another gradient with the teacher than without."""
+    common = ("rl.steps=1", "rl.groups_per_step=8", "rl.group_size=8", "eval.episodes=2", "rl.distill.reward_weight=1")
+    rows = []
     for coef in (0.0, 0.05):
         run = tmp_path / f"{coef}"
         await train(student(teacher, "method=rl", *common, f"rl.distill.coef={coef}"), run, console=quiet())
-        (rows[coef],) = comparable_metrics(run)
-    await train(student(teacher, *common, "rl.distill.reward_weight=0.0"), tmp_path / "alone", console=quiet())
-    (alone,) = comparable_metrics(tmp_path / "alone")
-    rewarded, mixed = rows[0.0], rows[0.05]
-    assert rewarded["kl/teacher"] == mixed["kl/teacher"] == alone["kl/teacher"] > 0
+        rows += comparable_metrics(run)
+    rewarded, mixed = rows
+    assert rewarded["kl/teacher"] == mixed["kl/teacher"] > 0
     assert rewarded["reward/mean"] == mixed["reward/mean"] > 0
-    assert len({row["grad/norm"] for row in (rewarded, mixed, alone)}) == 3
-
-
-@pytest.mark.timeout(900)
-async def test_a_teacher_behind_an_api_that_cannot_be_used_is_explained(teacher: Path, tmp_path: Path) -> None:
-    with teacher_server(teacher) as server:
-        there = (*FEW, f"rl.distill.url={server.url}", "rl.distill.retries=0")
-        vocabulary = server.tokenizer
-        server.tokenizer = _Shifted(vocabulary)
-        with pytest.raises(ConfigError, match=r"needs the agent's tokenizer: id \d+ is '.*' here and '.*' there"):
-            await train(student(teacher, *there), tmp_path / "tokens", console=quiet())
-        server.tokenizer = vocabulary
-        for fault, message in {"401": "refused: HTTP 401", "500": "failed 1 time", "malformed": "not a comp"}.items():
-            server.always = fault
-            with pytest.raises(EngineError, match=message):
-                await train(student(teacher, *there), tmp_path / fault, console=quiet())
-        server.always = "hang"
-        with pytest.raises(EngineError, match=r"no answer within 0\.5 s"):
-            await train(student(teacher, *there, "rl.distill.timeout_s=0.5"), tmp_path / "hang", console=quiet())
-    with pytest.raises(EngineError, match="cannot be reached"):
-        await train(student(teacher, *there), tmp_path / "gone", console=quiet())
-    with pytest.raises(ConfigError, match="an API returns probabilities at temperature 1"):
-        student(teacher, *there, "agent.temperature=0.7")
-
-
-class _Shifted:
-    """A tokenizer of the same size with other ids."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode([ids[0] - 1])
+    assert 0 < rewarded["grad/norm"] != mixed["grad/norm"]

@@ -103,7 +103,9 @@ MOMENTS: dict[str, tuple[str, Callable[[Path], bool]]] = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    "moment", [pytest.param(m, marks=[pytest.mark.long] if "reward" in m else []) for m in MOMENTS]
+)
 def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     moment: str, uninterrupted: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, A
     return run, asyncio.run(train(load_config(RECIPES / "reward_model.toml", ["threads=1"]), run, console=quiet()))
 
 
+@pytest.mark.long
 def test_it_orders_pairs_of_items_it_has_not_seen(trained: tuple[Path, dict[str, Any]]) -> None:
     run, summary = trained
     assert summary["before"]["success"] == 0.5  # the head starts at 0
@@ -35,6 +36,7 @@ def test_it_orders_pairs_of_items_it_has_not_seen(trained: tuple[Path, dict[str,
     assert not list((run / "trajectories").glob("eval_*"))
 
 
+@pytest.mark.long
 async def test_its_score_is_a_judge_of_an_rl_run(trained: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     run, _ = trained
     judged = [

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from training_for_tests import tiny_model, trajectory
+from training_for_tests import counting_conversations, counting_player, tiny_model, trajectory
 
+from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.rewards.rewards import Rewards
+from agentgym_rl.run.judging import make_scorer
+from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import Preference
 from agentgym_rl.training.lookup import find_reward_model
@@ -19,7 +24,7 @@ from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.reward_model import RewardTrainer, accuracy, load_head, save_head, scores_of, split_pairs
 from agentgym_rl.training.reward_settings import RewardSettings
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings, RewardModelSettings
-from agentgym_rl.types import Sample, Task
+from agentgym_rl.types import Group, Sample, StopReason, Task, Trajectory
 
 torch.set_num_threads(1)
 
@@ -68,6 +73,23 @@ def test_it_learns_the_pairs_and_results_do_not_depend_on_micro_batches() -> Non
     assert rows[0] == pytest.approx(rows[1], rel=1e-3, abs=1e-5)
 
 
+def test_it_learns_to_rank_pairs_that_it_has_not_seen() -> None:
+    """The better episode ends in one of two tokens, after any context."""
+    rng = random.Random(0)
+
+    def half(last: int) -> Sample:
+        ids = [rng.randrange(8, 23) for _ in range(rng.randint(3, 9))] + [last]
+        return Sample(ids, [False] * (len(ids) - 1) + [True])
+
+    pairs = [Preference(half(5), half(6), 0.0, 0.0) for _ in range(80)]
+    trainer = RewardTrainer(tiny_model(), pairs[:60], settings(epochs=3, batch_size=10, micro_batch_tokens=1000), 0)
+    unseen = [sample for pair in pairs[60:] for sample in (pair.chosen, pair.rejected)]
+    assert accuracy(trainer.scores(unseen)) == 0.5
+    while trainer.updates < trainer.total:
+        trainer.step()
+    assert accuracy(trainer.scores(unseen)) >= 0.95
+
+
 def test_a_restored_trainer_continues_exactly() -> None:
     whole = RewardTrainer(tiny_model(), preferences(7), settings(), "s")
     expected = [whole.step() for _ in range(whole.total)]
@@ -97,6 +119,32 @@ def test_a_saved_head_scores_as_the_trained_one(adapters: bool, tmp_path: Path) 
     assert scores_of(loaded, examples, 1000) == pytest.approx(trainer.scores(examples))
     assert about == {"chat_template": "", "thoughts": "keep"}
     assert find_reward_model(str(tmp_path)) == tmp_path
+
+
+async def test_a_folder_with_a_head_is_a_judge_of_groups(tmp_path: Path) -> None:
+    model, tokenizer = counting_player()
+    export(model, tokenizer, tmp_path)
+    head = {"weight": torch.linspace(-1, 1, model.config.hidden_size)[None], "bias": torch.zeros(1)}
+    save_head(head, {"chat_template": "", "thoughts": "template"}, tmp_path)
+    group = Group(Task("counting", 0), [])
+    for number, messages in enumerate(counting_conversations(3)):
+        turns = sum(m.role == "assistant" for m in messages)
+        infos: list[dict[str, Any]] = [{} for _ in range(turns)]
+        group.trajectories.append(
+            Trajectory(f"t{number}", group.task, messages, [0.25] * turns, infos, StopReason.DONE)
+        )
+    source = RewardSettings(kind="reward_model", path=str(tmp_path), weight=0.5, device="cpu")
+    rewards = Rewards([source], None, {source.source: make_scorer(source)})
+    await rewards.score([group])
+    renderer = Renderer(tokenizer)
+    scored, _ = load_head(model, tmp_path)
+    for episode in group.trajectories:
+        own, learned = episode.verdicts
+        score = slow_score(scored, renderer.demonstration(episode.messages))
+        assert learned.scores == pytest.approx([0.0] * (episode.num_turns - 1) + [1 / (1 + math.exp(-score))], rel=1e-4)
+        assert own.scores == [0.25] * episode.num_turns
+        assert episode.training_reward == pytest.approx(sum(own.scores) + 0.5 * sum(learned.scores))
+    assert len({sum(t.verdicts[1].scores) for t in group.trajectories}) > 1
 
 
 def test_items_are_held_out_whole() -> None:
