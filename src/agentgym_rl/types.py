@@ -98,7 +98,8 @@ class Step:
     info: dict[str, Any] = field(default_factory=dict)
     """Known keys: `success` (bool, on the last step), `valid` (bool: the action was understood and possible),
     `state_key` (str: equal keys mean the same state, after this step), `mistake` (bool: a demonstrator's, made on
-    purpose; it is not imitated). JSON-serialisable."""
+    purpose; it is not imitated), `wrong_thought` (str: the beginning of a demonstrator's thought that is not imitated).
+    JSON-serialisable."""
     results: list[str] = field(default_factory=list)
     """One result per tool call of the reply, in order; `observation` has them as one text. Empty without calls."""
 

@@ -39,7 +39,7 @@ class OfflineRun(Run):
         self.judges = self.config.reward_model is not None
         """Whether the run trains a judge instead of an agent: it is measured on pairs, not by playing."""
         if self.judges:
-            self.measure = ("order", "pairs")
+            self.measure = ("pairs in order", "pairs")
         self.round: Round | None = None
         """The round in progress."""
         self.trainer: Trainer | None = None
@@ -50,8 +50,6 @@ class OfflineRun(Run):
     async def begin(self, saved: dict[str, Any] | None) -> None:
         if saved is None:
             shutil.rmtree(self.log.root / "rounds", ignore_errors=True)
-            if self.judges:  # held-out pairs are part of the round
-                await self._start_round()
         await super().begin(saved)
 
     async def train(self) -> None:
@@ -62,6 +60,8 @@ class OfflineRun(Run):
 
     async def held_out(self) -> dict[str, Any]:
         if self.judges:
+            if self.round is None:  # held-out pairs are part of it
+                await self._start_round()
             assert self.round is not None
             return held_out_pairs(self.step, self.round.held_out, self.backend.scores)
         await self.backend.publish(self.step)
