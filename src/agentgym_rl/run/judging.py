@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import cast
 
-from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.renderer import Renderer, Thoughts
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
@@ -43,7 +44,8 @@ def make_scorer(settings: RewardSettings) -> Scorer:
         str(folder), "rewards.path", ModelConfig(path=str(folder), device=settings.device, dtype=dtype)
     )
     scored, about = load_head(model, folder)
-    renderer = Renderer(tokenizer, about["chat_template"] or None, thoughts=about["thoughts"])
+    thoughts = cast(Thoughts, about["thoughts"])
+    renderer = Renderer(tokenizer, about["chat_template"] or None, thoughts=thoughts)
     longest = model.config.max_position_embeddings
 
     def score(group: Group) -> list[float]:
