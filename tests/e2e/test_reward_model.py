@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from runs_for_tests import comparable_metrics, quiet
+import torch
+from envs_for_tests import Counting
+from runs_for_tests import comparable_metrics, counting_config, quiet, trainer_state
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from agentgym_rl.cli import app
 from agentgym_rl.commands.train import train
-from agentgym_rl.config import load_config
+from agentgym_rl.config import Config, load_config
+from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.log import read_trajectories
+from agentgym_rl.training.checkpoint import list_checkpoints
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "keydoor"
 
@@ -60,6 +66,40 @@ async def test_its_score_is_a_judge_of_an_rl_run(trained: tuple[Path, dict[str, 
     assert result.exit_code == 0, result.output
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert all(row["before"] == pytest.approx(row["after"]) for row in rows)
+
+
+async def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    """Resume from the checkpoint of the second update, and from that of the start."""
+    raw = counting_config().model_dump(exclude_none=True)
+    kept = {name: raw[name] for name in ("threads", "environments", "agent", "model", "warm_start")}
+    settings = {"sample_groups": 24, "group_size": 4, "max_turns": 3, "batch_size": 8, "optimizer": {"lr": 1e-3}}
+    more = {"eval": {"every": 2}, "checkpoint": {"every": 2, "keep": 99}}
+    config = Config.model_validate(kept | more | {"method": "reward_model", "reward_model": settings})
+
+    async def run(folder: Path, *, resume: bool = False) -> None:
+        pool = LocalPool({"counting": Counting})
+        await train(config, folder, resume=resume, console=quiet(), pool=pool)
+        await pool.close()
+
+    whole = tmp_path / "whole"
+    await run(whole)
+    rows = comparable_metrics(whole)
+    assert len(rows) >= 3
+    for step in (2, 0):
+        resumed = tmp_path / f"from{step}"
+        shutil.copytree(whole, resumed)
+        for folder in list_checkpoints(resumed / "checkpoints"):
+            if int(folder.name.rpartition("_")[2]) > step:
+                shutil.rmtree(folder)
+        (resumed / "summary.json").unlink()
+        await run(resumed, resume=True)
+        assert comparable_metrics(resumed) == rows
+        assert trainer_state(resumed)["evaluations"] == trainer_state(whole)["evaluations"]
+        for name in ("reward_head.safetensors", "model.safetensors"):
+            found, expected = (
+                load_file(list_checkpoints(root / "checkpoints")[-1] / "model" / name) for root in (resumed, whole)
+            )
+            assert all(torch.equal(found[key], value) for key, value in expected.items())
 
 
 def test_a_run_without_a_head_is_no_judge(tmp_path: Path) -> None:

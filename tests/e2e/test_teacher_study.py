@@ -25,7 +25,7 @@ SMALL = {
     "distill": [*TINY_QWEN["rl"], "rl.token_budget=0"],
     "dagger": [
         *("warm_start.episodes=4", "warm_start.sft.batch_size=4", "dagger.rounds=1", "dagger.tasks=2"),
-        *("sft.batch_size=4", "dagger.max_turns=2", "dagger.oracle_share=0.5"),
+        *("sft.batch_size=4", "sft.epochs=2", "dagger.max_turns=2", "dagger.oracle_share=0.5"),
     ],
     "rl": TINY_QWEN["rl"],
 }
