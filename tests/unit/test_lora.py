@@ -22,7 +22,7 @@ from agentgym_rl.errors import ConfigError, EngineError
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import estimate, gather
 from agentgym_rl.training.critic import ValueModel
-from agentgym_rl.training.lookup import require_folder
+from agentgym_rl.training.locate_model import require_folder
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import LoraSettings, OptimizerSettings, RLSettings
 from agentgym_rl.types import Sampling

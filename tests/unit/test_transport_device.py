@@ -314,7 +314,7 @@ def test_torch_still_has_the_ipc_fields_that_are_used_here() -> None:
 def send_on_ranks(ranks: ProcessRanks, folder: Path) -> list[Any]:
     """Send three versions from each rank to an engine in its process. The last rank's engine rejects the second."""
     learner, engine = tiny_model(1), tiny_model(2)
-    ranks.place(learner)
+    ranks.prepare_model(learner)
     results = []
     for version in range(3):
         with torch.no_grad():

@@ -26,7 +26,7 @@ from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, Preference, prefer
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.model import ModelContext
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
@@ -246,7 +246,7 @@ def make_learner(
     settings: ModelConfig,
     temperature: float,
     reference_dir: Path,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_PROCESS,
     *,
     warm: bool,
 ) -> RLLearner:
@@ -261,12 +261,12 @@ def _teacher(tokenizer: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks
     if rl.distill is None:
         return None
     teacher = freeze(load_teacher(rl.distill.teacher, tokenizer, settings))
-    ranks.place(teacher)
+    ranks.prepare_model(teacher)
     return lambda: nullcontext(teacher)
 
 
 def make_trainer(
-    model: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str, ranks: Ranks = ALONE
+    model: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str, ranks: Ranks = SINGLE_PROCESS
 ) -> SFT | DPO:
     """Return the trainer of one process, or of one rank of several."""
     if isinstance(settings, SFTSettings):
@@ -278,7 +278,7 @@ def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *,
     """Return the frozen model that RL started from. With LoRA it needs no second copy."""
     if settings.lora is None:
         frozen = freeze(load_from(folder, settings)[0])
-        ranks.place(frozen)
+        ranks.prepare_model(frozen)
         return lambda: nullcontext(frozen)
     if not warm:
         return lambda: lora.adapter(model, None)

@@ -39,7 +39,7 @@ from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
 from agentgym_rl.training.dpo import Preference, prefer
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.ranks import balanced_shares
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
@@ -336,7 +336,7 @@ class LearnerHandle:
 
     def assess(self, samples: list[Sample], *, own: bool = False) -> None:
         claim_device(self._app)
-        shares = balanced([len(s.token_ids) for s in samples], self._size)
+        shares = balanced_shares([len(s.token_ids) for s in samples], self._size)
         assessments = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
         for share, assessed in zip(shares, assessments, strict=True):
             _fill([samples[i] for i in share], assessed)

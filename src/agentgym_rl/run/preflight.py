@@ -19,7 +19,7 @@ from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_spli
 from agentgym_rl.run.pool import load_class, read_recipe_items, read_token
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
-from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.locate_model import find_model
 from agentgym_rl.training.preferences import find_preferences
 from agentgym_rl.training.settings import DataSettings
 

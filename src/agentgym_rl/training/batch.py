@@ -12,7 +12,7 @@ import torch
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
-from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.ranks import balanced_shares
 from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
 
@@ -258,7 +258,7 @@ def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[l
     shares = [Batch(groups=batch.groups, zero_variance_groups=batch.zero_variance_groups) for _ in range(size)]
     indices: list[list[int]] = [[] for _ in range(size)]
     for part in sample_parts(batch, minibatches, seed):
-        split = balanced([len(batch.samples[i].token_ids) for i in part], size)
+        split = balanced_shares([len(batch.samples[i].token_ids) for i in part], size)
         for share, share_indices, chosen in zip(shares, indices, split, strict=True):
             share.parts.append(list(range(len(share_indices), len(share_indices) + len(chosen))))
             share_indices += [part[i] for i in chosen]

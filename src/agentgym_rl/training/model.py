@@ -19,7 +19,7 @@ from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.device.head import head_logprobs
 from agentgym_rl.training.device.packed import packed_states, padded_states, why_not_packed
-from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.locate_model import find_model
 from agentgym_rl.training.microbatch import MicroBatch
 
 transformers_logging.disable_progress_bar()  # it would break the console's lines when a checkpoint is saved

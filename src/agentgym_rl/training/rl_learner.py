@@ -21,7 +21,7 @@ from agentgym_rl.training.losses import CORRECTIONS, KL_ESTIMATORS, POLICY_LOSSE
 from agentgym_rl.training.metrics import turn_name
 from agentgym_rl.training.microbatch import MicroBatch
 from agentgym_rl.training.model import ModelContext, action_logprobs, check_plain_head
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.settings import RLSettings
 from agentgym_rl.types import Sample
 
@@ -39,7 +39,7 @@ class RLLearner(Updater):
         temperature: float,
         reference: ModelContext | None = None,
         critic: ValueModel | None = None,
-        ranks: Ranks = ALONE,
+        ranks: Ranks = SINGLE_PROCESS,
         teacher: ModelContext | None = None,
     ) -> None:
         check_plain_head(model)
@@ -49,7 +49,7 @@ class RLLearner(Updater):
             reference = None
         elif reference is None:
             frozen = freeze(copy.deepcopy(model))
-            ranks.place(frozen)
+            ranks.prepare_model(frozen)
             reference = lambda: nullcontext(frozen)  # noqa: E731
         if settings.algorithm == "ppo" and critic is None:
             critic = ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
@@ -77,7 +77,7 @@ class RLLearner(Updater):
             for s in samples
             if not (s.old_logprobs if old else s.reference_logprobs or s.teacher_logprobs or s.values)
         ]
-        if not (old or self._reference or self._teacher or self.critic) or not self.ranks.most(len(pending)):
+        if not (old or self._reference or self._teacher or self.critic) or not self.ranks.max_over_ranks(len(pending)):
             return
         for micro in self.micro_batches(pending, [0.0] * len(pending)):
             rows = [pending[i] for i in micro.indices]
