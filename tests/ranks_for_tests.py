@@ -84,7 +84,7 @@ def steps(name: str, made: RLLearner, count: int) -> list[dict[str, float]]:
         batch = gather(groups, settings)
         if settings.algorithm == "ppo" or settings.kl_in == "reward":
             local_indices = ranks.local_indices([len(s.token_ids) for s in batch.samples])
-            made.assess([batch.samples[i] for i in local_indices])
+            made.score([batch.samples[i] for i in local_indices])
             exchange(batch.samples, local_indices, ranks)
         batch = estimate(batch, settings, made.kl_coef)
         shares, indices = split_batch(batch, ranks.size, settings.minibatches, step)

@@ -45,9 +45,9 @@ from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
-ASSESSED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
+SCORED_FIELDS = ("old_logprobs", "entropies", "reference_logprobs", "teacher_logprobs", "values", "last_value")
 """Fields of a sample that a learner fills in."""
-Assessments = list[tuple[Any, ...]]
+SampleScores = list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +138,16 @@ class Rank:
         preferences = prefer(self._model, pairs, max_tokens, self._ranks)
         return preferences if self._rank == 0 else []
 
-    def assess(self, samples: list[Sample], own: bool) -> Assessments:
-        self._learner.assess(samples, own=own)
+    def score(self, samples: list[Sample], policy_only: bool) -> SampleScores:
+        self._learner.score(samples, policy_only=policy_only)
         self._release_device()
-        return [_assessment(sample) for sample in samples]
+        return [_scores_of(sample) for sample in samples]
 
-    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Assessments]:
+    def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, SampleScores]:
         count = len(batch.samples)
         metrics = self._learner.learn(batch, seed)
         self._release_device()
-        return metrics, self._learner.kl_coef, [_assessment(sample) for sample in batch.samples[:count]]
+        return metrics, self._learner.kl_coef, [_scores_of(sample) for sample in batch.samples[:count]]
 
     def num_parameters(self) -> int:
         return self._model.num_parameters()
@@ -334,19 +334,19 @@ class LearnerHandle:
         self._app, self._rl, self._size = app, settings, app.plan.learners
         self.kl_coef = settings.kl_coef
 
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
         claim_device(self._app)
         shares = balanced_shares([len(s.token_ids) for s in samples], self._size)
-        assessments = self._app.on_ranks("assess", [([samples[i] for i in share], own) for share in shares])
-        for share, assessed in zip(shares, assessments, strict=True):
-            _fill([samples[i] for i in share], assessed)
+        rank_scores = self._app.on_ranks("score", [([samples[i] for i in share], policy_only) for share in shares])
+        for share, scores in zip(shares, rank_scores, strict=True):
+            _fill([samples[i] for i in share], scores)
 
     def learn(self, batch: Batch, seed: int) -> dict[str, float]:
         claim_device(self._app)
         shares, indices = split_batch(batch, self._size, self._rl.minibatches, seed)
         results = self._app.on_ranks("learn", [(share, seed) for share in shares])
-        for known, (_, _, assessed) in zip(indices, results, strict=True):
-            _fill([batch.samples[i] for i in known], assessed)
+        for known, (_, _, scores) in zip(indices, results, strict=True):
+            _fill([batch.samples[i] for i in known], scores)
         metrics, self.kl_coef, _ = results[0]
         return metrics | by_turn(batch.samples)
 
@@ -543,11 +543,11 @@ def _absolute(folder: Path) -> Path:
     return place.absolute() if place.is_dir() else folder
 
 
-def _assessment(sample: Sample) -> tuple[Any, ...]:
-    return tuple(getattr(sample, name) for name in ASSESSED_FIELDS)
+def _scores_of(sample: Sample) -> tuple[Any, ...]:
+    return tuple(getattr(sample, name) for name in SCORED_FIELDS)
 
 
-def _fill(samples: list[Sample], assessments: Assessments) -> None:
-    for sample, values in zip(samples, assessments, strict=True):
-        for name, value in zip(ASSESSED_FIELDS, values, strict=True):
+def _fill(samples: list[Sample], scores: SampleScores) -> None:
+    for sample, values in zip(samples, scores, strict=True):
+        for name, value in zip(SCORED_FIELDS, values, strict=True):
             setattr(sample, name, value)

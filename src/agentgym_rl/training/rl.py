@@ -22,7 +22,7 @@ from agentgym_rl.training.tasks import TaskSource
 from agentgym_rl.types import Collect, Group, Limits, Sample, StopReason, Task, Trajectory
 
 MONITORED_EPISODES = 32
-"""Episodes that the learner assesses, for metrics only, in a step without anything to learn from."""
+"""Episodes that the learner scores, for metrics only, in a step without anything to learn from."""
 
 
 class Learner(Protocol):
@@ -30,7 +30,7 @@ class Learner(Protocol):
 
     @property
     def kl_coef(self) -> float: ...
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None: ...
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None: ...
     def learn(self, batch: Batch, seed: int) -> dict[str, float]: ...
 
 
@@ -164,7 +164,7 @@ def _learn(
     """Learn from a step's groups. Return (metrics, trained samples)."""
     batch = played = gather(groups, settings, limits)
     if settings.algorithm == "ppo" or settings.kl_in == "reward" or settings.distill is not None:
-        learner.assess(batch.samples)
+        learner.score(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
     metrics: dict[str, float | str] = {
         "groups/zero_variance": batch.zero_variance_groups / max(1, batch.groups),
@@ -175,9 +175,9 @@ def _learn(
     }
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
-    if "mismatch/abs" not in metrics:  # no policy update: assess a few samples, so that the metrics are there
+    if "mismatch/abs" not in metrics:  # no policy update: score a few samples, so that the metrics are there
         monitored = played.samples[:MONITORED_EPISODES]
-        learner.assess(monitored, own=True)
+        learner.score(monitored, policy_only=True)
         metrics |= policy_metrics(monitored)
     return metrics, batch.samples
 
