@@ -18,7 +18,7 @@ from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_sta
 from agentgym_rl.scale.shards import save_shards
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.critic import ValueModel
-from agentgym_rl.training.dpo import DPO, prefer
+from agentgym_rl.training.dpo import DPO, make_preferences
 from agentgym_rl.training.lora import CRITIC, adapter, add_adapter, copy_adapter
 from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
@@ -129,7 +129,7 @@ def dpo_steps(ranks: Ranks) -> tuple[list[dict[str, float]], dict[str, torch.Ten
     for seed in range(2):
         episodes = [trajectory(10 * seed + i) for i in range(10)]
         halves = [Sample(t.token_ids, t.loss_mask, trajectory_id=t.id) for t in episodes]
-        pairs = prefer(model, list(zip(halves[::2], halves[1::2], strict=True)), 60, ranks)
+        pairs = make_preferences(model, list(zip(halves[::2], halves[1::2], strict=True)), 60, ranks)
         known = {str(i): p.chosen_reference + 10 * p.rejected_reference for i, p in enumerate(pairs)}
         trainer = DPO(model, pairs, settings, seed, ranks)
         found += [known, *(trainer.step() for _ in range(trainer.total))]

@@ -56,7 +56,7 @@ def config_of(model: dict[str, Any], sizes: dict[str, int], device: str, **secti
     return Config.model_validate(raw)
 
 
-def teach(model: dict[str, Any], sizes: dict[str, int], device: str, folder: Path) -> Path:
+def imitate_oracle(model: dict[str, Any], sizes: dict[str, int], device: str, folder: Path) -> Path:
     """Train `model` by a short imitation of the oracle and return the folder of the model."""
     tiny = sizes is TINY_SIZES
     imitation = {"epochs": 30 if "scratch" in model else 2, "batch_size": 4 if tiny else 32}
@@ -108,11 +108,11 @@ def busy_seconds(recorded: torch.profiler.profile, rollout_s: float) -> tuple[fl
 
 
 def rl_steps(
-    taught: Path, sizes: dict[str, int], device: str, steps: int
+    model_dir: Path, sizes: dict[str, int], device: str, steps: int
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """Return the metrics of each step, and the split of one more, profiled step that is not among them."""
     config = config_of(
-        {"path": str(taught)},
+        {"path": str(model_dir)},
         sizes,
         device,
         rl={
@@ -134,8 +134,8 @@ def rl_steps(
         pool = EnvironmentsPool(config.environments, config.agent)
         items = await all_items(pool, config.environments)
         numbers = {env: [i for items in subsets.values() for i in items] for env, subsets in items.train.items()}
-        model, tokenizer = load_model(str(taught), device=device, dtype=choose_device(config.model)[1])
-        workers = LocalBackend(config, pool, model, tokenizer, taught)
+        model, tokenizer = load_model(str(model_dir), device=device, dtype=choose_device(config.model)[1])
+        workers = LocalBackend(config, pool, model, tokenizer, model_dir)
         state = RLState(TaskSource(numbers, 0, {"textcraft": 1.0}), {"textcraft": make_horizon(config.horizon)})
 
         async def after_step(step: int) -> None:
@@ -171,11 +171,11 @@ def main() -> None:
     sizes = TINY_SIZES if options.tiny else SIZES
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_layers": 2, "num_heads": 2}
     model = {"path": options.model_folder} if options.model_folder else {"scratch": shape}
-    taught = teach(model, sizes, options.device, options.work / "teach")
+    model_dir = imitate_oracle(model, sizes, options.device, options.work / "teach")
     summary = json.loads((options.work / "teach" / "summary.json").read_text())
-    settings = {"folder": str(taught), "instruction": INSTRUCTION, "subsets": SUBSETS, **sizes}
+    settings = {"folder": str(model_dir), "instruction": INSTRUCTION, "subsets": SUBSETS, **sizes}
     (options.work / "taught.json").write_text(json.dumps(settings))
-    metrics, split = rl_steps(taught, sizes, options.device, options.steps)
+    metrics, split = rl_steps(model_dir, sizes, options.device, options.steps)
     counted = metrics[min(2, len(metrics) - 1) :]
     episodes = sizes["groups"] * sizes["group_size"]
     step_s = statistics.median(m["time/step_s"] for m in counted)

@@ -201,9 +201,9 @@ def published_names(ranks: Ranks, folder: Path) -> list[str]:
         }
     )
     made = Rank(config, ranks.rank, ranks.size)
-    made.untrained(str(folder / "start"))
+    made.make_untrained_model(str(folder / "start"))
     lesson = Sample([1, 2, 3, 4], [False, True, True, True])
-    assert made.teach([lesson], SFTSettings(optimizer=OptimizerSettings(lr=0.1)), 0) == 1
+    assert made.make_trainer([lesson], SFTSettings(optimizer=OptimizerSettings(lr=0.1)), 0) == 1
     assert made.step()["grad/norm"] > 0
     made.export(str(folder / "start"))
     made.load(str(folder / "start"), str(folder / "start"))
@@ -232,8 +232,8 @@ def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
         sections = {"environments": [{"name": "keydoor"}], "scale": {"learners": ranks.size}}
         config = Config.model_validate({"model": model, **sections})
         made, again = (Rank(config, ranks.rank, ranks.size) for _ in range(2))
-        made.untrained(str(folder / "model"))
-        made.teach(lessons, settings, 0)
+        made.make_untrained_model(str(folder / "model"))
+        made.make_trainer(lessons, settings, 0)
         for _ in range(3):
             made.step()
         if case == "rounds":
@@ -243,7 +243,7 @@ def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
         require_written(folder / case, shards=case != "rounds")
         again.load(str(folder / case / "model"))
         if case != "rounds":
-            again.teach(lessons, settings, 0)
+            again.make_trainer(lessons, settings, 0)
             assert again.restore(str(folder / case), None) == (3, 0.0)
         loaded = dict(whole_state(again._model))
         found[case] = {name: float((t - loaded[name]).abs().max()) for name, t in whole_state(made._model)}

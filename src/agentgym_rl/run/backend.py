@@ -23,7 +23,7 @@ from agentgym_rl.run.model import load_from, load_teacher
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
-from agentgym_rl.training.dpo import DPO, Preference, prefer
+from agentgym_rl.training.dpo import DPO, Preference, make_preferences
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.model import ModelContext
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
@@ -85,10 +85,10 @@ class Backend(Protocol):
     def forget_trainer(self) -> None:
         """Free the trainer's data and optimizer."""
 
-    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+    def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         """Return pairs with their log-probabilities under the present model."""
 
-    def go_back(self, folder: Path) -> None:
+    def load_model(self, folder: Path) -> None:
         """Load the model of `folder` and forget the trainer."""
 
     async def publish(self, version: int) -> None:
@@ -184,10 +184,10 @@ class LocalBackend:
     def forget_trainer(self) -> None:
         self.learner = None
 
-    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
-        return prefer(self._model, pairs, max_tokens)
+    def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        return make_preferences(self._model, pairs, max_tokens)
 
-    def go_back(self, folder: Path) -> None:
+    def load_model(self, folder: Path) -> None:
         self.forget_trainer()
         before, _ = load_from(folder, self._config.model)
         self._model.load_state_dict(before.state_dict())

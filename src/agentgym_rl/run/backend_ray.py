@@ -28,7 +28,7 @@ from agentgym_rl.run.collectors import engine_policies, episode_slots, make_coll
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.model import choose_device, load_from
 from agentgym_rl.run.pool import EnvironmentsPool
-from agentgym_rl.run.start import Start, describe_scratch, imitate, untrained
+from agentgym_rl.run.start import Start, describe_scratch, imitate, make_untrained_model
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
@@ -37,7 +37,7 @@ from agentgym_rl.scale.shards import like_learner, load_shards, require_written,
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
-from agentgym_rl.training.dpo import Preference, prefer
+from agentgym_rl.training.dpo import Preference, make_preferences
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.ranks import balanced_shares
 from agentgym_rl.training.rl_learner import by_turn
@@ -90,10 +90,10 @@ class Rank:
         self._sent_dtype = torch.float32 if self._merges else self._dtype
         """Type of the weights sent to engines. A config whose vLLM would round merged weights is refused."""
 
-    def untrained(self, folder: str) -> int:
+    def make_untrained_model(self, folder: str) -> int:
         """Make the recipe's untrained model with the tokenizer of `folder`; return its number of parameters."""
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = untrained(self._loading.model, self._loading.seed, self._tokenizer)
+        self._model = make_untrained_model(self._loading.model, self._loading.seed, self._tokenizer)
         if self._merges:
             lora.require_mergeable(self._model)
         return self._model.num_parameters()
@@ -118,7 +118,7 @@ class Rank:
                 warm=config.warm_start is not None,
             )
 
-    def teach(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
+    def make_trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> int:
         """Make a trainer on `data`; return its number of updates."""
         self._learner = make_trainer(self._model, data, settings, seed, self._ranks)
         return self._learner.total
@@ -134,8 +134,8 @@ class Rank:
             parameter.copy_(parameter.to(self._dtype))
         self._release_device()
 
-    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
-        preferences = prefer(self._model, pairs, max_tokens, self._ranks)
+    def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+        preferences = make_preferences(self._model, pairs, max_tokens, self._ranks)
         return preferences if self._rank == 0 else []
 
     def score(self, samples: list[Sample], policy_only: bool) -> SampleScores:
@@ -314,7 +314,7 @@ class TrainerHandle:
     def __init__(self, app: Any, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> None:
         self._app = app
         claim_device(app)
-        self.total: int = app.on_all("teach", data, settings, seed)[0]
+        self.total: int = app.on_all("make_trainer", data, settings, seed)[0]
         self.updates = 0
 
     def step(self) -> dict[str, float]:
@@ -458,11 +458,11 @@ class RayBackend:
         self.learner = None
         self._app.on_all("forget_trainer")
 
-    def prefer(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
+    def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         claim_device(self._app)
-        return self._app.on_all("prefer", pairs, max_tokens)[0]
+        return self._app.on_all("make_preferences", pairs, max_tokens)[0]
 
-    def go_back(self, folder: Path) -> None:
+    def load_model(self, folder: Path) -> None:
         self.learner = None
         self._app.on_all("load", str(folder.absolute()))
 
@@ -490,7 +490,7 @@ class RayBackend:
 async def _make_starting_model(app: Any, context: RunContext, folder: Path, start: Start) -> None:
     """Make the model that training starts from on the ranks, and write it into `folder`."""
     config, console = context.config, context.console
-    (num_parameters, *_) = await app.wait_for_all("untrained", str(folder))
+    (num_parameters, *_) = await app.wait_for_all("make_untrained_model", str(folder))
     if config.model.scratch is not None:
         console.note(describe_scratch(num_parameters, start))
     if config.warm_start is not None:

@@ -52,7 +52,7 @@ class OfflineRun(Run):
             if self.round is None:
                 self.round = await self._next_round()
                 if self.config.method in RETRAINED:
-                    self.backend.go_back(self.log.root / "base")
+                    self.backend.load_model(self.log.root / "base")
                 self.trainer = self._make_trainer(self.round)
             await self._train_round()
 

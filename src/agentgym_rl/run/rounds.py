@@ -230,7 +230,7 @@ class RoundMaker:
         self.console.note(f"{len(pairs)} pairs of {items} items; their reference log-probabilities are computed once")
         renderer = self.backend.renderer
         halves = [(to_sample(a, renderer), to_sample(b, renderer)) for a, b in pairs]
-        current.pairs = self.backend.prefer(halves, settings.optimizer.micro_batch_tokens)
+        current.pairs = self.backend.make_preferences(halves, settings.optimizer.micro_batch_tokens)
         return current
 
     async def _expert(self) -> list[Sample]:

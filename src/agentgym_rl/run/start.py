@@ -36,7 +36,7 @@ async def starting_model(context: RunContext, conversations: Sequence[list[Messa
     """Return the (model, tokenizer) that training starts from, in this process; arguments as for `prepare`."""
     config, console = context.config, context.console
     start = await prepare(context, conversations)
-    model = untrained(config.model, config.seed, start.tokenizer)
+    model = make_untrained_model(config.model, config.seed, start.tokenizer)
     if config.model.scratch is not None:
         console.note(describe_scratch(model.num_parameters(), start))
     if config.warm_start is not None:
@@ -82,7 +82,7 @@ async def imitate(trainer: Trainer, console: Console) -> None:
             await asyncio.sleep(0)  # a point at which the run can be stopped
 
 
-def untrained(settings: ModelConfig, seed: int, tokenizer: Any) -> Any:
+def make_untrained_model(settings: ModelConfig, seed: int, tokenizer: Any) -> Any:
     """Return the model of the recipe, with adapters that change nothing yet, or random weights for `tokenizer`."""
     if settings.path is not None:
         model, _ = load_from(settings.path, settings)

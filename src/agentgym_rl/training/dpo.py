@@ -117,7 +117,7 @@ def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int, ranks:
     return [by_index[str(i)] for i in range(len(samples))]
 
 
-def prefer(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, ranks: Ranks = SINGLE_PROCESS) -> list[Preference]:
+def make_preferences(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, ranks: Ranks = SINGLE_PROCESS) -> list[Preference]:
     """Return the pairs with the log-probabilities of `model`, the reference, which is not needed afterwards."""
     halves = [sample for pair in pairs for sample in pair]
     logprobs = sequence_logprobs(model, halves, max_tokens, ranks)
@@ -145,9 +145,9 @@ class DPO(Updater):
         random.Random(f"{self._seed}/{epoch}").shuffle(order)
         size = self._dpo.batch_size
         batch = order[place * size : (place + 1) * size]
-        return self.prefer(batch) | {"epoch": epoch + 1.0, "pairs": float(len(batch))}
+        return self.update_on(batch) | {"epoch": epoch + 1.0, "pairs": float(len(batch))}
 
-    def prefer(self, pairs: list[Preference]) -> dict[str, float]:
+    def update_on(self, pairs: list[Preference]) -> dict[str, float]:
         """Make one update on the mean loss of `pairs`, of which every rank takes its share."""
         local = [pairs[i] for i in self.ranks.local_indices([pair.num_tokens for pair in pairs])]
         batches = pair_batches(local, self.settings.micro_batch_tokens, self.model.device)

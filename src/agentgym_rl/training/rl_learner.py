@@ -68,8 +68,8 @@ class RLLearner(Updater):
         """Add what the estimator or the loss needs from the models before an update, to samples that lack it.
 
         That is: this policy's log-probabilities, if it is updated more than once or KL is in the reward; the
-        reference's and the teacher's, if they are used; the critic's values, if there is one. With
-        `policy_only`: this policy's and nothing else.
+        reference's and the teacher's, if they are used; the critic's values, if there is one. `policy_only` adds only
+        this policy's.
         """
         kl_in_reward = self._reference is not None and self._rl.kl_in == "reward"
         old = policy_only or self._rl.updates_per_step > 1 or kl_in_reward

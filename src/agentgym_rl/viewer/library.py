@@ -169,7 +169,7 @@ class Library:
     def same_task(self, env: str, item: int) -> list[dict[str, Any]]:
         return self.queries.same_task({run: folder.path for run, folder in self.run_folders().items()}, env, item)
 
-    def prefer(self, left: tuple[str, str], right: tuple[str, str], better: str, by: str) -> dict[str, Any]:
+    def record_preference(self, left: tuple[str, str], right: tuple[str, str], better: str, by: str) -> dict[str, Any]:
         """Store which of two episodes, each given as (run, key), is better."""
         sides = [(run, self.raw_episode(run, key)) for run, key in (left, right)]
         return store_preference(self.run_folder(left[0]), sides[0], sides[1], better, by)

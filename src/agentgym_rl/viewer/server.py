@@ -123,10 +123,10 @@ def reading_routes(library: Library) -> APIRouter:
         return answer(library.preferences((left_run, left_key), (right_run, right_key)))
 
     @router.post("/prefer")
-    def prefer(
+    def record_preference(
         left_run: Field, left_key: Field, right_run: Field, right_key: Field, better: Field, by: Field
     ) -> Response:
-        return answer(library.prefer((left_run, left_key), (right_run, right_key), better, by))
+        return answer(library.record_preference((left_run, left_key), (right_run, right_key), better, by))
 
     @router.get("/shared_tasks")
     def shared_tasks(left: Text, right: Text) -> Response:
