@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from jinja2.exceptions import TemplateError
 
-from agentgym_rl.agent.segments import place
+from agentgym_rl.agent.segments import match_segment
 from agentgym_rl.agent.templates import TEMPLATES, resolve_template
 from agentgym_rl.agent.tools import PARSERS, Parsed
 from agentgym_rl.common.chat_messages import to_openai
@@ -243,12 +243,12 @@ class Renderer:
         for i, message in enumerate(messages):
             if not message.is_reply:
                 continue
-            path = samples[-1].token_ids if samples else []
-            spot = place({0: path} if samples else {}, self.continuation(path, messages[:i], tools), 1)
-            if spot.segment or not samples:
-                samples.append(Sample(path[: spot.prefix[1]] if spot.prefix else [], []))
+            tokens = samples[-1].token_ids if samples else []
+            match = match_segment({0: tokens} if samples else {}, self.continuation(tokens, messages[:i], tools), 1)
+            if match.segment or not samples:
+                samples.append(Sample(tokens[: match.prefix[1]] if match.prefix else [], []))
             sample, ids = samples[-1], self.reply_ids(message.content, message.tool_calls)
-            sample.token_ids += spot.added_ids
+            sample.token_ids += match.added_ids
             if trained is not None and not trained[i]:
                 sample.left_out.append((len(sample.token_ids), len(ids)))
             sample.loss_mask += [False] * (len(sample.token_ids) - len(sample.loss_mask))
