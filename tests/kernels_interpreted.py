@@ -278,10 +278,10 @@ async def layers() -> None:
         right = F.rms_norm(x, (size,), weight, 1e-5)
         right.backward(gradient)
         actual, scales = layer_kernels.norm(x.detach(), weight.detach(), 1e-5)
-        by_x, by_weight = layer_kernels.norm_backward(gradient, x.detach(), weight.detach(), scales, residual)
+        grad_x, grad_weight = layer_kernels.norm_backward(gradient, x.detach(), weight.detach(), scales, residual)
         assert x.grad is not None
         assert weight.grad is not None
-        assert max(error(actual, right), error(by_x, x.grad + residual), error(by_weight, weight.grad)) < 1e-5
+        assert max(error(actual, right), error(grad_x, x.grad + residual), error(grad_weight, weight.grad)) < 1e-5
     assert gate_error(9, 1100, "cpu") < 1e-5
 
 
@@ -290,12 +290,12 @@ async def logits() -> None:
     torch.manual_seed(0)
     for size in (100, 5000):
         values, targets = torch.randn(9, size) * 6, torch.randint(size, (9,))
-        by_logprob, by_entropy = torch.randn(2, 9)
+        grad_logprob, grad_entropy = torch.randn(2, 9)
         right = head._statistics(values, targets, 0.7)
         for actual, wanted in zip(head_kernels.statistics(values, targets, 0.7), right, strict=True):
             torch.testing.assert_close(actual, wanted, atol=2e-5, rtol=1e-5)
-        for entropy in (None, (by_entropy, right[2])):
-            given = (values, targets, right[0], by_logprob, entropy, 0.7, torch.float32)
+        for entropy in (None, (grad_entropy, right[2])):
+            given = (values, targets, right[0], grad_logprob, entropy, 0.7, torch.float32)
             assert error(head_kernels.gradient(*given), head._gradient(*given)) < 1e-5
 
 

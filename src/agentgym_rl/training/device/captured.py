@@ -229,9 +229,9 @@ class _Replay(torch.autograd.Function):
             raise RuntimeError("a captured pass ran again before its backward pass: call backward first")
         captured.by_out_PH[:count] = by_out_TH
         captured.by_out_PH[count:] = 0
-        by_hidden, *by_parameters = captured.backward()
-        if by_hidden.dtype is not torch.bfloat16:
+        grad_hidden, *grad_parameters = captured.backward()
+        if grad_hidden.dtype is not torch.bfloat16:
             # bf16 gradients are summed in separate float32 tensors (MasterAdamW.collect). For other types the second
             # pass would overwrite the gradient of the first.
-            by_parameters = [gradient.clone() for gradient in by_parameters]
-        return None, None, None, by_hidden[:count], *by_parameters
+            grad_parameters = [gradient.clone() for gradient in grad_parameters]
+        return None, None, None, grad_hidden[:count], *grad_parameters
