@@ -287,7 +287,7 @@ def vllm_weights() -> str:
     found = measured("vllm_weights")
     names = {
         "memory": "CUDA IPC, in one process",
-        "lent": "CUDA IPC from the learner's process, as `[scale]` does if both share a GPU",
+        "ipc": "CUDA IPC from the learner's process, as `[scale]` does if both share a GPU",
         "node": "memory of the node, as `[scale]` does on one machine",
         "buckets": "buckets, as on a cluster",
         "files": "a folder",

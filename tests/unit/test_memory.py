@@ -240,12 +240,12 @@ def test_hosts_load_the_model_for_every_rank_and_copy_it_for_every_remote_vllm()
     vllm = on_each_host(replace(apart, engine="vllm"), 8)
     assert vllm["host of engines, running"].total == 2 * 2 * count + 8 * 2 * count
     machine = on_each_host(replace(apart, engine="vllm"), 40)
-    assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner lends"
+    assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner shares"
     pairs = replace(apart, learners=8, colocated=True)
     assert on_each_host(pairs, 4)["host, loading"].total == 4 * (4 + 2 + 2) * count
     sleeping = on_each_host(replace(pairs, engine="vllm"), 8)["host, running"]
     assert sleeping.parts["8 sleeping vLLMs"] == 8 * 2 * count
-    assert sleeping.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner lends"
+    assert sleeping.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner shares"
     two_nodes = on_each_host(replace(pairs, engine="vllm"), 4)["host, running"]
     assert two_nodes.total == (3 + 4 + 4) * 2 * count
     assert on_each_host(pairs, 8)["host, running"].total == 3 * 2 * count

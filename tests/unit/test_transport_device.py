@@ -360,9 +360,9 @@ def test_two_ranks_send_to_two_engines_and_a_failure_does_not_block_the_other(tm
 
 def test_a_learner_that_never_connects_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "ANSWER_TIMEOUT_S", 0.05)
-    lent = DeviceWeights(open_endpoint(), 3)
+    weights = DeviceWeights(open_endpoint(), 3)
     with pytest.raises(EngineError, match="the learner with weights 3 did not connect within 0 s"):
-        load_device_weights({}, lent)
+        load_device_weights({}, weights)
 
 
 def test_other_allocator_settings_survive_a_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
