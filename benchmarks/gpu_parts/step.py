@@ -26,12 +26,12 @@ from agentgym_rl.environment.envs.textcraft.env import TextCraft
 from agentgym_rl.run.backend import LocalBackend
 from agentgym_rl.run.collectors import limits_of
 from agentgym_rl.run.items import all_items
-from agentgym_rl.run.model import choose_device
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.load_model import choose_device
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 
 SUBSETS = ["depth1", "depth2"]
 SIZES = {"groups": 32, "group_size": 8, "turns": 8, "max_new_tokens": 48, "max_context": 2048}

@@ -30,7 +30,7 @@ from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.run.backend_ray import RayBackend
 from agentgym_rl.run.log import read_metrics, read_trajectories
 from agentgym_rl.run.start import word_tokenizer
-from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.routing import SessionRouter
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings

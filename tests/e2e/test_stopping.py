@@ -21,7 +21,7 @@ from cluster_for_tests import PATIENT, Command, ForkedCommand, descendants, even
 from envs_for_tests import Counting
 from runs_for_tests import counting_config, final_weights, quiet
 
-from agentgym_rl.agent.engines.vllm.guard import owned
+from agentgym_rl.agent.engines.vllm.process_cleanup import owned
 from agentgym_rl.commands.train import train
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool

@@ -16,7 +16,7 @@ from agentgym_rl.environment.envs.searchqa import published
 from agentgym_rl.environment.envs.searchqa.env import searchqa_from
 from agentgym_rl.environment.envs.searchqa.indexing import build_index
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.training.conversations import to_conversation, write_conversations
 from agentgym_rl.types import Message, Task, Trajectory
 

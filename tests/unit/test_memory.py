@@ -30,7 +30,7 @@ from agentgym_rl.scale.memory import (
     table,
     warm_start_memory,
 )
-from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.training.device.head import CHUNK_NUMBERS
 
 SHAPES = {

@@ -36,7 +36,7 @@ from agentgym_rl.training.microbatch import micro_batches
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import Algorithm, CriticSettings, HorizonSettings, OptimizerSettings, RLSettings
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Group, Limits, Message, Sampling, StopReason, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]

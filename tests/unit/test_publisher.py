@@ -10,7 +10,7 @@ import pytest
 
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale import publisher
-from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.publisher import (
     OLD_DEVICE_WEIGHTS_VARIABLE,
     EngineLost,

@@ -28,7 +28,7 @@ from agentgym_rl.training.model import action_logprobs
 from agentgym_rl.training.rl import Hooks, RLState, expected_steps, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Group, Limits, Sample, Sampling, StopReason, Task, Trajectory
 
 SETTINGS = RLSettings(steps=7, groups_per_step=4, group_size=2, kl_coef=0.0)

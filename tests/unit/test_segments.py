@@ -18,7 +18,7 @@ from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe, thinking_tokenizer
 from training_for_tests import few
 
-from agentgym_rl.agent.context import ASK, FULL, LEFT_OUT, SUMMARISED, Context, view
+from agentgym_rl.agent.context_management import ASK, FULL, LEFT_OUT, SUMMARISED, Context, view
 from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer

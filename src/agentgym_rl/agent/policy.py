@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
-from agentgym_rl.agent.context import ASK, FULL, SUMMARY, Context, view
+from agentgym_rl.agent.context_management import ASK, FULL, SUMMARY, Context, view
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.engines.openai import Chat, ContextOverflow
 from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.agent.segments import assign_segment, segment_tokens
-from agentgym_rl.agent.tools import numbered
+from agentgym_rl.agent.tool_parsers import numbered
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import EngineError, EnvError
 from agentgym_rl.types import Completion, EnvSession, Limits, Message, Observation, Role, Sampling

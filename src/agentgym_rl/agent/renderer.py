@@ -21,7 +21,7 @@ from jinja2.exceptions import TemplateError
 
 from agentgym_rl.agent.segments import match_segment
 from agentgym_rl.agent.templates import TEMPLATES, resolve_template
-from agentgym_rl.agent.tools import PARSERS, Parsed
+from agentgym_rl.agent.tool_parsers import PARSERS, Parsed
 from agentgym_rl.common.chat_messages import to_openai
 from agentgym_rl.common.thoughts import CLOSE, OPEN, without_thought
 from agentgym_rl.errors import ConfigError

@@ -54,7 +54,7 @@ from agentgym_rl.evaluation.suites import (
 from agentgym_rl.evaluation.terminal import print_report
 from agentgym_rl.run.collectors import wrap_of
 from agentgym_rl.run.console import Console
-from agentgym_rl.run.pool import EnvironmentsPool, load_class
+from agentgym_rl.run.environments_pool import EnvironmentsPool, load_class
 
 SAVE_INTERVAL_S = 15.0
 """Seconds between updates of eval.json while episodes are played."""

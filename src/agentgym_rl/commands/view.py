@@ -21,7 +21,7 @@ from agentgym_rl.environment.formats import action_format
 from agentgym_rl.environment.own_class import is_import_path
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import AgentGymError, ConfigError
-from agentgym_rl.run.pool import load_class
+from agentgym_rl.run.environments_pool import load_class
 from agentgym_rl.types import EnvSession, Limits, Message, Observation
 
 MAX_SESSIONS = 64
@@ -281,7 +281,7 @@ def export(
     """Write the viewer's content into one HTML file."""
     from rich.progress import Progress
 
-    from agentgym_rl.viewer.export import exported_page
+    from agentgym_rl.viewer.page_export import exported_page
     from agentgym_rl.viewer.library import Library
 
     library = Library(folders, ViewerEnvironments(None, urls, environment_token, own))

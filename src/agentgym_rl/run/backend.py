@@ -19,7 +19,7 @@ from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.collectors import collect_each, engine_policies, make_proxy
-from agentgym_rl.run.model import load_from, load_teacher
+from agentgym_rl.run.load_model import load_from, load_teacher
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
 from agentgym_rl.training.critic import ValueModel

@@ -26,11 +26,11 @@ from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import OnTrajectory, Trainer, make_engine, make_learner, make_trainer
 from agentgym_rl.run.collectors import engine_policies, episode_slots, make_collector
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.model import choose_device, load_from
-from agentgym_rl.run.pool import EnvironmentsPool
+from agentgym_rl.run.load_model import choose_device, load_from
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.start import Start, describe_scratch, imitate, make_untrained_model
 from agentgym_rl.scale.folders import require_same, require_shared
-from agentgym_rl.scale.plan import Plan
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.scale.publisher import shares_device_memory
 from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, shard_state

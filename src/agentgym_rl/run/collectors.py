@@ -8,7 +8,7 @@ from typing import Any
 
 from agentgym_rl.agent.advised import AdvisedPolicy
 from agentgym_rl.agent.collect import Collector, EpisodeSlots
-from agentgym_rl.agent.context import Context
+from agentgym_rl.agent.context_management import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.proxy.app import Proxy

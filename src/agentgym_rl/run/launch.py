@@ -12,7 +12,7 @@ from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import Backend, LocalBackend
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import load_demonstrations
-from agentgym_rl.run.model import load_from
+from agentgym_rl.run.load_model import load_from
 from agentgym_rl.run.offline import OfflineRun
 from agentgym_rl.run.rl import RLRun
 from agentgym_rl.run.rounds import RETRAINED

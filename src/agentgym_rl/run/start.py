@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentgym_rl.agent.context import ASK, LEFT_OUT, SUMMARISED
+from agentgym_rl.agent.context_management import ASK, LEFT_OUT, SUMMARISED
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
@@ -15,7 +15,7 @@ from agentgym_rl.run.backend import Trainer
 from agentgym_rl.run.console import Console
 from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.demonstrations import play_demonstrations, to_samples
-from agentgym_rl.run.model import choose_device, load_from
+from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
 from agentgym_rl.training.scratch import build_model, build_tokenizer, write_calls

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale.host_scheduler import HostScheduler
-from agentgym_rl.scale.plan import Plan, bundles
+from agentgym_rl.scale.resource_plan import Plan, bundles
 from agentgym_rl.scale.process_group import join, leave
 from agentgym_rl.scale.publisher import EngineLost, Publisher
 from agentgym_rl.scale.routing import SessionRouter

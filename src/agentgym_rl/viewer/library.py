@@ -12,7 +12,7 @@ from agentgym_rl.errors import AgentGymError
 from agentgym_rl.viewer.discovery import RunFolder, discover, require_roots
 from agentgym_rl.viewer.index import Index, Indexer
 from agentgym_rl.viewer.playground_protocols import Environments
-from agentgym_rl.viewer.preferences import preferences_of, store_preference
+from agentgym_rl.viewer.preference_store import preferences_of, store_preference
 from agentgym_rl.viewer.queries import Filter, Queries
 from agentgym_rl.viewer.replays import shown_calls
 from agentgym_rl.viewer.runs import Runs, damaged_overview

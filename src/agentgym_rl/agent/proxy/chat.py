@@ -19,7 +19,7 @@ from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import check_completion
 from agentgym_rl.agent.renderer import Renderer, Tools
 from agentgym_rl.agent.segments import Call
-from agentgym_rl.agent.tools import numbered
+from agentgym_rl.agent.tool_parsers import numbered
 from agentgym_rl.common.chat_messages import from_openai, to_openai
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError

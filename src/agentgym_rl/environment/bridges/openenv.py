@@ -24,7 +24,7 @@ from agentgym_rl.environment.bridges.calls import (
     read_call,
     shorten,
 )
-from agentgym_rl.environment.bridges.tasks import import_value, read_headers
+from agentgym_rl.environment.bridges.bridge_settings import import_value, read_headers
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 from agentgym_rl.types import Step
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from agentgym_rl.agent.engines.vllm.guard import owned
+from agentgym_rl.agent.engines.vllm.process_cleanup import owned
 from agentgym_rl.agent.engines.vllm.probe import Probe
 from agentgym_rl.agent.engines.vllm.requirements import EXTENSION, max_lora_rank, reply_limit, require_vllm, signed_64
 from agentgym_rl.errors import EngineError

@@ -19,7 +19,7 @@ from agentgym_rl.environment.envs.babyai.text import (
     read_action,
     refuse,
 )
-from agentgym_rl.environment.envs.babyai.view import Move, View, look
+from agentgym_rl.environment.envs.babyai.field_of_view import Move, View, look
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
