@@ -24,10 +24,9 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentgym_rl.agent.engines.native import NativeEngine, engine
-from agentgym_rl.agent.engines.native.cuda import forward_passes
-from agentgym_rl.agent.engines.native.cuda import captured_runner
-from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
+from agentgym_rl.agent.engines.native.cuda import captured_runner, forward_passes
 from agentgym_rl.agent.engines.native.cuda.captured_runner import CapturedRunner
+from agentgym_rl.agent.engines.native.cuda.drafts import accept, draft, drafted_picks
 from agentgym_rl.agent.engines.native.cuda.sample_kernels import Picks, RowState
 from agentgym_rl.training.device import head, head_kernels, layer_kernels
 from agentgym_rl.types import Completion, Sampling

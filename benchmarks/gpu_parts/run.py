@@ -34,9 +34,9 @@ from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.config import Config, load_config
 from agentgym_rl.run.backend import LocalBackend
 from agentgym_rl.run.collectors import collect_each, limits_of
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
 from agentgym_rl.run.load_model import choose_device
-from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.model import load_model
 from agentgym_rl.training.rl import Hooks, RLState, train_rl

@@ -18,9 +18,9 @@ from agentgym_rl.training.conversations import (
     convert,
     find_files,
     is_trajectory_file,
-    to_conversation,
     read_conversations,
     read_trajectory_files,
+    to_conversation,
     write_conversations,
 )
 from agentgym_rl.types import Message, StopReason, Task, ToolCall, Trajectory

@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 from training_for_tests import groups, slow_logprobs, tiny_model, trajectory
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.dpo import DPO, Preference, build_pairs, dpo_loss, pair_batches, make_preferences, sequence_logprobs
+from agentgym_rl.training.dpo import (
+    DPO,
+    Preference,
+    build_pairs,
+    dpo_loss,
+    make_preferences,
+    pair_batches,
+    sequence_logprobs,
+)
 from agentgym_rl.training.settings import DPOSettings, OptimizerSettings
 from agentgym_rl.types import Group, Sample, StopReason, Task, Trajectory
 

@@ -386,9 +386,11 @@ def test_placement_puts_pairs_into_one_bundle_and_learners_together() -> None:
     assert wide.placement()[1][0]["engine"] == [{"CPU": 1.0, "GPU": 4.0}] * 3, "of one node each: a bundle is"
     assert "need 14 GPUs; there are 13" in (wide.shortage({"GPU": 13, "CPU": 99}) or "")
     undecided = replace(pairs, device="auto", address="auto")
-    assert undecided.decided({"GPU": 16.0, "CPU": 99.0}) == replace(pairs, address="auto"), "whatever the driver has"
-    assert undecided.decided({"CPU": 99.0}).device == "cpu"
-    assert pairs.decided({"CPU": 99.0}) is pairs
+    assert undecided.resolved_for({"GPU": 16.0, "CPU": 99.0}) == replace(pairs, address="auto"), (
+        "whatever the driver has"
+    )
+    assert undecided.resolved_for({"CPU": 99.0}).device == "cpu"
+    assert pairs.resolved_for({"CPU": 99.0}) is pairs
 
 
 def test_a_missing_cluster_is_reported_in_one_line() -> None:

@@ -29,9 +29,9 @@ from agentgym_rl.environment.wire import NotSupported
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.run.collectors import episode_slots, make_collector
 from agentgym_rl.run.demonstrations import load_trajectories, play_demonstrations, to_sample
+from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.items import all_items
 from agentgym_rl.run.mistakes import MistakeSession, Solutions, inject_mistakes
-from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.rounds import Round, read_round, write_round
 from agentgym_rl.run.start import prepare, word_tokenizer
 from agentgym_rl.training.conversations import convert, read_conversations

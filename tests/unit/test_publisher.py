@@ -10,7 +10,6 @@ import pytest
 
 from agentgym_rl.errors import ConfigError, EngineError, WorkerLost
 from agentgym_rl.scale import publisher
-from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.publisher import (
     OLD_DEVICE_WEIGHTS_VARIABLE,
     EngineLost,
@@ -18,6 +17,7 @@ from agentgym_rl.scale.publisher import (
     match_engines,
     shares_device_memory,
 )
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shared_state import Published
 from agentgym_rl.transport.device import DEVICE_WEIGHTS_VARIABLE, DeviceWeights, Endpoint
 

@@ -145,7 +145,9 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
 ) -> None:
     _, source = request.getfixturevalue(writers)
     found = (
-        resume(SINGLE_PROCESS, tmp_path, source) if readers == 1 else on_ranks(readers, partial(resume, source=source), tmp_path)
+        resume(SINGLE_PROCESS, tmp_path, source)
+        if readers == 1
+        else on_ranks(readers, partial(resume, source=source), tmp_path)
     )
     assert_same(found, expected["ppo, another step"])
 
@@ -237,7 +239,7 @@ def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
         for _ in range(3):
             made.step()
         if case == "rounds":
-            made.forget_trainer()
+            made.release_trainer()
         (folder / case).mkdir()
         made.save(str(folder / case))
         require_written(folder / case, shards=case != "rounds")

@@ -23,7 +23,7 @@ from agentgym_rl.agent.engines.native import NativeEngine
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
-from agentgym_rl.agent.segments import Call, segment_tokens, match_segment, stitch
+from agentgym_rl.agent.segments import Call, match_segment, segment_tokens, stitch
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import Tool

@@ -12,7 +12,7 @@ from runs_for_tests import context_of, counting_config
 from agentgym_rl.config import Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.run.items import all_items
-from agentgym_rl.run.start import prepare, starting_model, make_untrained_model, word_tokenizer
+from agentgym_rl.run.start import make_untrained_model, prepare, starting_model, word_tokenizer
 from agentgym_rl.types import Message, Step
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentgym_rl.environment.envs.webarena.evaluators import evaluate
-from agentgym_rl.environment.envs.webarena.evaluators import llm_judge
+from agentgym_rl.environment.envs.webarena.evaluators import evaluate, llm_judge
 from agentgym_rl.environment.envs.webarena.evaluators.data import only_changed
 from agentgym_rl.environment.envs.webarena.evaluators.helpers import HELPERS, Call, HelperContext, call, read_call
 from agentgym_rl.environment.envs.webarena.evaluators.llm_judge import VARIABLES, require_judge

@@ -245,7 +245,7 @@ class EnginePolicy:
             conversation = view([*messages, *others, asked])
             prompt_ids = self._renderer.continuation(segment_tokens(messages, segment), conversation, self._tools)
             return [*others, assign_segment(messages, last, prompt_ids)]
-        ids = self._renderer.between(new_messages)
+        ids = self._renderer.observation_ids(new_messages)
         if messages[-1].token_ids[-1] not in self._renderer.stop_token_ids:
             # A stop string ended the reply, so its end-of-turn token was not sampled and belongs to the observation.
             ids = [self._renderer.end_of_turn, *ids]

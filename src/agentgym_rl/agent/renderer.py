@@ -151,7 +151,7 @@ class Renderer:
         """Return the ids between a reply's end-of-turn token and the next reply: results of its calls, and prompt."""
         return list(self._tool_results_ids(tuple((m.content, m.tool_call_id) for m in messages)))
 
-    def between(self, messages: Sequence[Message]) -> list[int]:
+    def observation_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the messages between two replies: one observation, or the results of calls."""
         if messages[0].role == "tool":
             return self.tool_results(messages)
@@ -274,7 +274,7 @@ class Renderer:
         for turn, i in enumerate(replies):
             message = messages[i]
             if turn:
-                ids = self.between(messages[replies[turn - 1] + 1 : i])
+                ids = self.observation_ids(messages[replies[turn - 1] + 1 : i])
                 token_ids += ids
                 loss_mask += [False] * len(ids)
             ids = self.reply_ids(message.content, message.tool_calls)
@@ -442,7 +442,7 @@ class Renderer:
             later = self._render(messages[: i + 2], generation_prompt=True, tools=tools)
             played = after[: after.rindex(self._end_text) + len(self._end_text)]
             _require_prefix(played, later, "with the next observation added")
-            extended = [*self.encode(played), *self.between(messages[i + 1 : i + 2])]
+            extended = [*self.encode(played), *self.observation_ids(messages[i + 1 : i + 2])]
             if extended != self.encode(later):
                 raise ConfigError(
                     "the chat template writes an observation differently late in a conversation, or the tokenizer "

@@ -64,7 +64,9 @@ def stitch(calls: Iterable[Call]) -> list[Message]:
     return messages
 
 
-def match_segment(tokens_by_segment: Mapping[int, Sequence[int]], prompt_ids: Sequence[int], new_segment: int) -> SegmentMatch:
+def match_segment(
+    tokens_by_segment: Mapping[int, Sequence[int]], prompt_ids: Sequence[int], new_segment: int
+) -> SegmentMatch:
     """Return how a prompt continues segments, given their tokens by number. The longest match wins.
 
     >>> match_segment({0: [1, 2, 3]}, [1, 2, 3, 4], 1)

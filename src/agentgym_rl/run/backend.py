@@ -82,7 +82,7 @@ class Backend(Protocol):
     def trainer(self, data: list[Any], settings: SFTSettings | DPOSettings, seed: int | str) -> Trainer:
         """Return a trainer of the present model: SFT on samples, or DPO on preferences."""
 
-    def forget_trainer(self) -> None:
+    def release_trainer(self) -> None:
         """Free the trainer's data and optimizer."""
 
     def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
@@ -181,14 +181,14 @@ class LocalBackend:
         self.learner = make_trainer(self._model, data, settings, seed)
         return self.learner
 
-    def forget_trainer(self) -> None:
+    def release_trainer(self) -> None:
         self.learner = None
 
     def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         return make_preferences(self._model, pairs, max_tokens)
 
     def load_model(self, folder: Path) -> None:
-        self.forget_trainer()
+        self.release_trainer()
         before, _ = load_from(folder, self._config.model)
         self._model.load_state_dict(before.state_dict())
 

@@ -26,13 +26,13 @@ from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.backend import OnTrajectory, Trainer, make_engine, make_learner, make_trainer
 from agentgym_rl.run.collectors import engine_policies, episode_slots, make_collector
 from agentgym_rl.run.context import RunContext
-from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.run.environments_pool import EnvironmentsPool
+from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.run.start import Start, describe_scratch, imitate, make_untrained_model
 from agentgym_rl.scale.folders import require_same, require_shared
-from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.process_group import ProcessRanks, whole_state
 from agentgym_rl.scale.publisher import shares_device_memory
+from agentgym_rl.scale.resource_plan import Plan
 from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, shard_state
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import Batch, split_batch
@@ -127,7 +127,7 @@ class Rank:
         return self._learner.step()
 
     @torch.no_grad()
-    def forget_trainer(self) -> None:
+    def release_trainer(self) -> None:
         """Free the trainer and round the weights to those that engines have, as one process and a resumed run do."""
         self._learner = None
         for parameter in self._masters().values():
@@ -286,7 +286,7 @@ def _load_renderer(folder: Path, config: Config) -> Renderer:
     return Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
 
 
-def for_workers(config: Config, device: str) -> Config:
+def config_for_workers(config: Config, device: str) -> Config:
     """Return the recipe for processes on other machines: full paths, the text of the driver's files, one device."""
     model = config.model
     changes = {
@@ -391,7 +391,7 @@ class RayBackend:
         folder, reference_dir = _absolute(folder), _absolute(reference_dir or folder)
         try:
             app.connect()
-            worker_config = for_workers(config, app.plan.device)
+            worker_config = config_for_workers(config, app.plan.device)
             await app.start_learners(partial(Rank, worker_config))
             ask = partial(on_other_nodes, plan.worker_timeout_s)
             await require_shared(_absolute(run_dir), ask)
@@ -454,9 +454,9 @@ class RayBackend:
         self.learner = TrainerHandle(self._app, data, settings, seed)
         return self.learner
 
-    def forget_trainer(self) -> None:
+    def release_trainer(self) -> None:
         self.learner = None
-        self._app.on_all("forget_trainer")
+        self._app.on_all("release_trainer")
 
     def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
         claim_device(self._app)

@@ -100,7 +100,7 @@ def _unwrapped(session: EnvSession) -> EnvSession:
     return session
 
 
-def wrap_of(agent: AgentConfig, inner: Wrap = _unwrapped) -> Wrap:
+def session_wrapper(agent: AgentConfig, inner: Wrap = _unwrapped) -> Wrap:
     """Return a function that wraps a session in `inner`, then in the recipe's style and instruction."""
     style: Style = STYLES[agent.style]
 
@@ -134,7 +134,7 @@ def make_collector(
         slots,
         agent.retries,
         agent.episode_timeout_s,
-        wrap=wrap_of(agent, inner),
+        wrap=session_wrapper(agent, inner),
         prefix=prefix,
         on_timeout=agent.on_timeout,
         **options,

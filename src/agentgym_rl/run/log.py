@@ -149,7 +149,7 @@ class RunLog:
             row |= dict.fromkeys(nonfinite) | {"nonfinite": nonfinite}
         self._writer.append(self.metrics_path, orjson.dumps(row) + b"\n")
         scalars = {name: float(value) for name, value in values.items() if not isinstance(value, str)}
-        self._tell_trackers(lambda tracker: tracker.log(step, scalars))
+        self._call_trackers(lambda tracker: tracker.log(step, scalars))
         self.set_status("running", step=step, steps=steps)
         self._retry_writes()
 
@@ -179,11 +179,11 @@ class RunLog:
             self.log_event("not_written", message, step=self._status.get("step", 0))
             self._say(message)
 
-    def _tell_trackers(self, tell: Callable[[Tracker], None]) -> None:
+    def _call_trackers(self, call: Callable[[Tracker], None]) -> None:
         """Call every tracker. A tracker that raises any error is dropped."""
         for name, tracker in list(self._trackers.items()):
             try:
-                tell(tracker)
+                call(tracker)
             except Exception as error:
                 del self._trackers[name]
                 reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -252,7 +252,7 @@ class RunLog:
             if path.is_file():
                 _rewrite_metrics(path, [row for row in read_metrics(path) if row["step"] <= step])
         kept = self.metrics()
-        self._tell_trackers(lambda tracker: tracker.resume(step, kept))
+        self._call_trackers(lambda tracker: tracker.resume(step, kept))
         self.set_status("running", step=step)
 
     def set_status(
@@ -280,7 +280,7 @@ class RunLog:
 
     def close(self) -> None:
         """Close the trackers and release the lock."""
-        self._tell_trackers(lambda tracker: tracker.close(self._status["state"]))
+        self._call_trackers(lambda tracker: tracker.close(self._status["state"]))
         self._trackers = {}
         if not self._writer.write_pending():
             lost = self._writer.pending_paths()

@@ -246,7 +246,10 @@ def shuffled_parts(count: int, minibatches: int, seed: int) -> list[list[int]]:
 def sample_parts(batch: Batch, minibatches: int, seed: int) -> list[list[int]]:
     """Return the sample indices of each update of a pass: equal shares of episodes, each with all its samples."""
     by_episode = samples_by_episode(batch)
-    return [[i for episode in part for i in by_episode[episode]] for part in shuffled_parts(len(by_episode), minibatches, seed)]
+    return [
+        [i for episode in part for i in by_episode[episode]]
+        for part in shuffled_parts(len(by_episode), minibatches, seed)
+    ]
 
 
 def split_batch(batch: Batch, size: int, minibatches: int, seed: int) -> tuple[list[Batch], list[list[int]]]:

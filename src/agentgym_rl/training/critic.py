@@ -47,7 +47,9 @@ class ValueModel(nn.Module):
 class Critic(Updater):
     """Trains values by regression on returns."""
 
-    def __init__(self, model: ValueModel, settings: CriticSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS) -> None:
+    def __init__(
+        self, model: ValueModel, settings: CriticSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS
+    ) -> None:
         with model.switch():
             super().__init__(model, settings.optimizer, total_updates, ranks)
         self._bound = settings.clip

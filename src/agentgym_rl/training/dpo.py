@@ -117,7 +117,9 @@ def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int, ranks:
     return [by_index[str(i)] for i in range(len(samples))]
 
 
-def make_preferences(model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, ranks: Ranks = SINGLE_PROCESS) -> list[Preference]:
+def make_preferences(
+    model: Any, pairs: list[tuple[Sample, Sample]], max_tokens: int, ranks: Ranks = SINGLE_PROCESS
+) -> list[Preference]:
     """Return the pairs with the log-probabilities of `model`, the reference, which is not needed afterwards."""
     halves = [sample for pair in pairs for sample in pair]
     logprobs = sequence_logprobs(model, halves, max_tokens, ranks)

@@ -30,7 +30,9 @@ MicroLoss = Callable[[MicroBatch], tuple[Tensor, dict[str, Tensor]]]
 class Updater:
     """A model with its optimizer and learning-rate schedule. Subclasses add the loss."""
 
-    def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS) -> None:
+    def __init__(
+        self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS
+    ) -> None:
         self.model, self.settings, self.total_updates, self.ranks = model, settings, total_updates, ranks
         self.updates = 0
         ranks.prepare_model(model)
@@ -105,7 +107,9 @@ class Updater:
 class Imitator(Updater):
     """Supervised fine-tuning: mean negative log-likelihood over the action tokens of a batch."""
 
-    def __init__(self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS) -> None:
+    def __init__(
+        self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS
+    ) -> None:
         check_plain_head(model)
         super().__init__(model, settings, total_updates, ranks)
 

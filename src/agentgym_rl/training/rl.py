@@ -84,7 +84,7 @@ class RLState:
         self.version, self.played_s = state["version"], state["played_s"]
         self.step, self.sampled = step, state["sampled"]
 
-    def over(self, settings: RLSettings) -> bool:
+    def is_finished(self, settings: RLSettings) -> bool:
         """Return whether the run has reached its steps or its token budget."""
         return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
 
@@ -111,7 +111,7 @@ async def train_rl(
     With `overlap` the learner works in a thread while the next step's episodes are played with the current weights.
     The engine then needs its own copy of the weights.
     """
-    while not state.over(settings):
+    while not state.is_finished(settings):
         step, started = state.step, time.perf_counter()
         if not state.played:
             await _play_step(step, state, collect, limits, settings, seed)
@@ -125,7 +125,7 @@ async def train_rl(
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
         _advance(state.horizons, groups)
         learning_since = time.perf_counter()
-        if settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
+        if settings.overlap and not replace(state, step=step + 1, sampled=sampled).is_finished(settings):
             # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
             playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
             try:

@@ -270,7 +270,9 @@ def _open_buffer(handle: Any) -> torch.Tensor:
     try:
         return cast(torch.Tensor, rebuild_cuda_tensor(*arguments))
     except RuntimeError as error:
-        message = f"cannot open the learner's device memory ({error}): set {DEVICE_WEIGHTS_VARIABLE}=never to do without"
+        message = (
+            f"cannot open the learner's device memory ({error}): set {DEVICE_WEIGHTS_VARIABLE}=never to do without"
+        )
         raise EngineError(message) from error
 
 

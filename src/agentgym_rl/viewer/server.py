@@ -18,9 +18,9 @@ from fastapi.exceptions import RequestValidationError
 
 from agentgym_rl.common.http_guard import HTTP_OPTIONS, is_loopback
 from agentgym_rl.errors import AgentGymError, ConfigError, EnvError
+from agentgym_rl.viewer.access_control import PICTURE_POLICY, Guard
 from agentgym_rl.viewer.bundle import join_modules
 from agentgym_rl.viewer.encode import to_json
-from agentgym_rl.viewer.access_control import PICTURE_POLICY, Guard
 from agentgym_rl.viewer.index import MAX_SAFE_INTEGER
 from agentgym_rl.viewer.library import Library, NotFound
 from agentgym_rl.viewer.playground import NoSuchGame, Playground

@@ -164,7 +164,7 @@ class RecordedModel:
                 renderer.require_tools()
             if path and renderer.linear and _is_observation(new):
                 ended = path[-1] in renderer.stop_token_ids
-                return [*path, *([] if ended else [renderer.end_of_turn]), *renderer.between(new)]
+                return [*path, *([] if ended else [renderer.end_of_turn]), *renderer.observation_ids(new)]
             return renderer.continuation(path, messages, tools)
         except (TemplateError, ConfigError) as error:
             raise bad_request(f"the model's chat template cannot write these messages: {error}") from error

@@ -216,7 +216,9 @@ def gate_backward(gate_up: Tensor, grad_out: Tensor) -> tuple[Tensor, Tensor]:
     """Return (gradient of the concatenated gate and up, silu(gate) * up in the memory of `grad_out`)."""
     tokens, size = grad_out.shape
     grad_gate_up = torch.empty_like(gate_up)
-    gate_backward_kernel[(tokens, triton.cdiv(size, 1024))](gate_up, grad_out, grad_gate_up, size, BLOCK=1024, num_warps=4)
+    gate_backward_kernel[(tokens, triton.cdiv(size, 1024))](
+        gate_up, grad_out, grad_gate_up, size, BLOCK=1024, num_warps=4
+    )
     return grad_gate_up, grad_out
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from agentgym_rl.environment.envs.textcraft import problems
+from agentgym_rl.environment.envs.textcraft.oracle_thoughts import think
 from agentgym_rl.environment.envs.textcraft.picture import draw
 from agentgym_rl.environment.envs.textcraft.planner import best_plan, fill, next_action, take
 from agentgym_rl.environment.envs.textcraft.recipe_book import (
@@ -16,7 +17,6 @@ from agentgym_rl.environment.envs.textcraft.recipe_book import (
     craft_command,
     load_book,
 )
-from agentgym_rl.environment.envs.textcraft.oracle_thoughts import think
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step

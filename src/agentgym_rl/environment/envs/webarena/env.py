@@ -23,9 +23,9 @@ from agentgym_rl.environment.envs.webarena.observation import CLICKABLE, TYPABLE
 from agentgym_rl.environment.envs.webarena.official_stage import OfficialStage
 from agentgym_rl.environment.envs.webarena.stage import Stage
 from agentgym_rl.environment.envs.webarena.tabs import Tabs
-from agentgym_rl.environment.envs.webarena.tasks.task_config import SITES, SUBSETS, TaskConfig
 from agentgym_rl.environment.envs.webarena.tasks.embedded import embedded_splits, embedded_subsets
 from agentgym_rl.environment.envs.webarena.tasks.official import OFFICIAL, official_subsets, published_item
+from agentgym_rl.environment.envs.webarena.tasks.task_config import SITES, SUBSETS, TaskConfig
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import EnvError
 from agentgym_rl.types import Step
