@@ -193,8 +193,8 @@ class RunLog:
 
     def _disk_is_full(self, reason: str) -> None:
         message = (
-            f"no space on the disk of {self.root} ({reason}; {disk.free_space(self.root)}): what the run writes waits in "
-            f"memory until there is, of episodes the last {disk.MAX_PENDING_BYTES >> 20} MiB: free some space"
+            f"no space on the disk of {self.root} ({reason}; {disk.free_space(self.root)}): what the run writes waits "
+            f"in memory until there is, of episodes the last {disk.MAX_PENDING_BYTES >> 20} MiB: free some space"
         )
         self.log_event("disk_full", message, step=self._status.get("step", 0))
         self._say(message)

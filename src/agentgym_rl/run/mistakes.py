@@ -91,5 +91,5 @@ class MistakeSession:
 
 
 def inject_mistakes(share: float, seed: int, solutions: Solutions) -> Callable[[EnvSession], EnvSession]:
-    """Return a function that injects mistakes into sessions. A seed gives every item mistakes of its own, the same every time."""
+    """Return a function that wraps sessions. A seed gives every item mistakes of its own, the same every time."""
     return lambda session: MistakeSession(session, share, seed, solutions)
