@@ -20,7 +20,7 @@ from agentgym_rl.training.horizon import make_horizon
 from agentgym_rl.training.rl import Hooks, RLState, train_rl
 from agentgym_rl.training.rl_learner import RLLearner
 from agentgym_rl.training.settings import HorizonSettings, OptimizerSettings, RLSettings
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Group, Limits, Message, Sampling, Task, Trajectory
 
 torch.set_num_threads(1)

@@ -19,11 +19,11 @@ from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl_learner import policy_metrics
 from agentgym_rl.training.settings import RLSettings
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Collect, Group, Limits, Sample, StopReason, Task, Trajectory
 
 MONITORED_EPISODES = 32
-"""Episodes that the learner assesses, for metrics only, in a step without anything to learn from."""
+"""Episodes that the learner scores, for metrics only, in a step without anything to learn from."""
 
 
 class Learner(Protocol):
@@ -31,7 +31,7 @@ class Learner(Protocol):
 
     @property
     def kl_coef(self) -> float: ...
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None: ...
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None: ...
     def learn(self, batch: Batch, seed: int) -> dict[str, float]: ...
 
 
@@ -93,7 +93,7 @@ class RLState:
         self.started_steps = state.get("started_steps", step)
         self.step, self.sampled = step, state["sampled"]
 
-    def over(self, settings: RLSettings) -> bool:
+    def is_finished(self, settings: RLSettings) -> bool:
         """Return whether the run has reached its steps or its token budget."""
         return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
 
@@ -121,7 +121,7 @@ async def train_rl(
     with `max_staleness`, while groups of later steps are played. The engine then needs its own copy of the weights.
     """
     async with GroupQueue(collect, limits, state.queued) as queue:
-        while not state.over(settings):
+        while not state.is_finished(settings):
             step, started = state.step, time.perf_counter()
             if settings.max_staleness:
                 await _take_step(step, state, queue, settings, seed)
@@ -141,7 +141,7 @@ async def train_rl(
             arguments = groups, state, learner, limits, settings, seed
             if settings.max_staleness:
                 learned, samples = await asyncio.to_thread(_learn, *arguments)
-            elif settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
+            elif settings.overlap and not replace(state, step=step + 1, sampled=sampled).is_finished(settings):
                 # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
                 playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
                 try:
@@ -182,7 +182,7 @@ def _learn(
     """Learn from a step's groups. Return (metrics, trained samples)."""
     batch = played = gather(groups, settings, limits)
     if settings.algorithm == "ppo" or settings.kl_in == "reward" or settings.distill is not None:
-        learner.assess(batch.samples)
+        learner.score(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
     metrics: dict[str, float | str] = {
         "groups/zero_variance": batch.zero_variance_groups / max(1, batch.groups),
@@ -193,9 +193,9 @@ def _learn(
     }
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
-    if "mismatch/abs" not in metrics:  # no policy update: assess a few samples, so that the metrics are there
+    if "mismatch/abs" not in metrics:  # no policy update: score a few samples, so that the metrics are there
         monitored = played.samples[:MONITORED_EPISODES]
-        learner.assess(monitored, own=True)
+        learner.score(monitored, policy_only=True)
         metrics |= policy_metrics(monitored)
     return metrics, batch.samples
 
