@@ -11,7 +11,7 @@ import torch
 from chat_for_tests import ChatServer, chat_server
 
 from agentgym_rl.config import ModelConfig
-from agentgym_rl.run.model import load_frozen
+from agentgym_rl.run.load_model import load_frozen
 
 
 class TeacherServer(ChatServer):

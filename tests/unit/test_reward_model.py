@@ -19,7 +19,7 @@ from agentgym_rl.run.judging import make_scorer
 from agentgym_rl.training.checkpoint import export
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import Preference
-from agentgym_rl.training.lookup import find_reward_model
+from agentgym_rl.training.locate_model import find_reward_model
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.reward_model import RewardTrainer, accuracy, load_head, save_head, scores_of, split_pairs
 from agentgym_rl.training.reward_settings import RewardSettings
@@ -54,7 +54,7 @@ def test_the_loss_is_that_of_bradley_and_terry_with_scores_around_zero() -> None
     assert trainer.step()["loss"] == pytest.approx(math.log(2))  # the head starts at 0
     trainer.step()
     scores = [(slow_score(trainer.model, p.chosen), slow_score(trainer.model, p.rejected)) for p in pairs]
-    metrics = trainer.prefer(pairs)
+    metrics = trainer.update_on(pairs)
     losses = [math.log1p(math.exp(-(a - b))) + 0.1 * (a + b) ** 2 for a, b in scores]
     assert metrics["loss"] == pytest.approx(sum(losses) / 5, rel=1e-4)
     assert metrics["reward_model/accuracy"] == pytest.approx(sum(a > b for a, b in scores) / 5)

@@ -13,8 +13,8 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.rewards.judge import Judge, LocalChat, make_chat_client
 from agentgym_rl.rewards.rewards import Rewards, Scorer
 from agentgym_rl.run.demonstrations import to_sample
-from agentgym_rl.run.model import load_from, load_frozen
-from agentgym_rl.training.lookup import find_reward_model
+from agentgym_rl.run.load_model import load_from, load_frozen
+from agentgym_rl.training.locate_model import find_reward_model
 from agentgym_rl.training.reward_settings import JudgeSettings, RewardSettings
 from agentgym_rl.types import Group
 

@@ -23,8 +23,8 @@ _THOUGHT = re.compile(r"Thought:\s*(.*?)\s*\nAction:", re.DOTALL)
 """Beginning of a reply with a thought, as the styles write it."""
 
 
-class ErringSession:
-    """A session whose oracle errs in a share of its turns, marked by `info["mistake"]` of the answer.
+class MistakeSession:
+    """A session whose oracle makes a mistake in a share of its turns, marked by `info["mistake"]` of the answer.
 
     Half of the mistakes are other possible actions (`actions()`, if there is such a list), mostly useless ones. The
     other half are actions that the oracle takes at another time of this item, which are often refused. `solutions`
@@ -50,7 +50,7 @@ class ErringSession:
         self._random = random.Random(seed)
         self._thoughts_random = random.Random(seed)
         self._resets = 0
-        self._erred = False
+        self._made_mistake = False
         self._wrong_thought = ""
 
     async def reset(self, item: int) -> Step:
@@ -58,7 +58,7 @@ class ErringSession:
         self._random = random.Random(stable_seed(self._seed, item, self._resets))
         self._thoughts_random = random.Random(stable_seed(self._seed, item, self._resets, "thoughts"))
         self._solution = self._solutions.setdefault(item, {})
-        self._erred, self._wrong_thought = False, ""
+        self._made_mistake, self._wrong_thought = False, ""
         return await self._env.reset(item)
 
     async def step(self, text: str) -> Step:
@@ -71,8 +71,8 @@ class ErringSession:
         return self._env.call_of(action)
 
     def _marked(self, step: Step) -> Step:
-        erred, self._erred = self._erred, False
-        if erred:
+        made_mistake, self._made_mistake = self._made_mistake, False
+        if made_mistake:
             step.info = {**step.info, "mistake": True}
         if self._wrong_thought:
             step.info = {**step.info, "wrong_thought": self._wrong_thought}
@@ -88,7 +88,7 @@ class ErringSession:
         kinds = [kind for kind in kinds if kind]
         if not kinds:  # there is no other action
             return thought, action
-        self._erred = True
+        self._made_mistake = True
         return thought, self._random.choice(self._random.choice(kinds))
 
     def _doubted(self, thought: str) -> str:
@@ -115,11 +115,11 @@ class ErringSession:
         await self._env.close()
 
 
-def erring(
+def inject_mistakes(
     share: float, seed: int, solutions: Solutions, thought_share: float = 0.0
 ) -> Callable[[EnvSession], EnvSession]:
-    """Return a function that makes sessions err. A seed gives every item mistakes of its own, the same every time."""
-    return lambda session: ErringSession(session, share, seed, solutions, thought_share)
+    """Return a function that wraps sessions. A seed gives every item mistakes of its own, the same every time."""
+    return lambda session: MistakeSession(session, share, seed, solutions, thought_share)
 
 
 def corrected(reply: str, advice: str) -> tuple[str, int] | None:

@@ -88,7 +88,7 @@ class OfflineRun(Run):
     async def _start_round(self) -> None:
         self.round = await self._next_round()
         if self.config.method in RETRAINED:
-            self.backend.go_back(self.log.root / "base")
+            self.backend.load_model(self.log.root / "base")
         self.trainer = self._make_trainer(self.round)
 
     async def _next_round(self) -> Round:
@@ -159,7 +159,7 @@ class OfflineRun(Run):
         self.history.append(_summary_of(current, self.step, self.evaluations[-1]))
         self.rounds_done, self.round, self.trainer = current.number, None, None
         if not self.judges:  # the head of a reward model belongs into the last checkpoint, too
-            self.backend.forget_trainer()
+            self.backend.release_trainer()
         await self.events.now()
         if self.rounds_done == self.rounds.count:
             await last_checkpoint(self.save, self.step, self.context)

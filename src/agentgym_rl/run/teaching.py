@@ -29,9 +29,9 @@ class Taught:
     def kl_coef(self) -> float:
         return self._learner.kl_coef
 
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None:
-        self._learner.assess(samples, own=own)
-        pending = [s for s in samples if not own and not s.teacher_logprobs and any(s.loss_mask)]
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None:
+        self._learner.score(samples, policy_only=policy_only)
+        pending = [s for s in samples if not policy_only and not s.teacher_logprobs and any(s.loss_mask)]
         if not pending:
             return
         # In a thread: the learner may be called inside the event loop, which cannot wait for another coroutine.

@@ -23,9 +23,9 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import PairTrainer, Preference
 from agentgym_rl.training.learner import idle_passes
-from agentgym_rl.training.lookup import REWARD_HEAD
+from agentgym_rl.training.locate_model import REWARD_HEAD
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.settings import RewardModelSettings
 from agentgym_rl.types import Sample, Task, Trajectory
 
@@ -55,7 +55,12 @@ class RewardTrainer(PairTrainer):
     """
 
     def __init__(
-        self, model: Any, pairs: list[Preference], settings: RewardModelSettings, seed: int | str, ranks: Ranks = ALONE
+        self,
+        model: Any,
+        pairs: list[Preference],
+        settings: RewardModelSettings,
+        seed: int | str,
+        ranks: Ranks = SINGLE_PROCESS,
     ) -> None:
         self._center_coef = settings.center_coef
         scored = ValueModel(model.get_decoder(), model.config.hidden_size)
@@ -85,7 +90,7 @@ class RewardTrainer(PairTrainer):
     def head(self) -> dict[str, Tensor]:
         """Return the whole head. All ranks must call this together."""
         named = self.model.head.named_parameters()
-        return {name: self.ranks.whole(p.detach()).cpu().clone() for name, p in named}
+        return {name: self.ranks.full_tensor(p.detach()).cpu().clone() for name, p in named}
 
     def state(self) -> dict[str, Any]:
         return {**super().state(), "head": {name: p.detach() for name, p in self.model.head.named_parameters()}}
@@ -96,18 +101,18 @@ class RewardTrainer(PairTrainer):
 
 
 @torch.no_grad()
-def scores_of(model: ValueModel, samples: list[Sample], max_tokens: int, ranks: Ranks = ALONE) -> list[float]:
+def scores_of(model: ValueModel, samples: list[Sample], max_tokens: int, ranks: Ranks = SINGLE_PROCESS) -> list[float]:
     """Return the score of each sample. Ranks compute shares and exchange results."""
     model.eval()
-    mine = ranks.mine([len(s.token_ids) for s in samples])
-    batches = micro_batches([samples[i] for i in mine], [1.0] * len(mine), max_tokens, model.device)
+    local = ranks.local_indices([len(s.token_ids) for s in samples])
+    batches = micro_batches([samples[i] for i in local], [1.0] * len(local), max_tokens, model.device)
     by_index: dict[str, float] = {}
     for micro in batches:
         _, scores_B = model(micro)
-        by_index |= {str(mine[i]): score for i, score in zip(micro.indices, scores_B.tolist(), strict=True)}
+        by_index |= {str(local[i]): score for i, score in zip(micro.indices, scores_B.tolist(), strict=True)}
     for micro in idle_passes(len(batches), ranks, model.device):
         model(micro)
-    by_index = ranks.total(by_index)
+    by_index = ranks.sum_over_ranks(by_index)
     return [by_index[str(i)] for i in range(len(samples))]
 
 

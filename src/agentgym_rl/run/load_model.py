@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentgym_rl.config import ModelConfig
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.training.lookup import folder_of
+from agentgym_rl.training.locate_model import folder_of
 
 if TYPE_CHECKING:
     import torch
