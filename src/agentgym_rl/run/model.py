@@ -12,6 +12,8 @@ from agentgym_rl.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from agentgym_rl.training.ranks import Ranks
+
 
 def choose_device(settings: ModelConfig) -> tuple[str, torch.dtype]:
     """Return (device, dtype). `auto` is CUDA if there is a device, else the CPU."""
@@ -23,21 +25,22 @@ def choose_device(settings: ModelConfig) -> tuple[str, torch.dtype]:
     return device, getattr(torch, settings.dtype)
 
 
-def load_from(folder: str | Path, settings: ModelConfig) -> tuple[Any, Any]:
+def load_from(folder: str | Path, settings: ModelConfig, ranks: Ranks | None = None) -> tuple[Any, Any]:
     """Return (model, tokenizer) of a folder, or of the recipe's model with the adapters in the folder."""
     from agentgym_rl.training import lora
     from agentgym_rl.training.model import load_model
+    from agentgym_rl.training.ranks import ALONE
 
     device, dtype = choose_device(settings)
     if settings.lora is not None and (Path(folder) / "adapter_config.json").is_file():
         assert settings.path is not None
-        base, tokenizer = load_model(settings.path, device=device, dtype=dtype)
+        base, tokenizer = load_model(settings.path, device=device, dtype=dtype, ranks=ranks or ALONE)
         lora.load_adapter(base, Path(folder))
         return base, tokenizer
-    return load_model(str(folder), device=device, dtype=dtype)
+    return load_model(str(folder), device=device, dtype=dtype, ranks=ranks or ALONE)
 
 
-def load_teacher(path: str, tokenizer: Any, settings: ModelConfig) -> Any:
+def load_teacher(path: str, tokenizer: Any, settings: ModelConfig, ranks: Ranks) -> Any:
     """Return the model of a folder, a hub name or a run's last checkpoint, with the tokenizer of the agent."""
     from agentgym_rl.training import lora
     from agentgym_rl.training.checkpoint import list_checkpoints
@@ -53,10 +56,11 @@ def load_teacher(path: str, tokenizer: Any, settings: ModelConfig) -> Any:
     adapters = folder / "adapter_config.json"
     if adapters.is_file():
         base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        teacher, own = load_model(base, device=device, dtype=dtype)
+        teacher, own = load_model(base, device=device, dtype=dtype)  # whole on each rank, as adapters are
         lora.load_adapter(teacher, folder)
     else:
-        teacher, own = load_model(str(folder) if folder.is_dir() else path, device=device, dtype=dtype)
+        name = str(folder) if folder.is_dir() else path
+        teacher, own = load_model(name, device=device, dtype=dtype, ranks=ranks)
     if own.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"rl.distill.teacher = {path!r}: it scores the ids that the agent samples, so it needs the agent's "

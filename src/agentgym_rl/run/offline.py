@@ -136,6 +136,7 @@ class OfflineRun(Run):
         if self.evaluation_is_due():
             await self.evaluate()
         await self.events.now()
+        self.settle()
         if self.step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, self.step, self.context)
 
@@ -147,7 +148,7 @@ class OfflineRun(Run):
         self.backend.forget_trainer()
         await self.events.now()
         if self.rounds_done == self.rounds.count:
-            await last_checkpoint(self.save, self.step, self.context)
+            await last_checkpoint(self.save_now, self.step, self.context)
         else:
             try_checkpoint(self.save, self.step, self.context)
 

@@ -128,8 +128,9 @@ class RLRun(Run):
         if self.evaluation_is_due():
             await self.evaluate()
         await self.events.now()
+        self.settle()
         if last:
-            await last_checkpoint(self.save, step, self.context)
+            await last_checkpoint(self.save_now, step, self.context)
         elif step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, step, self.context)
         self._mark_resumable()
