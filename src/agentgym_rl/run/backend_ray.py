@@ -29,6 +29,7 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.model import choose_device, load_from
 from agentgym_rl.run.pool import EnvironmentsPool
 from agentgym_rl.run.start import Start, describe_scratch, imitate, untrained
+from agentgym_rl.run.system import SystemMonitor, over_ranks
 from agentgym_rl.scale.folders import require_same, require_shared
 from agentgym_rl.scale.plan import Plan
 from agentgym_rl.scale.process_group import ProcessRanks, untied_state, whole_state
@@ -39,7 +40,7 @@ from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, commit, removed_on_error, save_state, stage
 from agentgym_rl.training.dpo import Preference, prefer
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.ranks import EmptyFirst, balanced
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
@@ -84,6 +85,7 @@ class Rank:
             reduce_once=scale.reduce_gradients == "update",
         )
         self._writer = ShardWriter(background=config.checkpoint.background)
+        self._system = SystemMonitor()
         self._model: Any = None
         self._tokenizer: Any = None
         self._learner: Any = None
@@ -147,7 +149,7 @@ class Rank:
 
     def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, Assessments]:
         count = len(batch.samples)
-        metrics = self._learner.learn(batch, seed)
+        metrics = self._learner.learn(batch, seed) | self._system.gpu()
         self._release_device()
         return metrics, self._learner.kl_coef, [_assessment(sample) for sample in batch.samples[:count]]
 
@@ -274,7 +276,7 @@ def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
         return backend_vllm.VllmAdapter(backend_vllm.make_vllm(config, base))
     assert config.scale is not None
     torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
-    model, tokenizer = load_from(folder, config.model)
+    model, tokenizer = load_from(folder, config.model, EmptyFirst())
     model = freeze(model)
     renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
     return NativeAdapter(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
@@ -347,7 +349,7 @@ class LearnerHandle:
         for known, (_, _, assessed) in zip(indices, results, strict=True):
             _fill([batch.samples[i] for i in known], assessed)
         metrics, self.kl_coef, _ = results[0]
-        return metrics | by_turn(batch.samples)
+        return metrics | over_ranks([result[0] for result in results]) | by_turn(batch.samples)
 
     def restored(self, updates: int, kl_coef: float) -> None:
         self.kl_coef = kl_coef

@@ -123,7 +123,7 @@ class OfflineRun(Run):
                 metrics |= current.metrics if trainer.updates == 1 else {}
                 metrics |= {"round": float(current.number), "time/step_s": time.perf_counter() - started}
                 self.step += 1
-                self.log.log(self.step, metrics)
+                self.log.log(self.step, self.system.metrics() | metrics)
                 if trainer.updates % updates_per_line == 0 or trainer.updates == trainer.total:
                     self.console.step(self.step, metrics)
                 if trainer.updates < trainer.total:

@@ -117,7 +117,7 @@ class RLRun(Run):
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
-        self.log.log(step, metrics, steps=expected)
+        self.log.log(step, self.system.metrics() | metrics, steps=expected)
         self.console.step(step, metrics, expected)
         for finding in self.doctor.observe({"step": step, **metrics}):
             self.log.log_finding(finding.line())

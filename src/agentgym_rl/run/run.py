@@ -17,6 +17,7 @@ from agentgym_rl.run.events import EventPoller
 from agentgym_rl.run.heldout import evaluate
 from agentgym_rl.run.plots import learning_curve
 from agentgym_rl.run.stopping import stop_with_checkpoint, try_checkpoint
+from agentgym_rl.run.system import SystemMonitor
 from agentgym_rl.training.checkpoint import checkpoint_path
 
 
@@ -34,6 +35,7 @@ class Run(ABC):
         self.saved_step: int | None = None
         """Step of the last checkpoint, which is not written again if the run stops right after it."""
         self.events = EventPoller(backend.events, self.warn)
+        self.system = SystemMonitor()
 
     async def run(self, saved: dict[str, Any] | None) -> dict[str, Any]:
         """Run from the start, or from what a checkpoint holds, to the end; return the summary."""

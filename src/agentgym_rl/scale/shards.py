@@ -70,6 +70,7 @@ class ShardWriter:
         size = dist.get_world_size() if dist.is_initialized() else 1
         shares = [[names[i] for i in share] for share in balanced(list(sizes.values()), size) if share]
         files = [f"model-{i + 1:05d}-of-{len(shares):05d}.safetensors" for i in range(len(shares))]
+        files = files if len(files) > 1 else ["model.safetensors"]
         mine = set(shares[_rank()]) if _rank() < len(shares) else set()
         kept, total = {}, 0
         for name, tensor in whole:
@@ -77,7 +78,7 @@ class ShardWriter:
             if name in mine:
                 kept[name] = tensor.detach().to("cpu", copy=self._background).contiguous()
         folder.mkdir(exist_ok=True)
-        if _rank() == 0:
+        if _rank() == 0 and len(files) > 1:
             placed = {name: file for file, share in zip(files, shares, strict=True) for name in share}
             index = {"metadata": {"total_size": total}, "weight_map": placed}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))

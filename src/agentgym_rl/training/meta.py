@@ -51,9 +51,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 @torch.no_grad()
-def fill(
-    model: Any, folder: str, device: str, *, host: bool = False, name_in_files: NameInFiles | None = None
-) -> None:
+def fill(model: Any, folder: str, device: str, *, host: bool = False, name_in_files: NameInFiles | None = None) -> None:
     """Give a model of `make_empty`, sharded or whole, the weights of a folder. Every rank calls this.
 
     Raises ValueError if files and model differ. `host`: parameters stay on the host (offload), buffers do not.
@@ -62,7 +60,8 @@ def fill(
     if not any(Path(folder).glob("*.safetensors")):
         raise ValueError("ranks read weights from *.safetensors, and there are none: save it again with transformers")
     reader = HuggingFaceStorageReader(folder)
-    in_files = {name: meta.size for name, meta in reader.read_metadata().state_dict_metadata.items()}  # type: ignore[union-attr]
+    in_files: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    in_files = {name: metadata.size for name, metadata in in_files.items()}
     state: dict[str, Tensor] = {}
     wanted: dict[str, Tensor] = {}
     for names, tensor in _by_tensor(model.state_dict(keep_vars=True)):
@@ -76,7 +75,9 @@ def fill(
             name = next((n for n in known if n in in_files), known[0])
             if name in in_files and in_files[name] != tensor.shape:
                 needed, actual = tuple(tensor.shape), tuple(in_files[name])
-                raise ValueError(f"its weights do not fit its config.json: {name} needs the shape {needed}, got {actual}")
+                raise ValueError(
+                    f"its weights do not fit its config.json: {name} needs the shape {needed}, got {actual}"
+                )
             wanted[name] = value.detach()
     missing = sorted(wanted.keys() - in_files.keys())
     if missing:

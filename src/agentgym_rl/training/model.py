@@ -42,15 +42,19 @@ def load_model(path: str, *, device: str, dtype: torch.dtype, ranks: Ranks = ALO
             model = make_empty(folder, dtype)
             ranks.place(model)
             fill(model, folder, device, host=ranks.offload)
-            return model, tokenizer
-        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
-        with loading_lock:
-            model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-        _require_all_weights(loading)
-        model = model.to(device)
+        else:
+            model = _load_whole(name, dtype).to(device)
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # our kernels are launched on the current device
     return model, tokenizer
+
+
+def _load_whole(name: str, dtype: torch.dtype) -> Any:
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
+    with loading_lock:
+        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    _require_all_weights(loading)
+    return model
 
 
 def load_tokenizer(path: str) -> Any:

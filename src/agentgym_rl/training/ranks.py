@@ -60,6 +60,12 @@ class Ranks:
         return metrics
 
 
+class EmptyFirst(Ranks):
+    """One process that fills its model in place, so that the host holds no copy of what goes to a device."""
+
+    from_meta = True
+
+
 ALONE = Ranks()
 
 
