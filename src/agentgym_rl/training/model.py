@@ -40,6 +40,7 @@ def load_model(path: str, *, device: str, dtype: torch.dtype, ranks: Ranks = ALO
         if ranks.from_meta:
             folder = local_folder(name)
             model = make_empty(folder, dtype)
+            model.config._name_or_path = name  # adapters are saved with the name of their base model
             ranks.place(model)
             fill(model, folder, device, host=ranks.offload)
         else:
