@@ -2,7 +2,7 @@
 
     python benchmarks/loading.py [--model 1.5b | tiny] [--ranks 4] [--folder FOLDER] [--out FILE]
 
-Random weights of the model's shape are written in files of at most 400 MB, one tensor at a time. Each rank makes the
+Random weights of the model's shape are written in files of about 400 MB, one file at a time. Each rank makes the
 model on the meta device, shards it and reads its part. The peak is taken over samples of all ranks at once:
 `anonymous` is memory that only the processes hold (RSS less what is mapped from files or shared), `pss` also counts
 mapped pages of the files, which the kernel can drop, each once per node. What ranks hold before they load (Python,
@@ -50,6 +50,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 MAX_FILE_BYTES = 400 << 20
+SAMPLE_INTERVAL_S = 0.1
+"""Seconds between samples: each reads the page tables of all ranks."""
 
 
 def write_model(folder: Path, name: str) -> int:
@@ -67,9 +69,12 @@ def write_model(folder: Path, name: str) -> int:
             room = MAX_FILE_BYTES
         files[-1].append(tensor)
         room -= 2 * shape.numel()
+    noise = torch.empty(1 << 20, dtype=torch.bfloat16).normal_(std=0.02)
     for i, names in enumerate(files, start=1):
-        tensors = {n: torch.empty(shapes[n], dtype=torch.bfloat16).normal_(std=0.02) for n in names}
-        save_file(tensors, folder / f"model-{i:05d}-of-{len(files):05d}.safetensors", {"format": "pt"})
+        path = folder / f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        if not path.is_file():
+            tensors = {n: noise.repeat(-(-shapes[n].numel() // len(noise)))[: shapes[n].numel()] for n in names}
+            save_file({n: t.view(shapes[n]) for n, t in tensors.items()}, path, {"format": "pt"})
     return 2 * sum(shape.numel() for shape in shapes.values())
 
 
@@ -122,7 +127,7 @@ def measure(folder: Path, size: int) -> dict[str, Any]:
             seconds.append(loaded.get())
         if any(process.exitcode for process in processes):
             raise RuntimeError("a rank failed")
-        time.sleep(0.02)
+        time.sleep(SAMPLE_INTERVAL_S)
     after = held(pids)
     ends.set()
     for process in processes:
@@ -140,7 +145,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="1.5b")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--folder", type=Path, help="where to write the model; a temporary folder by default")
+    parser.add_argument("--folder", type=Path, help="where to write the model, or to find it; by default a temporary folder")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp())
