@@ -86,7 +86,7 @@ def run_rank(rank: int, size: int, address: str, folder: str, ready: Any, loaded
     ready.wait()
     started = time.perf_counter()
     model = make_empty(folder, torch.bfloat16)
-    ranks.place(model)
+    ranks.prepare_model(model)
     fill(model, folder, "cpu")
     loaded.put(time.perf_counter() - started)
     ends.wait()
@@ -145,7 +145,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=SHAPES, default="1.5b")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--folder", type=Path, help="where to write the model, or to find it; by default a temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where to write the model, or to find it; by default a temporary folder"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = args.folder or Path(tempfile.mkdtemp())

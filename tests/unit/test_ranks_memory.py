@@ -26,7 +26,7 @@ from agentgym_rl.training.device.optimizer import make_optimizer, moments_on
 from agentgym_rl.training.learner import Imitator
 from agentgym_rl.training.meta import fill, make_empty
 from agentgym_rl.training.model import load_model
-from agentgym_rl.training.ranks import ALONE, EmptyFirst, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, EmptyFirst, Ranks
 from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
 from agentgym_rl.types import Sample
@@ -86,7 +86,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_every_way_to_hold_a_model_learns_what_one_process_learns(
     size: int, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    expected = {name: lessons_on(ALONE, models[name]) for name in models}
+    expected = {name: lessons_on(SINGLE_PROCESS, models[name]) for name in models}
     assert expected["untied"][0][0]["loss"] != expected["untied"][0][1]["loss"]
     found = on_ranks(size, partial(all_ways, models=models), tmp_path)
     assert len(found) == (7 if size == 4 else 5)
@@ -148,8 +148,8 @@ def saved_in_background(ranks: Ranks, folder: Path, source: Path) -> Any:
     found = {}
     for dtype in ("float32", "bfloat16"):
         made = rank_of(ranks, source, dtype, checkpoint={"background": True})
-        made.untrained(str(source))
-        made.teach(LESSONS, SFT, 0)
+        made.make_untrained_model(str(source))
+        made.make_trainer(LESSONS, SFT, 0)
         for _ in range(3):
             made.step()
         weights = {name: value.clone() for name, value in whole_state(made._model)}
@@ -173,7 +173,7 @@ def resumed(ranks: Ranks, folder: Path, source: Path) -> Any:
     for dtype in ("float32", "bfloat16"):
         made = rank_of(ranks, source / dtype / "model", dtype)
         made.load(str(source / dtype / "model"))
-        made.teach(LESSONS, SFT, 0)
+        made.make_trainer(LESSONS, SFT, 0)
         weights = {name: value.clone() for name, value in whole_state(made._model)}
         assert made.restore(str(source / dtype), None)[0] == 3
         found[dtype] = {"weights": weights, "losses": [made.step()["loss"] for _ in range(2)]}
@@ -211,7 +211,7 @@ def learned_with_critic(ranks: Ranks, folder: Path, source: Path) -> dict[str, b
         same = [torch.equal(value, critic[f"decoder.{n[6:]}"]) for n, value in policy.items() if n.startswith("model.")]
         found[dtype] = all(same) and len(same) > 10 and not critic["head.weight"].any()
         sample = Sample([1, 2, 3], [False, True, True], [-1.0, -1.0])
-        made.assess([sample], False)
+        made.score([sample], False)
         found[f"{dtype} values"] = sample.values == [0.0, 0.0]
     return found
 
@@ -234,7 +234,7 @@ OLD_LOSSES = [3.181444525718689, 3.1704559326171875]
 def resumed_from_old(ranks: Ranks, folder: Path, source: Path) -> list[float]:
     made = rank_of(ranks, source / "model", "bfloat16")
     made.load(str(source / "model"))
-    made.teach(OLD_LESSONS, SFTSettings(epochs=6, batch_size=2, optimizer=OptimizerSettings(lr=1e-4)), 0)
+    made.make_trainer(OLD_LESSONS, SFTSettings(epochs=6, batch_size=2, optimizer=OptimizerSettings(lr=1e-4)), 0)
     made.restore(str(source), None)
     return [made.step()["loss"] for _ in range(2)]
 

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from agentgym_rl.training.ranks import Ranks, balanced
+from agentgym_rl.training.ranks import Ranks, balanced_shares
 
 
 class ProcessRanks(Ranks):
@@ -59,7 +59,7 @@ class ProcessRanks(Ranks):
     def device(self, model: Any) -> torch.device:
         return self._device if self.offload and hasattr(model, "gathered") else model.device
 
-    def place(self, model: Any) -> None:
+    def prepare_model(self, model: Any) -> None:
         if self.shard and not hasattr(model, "gathered"):
             shard_model(model, self._mesh, offload=self.offload)
 
@@ -72,15 +72,15 @@ class ProcessRanks(Ranks):
         elif self._mesh.ndim == 2:  # sums over copies can wait: until then a rank holds only its shard of them
             model.set_requires_all_reduce(last)
 
-    def mine(self, lengths: Sequence[int]) -> list[int]:
-        return balanced(lengths, self.size)[self.rank]
+    def local_indices(self, lengths: Sequence[int]) -> list[int]:
+        return balanced_shares(lengths, self.size)[self.rank]
 
-    def most(self, count: int) -> int:
+    def max_over_ranks(self, count: int) -> int:
         highest = torch.tensor(count, device=self._mesh.device_type)
         dist.all_reduce(highest, dist.ReduceOp.MAX)
         return int(highest)
 
-    def scaled(self, loss: Tensor) -> Tensor:
+    def scale_loss(self, loss: Tensor) -> Tensor:
         # FSDP averages over ranks. The option that changes it has another name in every release, so scale the loss.
         return loss * self.size if self.shard else loss
 
@@ -105,10 +105,10 @@ class ProcessRanks(Ranks):
                 "the last checkpoint, and report this as a bug"
             )
 
-    def whole(self, value: Tensor) -> Tensor:
+    def full_tensor(self, value: Tensor) -> Tensor:
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    def total(self, metrics: dict[str, float]) -> dict[str, float]:
+    def sum_over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         gathered: list[dict[str, float]] = [{}] * self.size
         dist.all_gather_object(gathered, metrics)
         totals: dict[str, float] = defaultdict(float)

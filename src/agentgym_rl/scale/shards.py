@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import SHARDS
-from agentgym_rl.training.ranks import balanced
+from agentgym_rl.training.ranks import balanced_shares
 
 SEPARATOR = "\x1f"
 """Separator of the keys of a nested dict. No parameter has it in its name."""
@@ -68,7 +68,7 @@ class ShardWriter:
         """
         names = list(sizes)
         size = dist.get_world_size() if dist.is_initialized() else 1
-        shares = [[names[i] for i in share] for share in balanced(list(sizes.values()), size) if share]
+        shares = [[names[i] for i in share] for share in balanced_shares(list(sizes.values()), size) if share]
         files = [f"model-{i + 1:05d}-of-{len(shares):05d}.safetensors" for i in range(len(shares))]
         files = files if len(files) > 1 else ["model.safetensors"]
         mine = set(shares[_rank()]) if _rank() < len(shares) else set()

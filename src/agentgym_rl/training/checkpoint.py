@@ -67,7 +67,7 @@ def staged(root: Path, step: int, keep: int) -> Iterator[Path]:
 
 def stage(root: Path, step: int) -> Path:
     """Return a new temporary folder for a checkpoint."""
-    put_back(root)
+    restore_interrupted(root)
     for leftover in root.glob(".step_*.tmp"):  # from a process that was killed
         shutil.rmtree(leftover)
     temporary = root / f".{checkpoint_path(root, step).name}.tmp"
@@ -102,7 +102,7 @@ def commit(root: Path, step: int, keep: int) -> None:
         shutil.rmtree(removed)
 
 
-def put_back(root: Path) -> None:
+def restore_interrupted(root: Path) -> None:
     """Restore the name of a checkpoint that `staged` renamed but did not replace because it was killed."""
     for aside in root.glob(".step_*.old"):
         final = root / aside.name.removeprefix(".").removesuffix(".old")

@@ -19,10 +19,10 @@ from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.device.head import head_logprobs
 from agentgym_rl.training.device.packed import packed_states, padded_states, why_not_packed
-from agentgym_rl.training.lookup import find_model, local_folder
+from agentgym_rl.training.locate_model import find_model, local_folder
 from agentgym_rl.training.meta import fill, make_empty
 from agentgym_rl.training.microbatch import MicroBatch
-from agentgym_rl.training.ranks import ALONE, Ranks
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 
 transformers_logging.disable_progress_bar()  # it would break the console's lines when a checkpoint is saved
 
@@ -30,18 +30,18 @@ ModelContext = Callable[[], AbstractContextManager[Any]]
 """Opens a context that yields a model: a second one, or the same with other adapters."""
 
 
-def load_model(path: str, *, device: str, dtype: torch.dtype, ranks: Ranks = ALONE) -> tuple[Any, Any]:
+def load_model(path: str, *, device: str, dtype: torch.dtype, ranks: Ranks = SINGLE_PROCESS) -> tuple[Any, Any]:
     """Return (model, tokenizer) from a Hugging Face folder or hub name, ready to sample and to train.
 
     Ranks of several processes place the model before it has any memory.
     """
     tokenizer = load_tokenizer(path)
-    with _or_reason(path, "model") as name:
+    with _explain_load_errors(path, "model") as name:
         if ranks.from_meta:
             folder = local_folder(name)
             model = make_empty(folder, dtype)
             model.config._name_or_path = name  # adapters are saved with the name of their base model
-            ranks.place(model)
+            ranks.prepare_model(model)
             fill(model, folder, device, host=ranks.offload)
         else:
             model = _load_whole(name, dtype).to(device)
@@ -59,12 +59,12 @@ def _load_whole(name: str, dtype: torch.dtype) -> Any:
 
 
 def load_tokenizer(path: str) -> Any:
-    with _or_reason(path, "tokenizer") as name:
+    with _explain_load_errors(path, "tokenizer") as name:
         return AutoTokenizer.from_pretrained(name)
 
 
 @contextmanager
-def _or_reason(path: str, what: str) -> Iterator[str]:
+def _explain_load_errors(path: str, what: str) -> Iterator[str]:
     """Yield the folder or hub name to load. Turn any loading error into a ConfigError of one line."""
     name = find_model(path)
     try:
@@ -117,7 +117,7 @@ def states_at_end(hidden_TH: Tensor, batch: MicroBatch) -> Tensor:
 
 
 @torch.no_grad()
-def check_plain_head(model: Any, ranks: Ranks = ALONE) -> None:
+def check_plain_head(model: Any, ranks: Ranks = SINGLE_PROCESS) -> None:
     """Raise ConfigError if logits are not just the head applied to the decoder (soft-capping, scaling)."""
     ids = torch.tensor([[0, 1, 2, 3]], device=ranks.device(model))
     was_training = model.training

@@ -29,15 +29,15 @@ def load_from(folder: str | Path, settings: ModelConfig, ranks: Ranks | None = N
     """Return (model, tokenizer) of a folder, or of the recipe's model with the adapters in the folder."""
     from agentgym_rl.training import lora
     from agentgym_rl.training.model import load_model
-    from agentgym_rl.training.ranks import ALONE
+    from agentgym_rl.training.ranks import SINGLE_PROCESS
 
     device, dtype = choose_device(settings)
     if settings.lora is not None and (Path(folder) / "adapter_config.json").is_file():
         assert settings.path is not None
-        base, tokenizer = load_model(settings.path, device=device, dtype=dtype, ranks=ranks or ALONE)
+        base, tokenizer = load_model(settings.path, device=device, dtype=dtype, ranks=ranks or SINGLE_PROCESS)
         lora.load_adapter(base, Path(folder))
         return base, tokenizer
-    return load_model(str(folder), device=device, dtype=dtype, ranks=ranks or ALONE)
+    return load_model(str(folder), device=device, dtype=dtype, ranks=ranks or SINGLE_PROCESS)
 
 
 def load_teacher(path: str, tokenizer: Any, settings: ModelConfig, ranks: Ranks) -> Any:
