@@ -16,7 +16,7 @@ from training_for_tests import counting_conversations, tiny_model, trajectory, v
 
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.scale.process_group import ProcessRanks, join, leave, whole_state
-from agentgym_rl.scale.shards import save_shards
+from agentgym_rl.scale.shards import ShardWriter
 from agentgym_rl.training.batch import estimate, gather, split_batch
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, Preference, make_preferences
@@ -71,8 +71,6 @@ def learner(name: str, ranks: Ranks) -> RLLearner:
     model, critic = tiny_model(2), None
     if "bf16" in name:
         model = model.bfloat16()
-        if ranks.size > 1 and name == "bf16, sharded":
-            model = model.float()  # as cluster.Rank keeps what it shards; passes run in bf16
     if "lora" in name:
         add_adapter(model, LoraSettings(rank=2), 0)
     if "lora, ppo" in name:
@@ -167,12 +165,11 @@ def everything(ranks: Ranks, folder: Path) -> dict[str, Any]:
     for name in ON_FOUR if ranks.size == 4 else CASES:
         if isinstance(ranks, ProcessRanks):
             ranks.shard = "whole copies" not in name and "lora" not in name
-            ranks._dtype = torch.bfloat16 if "bf16" in name else torch.float32
         made = learner(name, ranks)
         metrics = steps(name, made, 2)
         found[name] = (metrics, weights(made))
         if name == "ppo":
-            save_shards(folder / "shards", made.state())
+            ShardWriter().save_shards(folder / "shards", made.state())
             policy = weights(made)
             if ranks.rank == 0:
                 torch.save(policy, folder / "policy.pt")

@@ -77,8 +77,8 @@ every = 2
 every = 2
 keep = 2
 """
-CLOCK = ("time", "tokens/sampled_per_s")
-"""Names and name prefixes of metrics that depend on wall time."""
+CLOCK = ("time", "tokens/sampled_per_s", "system/")
+"""Names and name prefixes of metrics that depend on wall time or on the machine."""
 
 
 def counting_config(**changes: Any) -> Config:
@@ -184,8 +184,8 @@ def comparable_trajectories(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
-    last = list_checkpoints(folder / "checkpoints")[-1]
-    return load_file(last / "model" / "model.safetensors")
+    files = sorted((list_checkpoints(folder / "checkpoints")[-1] / "model").glob("*.safetensors"))  # one of each rank
+    return {name: tensor for path in files for name, tensor in load_file(path).items()}
 
 
 def trainer_state(folder: Path) -> dict[str, Any]:

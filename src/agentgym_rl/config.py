@@ -285,6 +285,8 @@ class CheckpointConfig(_Section):
     """Number of checkpoints to keep. Older ones are deleted."""
     optimizer: bool = True
     """Save the optimizer, too. Without it a checkpoint takes a sixth of the space and cannot be resumed."""
+    background: bool = False
+    """Write checkpoints from a copy in host memory while training continues."""
 
 
 class ScaleConfig(_Section):
@@ -308,6 +310,15 @@ class ScaleConfig(_Section):
     """Cores that each environment host reserves."""
     object_store_mb: int | None = Field(None, ge=80)
     """Size of Ray's object store, if the run starts Ray; by default Ray's own choice."""
+    shard_ranks: int | None = Field(None, ge=1)
+    """Ranks that share one copy of the model; by default all. Set it to the GPUs of a node, so that parameters are
+    gathered within a node and only gradients are summed between nodes (HSDP)."""
+    offload: bool = False
+    """Keep each rank's shard of weights, gradients and moments on the host, where the optimizer runs (FSDP2). Adapters
+    stay on the device."""
+    reduce_gradients: Literal["pass", "update"] = "pass"
+    """When to sum gradients over ranks: after each pass, or once per update. The latter sends less, but each rank holds
+    whole gradients in float32. Sums between groups of shard_ranks are always made once per update."""
     bucket_mb: int = Field(256, ge=1)
     """Size of the buckets in which weights are sent to engines."""
     worker_timeout_s: float = Field(600.0, gt=0, allow_inf_nan=False)
@@ -321,6 +332,8 @@ class ScaleConfig(_Section):
                 f"layout = 'colocated' pairs learners with engines and needs as many of each, "
                 f"got {self.learners} and {self.engines}"
             )
+        if self.learners % (self.shard_ranks or self.learners):
+            raise ValueError(f"shard_ranks = {self.shard_ranks} must divide learners = {self.learners}")
         if self.address is not None and self.address.startswith("ray://"):
             raise ValueError(
                 f"address = {self.address!r}: the run's own process must be on a node of the cluster, Ray's client "

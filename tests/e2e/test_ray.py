@@ -79,7 +79,8 @@ def cluster() -> Iterator[Any]:
 def stopped(cluster: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of which an engine was killed and the driver then told to stop."""
     folder = tmp_path_factory.mktemp("stopped") / "run"
-    run = Command(folder, *SCALE, f"scale.address={cluster.address}", LONG)
+    options = (LONG, "checkpoint.background=true", "scale.reduce_gradients=update")
+    run = Command(folder, *SCALE, f"scale.address={cluster.address}", *options)
     try:
         run.until(lambda: (folder / "trajectories" / "eval_000000.jsonl").exists())
         os.kill(workers("engine")[0], signal.SIGKILL)

@@ -77,6 +77,7 @@ def test_the_reference_run_is_not_trivial(uninterrupted: Path) -> None:
     rows = comparable_metrics(uninterrupted)
     assert [row["horizon/babyai"] for row in rows] == [1, 1, 2, 2, 3, 3]
     assert len({row["loss"] for row in rows}) == 6
+    assert all("system/load" in row for row in read_metrics(uninterrupted / "metrics.jsonl"))
     assert any(row["groups/zero_variance"] < 1 for row in rows)
     assert all(row["grad/norm"] > 0 for row in rows)
     assert all(row["mismatch/abs"] < 1e-4 for row in rows)
@@ -94,11 +95,11 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(moment: str, unint
 
 
 def test_a_run_killed_twice_equals_an_uninterrupted_one(uninterrupted: Path, tmp_path: Path) -> None:
-    """Change `checkpoint.every`, which has no effect on what is learned."""
-    run = tmp_path / "run"
+    """Change how checkpoints are written, which has no effect on what is learned."""
+    run, background = tmp_path / "run", "checkpoint.background=true"
     train_process(run, "checkpoint.every=1").kill_when(lambda: count_steps(run) >= 1)
-    train_process(run, "checkpoint.every=1", "--resume").kill_when(lambda: count_steps(run) >= 4)
-    finish(run, "--resume")
+    train_process(run, "checkpoint.every=1", background, "--resume").kill_when(lambda: count_steps(run) >= 4)
+    finish(run, background, "--resume")
     assert_equal(run, uninterrupted)
 
 

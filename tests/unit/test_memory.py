@@ -102,12 +102,12 @@ def test_a_pair_on_one_device_takes_turns() -> None:
     assert found["device, learning"].total == learner.total + engine.total - cache
     passing = sum(learner.parts[name] for name in TEMPORARY_PARTS)
     embedding = 152_064 * 3584
-    assert found["device, playing"].total == learner.total - passing + engine.total + 8 * embedding
+    assert found["device, playing"].total == learner.total - passing + engine.total + 4 * embedding
     assert max(m.total for m in found.values()) < learner.total + engine.total
-    assert found["device, loading"].parts["reference, whole"] == 8 * learner.parts["reference"]
+    assert "device, loading" not in found, "a reference is read in parts"
     sleeping = on_each_device(replace(pair, engine="vllm", memory_share=0.5), 80 * GIB)
     assert sleeping["device, learning"].total == learner.total + PROCESS_BYTES, "vLLM gives everything back"
-    assert sleeping["device, playing"].total == learner.total - passing + 40 * GIB + PROCESS_BYTES + 12 * embedding
+    assert sleeping["device, playing"].total == learner.total - passing + 40 * GIB + PROCESS_BYTES + 8 * embedding
     on_cpus, adapters = replace(pair, gpu=False), replace(pair, trained=1000)
     assert "learner weights on their way" not in on_each_device(on_cpus)["device, playing"].parts
     assert on_each_device(adapters)["device, playing"].parts["learner weights on their way"] == 2 * embedding
@@ -219,7 +219,7 @@ def test_a_warm_start_is_sharded_like_a_learner_and_has_its_own_passes() -> None
     warm = on_each_device(eight, 80 * GIB)
     assert table(warm, 80 * GIB)[1]
     learner, imitating = learner_memory(eight).parts, warm["learner, warm start"].parts
-    assert imitating["optimizer"] == learner["optimizer"] == SHAPES["7B"].count
+    assert imitating["optimizer"] == learner["optimizer"] == 6 * SHAPES["7B"].count // 8
     assert "reference" not in imitating
     assert imitating["activations"] < learner["activations"]
     large = replace(eight, warm_start=(65536, False))
@@ -230,29 +230,57 @@ def test_a_warm_start_is_sharded_like_a_learner_and_has_its_own_passes() -> None
     assert cpu["host, warm start"].total == 8 * warm_start_memory(replace(eight, gpu=False)).total
 
 
-def test_hosts_load_the_model_for_every_rank_and_copy_it_for_every_remote_vllm() -> None:
+def test_hosts_read_the_files_once_and_copy_weights_for_every_remote_vllm() -> None:
     apart = Demand(SHAPES["32B"], 2, learners=32, engines=8, distributed=True, colocated=False, reference=True)
     count = SHAPES["32B"].count
     found = on_each_host(apart, 8)
-    assert found["host of learners, loading"].total == (4 + 2) * count * 8
-    assert found["host of learners, running"].total == 3 * 2 * count
+    assert found["host of learners, loading"].total == 2 * count < 1.3 * 2 * count
+    share = 2 * count // 4  # the ranks of a node write a quarter of the model
+    assert found["host of learners, running"].total == 2 * 2 * count + share
     assert found["host of engines, running"].total == 2 * 2 * count
     vllm = on_each_host(replace(apart, engine="vllm"), 8)
     assert vllm["host of engines, running"].total == 2 * 2 * count + 8 * 2 * count
     machine = on_each_host(replace(apart, engine="vllm"), 40)
     assert machine["host, running"].total == 3 * 2 * count, "on one node workers map what the learner shares"
     pairs = replace(apart, learners=8, colocated=True)
-    assert on_each_host(pairs, 4)["host, loading"].total == 4 * (4 + 2 + 2) * count
+    assert on_each_host(pairs, 4)["host, loading"].total == 2 * count
+    on_cpus = on_each_host(replace(pairs, gpu=False), 4)["host, loading"].total
+    assert on_cpus == (2 + 2 * 4 // 8 + 2 * 4) * count, "files, half of the ranks' shards, four engines"
     sleeping = on_each_host(replace(pairs, engine="vllm"), 8)["host, running"]
     assert sleeping.parts["8 sleeping vLLMs"] == 8 * 2 * count
     assert sleeping.total == (3 + 8) * 2 * count, "pairs on one node: workers map what the learner shares"
     two_nodes = on_each_host(replace(pairs, engine="vllm"), 4)["host, running"]
-    assert two_nodes.total == (3 + 4 + 4) * 2 * count
+    assert two_nodes.total == (2 + 4 + 4) * 2 * count + count, "half of the ranks hold half of a checkpoint"
     assert on_each_host(pairs, 8)["host, running"].total == 3 * 2 * count
     assert not table(found, 1000 * GIB)[1]
     assert table(found, None)[1], "not known to be too large"
     machine = on_each_host(replace(pairs, gpu=False), 8)["host, running"]
     assert machine.parts["8 ranks"] == 8 * learner_memory(replace(pairs, gpu=False)).total
+
+
+def test_settings_that_save_memory_are_counted() -> None:
+    plain = Demand(SHAPES["32B"], 2, learners=16, distributed=True, colocated=False, reference=True, critic=True)
+    parts, count = learner_memory(plain).parts, SHAPES["32B"].count
+    copies = learner_memory(replace(plain, shard_ranks=8)).parts
+    assert copies["weights"] == 2 * parts["weights"] == 2 * count // 8, "two copies, each over eight ranks"
+    once = learner_memory(replace(plain, reduce_once=True)).parts
+    assert once["whole gradients"] - parts["whole gradients"] == 4 * count
+    offloaded = replace(plain, offload=True)
+    on_device, names = learner_memory(offloaded).parts, ("weights", "gradients", "optimizer", "reference", "critic")
+    assert all(on_device[name] == 0 < parts[name] for name in names)
+    on_host = on_each_host(offloaded, 8)["host of learners, running"].parts["shards of 8 ranks"]
+    assert on_host == 8 * sum(parts[name] for name in names)
+    moments = replace(Demand(SHAPES["7B"], 2), offload_moments=True)
+    passing = learner_memory(moments).parts["activations"]
+    assert learner_memory(moments).parts["optimizer"] == max(0, 6 * SHAPES["7B"].count - passing)
+    assert on_each_host(moments, 1)["host, running"].parts["moments of 1 ranks"] == 6 * SHAPES["7B"].count
+    saving = replace(plain, checkpoint_activations=True)
+    moved = replace(saving, offload_activations=True)
+    assert activation_bytes(moved) < activation_bytes(saving) < activation_bytes(plain)
+    on_host = on_each_host(moved, 8)["host of learners, running"].parts["activations of 8 ranks"]
+    assert on_host == 8 * activation_bytes(saving)
+    copied = on_each_host(replace(plain, background=True), 8)["host of learners, running"].parts
+    assert copied["copies for checkpoints of 8 ranks"] == 8 * (6 * count // 16 + 2 * count // 16)
 
 
 def test_the_sizes_are_those_of_the_code() -> None:

@@ -18,7 +18,7 @@ from agentgym_rl.config import Config
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.backend_ray import Rank, RayBackend
 from agentgym_rl.scale.process_group import whole_state
-from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards
+from agentgym_rl.scale.shards import ShardWriter, like_learner, load_shards, require_written
 from agentgym_rl.training.batch import Batch, shuffled_parts, split_batch
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks, balanced_shares
 from agentgym_rl.training.scratch import build_tokenizer
@@ -124,10 +124,7 @@ def resume(ranks: Ranks, folder: Path, source: Path) -> Any:
     """A ppo learner from what other ranks wrote, and its third step."""
     made = learner("ppo", SINGLE_PROCESS if ranks.size == 1 else ranks)
     load_weights(made.model, torch.load(source / "policy.pt", weights_only=True))
-    assert made.critic is not None
-    optimizers = {"optimizer": made._parameters, "critic.optimizer": made.critic._parameters}
-    like = like_learner(optimizers, {"critic.parameters": dict(made.critic.model.named_parameters())})
-    made.restore(load_shards(source / "shards", like))
+    made.restore(load_shards(source / "shards", like_learner(made)))
     return steps("ppo", made, 1), weights(made)
 
 
@@ -157,7 +154,7 @@ def test_a_sharded_checkpoint_loads_at_another_world_size(
 
 def test_shards_on_a_disk_that_the_driver_cannot_read_are_refused(two: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere does not exist on .*: the run directory must be on a file system"):
-        save_shards(tmp_path / "nowhere" / "shards", {"weight": torch.ones(2)})
+        ShardWriter().save_shards(tmp_path / "nowhere" / "shards", {"weight": torch.ones(2)})
     shutil.copytree(two[1] / "shards", tmp_path / "shards")
     with pytest.raises(ConfigError, match=r"model/config.json needs at least 1 bytes that ranks wrote, got 0"):
         require_written(tmp_path, shards=True)
@@ -177,14 +174,16 @@ def test_shards_on_a_disk_that_the_driver_cannot_read_are_refused(two: Any, tmp_
 class Elsewhere:
     """Ranks that write to the disk of another node."""
 
-    def on_all(self, method: str, folder: str) -> None:
-        assert (method, Path(folder).is_dir()) == ("save", True)
+    def on_all(self, method: str, *folders: str) -> None:
+        assert method in ("save", "finish_saving")
+        assert all(Path(folder).is_dir() for folder in folders)
 
 
 def test_a_checkpoint_written_on_another_disk_does_not_replace_the_last_one(tmp_path: Path) -> None:
     (tmp_path / "step_000001").mkdir()
     cluster = RayBackend.__new__(RayBackend)
-    cluster._app, cluster.learner = Elsewhere(), None
+    cluster._app, cluster.learner, cluster._saving = Elsewhere(), None, None
+    cluster._config = Config.model_validate({"model": {"path": "anywhere"}, "environments": [{"name": "keydoor"}]})
     with pytest.raises(ConfigError, match=r"config.json needs at least 1 bytes .*, got 0.* all nodes see"):
         cluster.save(tmp_path, 2, {}, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001"]
@@ -245,6 +244,7 @@ def resumed_in_bf16(ranks: Ranks, folder: Path) -> dict[str, dict[str, float]]:
             made.release_trainer()
         (folder / case).mkdir()
         made.save(str(folder / case))
+        made.finish_saving()
         require_written(folder / case, shards=case != "rounds")
         again.load(str(folder / case / "model"))
         if case != "rounds":

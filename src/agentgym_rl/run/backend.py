@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,12 +22,14 @@ from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
 from agentgym_rl.run.collectors import collect_each, engine_policies, make_proxy
-from agentgym_rl.run.load_model import load_from, load_teacher
+from agentgym_rl.run.load_model import choose_device, load_from, load_teacher
 from agentgym_rl.training import lora
-from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
+from agentgym_rl.training.checkpoint import SHARDS, on_host, random_state, save_checkpoint
 from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import DPO, Preference, make_preferences
 from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.locate_model import find_model, local_folder
+from agentgym_rl.training.meta import fill, make_empty
 from agentgym_rl.training.model import ModelContext
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
@@ -103,6 +106,9 @@ class Backend(Protocol):
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
         """Write a checkpoint of `state`, the model and the learner."""
 
+    def finish_saving(self, *, wait: bool = True) -> None:
+        """Complete a checkpoint that is being written in the background. Without `wait`, only if it can be at once."""
+
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
         """Restore the learner, or the trainer that was just made, from a checkpoint. The model is loaded already."""
 
@@ -131,6 +137,9 @@ class LocalBackend:
         weights_dir: Path | None = None,
     ) -> None:
         self._config, self._pool, self._model, self._tokenizer = config, pool, model, tokenizer
+        self._writer = ThreadPoolExecutor(1)
+        self._saving: Future[Any] | None = None
+        """The checkpoint that is being written in the background."""
         self.learner: Any = None
         if reference_dir is not None:
             self.learner = make_learner(
@@ -223,8 +232,18 @@ class LocalBackend:
         write_head = None
         if isinstance(self.learner, RewardTrainer):
             write_head = partial(save_head, self.learner.head(), about_renderer(self._config))
-        state = state | {"learner": learner}
-        save_checkpoint(root, step, self._model, self._tokenizer, state, keep, write_head)
+        write = partial(save_checkpoint, root, step, self._model, self._tokenizer, write_head=write_head)
+        if not self._config.checkpoint.background:
+            write(state | {"learner": learner}, keep)
+            return
+        self.finish_saving()
+        copied = on_host(state | {"learner": learner, "random": random_state()})
+        self._saving = self._writer.submit(write, copied, keep, on_host(self._model.state_dict()))
+
+    def finish_saving(self, *, wait: bool = True) -> None:
+        if self._saving is not None and (wait or self._saving.done()):
+            saving, self._saving = self._saving, None
+            saving.result()
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
         state = saved["learner"]
@@ -243,6 +262,7 @@ class LocalBackend:
         return self._vllm.drain_events() if isinstance(self._vllm, Replicas) else []
 
     async def close(self) -> None:
+        self._writer.shutdown()
         if self._proxy is not None:
             await self._proxy.close()
         await self._engine.close()
@@ -266,18 +286,23 @@ def make_learner(
     ranks: Ranks = SINGLE_PROCESS,
     *,
     warm: bool,
+    critic_dir: Path | None = None,
 ) -> RLLearner:
-    """Return the RL learner of one process, or of one rank of several. `warm`: a warm start changed the reference."""
+    """Return the RL learner of one process, or of one rank of several. `warm`: a warm start changed the reference.
+
+    A rank reads its critic from `critic_dir`, because it cannot copy a sharded policy.
+    """
     reference = _reference(model, reference_dir, settings, ranks, warm=warm) if rl.kl_coef else None
     teacher = _teacher(tokenizer, rl, settings, ranks)
-    return RLLearner(model, rl, temperature, reference, _critic(model, rl, settings), ranks, teacher)
+    critic = _critic(model, rl, settings, ranks, critic_dir) if rl.algorithm == "ppo" else None
+    return RLLearner(model, rl, temperature, reference, critic, ranks, teacher)
 
 
 def _teacher(tokenizer: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks) -> ModelContext | None:
     """Return the frozen teacher of distillation, unless an API scores for it (see teaching.py)."""
     if rl.distill is None or rl.distill.url is not None:
         return None
-    teacher = load_teacher(rl.distill.teacher, tokenizer, settings)
+    teacher = load_teacher(rl.distill.teacher, tokenizer, settings, ranks)
     ranks.prepare_model(teacher)
     return lambda: nullcontext(teacher)
 
@@ -301,8 +326,7 @@ def about_renderer(config: Config) -> dict[str, str]:
 def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *, warm: bool) -> ModelContext:
     """Return the frozen model that RL started from. With LoRA it needs no second copy."""
     if settings.lora is None:
-        frozen = freeze(load_from(folder, settings)[0])
-        ranks.prepare_model(frozen)
+        frozen = freeze(load_from(folder, settings, ranks)[0])
         return lambda: nullcontext(frozen)
     if not warm:
         return lambda: lora.adapter(model, None)
@@ -310,11 +334,23 @@ def _reference(model: Any, folder: Path, settings: ModelConfig, ranks: Ranks, *,
     return lambda: lora.adapter(model, lora.REFERENCE)
 
 
-def _critic(model: Any, rl: RLSettings, settings: ModelConfig) -> ValueModel | None:
+def _critic(model: Any, rl: RLSettings, settings: ModelConfig, ranks: Ranks, folder: Path | None) -> ValueModel:
     """Return PPO's critic: a copy of the decoder, or with LoRA one more adapter on the same decoder."""
-    if rl.algorithm != "ppo":
-        return None
+    if settings.lora is None and ranks.from_meta:
+        device, dtype = choose_device(settings)
+        path = local_folder(find_model(str(folder)))
+        empty = make_empty(path, dtype)
+        critic = ValueModel(empty.get_decoder(), model.config.hidden_size)
+        ranks.prepare_model(critic)
+        prefix = empty.base_model_prefix
+        fill(critic, path, device, host=ranks.offload, name_in_files=partial(_decoder_name, prefix))
+        return critic
     if settings.lora is None:
         return ValueModel(copy.deepcopy(model.get_decoder()), model.config.hidden_size)
     lora.copy_adapter(model, settings.lora, lora.CRITIC)
     return ValueModel(model.get_decoder(), model.config.hidden_size, lambda: lora.adapter(model, lora.CRITIC))
+
+
+def _decoder_name(prefix: str, name: str) -> str | None:
+    """Return the name in a model's files of a critic's tensor: that of its decoder's, or None for its head's."""
+    return f"{prefix}.{name.removeprefix('decoder.')}" if name.startswith("decoder.") else None

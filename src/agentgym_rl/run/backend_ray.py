@@ -29,17 +29,18 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.environments_pool import EnvironmentsPool
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.run.start import Start, describe_scratch, imitate, make_untrained_model
+from agentgym_rl.run.system import SystemMonitor, over_ranks
 from agentgym_rl.scale.folders import require_same, require_shared
-from agentgym_rl.scale.process_group import ProcessRanks, whole_state
+from agentgym_rl.scale.process_group import ProcessRanks, untied_state, whole_state
 from agentgym_rl.scale.publisher import shares_device_memory
 from agentgym_rl.scale.resource_plan import Plan
-from agentgym_rl.scale.shards import like_learner, load_shards, require_written, save_shards, shard_state
+from agentgym_rl.scale.shards import ShardWriter, like_learner, load_shards, require_written, shard_state
 from agentgym_rl.training import lora
 from agentgym_rl.training.batch import Batch, split_batch
-from agentgym_rl.training.checkpoint import SHARDS, save_state, staged
+from agentgym_rl.training.checkpoint import SHARDS, commit, removed_on_error, save_state, stage
 from agentgym_rl.training.dpo import Preference, make_preferences
 from agentgym_rl.training.learner import freeze
-from agentgym_rl.training.ranks import balanced_shares
+from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import by_turn
 from agentgym_rl.training.settings import PairSettings, RLSettings, SFTSettings
@@ -76,11 +77,16 @@ class Rank:
         torch.set_num_threads(config.threads or int(config.scale.learner_cpus) or 1)
         device, self._dtype = choose_device(config.model)
         adapters = config.model.lora is not None
-        # Sharded weights are loaded on the host in float32, as the optimizer's masters. Passes run in `dtype`.
-        changes = {} if adapters else {"device": "cpu", "dtype": "float32"}
-        self._loading = config.model_copy(update={"model": config.model.model_copy(update=changes)})
-        self._config, self._rank = config, rank
-        self._ranks = ProcessRanks(device, shard=not adapters, dtype=self._dtype)
+        self._config, self._rank, scale = config, rank, config.scale
+        self._ranks = ProcessRanks(
+            device,
+            shard=not adapters,
+            shard_ranks=scale.shard_ranks,
+            offload=scale.offload and not adapters,
+            reduce_once=scale.reduce_gradients == "update",
+        )
+        self._writer = ShardWriter(background=config.checkpoint.background)
+        self._system = SystemMonitor()
         self._model: Any = None
         self._tokenizer: Any = None
         self._learner: Any = None
@@ -94,7 +100,7 @@ class Rank:
     def make_untrained_model(self, folder: str) -> int:
         """Make the recipe's untrained model with the tokenizer of `folder`; return its number of parameters."""
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
-        self._model = make_untrained_model(self._loading.model, self._loading.seed, self._tokenizer)
+        self._model = make_untrained_model(self._config.model, self._config.seed, self._tokenizer, self._ranks)
         if self._merges:
             lora.require_mergeable(self._model)
         return self._model.num_parameters()
@@ -103,7 +109,7 @@ class Rank:
         """Load the model in `folder`, and make an RL learner if there is a reference."""
         self._learner = self._model = None
         release_memory()
-        self._model, self._tokenizer = load_from(folder, self._loading.model)
+        self._model, self._tokenizer = load_from(folder, self._config.model, self._ranks)
         if self._merges:
             lora.require_mergeable(self._model)
         if reference_dir is not None:
@@ -117,6 +123,7 @@ class Rank:
                 folder_of_reference,
                 self._ranks,
                 warm=config.warm_start is not None,
+                critic_dir=Path(folder),
             )
 
     def make_trainer(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> int:
@@ -127,12 +134,9 @@ class Rank:
     def step(self) -> dict[str, float]:
         return self._learner.step()
 
-    @torch.no_grad()
     def release_trainer(self) -> None:
-        """Free the trainer and round the weights to those that engines have, as one process and a resumed run do."""
+        """Free the trainer. In bfloat16 the weights are those that engines have from now on."""
         self._learner = None
-        for parameter in self._masters().values():
-            parameter.copy_(parameter.to(self._dtype))
         self._release_device()
 
     def make_preferences(self, pairs: list[tuple[Sample, Sample]], max_tokens: int) -> list[Preference]:
@@ -151,7 +155,7 @@ class Rank:
 
     def learn(self, batch: Batch, seed: int) -> tuple[dict[str, float], float, SampleScores]:
         count = len(batch.samples)
-        metrics = self._learner.learn(batch, seed)
+        metrics = self._learner.learn(batch, seed) | self._system.gpu()
         self._release_device()
         return metrics, self._learner.kl_coef, [_scores_of(sample) for sample in batch.samples[:count]]
 
@@ -177,19 +181,24 @@ class Rank:
         return probe
 
     def save(self, folder: str) -> None:
-        """Write this rank's part of the learner's state; the first rank also writes the model."""
-        # Gather first: all ranks take part, and a rank that fails to write would leave the others waiting.
-        whole = self._whole()
-        head = self._learner.head() if isinstance(self._learner, RewardTrainer) else {}
+        """Write this rank's part of the learner's state and of the model, or begin to. `finish_saving` follows."""
         if self._learner is not None:
-            save_shards(Path(folder) / SHARDS, self._learner.state() | {"masters": self._masters()})
-        self._write_model(Path(folder) / "model", whole)
+            self._writer.save_shards(Path(folder) / SHARDS, self._learner.state())
+        head = self._learner.head() if isinstance(self._learner, RewardTrainer) else {}  # all ranks take part
+        self._write_model(Path(folder) / "model")
         if head and self._rank == 0:
             save_head(head, about_renderer(self._config), Path(folder) / "model")
 
+    def is_saved(self) -> bool:
+        return self._writer.done
+
+    def finish_saving(self) -> None:
+        self._writer.finish()
+
     def export(self, folder: str) -> None:
         """Write the model alone."""
-        self._write_model(Path(folder), self._whole())
+        self._write_model(Path(folder))
+        self._writer.finish()
 
     def _policy(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the policy's weights as they are learned."""
@@ -197,39 +206,29 @@ class Rank:
             if not any(f".{learners_own}." in name for learners_own in (lora.REFERENCE, lora.CRITIC)):
                 yield name, tensor
 
-    def _whole(self) -> dict[str, torch.Tensor | None]:
-        """Return the weights for a folder: as engines have them, adapters as they are learned."""
-        state = self.whole_state() if self._ranks.shard else self._policy()
-        return {name: tensor.cpu() if self._rank == 0 else None for name, tensor in state}
-
-    def _masters(self) -> dict[str, torch.Tensor]:
-        """Return the float32 master weights, which a folder in bf16 does not hold."""
-        kept = self._ranks.shard and self._dtype is not torch.float32
-        return dict(self._model.named_parameters()) if kept else {}
-
-    def _write_model(self, folder: Path, whole: dict[str, torch.Tensor | None]) -> None:
+    def _write_model(self, folder: Path) -> None:
+        """Write weights as engines have them, or adapters as they are learned."""
+        model = self._model
+        if self._ranks.shard:
+            # All ranks gather every tensor, before a rank that fails to write could leave the others waiting.
+            sizes = {name: tensor.numel() for name, tensor in untied_state(model).items()}
+            self._writer.save_model(folder, sizes, self.whole_state())
         if self._rank == 0:
-            self._model.save_pretrained(folder, state_dict=whole)
+            if self._ranks.shard:
+                model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+                model.config.dtype = self._dtype
+                model.config.save_pretrained(folder)
+                if model.can_generate():
+                    model.generation_config.save_pretrained(folder)
+            else:
+                model.save_pretrained(folder, state_dict={name: tensor.cpu() for name, tensor in self._policy()})
             self._tokenizer.save_pretrained(folder)
 
     def restore(self, folder: str, state: dict[str, Any] | None) -> tuple[int, float]:
         """Restore from shards, or from the `state` of a run in one process; return (updates made, KL weight)."""
-        learner, critic = self._learner, getattr(self._learner, "critic", None)
-        optimizers = {"optimizer": learner._parameters}
-        masters = self._masters()
-        parameters = {"masters": masters}
-        if critic is not None:
-            optimizers["critic.optimizer"] = critic._parameters
-            parameters["critic.parameters"] = dict(critic.model.named_parameters())
-        if isinstance(learner, RewardTrainer):
-            parameters["head"] = dict(learner.model.head.named_parameters())
-        like = like_learner(optimizers, parameters)
-        shards = Path(folder) / SHARDS
-        restored = load_shards(shards, like) if shards.is_dir() else shard_state(state or {}, like)
-        with torch.no_grad():
-            for name, value in restored.pop("masters", {}).items():
-                masters[name].copy_(value)
-        learner.restore(restored)
+        learner = self._learner
+        like, shards = like_learner(learner), Path(folder) / SHARDS
+        learner.restore(load_shards(shards, like) if shards.is_dir() else shard_state(state or {}, like))
         return learner.updates, getattr(learner, "kl_coef", 0.0)
 
     def _release_device(self) -> None:
@@ -286,7 +285,7 @@ def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
         return backend_vllm.VllmAdapter(backend_vllm.make_vllm(config, base))
     assert config.scale is not None
     torch.set_num_threads(config.threads or int(config.scale.engine_cpus) or 1)
-    model, tokenizer = load_from(folder, config.model)
+    model, tokenizer = load_from(folder, config.model, EmptyFirst())
     model = freeze(model)
     renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
     sizes = config.sessions_per_engine(), config.longest_context()
@@ -360,7 +359,7 @@ class LearnerHandle:
         for known, (_, _, scores) in zip(indices, results, strict=True):
             _fill([batch.samples[i] for i in known], scores)
         metrics, self.kl_coef, _ = results[0]
-        return metrics | by_turn(batch.samples)
+        return metrics | over_ranks([result[0] for result in results]) | by_turn(batch.samples)
 
     def restored(self, updates: int, kl_coef: float) -> None:
         self.kl_coef = kl_coef
@@ -372,6 +371,8 @@ class RayBackend:
     def __init__(self, context: RunContext, app: Any, folder: Path) -> None:
         config = context.config
         self._config, self._app = config, app
+        self._saving: Callable[[], None] | None = None
+        """Ends the checkpoint that ranks are writing."""
         self.learner: Any = LearnerHandle(app, config.rl) if config.online else None
         self.renderer = _load_renderer(folder, config)
         self.max_context: int = app.max_context
@@ -487,10 +488,25 @@ class RayBackend:
             await self._app.weights.publish(version)
 
     def save(self, root: Path, step: int, state: dict[str, Any], keep: int) -> None:
-        with staged(root, step, keep) as folder:
+        self.finish_saving()
+        folder = stage(root, step)
+        with removed_on_error(folder):
             self._app.on_all("save", str(folder.absolute()))
-            require_written(folder, shards=self.learner is not None)
             save_state(folder, step, state | {"learner": None})
+        self._saving = partial(self._commit, folder, self.learner is not None, root, step, keep)
+        if not self._config.checkpoint.background:
+            self.finish_saving()
+
+    def finish_saving(self, *, wait: bool = True) -> None:
+        if self._saving is not None and (wait or all(self._app.on_all("is_saved"))):
+            commit_checkpoint, self._saving = self._saving, None
+            commit_checkpoint()
+
+    def _commit(self, folder: Path, shards: bool, root: Path, step: int, keep: int) -> None:
+        with removed_on_error(folder):
+            self._app.on_all("finish_saving")
+            require_written(folder, shards=shards)
+            commit(root, step, keep)
 
     async def restore(self, folder: Path, saved: dict[str, Any]) -> None:
         restored = await self._app.wait_for_all("restore", str(_absolute(folder)), saved["learner"])

@@ -13,6 +13,8 @@ from agentgym_rl.training.locate_model import folder_of
 if TYPE_CHECKING:
     import torch
 
+    from agentgym_rl.training.ranks import Ranks
+
 
 def choose_device(settings: ModelConfig) -> tuple[str, torch.dtype]:
     """Return (device, dtype). `auto` is CUDA if there is a device, else the CPU."""
@@ -24,41 +26,44 @@ def choose_device(settings: ModelConfig) -> tuple[str, torch.dtype]:
     return device, getattr(torch, settings.dtype)
 
 
-def load_from(folder: str | Path, settings: ModelConfig) -> tuple[Any, Any]:
+def load_from(folder: str | Path, settings: ModelConfig, ranks: Ranks | None = None) -> tuple[Any, Any]:
     """Return (model, tokenizer) of a folder, or of the recipe's model with the adapters in the folder."""
     from agentgym_rl.training import lora
     from agentgym_rl.training.model import load_model
+    from agentgym_rl.training.ranks import SINGLE_PROCESS
 
     device, dtype = choose_device(settings)
     if settings.lora is not None and (Path(folder) / "adapter_config.json").is_file():
         assert settings.path is not None
-        base, tokenizer = load_model(settings.path, device=device, dtype=dtype)
+        base, tokenizer = load_model(settings.path, device=device, dtype=dtype, ranks=ranks or SINGLE_PROCESS)
         lora.load_adapter(base, Path(folder))
         return base, tokenizer
-    return load_model(str(folder), device=device, dtype=dtype)
+    return load_model(str(folder), device=device, dtype=dtype, ranks=ranks or SINGLE_PROCESS)
 
 
-def load_frozen(path: str, setting: str, settings: ModelConfig) -> tuple[Any, Any]:
+def load_frozen(path: str, setting: str, settings: ModelConfig, ranks: Ranks | None = None) -> tuple[Any, Any]:
     """Return (model, tokenizer) of a folder, a hub name or a run's last checkpoint, with its adapters if it has any."""
     from agentgym_rl.training import lora
     from agentgym_rl.training.learner import freeze
     from agentgym_rl.training.model import load_model
+    from agentgym_rl.training.ranks import SINGLE_PROCESS
 
     folder = folder_of(path, setting)
     device, dtype = choose_device(settings)
     adapters = folder / "adapter_config.json"
     if adapters.is_file():
         base = json.loads(adapters.read_text(encoding="utf-8"))["base_model_name_or_path"]
-        model, tokenizer = load_model(base, device=device, dtype=dtype)
+        model, tokenizer = load_model(base, device=device, dtype=dtype)  # whole on each rank, as adapters are
         lora.load_adapter(model, folder)
     else:
-        model, tokenizer = load_model(str(folder) if folder.is_dir() else path, device=device, dtype=dtype)
+        name = str(folder) if folder.is_dir() else path
+        model, tokenizer = load_model(name, device=device, dtype=dtype, ranks=ranks or SINGLE_PROCESS)
     return freeze(model), tokenizer
 
 
-def load_teacher(path: str, tokenizer: Any, settings: ModelConfig) -> Any:
+def load_teacher(path: str, tokenizer: Any, settings: ModelConfig, ranks: Ranks) -> Any:
     """Return the frozen teacher of distillation. Raise ConfigError if its tokenizer is not the agent's."""
-    teacher, own = load_frozen(path, "rl.distill.teacher", settings)
+    teacher, own = load_frozen(path, "rl.distill.teacher", settings, ranks)
     require_same_tokenizer(own, tokenizer, path)
     return teacher
 

@@ -137,7 +137,7 @@ class OfflineRun(Run):
                 metrics |= current.metrics if trainer.updates == 1 else {}
                 metrics |= {"round": float(current.number), "time/step_s": time.perf_counter() - started}
                 self.step += 1
-                self.log.log(self.step, metrics)
+                self.log.log(self.step, self.system.metrics() | metrics)
                 if trainer.updates % updates_per_line == 0 or trainer.updates == trainer.total:
                     self.console.step(self.step, metrics)
                 if trainer.updates < trainer.total:
@@ -150,6 +150,7 @@ class OfflineRun(Run):
         if self.evaluation_is_due():
             await self.evaluate()
         await self.events.now()
+        self.settle()
         if self.step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, self.step, self.context)
 
@@ -162,7 +163,7 @@ class OfflineRun(Run):
             self.backend.release_trainer()
         await self.events.now()
         if self.rounds_done == self.rounds.count:
-            await last_checkpoint(self.save, self.step, self.context)
+            await last_checkpoint(self.save_now, self.step, self.context)
         else:
             try_checkpoint(self.save, self.step, self.context)
 

@@ -119,7 +119,7 @@ class RLRun(Run):
 
     def _log_step(self, step: int, metrics: dict[str, float | str]) -> None:
         expected = expected_steps(self.config.rl, step, float(metrics["tokens/total"]))
-        self.log.log(step, metrics, steps=expected)
+        self.log.log(step, self.system.metrics() | metrics, steps=expected)
         self.console.step(step, metrics, expected)
         for finding in self.doctor.observe({"step": step, **metrics}):
             self.log.log_finding(finding.line())
@@ -130,8 +130,9 @@ class RLRun(Run):
         if self.evaluation_is_due():
             await self.evaluate()
         await self.events.now()
+        self.settle()
         if last:
-            await last_checkpoint(self.save, step, self.context)
+            await last_checkpoint(self.save_now, step, self.context)
         elif step % self.config.checkpoint.every == 0:
             try_checkpoint(self.save, step, self.context)
         self._mark_resumable()

@@ -7,6 +7,7 @@ checkpoint is played again with the same result.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,7 +16,8 @@ from agentgym_rl.run.context import RunContext
 from agentgym_rl.run.events import EventPoller
 from agentgym_rl.run.heldout import evaluate
 from agentgym_rl.run.plots import learning_curve
-from agentgym_rl.run.stopping import stop_with_checkpoint
+from agentgym_rl.run.stopping import stop_with_checkpoint, try_checkpoint
+from agentgym_rl.run.system import SystemMonitor
 from agentgym_rl.training.checkpoint import checkpoint_path
 
 
@@ -35,6 +37,7 @@ class Run(ABC):
         self.saved_step: int | None = None
         """Step of the last checkpoint, which is not written again if the run stops right after it."""
         self.events = EventPoller(backend.events, self.warn)
+        self.system = SystemMonitor()
 
     async def run(self, saved: dict[str, Any] | None) -> dict[str, Any]:
         """Run from the start, or from what a checkpoint holds, to the end; return the summary."""
@@ -66,7 +69,7 @@ class Run(ABC):
         before = "before RL" if self.config.online else "before training"
         self.console.stage("Held-out evaluation", f"after step {self.step}" if self.step else before)
         await self.evaluate()
-        self.save()  # a run without space for one checkpoint fails here
+        self.save_now()  # a run without space for one checkpoint fails here
 
     @abstractmethod
     async def train(self) -> None:
@@ -105,15 +108,28 @@ class Run(ABC):
         return await evaluate(self.context, collect, self.backend.max_context, self.step)
 
     def save(self) -> None:
-        """Write a checkpoint of this step."""
+        """Write a checkpoint of this step, or begin to (`checkpoint.background`)."""
+        self.settle(wait=True)
         state = self.state() | {"evaluations": self.evaluations, "seconds": self.context.seconds()}
         self.backend.save(self.log.checkpoints_dir, self.step, state, self.config.checkpoint.keep)
         self.saved_step = self.step
 
+    def save_now(self) -> None:
+        """Write a checkpoint of this step and wait until it is complete."""
+        self.save()
+        self.backend.finish_saving()
+
+    def settle(self, *, wait: bool = False) -> None:
+        """Complete a checkpoint that is being written, if it can be at once or with `wait`. A full disk is recorded."""
+        finish = partial(self.backend.finish_saving, wait=wait)
+        if not try_checkpoint(finish, self.saved_step or 0, self.context):
+            self.saved_step = None
+
     def stop_here(self) -> NoReturn:
         """Write a checkpoint and end the run: after the last finished step, without episodes under way."""
         self.stop.may_cancel = lambda: False  # once is enough
-        stop_with_checkpoint(None if self.saved_step == self.step else self.save, self.step, self.context)
+        self.settle(wait=True)
+        stop_with_checkpoint(None if self.saved_step == self.step else self.save_now, self.step, self.context)
 
     def warn(self, kind: str, message: str, **detail: Any) -> None:
         """Record an event at this step and show it."""

@@ -18,6 +18,7 @@ from agentgym_rl.run.demonstrations import play_demonstrations, to_samples
 from agentgym_rl.run.load_model import choose_device, load_from
 from agentgym_rl.training.lora import add_adapter
 from agentgym_rl.training.model import load_tokenizer
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.scratch import build_model, build_tokenizer, write_calls
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Message, Sample
@@ -83,10 +84,10 @@ async def imitate(trainer: Trainer, console: Console) -> None:
             await asyncio.sleep(0)  # a point at which the run can be stopped
 
 
-def make_untrained_model(settings: ModelConfig, seed: int, tokenizer: Any) -> Any:
+def make_untrained_model(settings: ModelConfig, seed: int, tokenizer: Any, ranks: Ranks = SINGLE_PROCESS) -> Any:
     """Return the model of the recipe, with adapters that change nothing yet, or random weights for `tokenizer`."""
     if settings.path is not None:
-        model, _ = load_from(settings.path, settings)
+        model, _ = load_from(settings.path, settings, ranks)
         if settings.lora is not None:
             add_adapter(model, settings.lora, seed)
         return model
@@ -96,6 +97,7 @@ def make_untrained_model(settings: ModelConfig, seed: int, tokenizer: Any) -> An
     # Only parameters: the rotary embedding's frequencies stay in float32, as in a model that is loaded.
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
+    ranks.prepare_model(model)
     return model
 
 

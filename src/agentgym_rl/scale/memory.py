@@ -1,27 +1,29 @@
 """Memory estimate of a run: bytes on each device and on each host, by purpose. Standard library only.
 
-Formulas, with P parameters, D learner ranks, b bytes of a weight in a pass (4 or 2), T tokens of a micro-batch,
-H hidden size, I intermediate size, L layers, l parameters of one layer, E those of embedding and head, N and K query
-and key/value heads of width w:
+Formulas, with P parameters, D ranks that share a copy of the model, b bytes of a weight in a pass (4 or 2), T tokens
+of a micro-batch, H hidden size, I intermediate size, L layers, l parameters of one layer, E those of embedding and
+head, N and K query and key/value heads of width w:
 
     learner, alone in float32      4P weights + 4P gradients + 8P moments
     learner, alone in bfloat16     2P weights + 2P gradients (4P over several passes) + 6P moments and lower halves
-    learner, sharded over D ranks  (4P + 4P + 8P) / D; and during a pass
+    learner, sharded over D ranks  the same / D, or with offload on the host; and during a pass
                                    b (2l + E) gathered weights: a layer, the next one, and the root outside of layers
                                    b (l + E) gradients before they are sharded: the root's last until the pass ends
                                    4 max(l, E) bytes of float32 that are being summed over ranks, one group at a time
-    activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers
+                                   4P whole gradients more, if they are summed over ranks once per update
+    offload_moments                moments and lower halves are on the device only in a step, without activations
+    activations                    T L (4 H + 2 w (N + K) + 3 I) b; with checkpoint_activations T L H b + two layers;
+                                   with offload_activations two layers, the rest on the host
     head                           a chunk of logits in float32, 160 MB at most, and its gradient
     engine, native                 bP weights + 2 L K w b bytes of cache for each token it can hold, and a layer's share
                                    of that once more while the cache grows
     engine, vLLM                   its memory_share of the whole device, which must hold bP weights, one episode and its
                                    buffers; the excess of weights, buffers and a cache of a given size over it; and
                                    its process, because vLLM starts only if its share is free after CUDA has started
-    reference                      bP / D, and whole before it is sharded;   critic: another learner, without the head
+    reference                      bP / D;   critic: another learner, without the head
     warm start                     a learner without reference and critic, before there are engines
-    weights, colocated             (4 + 2b) V, and 2b V more for vLLM, with V parameters of the embedding: gathered in
-                                   float32, in the engine's type, in the shared buffer (at least a bucket), and vLLM's
-                                   two copies
+    weights, colocated             2b V, and 2b V more for vLLM, with V parameters of the embedding: gathered, in the
+                                   shared buffer (at least a bucket), and vLLM's two copies
     host                           `on_each_host`
 
 These are estimates. `RESERVE` covers allocators and libraries.
@@ -101,6 +103,16 @@ class Demand:
     """Trained parameters (LoRA); None for all."""
     micro_batch_tokens: int = 16384
     checkpoint_activations: bool = False
+    shard_ranks: int | None = None
+    """Learners that share one copy of the model; None for all."""
+    offload: bool = False
+    """Shards of weights, gradients and moments stay on the host."""
+    offload_moments: bool = False
+    offload_activations: bool = False
+    reduce_once: bool = False
+    """Gradients are summed over ranks once per update."""
+    background: bool = False
+    """Checkpoints are written from copies on the host."""
     sessions: int = 256
     """Episodes that one engine plays at once."""
     context: int = 8192
@@ -123,6 +135,18 @@ class Demand:
     """(micro_batch_tokens, checkpoint_activations) of the imitation before RL."""
     gpu: bool = True
     """The device is a GPU; else its memory is the host's."""
+
+    @property
+    def shards(self) -> int:
+        """Number of parts of one copy of the model."""
+        return (self.shard_ranks or self.learners) if self.distributed and self.trained is None else 1
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of moments, and in bfloat16 lower halves, of one learner."""
+        if self.trained is not None:
+            return 8 * self.trained
+        return (8 if self.dtype_bytes == 4 else 6) * self.shape.count // self.shards
 
 
 @dataclass(slots=True)
@@ -148,28 +172,28 @@ def learner_memory(d: Demand) -> Memory:
     """Return the memory of a learner on its device."""
     shape, b = d.shape, d.dtype_bytes
     parts: dict[str, int] = {}
+    kept = 0 if d.offload and d.gpu and d.trained is None else 1
     if d.trained is not None:  # whole frozen weights on every rank; float32 adapters with gradients and moments
-        parts["weights"] = b * shape.count + 4 * d.trained
-        parts["gradients"], parts["optimizer"] = 4 * d.trained, 8 * d.trained
-    elif d.distributed:
-        parts["weights"] = 4 * shape.count // d.learners
-        parts["gradients"], parts["optimizer"] = 4 * shape.count // d.learners, 8 * shape.count // d.learners
+        parts["weights"], parts["gradients"] = b * shape.count + 4 * d.trained, 4 * d.trained
+    else:
+        parts["weights"], parts["gradients"] = (kept * size * shape.count // d.shards for size in (b, 4))
+    parts["optimizer"] = kept * d.optimizer_bytes
+    if d.distributed and d.trained is None:
         # A pass gathers two layers (one computes while the next is fetched), and the root outside of layers.
         layer, root = shape.layer_parameters, shape.embedding_parameters
         parts["gathered"] = b * (2 * layer + root)
-        parts["whole gradients"] = b * (layer + root)
+        parts["whole gradients"] = b * (layer + root) + (4 * shape.count if d.reduce_once else 0)
         parts["summed gradients"] = 4 * max(layer, root)
-    else:
-        parts["weights"] = b * shape.count
-        parts["gradients"] = 4 * shape.count
-        parts["optimizer"] = (8 if b == 4 else 6) * shape.count
     if d.reference and d.trained is None:
-        parts["reference"] = b * shape.count // (d.learners if d.distributed else 1)
+        parts["reference"] = kept * b * shape.count // d.shards
     if d.critic:
         trained = d.trained if d.trained is not None else shape.count - shape.embedding_parameters // 2
-        parts["critic"] = 16 * trained // (d.learners if d.distributed and d.trained is None else 1)
+        parts["critic"] = kept * (12 if b == 2 and d.trained is None else 16) * trained // d.shards
     parts["activations"] = activation_bytes(d) + 2 * HEAD_CHUNK_BYTES
     parts["process"] = PROCESS_BYTES if d.gpu else 0
+    if d.offload_moments and d.gpu:
+        passing = sum(parts.get(name, 0) for name in TEMPORARY_PARTS if name != "gradients")
+        parts["optimizer"] = max(0, parts["optimizer"] - passing)
     return Memory(parts)
 
 
@@ -186,6 +210,8 @@ def activation_bytes(d: Demand) -> int:
     shape, tokens, b = d.shape, d.micro_batch_tokens, d.dtype_bytes
     attention = shape.width * (2 * shape.heads + 2 * shape.kv_heads)
     layer = tokens * b * (4 * shape.hidden + attention + 3 * shape.intermediate)
+    if d.offload_activations and d.gpu:
+        return 2 * layer
     if d.checkpoint_activations:
         return tokens * b * shape.hidden * shape.layers + 2 * layer
     return layer * shape.layers
@@ -233,7 +259,7 @@ def _vllm_memory(d: Demand, episode: int, device_bytes: int) -> Memory:
 def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
     """Return the memory of each kind of device: {"learner": ..., "engine": ...}, or "device" if a pair shares one. The
     pair takes turns: while the learner works, the engine frees its cache (vLLM everything); while it does not, it has
-    no gradients and no activations. A warm start and the loading of the reference come first."""
+    no gradients and no activations. A warm start comes first."""
     learner, engine = learner_memory(d), engine_memory(d, device_bytes)
     devices: dict[str, Memory] = {}
     if d.warm_start is not None:
@@ -242,14 +268,8 @@ def on_each_device(d: Demand, device_bytes: int = 0) -> dict[str, Memory]:
     engines = {f"engine {name}": size for name, size in engine.parts.items()}
     if not d.distributed:
         return devices | {"device": Memory(learners | engines, engine.problem, engine.budget)}
-    reference = {"reference, whole": d.dtype_bytes * d.shape.count} if d.reference and d.trained is None else {}
     if not d.colocated:
-        if reference:
-            devices["learner, loading"] = Memory(reference | {"process": PROCESS_BYTES * d.gpu})
         return devices | {"learner": learner} | ({"engine": engine} if engine.parts else {})
-    if reference:
-        engine_weights = {"engine weights": engine.parts.get("weights", 0)}
-        devices["device, loading"] = Memory(reference | engine_weights | {"processes": 2 * PROCESS_BYTES * d.gpu})
     sleeping = {name: size for name, size in engines.items() if name in ("engine weights", "engine process")}
     if d.engine == "vllm":
         sleeping = {"engine process": PROCESS_BYTES * d.gpu}
@@ -265,7 +285,7 @@ def _in_transit_bytes(d: Demand) -> int:
     """Return the bytes of all simultaneous copies of the largest tensor while weights are sent. Frozen weights need no
     gathering, except for vLLM, which receives them in float32 with merged adapters."""
     largest = d.shape.vocabulary * d.shape.hidden
-    gathered = 4 + d.dtype_bytes if d.trained is None else 4 if d.engine == "vllm" else 0
+    gathered = d.dtype_bytes if d.trained is None else 4 if d.engine == "vllm" else 0
     buffer = max(_sent_bytes(d) * largest, d.bucket_bytes)
     return largest * gathered + buffer + (2 * d.dtype_bytes * largest if d.engine == "vllm" else 0)
 
@@ -278,48 +298,66 @@ def _sent_bytes(d: Demand) -> int:
 def on_each_host(d: Demand, per_node: int, host_bytes: int = 0) -> dict[str, Memory]:
     """Return the host memory of nodes with `per_node` processes of a kind, without environments.
 
-    Every rank loads the whole model in float32 (LoRA: in the type of passes), and the reference or a copy for the
-    critic, before its shard goes to the device. A node holds two versions of weights sent to engines, old and new; the
-    first rank's copy of a checkpoint is a third. A vLLM on another node copies weights out of Ray's store, which its
-    worker cannot read. A vLLM that shares its device keeps its weights on the host while it sleeps. The native engine
-    loads its first weights on the host.
+    Ranks and native engines read files straight into the memory where weights stay; the pages of the files are counted
+    once, although the kernel can drop them. A node holds two versions of weights sent to engines, old and new. Each
+    rank holds its share of a checkpoint's model. A vLLM on another node copies weights out of Ray's store, which its
+    worker cannot read. A vLLM that shares its device keeps its weights on the host while it sleeps.
     """
     shape, b = d.shape, d.dtype_bytes
     if not d.distributed:
-        return {"host, loading": Memory({"weights": b * shape.count})} if d.gpu else {}
+        return {"host, loading": Memory({"weights": b * shape.count}), **_host_of_one(d)} if d.gpu else {}
     ranks, engines = min(d.learners, per_node), min(d.engines, max(1, per_node // d.tensor_parallel))
     one_node = per_node >= (d.learners if d.colocated else d.learners + d.engines * d.tensor_parallel)
-    rank_bytes = 4 * shape.count if d.trained is None else b * shape.count
-    copy_bytes = b * shape.count if d.reference else 0
-    if d.critic:
-        copy_bytes = max(copy_bytes, 4 * (shape.count - shape.embedding_parameters // 2))
-    load = {f"weights of {ranks} ranks": rank_bytes * ranks}
-    if d.trained is None:
-        load["reference or critic"] = copy_bytes * ranks
+    load = {"pages of files": b * shape.count}
+    if not d.gpu:
+        load |= {f"weights of {ranks} ranks": b * shape.count * ranks // d.shards}
+        load |= {f"weights of {engines} engines": b * shape.count * engines} if d.engine == "native" else {}
     store = {"weights on their way": 2 * _sent_bytes(d) * shape.count}
-    learning = store | {"checkpoint": b * shape.count}
+    learning = store | {"checkpoint": b * shape.count * ranks // d.learners if d.trained is None else 4 * d.trained}
+    learning |= {f"{name} of {ranks} ranks": ranks * size for name, size in _on_host(d).items()}
     copies = _sent_bytes(d) * shape.count * engines if d.engine == "vllm" and not one_node else 0
     playing = {f"copies of {engines} vLLMs": copies}
     if d.engine == "vllm" and d.colocated and d.gpu:
         learning[f"{engines} sleeping vLLMs"] = d.engine_bytes * shape.count * engines
-    start = {f"weights of {engines} engines": b * shape.count * engines} if d.engine == "native" else {}
     if not d.gpu:
         learner, engine = learner_memory(d), engine_memory(d, host_bytes)
         own = {f"{ranks} ranks": ranks * learner.total, f"{engines} engines": engines * engine.total}
         warm = 0 if d.warm_start is None else ranks * warm_start_memory(d).total
         return {
             "host, warm start": Memory({f"{ranks} ranks": warm}),
-            "host, loading": Memory(load | start),
+            "host, loading": Memory(load),
             "host, running": Memory(own | learning | playing),
         }
     if d.colocated or one_node:
-        return {"host, loading": Memory(load | start), "host, running": Memory(learning | playing)}
+        return {"host, loading": Memory(load), "host, running": Memory(learning | playing)}
     return {
         "host of learners, loading": Memory(load),
         "host of learners, running": Memory(learning),
-        "host of engines, loading": Memory(start),
+        "host of engines, loading": Memory(load if d.engine == "native" else {}),
         "host of engines, running": Memory(store | playing),
     }
+
+
+def _on_host(d: Demand) -> dict[str, int]:
+    """Return what one learner keeps on the host of its device, by purpose."""
+    parts: dict[str, int] = {}
+    whole = learner_memory(replace(d, offload=False, offload_moments=False, offload_activations=False, gpu=False)).parts
+    if d.gpu and d.offload and d.trained is None:
+        parts["shards"] = sum(
+            whole.get(name, 0) for name in ("weights", "gradients", "optimizer", "reference", "critic")
+        )
+    elif d.gpu and d.offload_moments:
+        parts["moments"] = d.optimizer_bytes
+    if d.gpu and d.offload_activations:
+        parts["activations"] = activation_bytes(replace(d, offload_activations=False))
+    if d.background:
+        parts["copies for checkpoints"] = d.optimizer_bytes + d.dtype_bytes * d.shape.count // d.learners
+    return parts
+
+
+def _host_of_one(d: Demand) -> dict[str, Memory]:
+    kept = {f"{name} of 1 ranks": size for name, size in _on_host(d).items()}
+    return {"host, running": Memory(kept)} if kept else {}
 
 
 def table(devices: dict[str, Memory], available: int | None) -> tuple[list[str], bool]:

@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 from agentgym_rl.training.ranks import Ranks, balanced_shares
@@ -24,17 +29,48 @@ from agentgym_rl.training.ranks import Ranks, balanced_shares
 
 class ProcessRanks(Ranks):
     """This process among `size` ranks. With `shard` every model is sharded over them, else each has a whole copy. LoRA
-    uses copies: policy, reference and critic share frozen weights, and the gradients are small."""
+    uses copies: policy, reference and critic share frozen weights, and the gradients are small.
 
-    def __init__(self, device: str = "cpu", *, shard: bool = True, dtype: torch.dtype = torch.float32) -> None:
+    `shard_ranks`: ranks that share one copy of a sharded model; several such groups hold equal copies (HSDP).
+    `offload`: parameters, gradients and moments stay on the host, and the optimizer runs there.
+    `reduce_once`: sum gradients over ranks once per update. Each rank then holds whole gradients in float32 until then.
+    """
+
+    from_meta = True
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        shard: bool = True,
+        shard_ranks: int | None = None,
+        offload: bool = False,
+        reduce_once: bool = False,
+    ) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self.shard = shard
-        self._dtype = dtype
-        self._mesh: DeviceMesh = init_device_mesh(torch.device(device).type, (self.size,))
+        self.shard, self.offload, self.reduce_once = shard, offload, reduce_once
+        self._device = torch.device(device)
+        copies = self.size // (shard_ranks or self.size)
+        shape, names = ((self.size,), ("shard",))
+        if copies > 1:
+            shape, names = (copies, self.size // copies), ("replicate", "shard")
+        self._mesh: DeviceMesh = init_device_mesh(self._device.type, shape, mesh_dim_names=names)
+
+    def device(self, model: Any) -> torch.device:
+        return self._device if self.offload and hasattr(model, "gathered") else model.device
 
     def prepare_model(self, model: Any) -> None:
         if self.shard and not hasattr(model, "gathered"):
-            shard_model(model, self._mesh, self._dtype)
+            shard_model(model, self._mesh, offload=self.offload)
+
+    def before_pass(self, model: Any, *, last: bool) -> None:
+        if not self.shard:
+            return
+        if self.reduce_once:
+            model.set_requires_gradient_sync(last)
+            model.set_is_last_backward(last)
+        elif self._mesh.ndim == 2:  # sums over copies can wait: until then a rank holds only its shard of them
+            model.set_requires_all_reduce(last)
 
     def local_indices(self, lengths: Sequence[int]) -> list[int]:
         return balanced_shares(lengths, self.size)[self.rank]
@@ -55,12 +91,12 @@ class ProcessRanks(Ranks):
 
     @torch.no_grad()
     def require_equal(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        if self.shard:
-            return
+        if self.shard and self._mesh.ndim == 1:
+            return  # there is one copy
         names, tensors = zip(*named, strict=True)
-        sums = torch.stack([_checksum(tensor) for tensor in tensors])
+        sums = torch.stack([_checksum(t.to_local() if isinstance(t, DTensor) else t) for t in tensors])
         highest = torch.cat([sums, -sums])
-        dist.all_reduce(highest, dist.ReduceOp.MAX)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, self._mesh.get_group("replicate") if self.shard else None)
         different = (highest[: len(sums)] != -highest[len(sums) :]).tolist()
         if any(different):
             raise RuntimeError(
@@ -103,17 +139,21 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def shard_model(model: Any, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> None:
+def shard_model(model: Any, mesh: DeviceMesh, *, offload: bool = False) -> None:
     """Shard a model's parameters over the mesh, in place: each layer by itself, the rest (embeddings, head) together.
 
     A pass gathers them layer by layer. Learner code reads parts of a model (its decoder, then its head at action
-    positions), so model and layers get a method `gathered` that runs a function with whole parameters. Passes run in
-    `dtype`. The stored parameters remain float32, and gradients are summed in float32.
+    positions), so model and layers get a method `gathered` that runs a function with whole parameters. Gradients are
+    summed in float32. A critic's head of another type than its decoder is a part of its own.
     """
-    compute = None if next(model.parameters()).dtype is dtype else dtype
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": True, "mp_policy": policy}
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.decoder
+    head = getattr(model, "head", None)
+    if head is not None and head.weight.dtype is not next(decoder.parameters()).dtype:
+        fully_shard(head, **options)
     for part in (*getattr(decoder, "layers", ()), model):
         fully_shard(part, **options)
         part.gathered = MethodType(_gathered, part)
@@ -124,14 +164,14 @@ def _gathered(model: Any, function: Callable[..., Any], *arguments: Any) -> Any:
     return function(model, *arguments)
 
 
-def whole_state(model: Any) -> Iterable[tuple[str, Tensor]]:
-    """Yield (name, whole tensor on this device) of a model's state. Every rank must read all of them.
-
-    Tied tensors (a head that is the embedding) appear once under the first name, as in a saved model.
-    """
+def untied_state(model: Any) -> dict[str, Tensor]:
+    """Return a model's state. Tied tensors (a head that is the embedding) are in it once, as in a saved model."""
     all_names = dict(model.named_parameters(remove_duplicate=False)).keys()
     tied = all_names - dict(model.named_parameters()).keys()
-    for name, value in model.state_dict().items():
-        if name not in tied:
-            value = value.detach()
-            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+    return {name: value.detach() for name, value in model.state_dict().items() if name not in tied}
+
+
+def whole_state(model: Any) -> Iterable[tuple[str, Tensor]]:
+    """Yield (name, whole tensor on this device) of a model's state. Every rank must read all of them."""
+    for name, value in untied_state(model).items():
+        yield name, value.full_tensor() if isinstance(value, DTensor) else value

@@ -2,18 +2,22 @@
 
 <folder>/tensors/     torch.distributed.checkpoint: optimizer moments, a critic's parameters
 <folder>/rest.pt      the rest of the state, and the names of the tensors
+<model>/              a Hugging Face folder with a file of whole tensors from each rank
 """
 
 from __future__ import annotations
 
+import json
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -21,31 +25,88 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.checkpoint import SHARDS
+from agentgym_rl.training.ranks import balanced_shares
+from agentgym_rl.training.reward_model import RewardTrainer
 
 SEPARATOR = "\x1f"
 """Separator of the keys of a nested dict. No parameter has it in its name."""
 NEEDS_SHARED_DISK = "the run directory must be on a file system that all nodes see"
 
 
-def save_shards(folder: Path, state: Mapping[str, Any]) -> None:
-    """Write a nested dict. Every rank calls this with its own shards. The parent folder must exist: a rank that created
-    it might do so on a disk that no other rank sees."""
-    tensors: dict[str, Tensor] = {}
-    rest = _split(state, (), tensors)
-    if not folder.parent.is_dir():
-        raise ConfigError(f"{folder.parent} does not exist on {socket.gethostname()}: {NEEDS_SHARED_DISK}")
-    folder.mkdir(exist_ok=True)
-    if tensors:
-        dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder / "tensors"), no_dist=not dist.is_initialized())
-    # Last, because it may fail on this rank alone while no other rank waits for it.
-    if _rank() == 0:
-        torch.save({"rest": rest, "names": sorted(tensors)}, folder / "rest.pt")
+class ShardWriter:
+    """Writes this rank's part of checkpoints, one at a time. In the `background` it writes copies, in a thread."""
+
+    def __init__(self, *, background: bool = False) -> None:
+        self._background = background
+        # A group of its own: in the background its messages must not mix with those of updates.
+        self._group = dist.new_group(backend="gloo") if background else None
+        self._thread = ThreadPoolExecutor(1)
+        self._writes: list[Future[Any]] = []
+
+    def save_shards(self, folder: Path, state: Mapping[str, Any]) -> None:
+        """Write a nested dict. Every rank calls this with its own shards. The parent folder must exist: a rank that
+        created it might do so on a disk that no other rank sees."""
+        tensors: dict[str, Tensor] = {}
+        rest = _split(state, (), tensors)
+        if not folder.parent.is_dir():
+            raise ConfigError(f"{folder.parent} does not exist on {socket.gethostname()}: {NEEDS_SHARED_DISK}")
+        folder.mkdir(exist_ok=True)
+        if tensors:
+            options: dict[str, Any] = {"storage_writer": FileSystemWriter(folder / "tensors")}
+            options |= {"process_group": self._group, "no_dist": not dist.is_initialized()}
+            if self._background:
+                self._writes.append(dcp.async_save(dict(tensors), **options))  # type: ignore[arg-type]
+            else:
+                dcp.save(dict(tensors), **options)
+        # Last, because it may fail on this rank alone while no other rank waits for it.
+        if _rank() == 0:
+            torch.save({"rest": rest, "names": sorted(tensors)}, folder / "rest.pt")
+
+    def save_model(self, folder: Path, sizes: Mapping[str, int], whole: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the tensors of a model, each from one rank, so that no rank holds all of them.
+
+        `sizes`: elements of each tensor. `whole` yields all tensors on every rank.
+        """
+        names = list(sizes)
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        shares = [[names[i] for i in share] for share in balanced_shares(list(sizes.values()), size) if share]
+        files = [f"model-{i + 1:05d}-of-{len(shares):05d}.safetensors" for i in range(len(shares))]
+        files = files if len(files) > 1 else ["model.safetensors"]
+        mine = set(shares[_rank()]) if _rank() < len(shares) else set()
+        kept, total = {}, 0
+        for name, tensor in whole:
+            total += tensor.nbytes
+            if name in mine:
+                kept[name] = tensor.detach().to("cpu", copy=self._background).contiguous()
+        folder.mkdir(exist_ok=True)
+        if _rank() == 0 and len(files) > 1:
+            placed = {name: file for file, share in zip(files, shares, strict=True) for name in share}
+            index = {"metadata": {"total_size": total}, "weight_map": placed}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True))
+        if kept:
+            write = self._thread.submit(save_file, kept, folder / files[_rank()], {"format": "pt"})
+            self._writes.append(write)
+            if not self._background:
+                self.finish()
+
+    @property
+    def done(self) -> bool:
+        return all(write.done() for write in self._writes)
+
+    def finish(self) -> None:
+        """Wait until everything is written. Raise the error of what could not be."""
+        writes, self._writes = self._writes, []
+        for write in writes:
+            write.result()
 
 
 def require_written(checkpoint: Path, *, shards: bool) -> None:
     """Raise ConfigError if this process does not see every rank's files in full length."""
     model = checkpoint / "model"
     needed = {} if (model / "adapter_config.json").is_file() else {model / "config.json": 1}
+    index = model / "model.safetensors.index.json"
+    if index.is_file():
+        needed |= {model / name: 1 for name in json.loads(index.read_text())["weight_map"].values()}
     if shards:
         rest, tensors = checkpoint / SHARDS / "rest.pt", checkpoint / SHARDS / "tensors"
         needed[rest] = 1
@@ -94,11 +155,21 @@ def shard_state(state: Mapping[str, Any], like: Callable[[str, torch.Size], Tens
     return _join(rest, (), tensors)
 
 
-def like_learner(
-    optimizers: Mapping[str, list[Tensor]], parameters: Mapping[str, Mapping[str, Tensor]]
-) -> Callable[[str, torch.Size], Tensor | None]:
+def like_learner(learner: Any) -> Callable[[str, torch.Size], Tensor | None]:
     """Return a `like` for a learner's state. An optimizer's tensors are sharded as the parameter with that index, if it
-    has their shape; parameters are sharded as they are. Keys are places in the state, such as critic.optimizer."""
+    has their shape; parameters are sharded as they are."""
+    optimizers: dict[str, list[Tensor]] = {}  # by place in the state, such as critic.optimizer
+    parameters = {"masters": dict(learner.model.named_parameters())}  # of an earlier version
+    critic = getattr(learner, "critic", None)
+    for place, updater in {"optimizer": learner, "critic.optimizer": critic}.items():
+        if updater is not None:
+            lists = getattr(updater._optimizer, "tensors_of_state", {})
+            optimizers |= {f"{place}.{key}": tensors for key, tensors in lists.items()}
+            optimizers[place] = updater._parameters
+    if critic is not None:
+        parameters["critic.parameters"] = dict(critic.model.named_parameters())
+    if isinstance(learner, RewardTrainer):
+        parameters["head"] = dict(learner.model.head.named_parameters())
 
     def like(name: str, shape: torch.Size) -> Tensor | None:
         keys = name.split(SEPARATOR)

@@ -22,6 +22,8 @@ from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from agentgym_rl.errors import ConfigError
 
@@ -37,11 +39,13 @@ def save_checkpoint(
     tokenizer: Any,
     state: dict[str, Any],
     keep: int,
+    weights: dict[str, Tensor] | None = None,
     write_head: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write `root/step_<step>` atomically and return its path. `write_head` adds a head to the model's folder."""
+    """Write `root/step_<step>` atomically and return its path. `weights` are written instead of the model's own, and
+    `write_head` adds a head to the model's folder."""
     with staged(root, step, keep) as folder:
-        export(model, tokenizer, folder / "model")
+        export(model, tokenizer, folder / "model", weights)
         if write_head is not None:
             write_head(folder / "model")
         save_state(folder, step, state)
@@ -59,20 +63,38 @@ def staged(root: Path, step: int, keep: int) -> Iterator[Path]:
     If writing fails, the folder is removed and earlier checkpoints remain. A checkpoint of the same step is renamed
     first and removed last, so that a kill at any moment leaves one of the two complete.
     """
-    final = checkpoint_path(root, step)
-    temporary, aside = root / f".{final.name}.tmp", root / f".{final.name}.old"
+    temporary = stage(root, step)
+    with removed_on_error(temporary):
+        yield temporary
+        commit(root, step, keep)
+
+
+def stage(root: Path, step: int) -> Path:
+    """Return a new temporary folder for a checkpoint."""
     restore_interrupted(root)
     for leftover in root.glob(".step_*.tmp"):  # from a process that was killed
         shutil.rmtree(leftover)
+    temporary = root / f".{checkpoint_path(root, step).name}.tmp"
     temporary.mkdir(parents=True)
+    return temporary
+
+
+@contextmanager
+def removed_on_error(folder: Path) -> Iterator[None]:
     try:
-        yield temporary
-        _list_files(temporary)
-        for path in (*temporary.rglob("*"), temporary):
-            _sync(path)
+        yield
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def commit(root: Path, step: int, keep: int) -> None:
+    """Make a complete temporary folder the checkpoint of its step: flush, rename, remove old ones."""
+    final = checkpoint_path(root, step)
+    temporary, aside = root / f".{final.name}.tmp", root / f".{final.name}.old"
+    _list_files(temporary)
+    for path in (*temporary.rglob("*"), temporary):
+        _sync(path)
     if final.exists():
         final.rename(aside)
     temporary.rename(final)
@@ -129,8 +151,21 @@ def _list_files(folder: Path) -> None:
 
 
 def save_state(folder: Path, step: int, state: dict[str, Any]) -> None:
-    """Write trainer.pt, with this process's random states."""
-    torch.save(state | {"step": step, "random": _random_state()}, folder / "trainer.pt")
+    """Write trainer.pt, with this process's random states unless `state` has them."""
+    torch.save({"random": random_state()} | state | {"step": step}, folder / "trainer.pt")
+
+
+def on_host(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a nested state in host memory. Tensors that share memory still do."""
+    copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        key = (tensor.data_ptr(), tensor.dtype, tensor.shape) if tensor.numel() else (id(tensor),)
+        if key not in copies:
+            copies[key] = tensor.detach().to("cpu", copy=True)
+        return copies[key]
+
+    return tree_map_only(Tensor, copied, state)
 
 
 def disk_full_reason(error: BaseException) -> str | None:
@@ -154,9 +189,9 @@ def disk_full_reason(error: BaseException) -> str | None:
     return None
 
 
-def export(model: Any, tokenizer: Any, folder: Path) -> None:
-    """Write a Hugging Face folder that AutoModelForCausalLM and AutoTokenizer load."""
-    model.save_pretrained(folder)
+def export(model: Any, tokenizer: Any, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
+    """Write a Hugging Face folder that AutoModelForCausalLM and AutoTokenizer load, of the model or of `weights`."""
+    model.save_pretrained(folder, **({} if weights is None else {"state_dict": weights}))
     tokenizer.save_pretrained(folder)
 
 
@@ -191,7 +226,7 @@ def load_state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _random_state() -> dict[str, Any]:
+def random_state() -> dict[str, Any]:
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = numpy.random.get_state(legacy=True)
     return {

@@ -79,5 +79,6 @@ class Critic(Updater):
         return {**super().state(), "parameters": trained}
 
     def restore(self, state: dict[str, Any]) -> None:
-        super().restore(state)
+        # First, because master weights of an earlier version are rounded to the model's type in another way below.
         self.model.load_state_dict(state["parameters"], strict=False)
+        super().restore({"masters": state["parameters"]} | state)

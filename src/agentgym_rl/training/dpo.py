@@ -103,17 +103,17 @@ def pair_batches(
 @torch.no_grad()
 def sequence_logprobs(model: Any, samples: list[Sample], max_tokens: int, ranks: Ranks = SINGLE_PROCESS) -> list[float]:
     """Return the summed log-probability of each sample's trained tokens. Ranks compute shares and exchange results."""
-    check_plain_head(model)
+    check_plain_head(model, ranks)
     ranks.prepare_model(model)
-    model.eval()
-    local = ranks.local_indices([len(s.token_ids) for s in samples])
-    batches = micro_batches([samples[i] for i in local], [1.0] * len(local), max_tokens, model.device)
+    device = ranks.device(model.eval())
+    mine = ranks.local_indices([len(s.token_ids) for s in samples])
+    batches = micro_batches([samples[i] for i in mine], [1.0] * len(mine), max_tokens, device)
     by_index: dict[str, float] = {}
     for micro in batches:
         logprobs_A, _ = action_logprobs(model, micro, temperature=1.0)
-        sums = torch.zeros(len(micro.indices), device=model.device).index_add_(0, micro.rows_A, logprobs_A)
-        by_index |= {str(local[index]): value for index, value in zip(micro.indices, sums.tolist(), strict=True)}
-    for micro in idle_passes(len(batches), ranks, model.device):
+        sums = torch.zeros(len(micro.indices), device=device).index_add_(0, micro.rows_A, logprobs_A)
+        by_index |= {str(mine[index]): value for index, value in zip(micro.indices, sums.tolist(), strict=True)}
+    for micro in idle_passes(len(batches), ranks, device):
         action_logprobs(model, micro, temperature=1.0)
     by_index = ranks.sum_over_ranks(by_index)
     return [by_index[str(i)] for i in range(len(samples))]
@@ -158,9 +158,9 @@ class PairTrainer(Updater):
 
     def update_on(self, pairs: list[Preference]) -> dict[str, float]:
         """Make one update on the mean loss of `pairs`, of which every rank takes its share."""
-        local = [pairs[i] for i in self.ranks.local_indices([pair.num_tokens for pair in pairs])]
-        batches = pair_batches(local, self.settings.micro_batch_tokens, self.model.device)
-        batches += [(micro, []) for micro in idle_passes(len(batches), self.ranks, self.model.device)]
+        mine = [pairs[i] for i in self.ranks.local_indices([pair.num_tokens for pair in pairs])]
+        batches = pair_batches(mine, self.settings.micro_batch_tokens, self.device)
+        batches += [(micro, []) for micro in idle_passes(len(batches), self.ranks, self.device)]
         pairs_of = {id(micro): chunk for micro, chunk in batches}
         return self.update([micro for micro, _ in batches], lambda m: self._loss(m, pairs_of[id(m)], len(pairs)))
 

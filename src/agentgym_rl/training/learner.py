@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +16,15 @@ from torch import Tensor
 
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.batch import token_weights
-from agentgym_rl.training.device.optimizer import MasterAdamW, clip, collecting, gradients, make_optimizer
+from agentgym_rl.training.device.host_activations import HostActivations
+from agentgym_rl.training.device.optimizer import (
+    MasterAdamW,
+    clip,
+    collecting,
+    gradients,
+    make_optimizer,
+    moments_on,
+)
 from agentgym_rl.training.device.packed import capture_passes
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
@@ -39,11 +48,16 @@ class Updater:
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._names, self._parameters = [name for name, _ in trained], [p for _, p in trained]
         self._optimizer = make_optimizer(self._parameters, settings)
+        self._saved_activations = HostActivations if settings.offload_activations else nullcontext
         if settings.checkpoint_activations:
             decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.decoder
             decoder.gradient_checkpointing_enable({"use_reentrant": False})
         if settings.capture_passes and hasattr(model, "get_decoder"):
             capture_passes(model.get_decoder())
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device(self.model)
 
     def learning_rate(self, update: int) -> float:
         """Return the learning rate of an update, counted from 0: a linear warm-up, then constant or decaying."""
@@ -59,8 +73,8 @@ class Updater:
 
         The padding is also appended to `samples`.
         """
-        batches = micro_batches(samples, weights, self.settings.micro_batch_tokens, self.model.device)
-        for micro in idle_passes(len(batches), self.ranks, self.model.device):
+        batches = micro_batches(samples, weights, self.settings.micro_batch_tokens, self.device)
+        for micro in idle_passes(len(batches), self.ranks, self.device):
             micro.indices = [len(samples)]
             samples.append(_idle_sample())
             batches.append(micro)
@@ -69,10 +83,12 @@ class Updater:
     def update(self, batches: list[MicroBatch], loss: MicroLoss) -> dict[str, float]:
         """Sum the gradients of all micro-batches, clip them, and make one optimizer step."""
         self.model.train()
-        totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.model.device))
+        totals: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), device=self.device))
         with collecting(self._optimizer, several=len(batches) > 1) as after_pass:
-            for batch in batches:
-                value, metrics = loss(batch)
+            for number, batch in enumerate(batches, start=1):
+                self.ranks.before_pass(self.model, last=number == len(batches))
+                with self._saved_activations():
+                    value, metrics = loss(batch)
                 self.ranks.scale_loss(value).backward()
                 after_pass()
                 for name, tensor in {"loss": value, **metrics}.items():
@@ -84,7 +100,8 @@ class Updater:
             group["lr"] = lr
         skipped = 0.0 if bool(norm.isfinite()) else 1.0
         if not skipped:
-            self._optimizer.step()
+            with moments_on(self._optimizer, self.device, offload=self.settings.offload_moments):
+                self._optimizer.step()
         self.ranks.require_equal(zip(self._names, self._parameters, strict=True))
         self._optimizer.zero_grad(set_to_none=True)
         self.updates += 1
@@ -95,12 +112,15 @@ class Updater:
         return {"optimizer": self._optimizer.state_dict(), "updates": self.updates}
 
     def restore(self, state: dict[str, Any]) -> None:
-        if isinstance(self._optimizer, MasterAdamW) != ("low" in state["optimizer"]):
+        saved, masters = state["optimizer"], state.get("masters")
+        if isinstance(self._optimizer, MasterAdamW) and "low" not in saved and masters:
+            saved = self._optimizer.from_masters(saved, [masters[name] for name in self._names])
+        if isinstance(self._optimizer, MasterAdamW) != ("low" in saved):
             raise ConfigError(
-                "the checkpoint has another kind of optimizer than this run. It depends on model.dtype and, in "
-                "bfloat16, on [scale]: resume with both as they were"
+                "the checkpoint has another kind of optimizer than this run, because of another model.dtype: "
+                "resume with the one that it was written with"
             )
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(saved)
         self.updates = state["updates"]
 
 
@@ -110,7 +130,7 @@ class Imitator(Updater):
     def __init__(
         self, model: Any, settings: OptimizerSettings, total_updates: int, ranks: Ranks = SINGLE_PROCESS
     ) -> None:
-        check_plain_head(model)
+        check_plain_head(model, ranks)
         super().__init__(model, settings, total_updates, ranks)
 
     def imitate(self, samples: list[Sample]) -> dict[str, float]:

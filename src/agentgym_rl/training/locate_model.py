@@ -61,6 +61,15 @@ def find_model(path: str) -> str:
     return str(folder) if folder.is_dir() else _hub_name_or_cache(path)
 
 
+def local_folder(name: str) -> str:
+    """Return the folder of a model, downloaded if `name` is a hub name."""
+    if Path(name).is_dir():
+        return name
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors"])
+
+
 @lru_cache
 def _hub_name_or_cache(name: str) -> str:
     from huggingface_hub import constants, try_to_load_from_cache

@@ -19,8 +19,10 @@ from agentgym_rl.common.model_loading import loading_lock
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.device.head import head_logprobs
 from agentgym_rl.training.device.packed import packed_states, padded_states, why_not_packed
-from agentgym_rl.training.locate_model import find_model
+from agentgym_rl.training.locate_model import find_model, local_folder
+from agentgym_rl.training.meta import fill, make_empty
 from agentgym_rl.training.microbatch import MicroBatch
+from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 
 transformers_logging.disable_progress_bar()  # it would break the console's lines when a checkpoint is saved
 
@@ -28,18 +30,32 @@ ModelContext = Callable[[], AbstractContextManager[Any]]
 """Opens a context that yields a model: a second one, or the same with other adapters."""
 
 
-def load_model(path: str, *, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return (model, tokenizer) from a Hugging Face folder or hub name, ready to sample and to train."""
+def load_model(path: str, *, device: str, dtype: torch.dtype, ranks: Ranks = SINGLE_PROCESS) -> tuple[Any, Any]:
+    """Return (model, tokenizer) from a Hugging Face folder or hub name, ready to sample and to train.
+
+    Ranks of several processes place the model before it has any memory.
+    """
     tokenizer = load_tokenizer(path)
     with _explain_load_errors(path, "model") as name:
-        options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
-        with loading_lock:
-            model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
-        _require_all_weights(loading)
-        model = model.to(device)
+        if ranks.from_meta:
+            folder = local_folder(name)
+            model = make_empty(folder, dtype)
+            model.config._name_or_path = name  # adapters are saved with the name of their base model
+            ranks.prepare_model(model)
+            fill(model, folder, device, host=ranks.offload)
+        else:
+            model = _load_whole(name, dtype).to(device)
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)  # our kernels are launched on the current device
     return model, tokenizer
+
+
+def _load_whole(name: str, dtype: torch.dtype) -> Any:
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}  # for our own error message
+    with loading_lock:
+        model, loading = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    _require_all_weights(loading)
+    return model
 
 
 def load_tokenizer(path: str) -> Any:
@@ -101,18 +117,20 @@ def states_at_end(hidden_TH: Tensor, batch: MicroBatch) -> Tensor:
 
 
 @torch.no_grad()
-def check_plain_head(model: Any) -> None:
+def check_plain_head(model: Any, ranks: Ranks = SINGLE_PROCESS) -> None:
     """Raise ConfigError if logits are not just the head applied to the decoder (soft-capping, scaling)."""
-    if hasattr(model, "gathered"):  # sharded over ranks; checked before that
-        return
-    ids = torch.tensor([[0, 1, 2, 3]], device=model.device)
+    ids = torch.tensor([[0, 1, 2, 3]], device=ranks.device(model))
     was_training = model.training
     model.eval()
     whole = model(input_ids=ids, use_cache=False).logits
-    expected = model.get_output_embeddings()(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)
+    expected = model.gathered(_plain_logits, ids) if hasattr(model, "gathered") else _plain_logits(model, ids)
     model.train(was_training)
     if not torch.allclose(whole, expected, atol=1e-3, rtol=1e-3):
         raise ConfigError(
             f"{type(model).__name__} transforms its logits after the head, which the learner does not reproduce: "
             "use a model of the Llama or Qwen families"
         )
+
+
+def _plain_logits(model: Any, ids: Tensor) -> Tensor:
+    return model.get_output_embeddings()(model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,14 @@ class Ranks:
 
     rank = 0
     size = 1
+    from_meta = False
+    """Whether models are made empty, placed and then filled (meta.py), instead of loaded whole and then placed."""
+    offload = False
+    """Whether parameters, gradients and moments stay on the host between passes."""
+
+    def device(self, model: Any) -> torch.device:
+        """Return the device of a model's passes."""
+        return model.device
 
     def prepare_model(self, model: Any) -> None:
         """Prepare a model in place before the optimizer reads its parameters. A second call does nothing."""
@@ -28,6 +37,9 @@ class Ranks:
     def max_over_ranks(self, count: int) -> int:
         """Return the largest `count` of any rank."""
         return count
+
+    def before_pass(self, model: Any, *, last: bool) -> None:
+        """Prepare for one of the passes of an update; `last` is its last one."""
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the loss to call backward on."""
@@ -46,6 +58,12 @@ class Ranks:
     def sum_over_ranks(self, metrics: dict[str, float]) -> dict[str, float]:
         """Return the sums over ranks by name. A rank may lack names that others have."""
         return metrics
+
+
+class EmptyFirst(Ranks):
+    """One process that fills its model in place, so that the host holds no copy of what goes to a device."""
+
+    from_meta = True
 
 
 SINGLE_PROCESS = Ranks()

@@ -42,7 +42,7 @@ class RLLearner(Updater):
         ranks: Ranks = SINGLE_PROCESS,
         teacher: ModelContext | None = None,
     ) -> None:
-        check_plain_head(model)
+        check_plain_head(model, ranks)
         total = settings.steps * settings.updates_per_step
         # Copy the model before it is sharded over ranks. The caller shards what it passes in.
         if settings.kl_coef == 0.0:

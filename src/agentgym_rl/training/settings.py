@@ -92,13 +92,21 @@ class OptimizerSettings(_Section):
     checkpoint_activations: bool = False
     """Store only each layer's input and recompute the rest in the backward pass. Costs a third more compute and needs
     a small fraction of the activation memory."""
+    offload_activations: bool = False
+    """Keep activations on the host between the forward and the backward pass; with checkpoint_activations the layers'
+    inputs. Costs two copies over the bus."""
+    offload_moments: bool = False
+    """Keep the optimizer's moments, and in bfloat16 the lower halves of the masters, on the host between updates."""
     capture_passes: bool = False
     """Replay passes of recurring sizes as CUDA graphs, which keep their memory. Faster if the host is slower than the
     device (small models, small passes). Cannot be combined with checkpoint_activations."""
 
     def __post_init__(self) -> None:
-        if self.capture_passes and self.checkpoint_activations:
-            raise ValueError("capture_passes and checkpoint_activations cannot be combined: choose speed or memory")
+        if self.capture_passes and (self.checkpoint_activations or self.offload_activations):
+            raise ValueError(
+                "capture_passes cannot be combined with checkpoint_activations or offload_activations: choose speed or "
+                "memory"
+            )
         _require(self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1)
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")

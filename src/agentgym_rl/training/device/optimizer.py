@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from agentgym_rl.training.device.head import HAS_TRITON
-from agentgym_rl.training.device.master_weights import EPSILON, join, update_one
+from agentgym_rl.training.device.master_weights import EPSILON, join, split, update_one
 from agentgym_rl.training.settings import OptimizerSettings
 
 SMALL_MODEL_PARAMETERS = 500_000_000
@@ -41,6 +41,26 @@ def _plain(parameters: list[Any], settings: OptimizerSettings) -> torch.optim.Ad
         weight_decay=settings.weight_decay,
         fused=all(p.device.type in ("cpu", "cuda") for p in parameters),
     )
+
+
+@contextmanager
+def moments_on(
+    optimizer: torch.optim.AdamW | MasterAdamW, device: torch.device | str, *, offload: bool
+) -> Iterator[None]:
+    """Hold moments and lower halves on `device` for a step, and with `offload` on the host between steps."""
+    if offload:
+        _move_moments(optimizer, device)
+    yield
+    if offload:
+        _move_moments(optimizer, "cpu")
+
+
+def _move_moments(optimizer: torch.optim.AdamW | MasterAdamW, device: torch.device | str) -> None:
+    plain = optimizer._rest if isinstance(optimizer, MasterAdamW) else optimizer
+    for state in {} if plain is None else plain.state.values():
+        state |= {name: value.to(device) for name, value in state.items() if name.startswith("exp_avg")}
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.move_moments(device)
 
 
 @contextmanager
@@ -189,6 +209,39 @@ class MasterAdamW:
     def state_dict(self) -> dict[str, Any]:
         rest = None if self._rest is None else self._rest.state_dict()
         return {"low": self._low, "moments": self._moments, "updates": self.updates, "rest": rest}
+
+    def move_moments(self, device: torch.device | str) -> None:
+        self._low = [tensor.to(device) for tensor in self._low]
+        self._moments = [(first.to(device), second.to(device)) for first, second in self._moments]
+
+    @torch.no_grad()
+    def from_masters(self, plain: dict[str, Any], masters: list[Tensor]) -> dict[str, Any]:
+        """Return torch's AdamW state with float32 master weights as a state of this class.
+
+        Ranks wrote such checkpoints in earlier versions. The bf16 parameters become the upper halves of the masters.
+        """
+        parameters = self.param_groups[0]["params"]
+        half = [i for i, p in enumerate(parameters) if p.dtype is torch.bfloat16]
+        low = []
+        for i in half:
+            upper, lower = split(_local(masters[i]).contiguous())
+            _local(parameters[i]).copy_(upper)
+            low.append(torch.zeros_like(parameters[i], dtype=torch.int16))
+            _local(low[-1]).copy_(lower)
+        kept = plain["state"]
+        moments = [tuple(kept[i][name].to(torch.bfloat16) for name in ("exp_avg", "exp_avg_sq")) for i in half]
+        rest = None
+        if self._rest is not None:
+            others = [i for i in range(len(parameters)) if i not in set(half)]
+            groups = [plain["param_groups"][0] | {"params": list(range(len(others)))}]
+            rest = {"state": {n: kept[i] for n, i in enumerate(others)}, "param_groups": groups}
+        return {"low": low, "moments": moments, "updates": int(kept[half[0]]["step"]), "rest": rest}
+
+    @property
+    def tensors_of_state(self) -> dict[str, list[Any]]:
+        """Parameters whose shapes and shards the state's tensors have, by key of `state_dict`."""
+        rest = [p for p in self.param_groups[0]["params"] if p.dtype is not torch.bfloat16]
+        return {"low": self._half, "moments": self._half, "rest": rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         device = self._half[0].device

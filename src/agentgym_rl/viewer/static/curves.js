@@ -18,6 +18,9 @@ const MAIN = [
   { title: "Invalid actions", metric: "actions/invalid_rate", unit: "share of turns", rate: true, hint: "Share of turns whose action the environment could not parse or execute." },
   { title: "Gradient norm", metric: "grad/norm", unit: "norm", hint: "Norm of the gradient before clipping." },
   { title: "Loss", metric: "loss", unit: "loss", hint: "The minimized objective." },
+  { title: "GPU busy", metric: "system/gpu_busy", unit: "share of time", rate: true, hint: "Share of time in which the GPU ran a kernel, the mean over learner ranks." },
+  { title: "CPU busy", metric: "system/cpu_busy", unit: "share of time", rate: true, hint: "Share of time in which the cores of the host were busy." },
+  { title: "Host memory", metric: "system/memory_share", unit: "share of memory", rate: true, hint: "Share of the host's memory in use." },
 ];
 
 export const COLORS = Array.from({ length: 8 }, (_, i) => `var(--c${i})`);

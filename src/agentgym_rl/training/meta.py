@@ -1,0 +1,111 @@
+"""Models made without memory and filled from safetensors: whole, or on each rank its own shards.
+
+A rank reads only the parts of the files that it holds, straight into the memory where they stay.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from agentgym_rl.common.model_loading import loading_lock
+
+NameInFiles = Callable[[str], str | None]
+"""The name in a model's files of a tensor, or None for one that is not in them and starts at 0."""
+
+
+def make_empty(folder: str, dtype: torch.dtype) -> Any:
+    """Return the model of a folder with parameters on the meta device. Its buffers are computed, on the CPU."""
+    with loading_lock, _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+    if (Path(folder) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Move each parameter to the meta device as it is made. Its memory has not been touched by then."""
+    register = nn.Module.register_parameter
+
+    def register_on_meta(module: nn.Module, name: str, parameter: Any) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+def fill(model: Any, folder: str, device: str, *, host: bool = False, name_in_files: NameInFiles | None = None) -> None:
+    """Give a model of `make_empty`, sharded or whole, the weights of a folder. Every rank calls this.
+
+    Raises ValueError if files and model differ. `host`: parameters stay on the host (offload), buffers do not.
+    `name_in_files` is for a model that takes only some of the tensors.
+    """
+    if not any(Path(folder).glob("*.safetensors")):
+        raise ValueError("ranks read weights from *.safetensors, and there are none: save it again with transformers")
+    reader = HuggingFaceStorageReader(folder)
+    in_files: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    in_files = {name: metadata.size for name, metadata in in_files.items()}
+    state: dict[str, Tensor] = {}
+    wanted: dict[str, Tensor] = {}
+    for names, tensor in _by_tensor(model.state_dict(keep_vars=True)):
+        known = [name_in_files(name) for name in names] if name_in_files is not None else names
+        make = torch.zeros_like if known[0] is None else torch.empty_like
+        value = make(tensor, device="cpu" if host else device)
+        if isinstance(tensor, nn.Parameter):
+            value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+        state |= dict.fromkeys(names, value)
+        if known[0] is not None:
+            name = next((n for n in known if n in in_files), known[0])
+            if name in in_files and in_files[name] != tensor.shape:
+                needed, actual = tuple(tensor.shape), tuple(in_files[name])
+                raise ValueError(
+                    f"its weights do not fit its config.json: {name} needs the shape {needed}, got {actual}"
+                )
+            wanted[name] = value.detach()
+    missing = sorted(wanted.keys() - in_files.keys())
+    if missing:
+        raise ValueError(f"its weights lack {len(missing)} tensors that config.json asks for, such as {missing[0]}")
+    if name_in_files is None:
+        _require_no_others(model, in_files.keys() - state.keys())
+    dcp.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+    model.load_state_dict(state, assign=True)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = buffer if buffer is None else buffer.to(device)
+
+
+def _by_tensor(state: dict[str, Tensor]) -> list[tuple[list[str], Tensor]]:
+    """Return (names, tensor) of each tensor. A tied one has several names."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        names.setdefault(id(tensor), []).append(name)
+    return [(same, state[same[0]]) for same in names.values()]
+
+
+def _require_no_others(model: Any, others: set[str]) -> None:
+    """Raise ValueError if files hold tensors that the model has no place for. Buffers may be computed instead."""
+    computed = {name for name, _ in model.named_buffers()}
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    extra = sorted(n for n in others - computed if not any(re.search(pattern, n) for pattern in ignored))
+    if extra:
+        raise ValueError(
+            f"its files hold {len(extra)} tensors that config.json has no place for, such as {extra[0]}: load and save "
+            "the model once with transformers"
+        )

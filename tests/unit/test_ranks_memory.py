@@ -1,0 +1,293 @@
+"""Ranks that load, hold and save a model in parts learn what one process learns."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks_for_tests import SGD_LIKE, on_ranks
+from safetensors.torch import load_file, save_file
+from test_ranks import assert_same
+from torch.distributed.tensor import DTensor
+from training_for_tests import tiny_model
+
+from agentgym_rl.config import Config
+from agentgym_rl.errors import ConfigError
+from agentgym_rl.run.backend_ray import Rank
+from agentgym_rl.scale.process_group import ProcessRanks, whole_state
+from agentgym_rl.scale.shards import load_shards, require_written
+from agentgym_rl.training.device.host_activations import HostActivations
+from agentgym_rl.training.device.optimizer import make_optimizer, moments_on
+from agentgym_rl.training.learner import Imitator
+from agentgym_rl.training.meta import fill, make_empty
+from agentgym_rl.training.model import load_model
+from agentgym_rl.training.ranks import SINGLE_PROCESS, EmptyFirst, Ranks
+from agentgym_rl.training.scratch import build_tokenizer
+from agentgym_rl.training.settings import OptimizerSettings, SFTSettings
+from agentgym_rl.types import Sample
+
+pytestmark = pytest.mark.timeout(900)
+
+WAYS: dict[str, dict[str, Any]] = {
+    "from meta": {},
+    "reduce once": {"reduce_once": True},
+    "on the host": {"offload": True},
+    "two copies": {"shard_ranks": 2},
+    "two copies, reduce once": {"shard_ranks": 2, "reduce_once": True},
+}
+"""Options of the ranks."""
+HOST = {"offload_activations": True, "offload_moments": True, "checkpoint_activations": True}
+LESSONS = [Sample([i, *range(2, 9), i + 1], [False] * 4 + [True] * 5) for i in range(1, 12)]
+
+
+def write_model(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32, files: str = "20KB") -> None:
+    model = tiny_model(3)
+    if tied:
+        model.config.tie_word_embeddings = True
+        model.tie_weights()
+    model.to(dtype).save_pretrained(folder, max_shard_size=files)
+    build_tokenizer(["up down"]).save_pretrained(folder)
+
+
+def lessons_on(ranks: Ranks, folder: Path, **changes: Any) -> Any:
+    """Return the metrics of two updates on a model that ranks load, and its weights."""
+    model, _ = load_model(str(folder), device="cpu", dtype=torch.float32, ranks=ranks)
+    imitator = Imitator(model, OptimizerSettings(**SGD_LIKE | {"micro_batch_tokens": 20} | changes), 2, ranks)
+    metrics = [imitator.imitate(LESSONS) for _ in range(2)]
+    if ranks.size > 1:
+        own = sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor))
+        assert own <= model.num_parameters() / 1.9, "a rank holds its part alone"
+    return metrics, {name: value.clone() for name, value in whole_state(model)}
+
+
+def all_ways(ranks: Ranks, folder: Path, models: dict[str, Path]) -> dict[str, Any]:
+    torch.set_num_threads(1)
+    ways = {name: way for name, way in WAYS.items() if ranks.size == 4 or "shard_ranks" not in way}
+    found = {name: lessons_on(ProcessRanks(**way), models["untied"]) for name, way in ways.items()}
+    found["host activations and moments"] = lessons_on(ProcessRanks(), models["untied"], **HOST)
+    found["tied"] = lessons_on(ProcessRanks(), models["tied"])
+    return found
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for name in ("untied", "tied"):
+        write_model(folder / name, tied=name == "tied")
+    return {name: folder / name for name in ("untied", "tied")}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_way_to_hold_a_model_learns_what_one_process_learns(
+    size: int, models: dict[str, Path], tmp_path: Path
+) -> None:
+    expected = {name: lessons_on(SINGLE_PROCESS, models[name]) for name in models}
+    assert expected["untied"][0][0]["loss"] != expected["untied"][0][1]["loss"]
+    found = on_ranks(size, partial(all_ways, models=models), tmp_path)
+    assert len(found) == (7 if size == 4 else 5)
+    for name, result in found.items():
+        assert_same(result, expected["tied" if name == "tied" else "untied"])
+
+
+def test_an_empty_model_is_filled_as_transformers_loads_it(models: dict[str, Path]) -> None:
+    for name, folder in models.items():
+        model = make_empty(str(folder), torch.bfloat16)
+        assert all(p.is_meta for p in model.parameters())
+        fill(model, str(folder), "cpu")
+        expected, _ = load_model(str(folder), device="cpu", dtype=torch.bfloat16)
+        assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) == (name == "tied")
+        assert not any(p.is_meta for p in (*model.parameters(), *model.buffers()))
+        state, buffers = model.state_dict(), dict(model.named_buffers())
+        assert all(torch.equal(value, state[key]) for key, value in expected.state_dict().items())
+        assert all(torch.equal(value, buffers[key]) for key, value in expected.named_buffers())
+
+
+BROKEN = {
+    "missing": r"its weights lack 1 tensors that config.json asks for, such as model.norm.weight",
+    "extra": r"its files hold 1 tensors that config.json has no place for, such as value.weight: load and save",
+    "shape": r"do not fit its config.json: model.norm.weight needs the shape \(16,\), got \(4,\)",
+    "none": r"ranks read weights from \*.safetensors, and there are none",
+}
+
+
+@pytest.mark.parametrize("fault", BROKEN)
+def test_files_that_do_not_fit_the_model_are_refused_in_one_line(fault: str, tmp_path: Path) -> None:
+    write_model(tmp_path, files="1GB")
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    if fault == "missing":
+        del tensors["model.norm.weight"]
+    tensors |= {"extra": {"value.weight": torch.ones(2)}, "shape": {"model.norm.weight": torch.ones(4)}}.get(fault, {})
+    path.unlink()
+    if fault != "none":
+        save_file(tensors, path, {"format": "pt"})
+
+    with pytest.raises(ConfigError, match=BROKEN[fault]) as caught:
+        load_model(str(tmp_path), device="cpu", dtype=torch.float32, ranks=EmptyFirst())
+    assert "\n" not in str(caught.value)
+
+
+def rank_of(ranks: Ranks, folder: Path, dtype: str, **sections: Any) -> Rank:
+    model = {"path": str(folder), "device": "cpu", "dtype": dtype}
+    sections = {"environments": [{"name": "keydoor"}], "scale": {"learners": ranks.size}} | sections
+    return Rank(Config.model_validate({"model": model, **sections}), ranks.rank, ranks.size)
+
+
+PPO = {"rl": {"algorithm": "ppo", "kl_coef": 0.1}}
+SFT = SFTSettings(epochs=9, batch_size=4, optimizer=OptimizerSettings(lr=1e-3))
+
+
+def saved_in_background(ranks: Ranks, folder: Path, source: Path) -> Any:
+    """Save while the next update is made; return the weights and masters at the time of saving, and the next losses."""
+    torch.set_num_threads(1)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        made = rank_of(ranks, source, dtype, checkpoint={"background": True})
+        made.make_untrained_model(str(source))
+        made.make_trainer(LESSONS, SFT, 0)
+        for _ in range(3):
+            made.step()
+        weights = {name: value.clone() for name, value in whole_state(made._model)}
+        if ranks.rank == 0:
+            (folder / dtype).mkdir()
+        torch.distributed.barrier()
+        made.save(str(folder / dtype))
+        losses = [made.step()["loss"] for _ in range(2)]
+        made.finish_saving()
+        assert made.is_saved()
+        torch.distributed.barrier()
+        found[dtype] = {"weights": weights, "losses": losses}
+        if dtype == "bfloat16":
+            assert made._learner._optimizer._low, "masters are kept"
+    return found
+
+
+def resumed(ranks: Ranks, folder: Path, source: Path) -> Any:
+    torch.set_num_threads(1)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        made = rank_of(ranks, source / dtype / "model", dtype)
+        made.load(str(source / dtype / "model"))
+        made.make_trainer(LESSONS, SFT, 0)
+        weights = {name: value.clone() for name, value in whole_state(made._model)}
+        assert made.restore(str(source / dtype), None)[0] == 3
+        found[dtype] = {"weights": weights, "losses": [made.step()["loss"] for _ in range(2)]}
+    return found
+
+
+def test_a_checkpoint_written_in_the_background_is_resumed_by_any_number_of_ranks(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    for name in ("two", "four"):
+        (tmp_path / name).mkdir()
+    written = on_ranks(2, partial(saved_in_background, source=models["tied"]), tmp_path / "two")
+    again = on_ranks(4, partial(resumed, source=tmp_path / "two"), tmp_path / "four")
+    for dtype in ("float32", "bfloat16"):
+        folder = tmp_path / "two" / dtype
+        require_written(folder, shards=True)
+        index = json.loads((folder / "model" / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
+        tolerance = 1e-5 if dtype == "float32" else 0.02
+        assert again[dtype]["losses"] == pytest.approx(written[dtype]["losses"], rel=tolerance)
+        model, _ = load_model(str(folder / "model"), device="cpu", dtype=getattr(torch, dtype))  # by transformers
+        for loaded in (again[dtype]["weights"], dict(whole_state(model))):
+            assert loaded.keys() == written[dtype]["weights"].keys()
+            assert all(torch.equal(value, loaded[name]) for name, value in written[dtype]["weights"].items())
+
+
+def learned_with_critic(ranks: Ranks, folder: Path, source: Path) -> dict[str, bool]:
+    """Return whether a rank's critic starts as the policy's decoder with a head of zeros, in both types."""
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        made = rank_of(ranks, source, dtype, **PPO)
+        made.load(str(source), str(source))
+        critic = dict(whole_state(made._learner.critic.model))
+        policy = dict(whole_state(made._model))
+        same = [torch.equal(value, critic[f"decoder.{n[6:]}"]) for n, value in policy.items() if n.startswith("model.")]
+        found[dtype] = all(same) and len(same) > 10 and not critic["head.weight"].any()
+        sample = Sample([1, 2, 3], [False, True, True], [-1.0, -1.0])
+        made.score([sample], False)
+        found[f"{dtype} values"] = sample.values == [0.0, 0.0]
+    return found
+
+
+def test_the_critic_of_ranks_starts_as_a_copy_of_the_policy(models: dict[str, Path], tmp_path: Path) -> None:
+    assert set(on_ranks(2, partial(learned_with_critic, source=models["untied"]), tmp_path).values()) == {True}
+
+
+def old_checkpoint(folder: Path) -> Path:
+    with tarfile.open(Path(__file__).parents[1] / "data" / "bf16_checkpoint_of_two_ranks.tar.xz") as archive:
+        archive.extractall(folder, filter="data")
+    return folder / "old"
+
+
+OLD_LESSONS = [Sample([1, 2, 3, 4], [False, True, True, True]), Sample([4, 3, 2, 1], [False, True, True, True])]
+OLD_LOSSES = [3.181444525718689, 3.1704559326171875]
+"""The next two losses of the ranks that wrote the checkpoint."""
+
+
+def resumed_from_old(ranks: Ranks, folder: Path, source: Path) -> list[float]:
+    made = rank_of(ranks, source / "model", "bfloat16")
+    made.load(str(source / "model"))
+    made.make_trainer(OLD_LESSONS, SFTSettings(epochs=6, batch_size=2, optimizer=OptimizerSettings(lr=1e-4)), 0)
+    made.restore(str(source), None)
+    return [made.step()["loss"] for _ in range(2)]
+
+
+def test_a_bf16_checkpoint_of_ranks_of_an_earlier_version_loads(tmp_path: Path) -> None:
+    source = old_checkpoint(tmp_path)
+    assert on_ranks(2, partial(resumed_from_old, source=source), tmp_path) == pytest.approx(OLD_LOSSES, rel=1e-3)
+    model, _ = load_model(str(source / "model"), device="cpu", dtype=torch.bfloat16)
+    alone = Imitator(model, OptimizerSettings(lr=1e-4), 6)
+    state = load_shards(source / "shards", lambda name, shape: None)
+    masters = state["masters"]
+    alone.restore(state)
+    for name, master in zip(alone._names, alone._optimizer.master(), strict=True):
+        assert torch.equal(master, masters[name]), "every bit of the master weights"
+    assert alone.imitate(OLD_LESSONS)["loss"] == pytest.approx(OLD_LOSSES[0], rel=1e-3)
+
+
+def test_moments_are_on_the_host_between_updates() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+        optimizer = make_optimizer([parameter], OptimizerSettings(lr=0.1))
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        seen = []
+        # A meta tensor cannot come back to the host, which shows that it would.
+        with pytest.raises(NotImplementedError), moments_on(optimizer, "meta", offload=True):
+            seen = [t for t in tensors_of(optimizer.state_dict()) if t.ndim]
+        assert len(seen) == (2 if dtype is torch.float32 else 3)
+        assert all(t.is_meta for t in seen)
+
+
+def tensors_of(state: Any) -> list[torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return [state]
+    items = state.values() if isinstance(state, dict) else state if isinstance(state, list | tuple) else ()
+    return [tensor for item in items for tensor in tensors_of(item)]
+
+
+def test_host_activations_leave_weights_where_they_are() -> None:
+    weight, x = torch.nn.Parameter(torch.randn(64, 64)), torch.randn(128, 64, requires_grad=True)
+    packed: list[Any] = []
+
+    class Counting(HostActivations):
+        def __init__(self) -> None:
+            super().__init__()
+            pack = self.pack_hook
+            self.pack_hook = lambda tensor: packed.append(pack(tensor)) or packed[-1]
+
+    with Counting():
+        loss = torch.tanh(x @ weight.t()).sum()
+    loss.backward()
+    moved = [saved for saved in packed if isinstance(saved, tuple)]
+    assert {tuple(host.shape) for _, host in moved} == {(128, 64)}, "the input and the output, not the weight"
+    x2 = x.detach().requires_grad_()
+    torch.tanh(x2 @ weight.detach().t()).sum().backward()
+    assert torch.equal(x.grad, x2.grad)
