@@ -18,7 +18,7 @@ from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
-from agentgym_rl.run.collectors import collect_each, engine_policies, make_proxy
+from agentgym_rl.run.collectors import collect_each, engine_policies, make_external
 from agentgym_rl.run.model import load_from, load_teacher
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, save_checkpoint
@@ -146,7 +146,7 @@ class LocalBackend:
             )
         else:
             self._engine = vllm
-        self._proxy = make_proxy(config.agent)
+        self._external = make_external(config.agent)
         self.max_context = self._engine.max_context
         self.num_parameters: int = model.num_parameters()
 
@@ -170,7 +170,7 @@ class LocalBackend:
             temperature,
             seeded=config.engine.seeded,
             oracle_share=oracle_share,
-            proxy=self._proxy,
+            external=self._external,
         )
         sizes = config.group_sizes(group_size)
         return collect_each(
@@ -229,8 +229,8 @@ class LocalBackend:
         return self._vllm.drain_events() if isinstance(self._vllm, Replicas) else []
 
     async def close(self) -> None:
-        if self._proxy is not None:
-            await self._proxy.close()
+        for part in self._external or ():
+            await part.close()
         await self._engine.close()
 
 

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agentgym_rl.agent.proxy.chat import ChatReply, RequestError, bad_request, read_chat_request
+from agentgym_rl.agent.proxy.chat import ChatReply, ChatRequest, RequestError, bad_request, read_chat_request
 from agentgym_rl.agent.proxy.responses import read_response_request, response_events, response_object
 from agentgym_rl.agent.proxy.sessions import ProxySession, Sessions, Submission
 from agentgym_rl.common.chat_messages import call_from_openai, clean_json, to_openai
@@ -230,9 +230,29 @@ async def _models(session: ProxySession, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [model]})
 
 
+async def _complete(session: ProxySession, request: Request, chat_request: ChatRequest) -> ChatReply:
+    """Return the model's reply. If the client disconnects first, nothing is recorded: it may have sent a new request."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    reply = asyncio.ensure_future(session.model.complete(chat_request))
+    gone = asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result()
+        raise ClientDisconnect
+    finally:
+        reply.cancel()
+        gone.cancel()
+        await asyncio.gather(reply, gone, return_exceptions=True)
+
+
 async def _chat(session: ProxySession, request: Request) -> Response:
     body = await _body(request)
-    reply = await session.model.complete(read_chat_request(body))
+    reply = await _complete(session, request, read_chat_request(body))
     base = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "created": int(time.time()),
@@ -278,7 +298,7 @@ def _chat_chunks(base: dict[str, Any], reply: ChatReply, *, with_usage: bool) ->
 
 async def _response(session: ProxySession, request: Request) -> Response:
     body = await _body(request)
-    reply = await session.model.complete(read_response_request(body))
+    reply = await _complete(session, request, read_response_request(body))
     response = response_object(reply, str(body.get("model", MODEL_NAME)))
     if body.get("stream"):
         return _events((json.dumps(event) for event in response_events(response)), named=True)

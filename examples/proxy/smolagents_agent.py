@@ -1,0 +1,43 @@
+"""An agent written with smolagents, whose tools are those of the environment. docs/guides/external-agents.md explains it.
+
+smolagents repeats earlier calls as text, so every call of the model starts a new segment of the episode.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from smolagents import AgentError, LogLevel, OpenAIModel, Tool, ToolCallingAgent
+
+from agentgym_rl.agent.proxy.client import Episode
+
+
+def play(episode: Episode) -> float | None:
+    """Let the agent call tools until the environment ends the episode. An agent that gives up gets 0."""
+    model = OpenAIModel(episode.model, api_base=episode.base_url, api_key=episode.api_key)
+    tools = [EnvironmentTool(episode, tool["function"]) for tool in episode.tools]
+    agent = ToolCallingAgent(tools, model, max_steps=20, verbosity_level=LogLevel.OFF)
+    agent.prompt_templates["system_prompt"] = "Call a tool."  # its own has 2,000 words
+    for _ in agent.run(episode.observation, stream=True):
+        if episode.done:
+            return None
+    return 0.0
+
+
+class EnvironmentTool(Tool):
+    """A tool of the agent that plays one of the environment's."""
+
+    output_type = "string"
+    skip_forward_signature_validation = True
+
+    def __init__(self, episode: Episode, function: dict[str, Any]) -> None:
+        self.name, self.description = function["name"], function["description"]
+        properties = function["parameters"]["properties"]
+        self.inputs = {name: {"description": name, **schema} for name, schema in properties.items()}
+        self._episode = episode
+        super().__init__()
+
+    def forward(self, **arguments: Any) -> str:
+        row = {"function": {"name": self.name, "arguments": json.dumps(arguments)}}
+        return self._episode.call([row])[0]
