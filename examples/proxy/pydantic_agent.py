@@ -35,6 +35,4 @@ def environment_tool(episode: Episode, function: dict[str, Any]) -> Tool:
         return episode.call([row])[0]
 
     # One call at a time, because each of them changes the environment.
-    return Tool.from_schema(
-        call, function["name"], function["description"], function["parameters"], sequential=True
-    )
+    return Tool.from_schema(call, function["name"], function["description"], function["parameters"], sequential=True)

@@ -222,13 +222,16 @@ async def test_a_program_that_cannot_be_started_is_an_error(player: Player) -> N
     assert "cannot be started: No such file" in (trajectory.error or "")
 
 
-@pytest.mark.parametrize("start", ["fork", "process", "command"])
+@pytest.mark.parametrize("start", ["fork", "command"])
 async def test_a_program_that_hangs_is_killed_at_the_deadline(player: Player, start: str) -> None:
     script = f"sleep 600 & echo $PPID $$ $! > {player.folder / 'pids'}; wait"
     program = Program(("sh", "-c", script.replace("$PPID", "")))
     if start != "command":
         program = player.function(f"subprocess.run(['sh', '-c', {script!r}])", start)
-    [trajectory] = await player.play(program, timeout_s=3.0 if start == "command" else 10.0)
+    for timeout_s in (2.0, 8.0, 32.0):  # a slow machine may need longer to start it
+        [trajectory] = await player.play(program, timeout_s=timeout_s)
+        if (player.folder / "pids").exists():
+            break
     assert (trajectory.error or "").startswith("EpisodeTimeout")
     pids = [int(pid) for pid in (player.folder / "pids").read_text().split()]
     await until(lambda: not any(is_running(pid) for pid in pids))

@@ -231,7 +231,9 @@ async def test_streams_have_the_same_text_calls_and_usage() -> None:
 async def test_streamed_calls_arrive_whole_and_continue_the_tokens() -> None:
     renderer = renderer_of("qwen")
     calls = [ToolCall("count", {"way": "up"}, "call00000"), ToolCall("count", {"way": "down"}, "call00001")]
-    engine = ScriptedEngine([renderer.reply_ids("Well.", calls), renderer.reply_ids("", calls), renderer.reply_ids("x")])
+    engine = ScriptedEngine(
+        [renderer.reply_ids("Well.", calls), renderer.reply_ids("", calls), renderer.reply_ids("x")]
+    )
     async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
         messages: list[Any] = [user("Go.")]
         for content in ("Well.", ""):
@@ -374,11 +376,16 @@ async def test_every_path_refuses_wrong_keys_unknown_and_ended_sessions(method: 
     async with proxied(Stuck([]), renderer_of("chatml")) as (proxy, session), httpx.AsyncClient() as client:
         key = {"Authorization": f"Bearer {session.key}"}
 
-        async def answer(identifier: str, headers: dict[str, str]) -> tuple[int, str]:
+        async def answer(identifier: str, headers: Any) -> tuple[int, str]:
             answer = await client.request(method, f"{proxy.url}/sessions/{identifier}{path}", headers=headers)
             return answer.status_code, answer.json()["error"]["code"]
 
-        wrong = ({"Authorization": "Bearer sk-wrong"}, {"Authorization": "Basic x"}, {"Authorization": "Bearer é"}, {})
+        wrong: tuple[Any, ...] = (
+            {"Authorization": "Bearer sk-wrong"},
+            {"Authorization": "Basic x"},
+            {"Authorization": "Bearer \u00e9".encode()},
+            {},
+        )
         for headers in wrong:
             assert await answer(session.id, headers) == (401, "invalid_api_key")
         assert await answer("0" * 16, key) == (404, "session_not_found")
@@ -504,7 +511,7 @@ class Echo(ScriptedEngine):
         return Completion(ids, [scripted_logprob(token) for token in ids], "length", 0)
 
 
-ECHOED = 24
+ECHOED = 40
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.long)])

@@ -30,9 +30,7 @@ ProgramStart = Literal["fork", "process"]
 class Program:
     """The user's program, started once for every episode. `close` frees the process that forks."""
 
-    def __init__(
-        self, command: Sequence[str], variables: Sequence[str] = (), start: ProgramStart = "process"
-    ) -> None:
+    def __init__(self, command: Sequence[str], variables: Sequence[str] = (), start: ProgramStart = "process") -> None:
         self.command = tuple(command)
         """Command and arguments, or a Python function as `my_module:play`. Empty: a client claims the episode."""
         self._variables = tuple(variables)
