@@ -1,4 +1,4 @@
-"""An agent written with Pydantic AI, whose tools are those of the environment. docs/guides/external-agents.md explains it."""
+"""An agent written with Pydantic AI. Its tools are the environment's. docs/guides/external-agents.md explains it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent written with smolagents, whose tools are those of the environment. docs/guides/external-agents.md explains it.
+"""An agent written with smolagents. Its tools are the environment's. docs/guides/external-agents.md explains it.
 
 smolagents repeats earlier calls as text, so every call of the model starts a new segment of the episode.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from smolagents import AgentError, LogLevel, OpenAIModel, Tool, ToolCallingAgent
+from smolagents import LogLevel, OpenAIModel, Tool, ToolCallingAgent
 
 from agentgym_rl.agent.proxy.client import Episode
 

@@ -1,4 +1,4 @@
-"""The examples of external agents train: a function, a command, other libraries, a self-judging agent, `proxy`'s clients."""
+"""The examples of external agents train: a function, a command, other libraries, their own judge, `proxy`'s clients."""
 
 from __future__ import annotations
 

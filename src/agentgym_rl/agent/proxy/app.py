@@ -231,7 +231,7 @@ async def _models(session: ProxySession, request: Request) -> Response:
 
 
 async def _complete(session: ProxySession, request: Request, chat_request: ChatRequest) -> ChatReply:
-    """Return the model's reply. If the client disconnects first, nothing is recorded: it may have sent a new request."""
+    """Return the model's reply. If the client disconnects first, nothing is recorded: it may ask again."""
 
     async def disconnected() -> None:
         while (await request.receive())["type"] != "http.disconnect":
