@@ -8,17 +8,21 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from smolagents import LogLevel, OpenAIModel, Tool, ToolCallingAgent
+from smolagents import LogLevel, OpenAIModel, PromptTemplates, Tool, ToolCallingAgent
+from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
 from agentgym_rl.agent.proxy.client import Episode
+
+
+PROMPTS = PromptTemplates({**EMPTY_PROMPT_TEMPLATES, "system_prompt": "Call a tool."})
+"""Short prompts for a small model. Without them the system message has some 2,000 words."""
 
 
 def play(episode: Episode) -> float | None:
     """Let the agent call tools until the environment ends the episode. An agent that gives up gets 0."""
     model = OpenAIModel(episode.model, api_base=episode.base_url, api_key=episode.api_key)
     tools = [EnvironmentTool(episode, tool["function"]) for tool in episode.tools]
-    agent = ToolCallingAgent(tools, model, max_steps=20, verbosity_level=LogLevel.OFF)
-    agent.prompt_templates["system_prompt"] = "Call a tool."  # its own has 2,000 words
+    agent = ToolCallingAgent(tools, model, PROMPTS, max_steps=20, verbosity_level=LogLevel.OFF)
     for _ in agent.run(episode.observation, stream=True):
         if episode.done:
             return None

@@ -24,11 +24,12 @@ from agentgym_rl.agent.proxy.client import Episode
 from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
 from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.config import AgentConfig, Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.preflight import require_program
-from agentgym_rl.types import Limits, Sampling, StopReason, Task, Trajectory
+from agentgym_rl.types import EnvSession, Limits, Sampling, StopReason, Task, Trajectory
 
 LIMITS = Limits(max_turns=6, max_new_tokens=40, max_context=400)
 ITEM = 2
@@ -75,6 +76,7 @@ class Player:
         retries: int = 0,
         limits: Limits = LIMITS,
         episodes: int = 1,
+        style: str = "act",
     ) -> list[Trajectory]:
         """Play episodes of one task and their retries. Check that nothing is left of them."""
         pool = LocalPool({"counting": Counting})
@@ -82,7 +84,10 @@ class Player:
         def make(session: Any, seed: int) -> ExternalPolicy:
             return ExternalPolicy(self.proxy, program, self.engine, renderer_of(), Sampling(40), session)
 
-        collector = Collector(pool, make, episodes, 4, retries, timeout_s, wrap=ExternalSession)
+        def wrap(session: EnvSession) -> ExternalSession:
+            return ExternalSession(STYLES[style].wrap(session, None))
+
+        collector = Collector(pool, make, episodes, 4, retries, timeout_s, wrap=wrap)
         [group] = await collector([Task("counting", ITEM)], limits, 0)
         assert len(self.proxy.sessions) == len(self.engine.sessions) == pool.num_open == 0
         await pool.close()
@@ -143,6 +148,18 @@ async def test_a_coroutine_function_plays(player: Player) -> None:
     player.program("async def play(episode):\n    episode.step(ask(episode, 'Hello.'))\n    return 0.5\n")
     [trajectory] = await player.play(Program(("program:play",), start="fork"))
     assert trajectory.rewards == [0.25, 0.5]
+
+
+async def test_tool_calls_are_played_until_the_environment_ends_the_episode(player: Player) -> None:
+    code = """
+    call = {"function": {"name": "act", "arguments": json.dumps({"action": "up"})}}
+    while not episode.done:
+        ask(episode, "Hello.")
+        assert len(episode.call([call, call])) == 2
+    """
+    [trajectory] = await player.play(player.function(code, "fork"), style="tool")
+    assert (trajectory.error, trajectory.stop, trajectory.success) == (None, StopReason.DONE, True)
+    assert trajectory.rewards == [0.5, 0.5]
 
 
 async def test_forks_share_one_import_and_nothing_else(player: Player) -> None:

@@ -39,6 +39,8 @@ MAX_BODY_BYTES = 1 << 24
 CLAIM_TIMEOUT_S = 20.0
 """Seconds that a client waits for an episode before it has to ask again."""
 BACKLOG = 2048
+KEEP_ALIVE_S = 120
+"""Seconds that an idle connection stays open. A client that reuses one while it is closed loses its request."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -73,7 +75,8 @@ class Proxy:
                 raise ConfigError(f"cannot listen on {self._host} port {self._port}: {error.strerror}") from None
             self._port = listener.getsockname()[1]
             options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", **HTTP_OPTIONS}
-            self._server = _Server(uvicorn.Config(self._app(), timeout_graceful_shutdown=5, **options))
+            options |= {"timeout_graceful_shutdown": 5, "timeout_keep_alive": KEEP_ALIVE_S}
+            self._server = _Server(uvicorn.Config(self._app(), **options))
             self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
             await self._server.listening.wait()
 

@@ -52,7 +52,8 @@ class ExternalSession:
             self.last_step = await self._env.call(submission.calls)
         else:
             self.last_step = await self._env.step(submission.action)
-        return self.last_step
+        # The loop pairs results with the calls of a reply, but the program may have written its calls itself.
+        return replace(self.last_step, results=[])
 
     async def call(self, calls: list[ToolCall]) -> Step:
         self.last_step = await self._env.call(calls)
