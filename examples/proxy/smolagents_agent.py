@@ -13,7 +13,6 @@ from smolagents.agents import EMPTY_PROMPT_TEMPLATES
 
 from agentgym_rl.agent.proxy.client import Episode
 
-
 PROMPTS = PromptTemplates({**EMPTY_PROMPT_TEMPLATES, "system_prompt": "Call a tool."})
 """Short prompts for a small model. Without them the system message has some 2,000 words."""
 
