@@ -24,12 +24,11 @@ from agentgym_rl.agent.proxy.client import Episode
 from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
 from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
-from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.config import AgentConfig, Config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.preflight import require_program
-from agentgym_rl.types import EnvSession, Limits, Sampling, StopReason, Task, Trajectory
+from agentgym_rl.types import Limits, Sampling, StopReason, Task, Trajectory
 
 LIMITS = Limits(max_turns=6, max_new_tokens=40, max_context=400)
 ITEM = 2
@@ -76,18 +75,15 @@ class Player:
         retries: int = 0,
         limits: Limits = LIMITS,
         episodes: int = 1,
-        style: str = "act",
+        action_format: str = "plain",
     ) -> list[Trajectory]:
         """Play episodes of one task and their retries. Check that nothing is left of them."""
-        pool = LocalPool({"counting": Counting})
+        pool = LocalPool({"counting": Counting}, action_format=action_format)
 
         def make(session: Any, seed: int) -> ExternalPolicy:
             return ExternalPolicy(self.proxy, program, self.engine, renderer_of(), Sampling(40), session)
 
-        def wrap(session: EnvSession) -> ExternalSession:
-            return ExternalSession(STYLES[style].wrap(session, None))
-
-        collector = Collector(pool, make, episodes, 4, retries, timeout_s, wrap=wrap)
+        collector = Collector(pool, make, episodes, 4, retries, timeout_s, wrap=ExternalSession)
         [group] = await collector([Task("counting", ITEM)], limits, 0)
         assert len(self.proxy.sessions) == len(self.engine.sessions) == pool.num_open == 0
         await pool.close()
@@ -157,7 +153,7 @@ async def test_tool_calls_are_played_until_the_environment_ends_the_episode(play
         ask(episode, "Hello.")
         assert len(episode.call([call, call])) == 2
     """
-    [trajectory] = await player.play(player.function(code, "fork"), style="tool")
+    [trajectory] = await player.play(player.function(code, "fork"), action_format="tool")
     assert (trajectory.error, trajectory.stop, trajectory.success) == (None, StopReason.DONE, True)
     assert trajectory.rewards == [0.5, 0.5]
 

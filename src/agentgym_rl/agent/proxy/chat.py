@@ -235,8 +235,8 @@ def read_messages(rows: Any) -> list[Message]:
         messages = [from_openai({**row, "role": "system"} if row["role"] == "developer" else row) for row in rows]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise bad_request(f"a message is not valid ({type(error).__name__}: {error})") from error
-    if messages[-1].role not in ("user", "tool"):
-        raise bad_request(f"the last message must be of role user or tool, got {messages[-1].role}")
+    if messages[-1].role == "assistant":
+        raise bad_request("the last message must not be of role assistant: replies are sampled whole")
     return messages
 
 
