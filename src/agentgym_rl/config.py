@@ -146,7 +146,10 @@ class AgentConfig(_Section):
     calls the model through a proxy with OpenAI's API."""
     program: str | tuple[str, ...] = ""
     """Program of an external agent: a Python function such as "my_module:play", or a command such as
-    ["python", "agent.py"]. Each episode starts it in a process of its own."""
+    ["python", "agent.py"]. Each episode has a process of its own."""
+    program_start: Literal["fork", "process"] = "fork"
+    """Start of a Python function. fork: one process imports its module once and forks for every episode. process: every
+    episode starts Python and imports the module. A command is always a new process."""
     program_variables: tuple[str, ...] = ()
     """Environment variables that the program gets, besides PATH, HOME and the like. Others are hidden from it."""
     proxy_host: str = "127.0.0.1"

@@ -1,7 +1,8 @@
-"""The examples of external agents train two steps: a function, a command, a self-judging agent, clients of `proxy`."""
+"""The examples of external agents train: a function, a command, other libraries, their own judge, `proxy`'s clients."""
 
 from __future__ import annotations
 
+import json
 import socket
 import sys
 import threading
@@ -13,6 +14,7 @@ import pytest
 from runs_for_tests import Process
 
 from agentgym_rl.agent.proxy.client import Episode
+from agentgym_rl.common.intervals import wilson_interval
 from agentgym_rl.run.log import read_metrics
 from agentgym_rl.types import StopReason, Trajectory
 
@@ -60,6 +62,43 @@ def test_a_program_with_the_openai_sdk_trains_token_exactly(program: str, tmp_pa
     played = episodes(tmp_path / "run")
     assert {t.num_segments for t in played} == {1}
     assert {t.stop for t in played} <= {StopReason.DONE, StopReason.MAX_TURNS}
+
+
+@pytest.mark.parametrize(
+    ("program", "package", "linear"),
+    [("pydantic_agent", "pydantic_ai", True), ("smolagents_agent", "smolagents", False)],
+)
+def test_agents_of_other_libraries_train_token_exactly(
+    program: str, package: str, linear: bool, tmp_path: Path
+) -> None:
+    pytest.importorskip(package)
+    folder = tmp_path / "run"
+    arguments = ["train", str(EXAMPLES / "keydoor_tools.toml"), f"run_dir={folder}", f"agent.program={program}:play"]
+    process = Process([*arguments, *SMALL, "warm_start.sft.epochs=8"], tmp_path / "output")
+    assert process.wait() == 0, (tmp_path / "output").read_text()
+    played = episodes(folder)
+    assert {t.stop for t in played} <= {StopReason.DONE, StopReason.MAX_TURNS, StopReason.MAX_CONTEXT}
+    assert any(t.num_turns > 1 for t in played), "the model calls tools"
+    several = [t.num_segments for t in played if sum(m.logprobs is not None for m in t.messages) > 1]
+    assert several
+    assert all((count == 1) == linear for count in several), "smolagents rewrites its history"
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("program", "recipe"),
+    [("openai_agent", "keydoor"), ("pydantic_agent", "keydoor_tools")],
+)
+def test_a_model_learns_through_a_program(program: str, recipe: str, tmp_path: Path) -> None:
+    arguments = ["train", str(EXAMPLES / f"{recipe}.toml"), f"run_dir={tmp_path / 'run'}", "threads=1"]
+    process = Process([*arguments, f"agent.program={program}:play"], tmp_path / "output")
+    assert process.wait(3500) == 0, (tmp_path / "output").read_text()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    before, after = summary["before"], summary["after"]
+    _, highest_before = wilson_interval(before["success"] * before["episodes"], before["episodes"])
+    lowest_after, _ = wilson_interval(after["success"] * after["episodes"], after["episodes"])
+    assert lowest_after > highest_before, (before, after)
 
 
 def test_an_agent_that_judges_itself_trains_on_all_its_calls(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import textwrap
 import urllib.error
@@ -20,7 +21,8 @@ from tokenizers_for_tests import byte_level_bpe
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.proxy.app import Proxy
 from agentgym_rl.agent.proxy.client import Episode
-from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession, Program
+from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
+from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config
 from agentgym_rl.environment.pool import LocalPool
@@ -60,28 +62,43 @@ class Player:
         path.write_text(HEAD + textwrap.dedent(code))
         return Program((sys.executable, str(path)), **options)
 
+    def function(self, code: str, start: Any, **options: Any) -> Program:
+        """Return a function whose body is the code."""
+        self.program("def play(episode):\n" + textwrap.indent(textwrap.dedent(code), "    "))
+        return Program(("program:play",), start=start, **options)
+
     async def play(
-        self, program: Program, *, timeout_s: float = 120.0, retries: int = 0, limits: Limits = LIMITS
+        self,
+        program: Program,
+        *,
+        timeout_s: float = 120.0,
+        retries: int = 0,
+        limits: Limits = LIMITS,
+        episodes: int = 1,
+        action_format: str = "plain",
     ) -> list[Trajectory]:
-        """Play one episode and its retries. Check that nothing is left of them."""
-        pool = LocalPool({"counting": Counting})
+        """Play episodes of one task and their retries. Check that nothing is left of them."""
+        pool = LocalPool({"counting": Counting}, action_format=action_format)
 
         def make(session: Any, seed: int) -> ExternalPolicy:
             return ExternalPolicy(self.proxy, program, self.engine, renderer_of(), Sampling(40), session)
 
-        collector = Collector(pool, make, 1, 4, retries, timeout_s, wrap=ExternalSession)
+        collector = Collector(pool, make, episodes, 4, retries, timeout_s, wrap=ExternalSession)
         [group] = await collector([Task("counting", ITEM)], limits, 0)
         assert len(self.proxy.sessions) == len(self.engine.sessions) == pool.num_open == 0
         await pool.close()
         await self.proxy.close()
+        await program.close()
         return group.trajectories
 
 
 @pytest.fixture
-def player(tmp_path: Path) -> Player:
+def player(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Player:
+    monkeypatch.syspath_prepend(tmp_path)
     return Player(tmp_path)
 
 
+both_starts = pytest.mark.parametrize("start", ["fork", "process"])
 PLAY = """
 episode = Episode.from_environment()
 while not episode.done:
@@ -117,11 +134,75 @@ async def test_several_calls_of_one_turn_are_all_trained(player: Player) -> None
     assert {m.purpose for m in trajectory.messages} == {"", "call"}
 
 
-async def test_a_function_ends_the_episode_with_its_own_reward(player: Player, monkeypatch: Any) -> None:
-    player.program("def play(episode):\n    return 0.25 + len(ask(episode, 'Hello.'))\n")
-    monkeypatch.syspath_prepend(player.folder)
-    [trajectory] = await player.play(Program(("program:play",)))
+@both_starts
+async def test_a_function_ends_the_episode_with_its_own_reward(player: Player, start: str) -> None:
+    [trajectory] = await player.play(player.function("return 0.25 + len(ask(episode, 'Hello.'))", start))
     assert (trajectory.stop, trajectory.rewards, trajectory.error) == (StopReason.DONE, [2.25], None)
+
+
+async def test_a_coroutine_function_plays(player: Player) -> None:
+    player.program("async def play(episode):\n    episode.step(ask(episode, 'Hello.'))\n    return 0.5\n")
+    [trajectory] = await player.play(Program(("program:play",), start="fork"))
+    assert trajectory.rewards == [0.25, 0.5]
+
+
+async def test_tool_calls_are_played_until_the_environment_ends_the_episode(player: Player) -> None:
+    code = """
+    call = {"function": {"name": "act", "arguments": json.dumps({"action": "up"})}}
+    while not episode.done:
+        ask(episode, "Hello.")
+        assert len(episode.call([call, call])) == 2
+    """
+    [trajectory] = await player.play(player.function(code, "fork"), action_format="tool")
+    assert (trajectory.error, trajectory.stop, trajectory.success) == (None, StopReason.DONE, True)
+    assert trajectory.rewards == [0.5, 0.5]
+
+
+async def test_forks_share_one_import_and_nothing_else(player: Player) -> None:
+    code = """
+    import random
+    global seen
+    seen = globals().get("seen", 0) + 1
+    print(f"only {random.random()} here")
+    variables = sorted(name for name in os.environ if name.startswith(("OPENAI", "AGENTGYM", "HIDDEN")))
+    with open("%s", "a") as file:
+        file.write(json.dumps([IMPORTED_IN, os.getpid(), seen, random.random(), variables, episode.url]) + "\\n")
+    return 0.0
+    """ % (player.folder / "rows")
+    program = player.function(code, "fork")
+    path = player.folder / "program.py"
+    path.write_text(path.read_text() + "\nIMPORTED_IN = os.getpid()\n")
+    await player.play(program, episodes=8)
+    rows = [json.loads(line) for line in (player.folder / "rows").read_text().splitlines()]
+    hosts, pids, seen, numbers, variables, urls = zip(*rows, strict=True)
+    assert len(rows) == len(set(pids)) == len(set(numbers)) == len(set(urls)) == 8
+    assert len(set(hosts)) == 1
+    assert set(seen) == {1}, "what an episode changes is not seen by another"
+    assert all(names == ["AGENTGYM_SESSION_URL", "OPENAI_API_KEY", "OPENAI_BASE_URL"] for names in variables)
+    await until(lambda: not is_running(hosts[0]))
+
+
+async def test_a_module_that_cannot_be_imported_is_an_error_with_its_traceback(player: Player) -> None:
+    program = player.function("return 0.0", "fork")
+    (player.folder / "program.py").write_text("import no_such_package_at_all")
+    attempts = await player.play(program, retries=1)
+    assert [t.stop for t in attempts] == [StopReason.ERROR] * 2
+    assert all("No module named 'no_such_package_at_all'" in (t.error or "") for t in attempts)
+
+
+async def test_a_host_that_is_killed_takes_its_episodes_along_and_is_started_again(player: Player) -> None:
+    marker = player.folder / "killed"
+    code = f"""
+    if os.path.exists({str(marker)!r}):
+        return 1.0
+    open({str(marker)!r}, "w").write(str(os.getpid()))
+    os.kill(os.getppid(), 9)
+    time.sleep(600)
+    """
+    first, second = await player.play(player.function(code, "fork"), retries=1)
+    assert "ended with code -9" in (first.error or "")
+    assert (second.stop, second.rewards) == (StopReason.DONE, [1.0])
+    await until(lambda: not is_running(int(marker.read_text())))
 
 
 async def test_the_horizon_ends_the_episode_and_the_program_is_told(player: Player) -> None:
@@ -142,9 +223,10 @@ async def test_the_horizon_ends_the_episode_and_the_program_is_told(player: Play
     ],
 )
 async def test_a_program_that_fails_ends_the_episode_as_error(player: Player, code: str, error: str) -> None:
-    attempts = await player.play(player.program(code), retries=1)
-    assert [t.stop for t in attempts] == [StopReason.ERROR] * 2, "a failed episode is retried"
-    assert all(error in (t.error or "") for t in attempts)
+    for program in (lambda: player.function(code, "fork"), lambda: player.program(code)):
+        attempts = await player.play(program(), retries=1)
+        assert [t.stop for t in attempts] == [StopReason.ERROR] * 2, "a failed episode is retried"
+        assert all(error in (t.error or "") for t in attempts)
 
 
 async def test_a_program_that_cannot_be_started_is_an_error(player: Player) -> None:
@@ -153,9 +235,16 @@ async def test_a_program_that_cannot_be_started_is_an_error(player: Player) -> N
     assert "cannot be started: No such file" in (trajectory.error or "")
 
 
-async def test_a_program_that_hangs_is_killed_at_the_deadline(player: Player) -> None:
-    script = f"sleep 600 & echo $$ $! > {player.folder / 'pids'}; wait"
-    [trajectory] = await player.play(Program(("sh", "-c", script)), timeout_s=3.0)
+@pytest.mark.parametrize("start", ["fork", "command"])
+async def test_a_program_that_hangs_is_killed_at_the_deadline(player: Player, start: str) -> None:
+    script = f"sleep 600 & echo $PPID $$ $! > {player.folder / 'pids'}; wait"
+    program = Program(("sh", "-c", script.replace("$PPID", "")))
+    if start != "command":
+        program = player.function(f"subprocess.run(['sh', '-c', {script!r}])", start)
+    for timeout_s in (2.0, 8.0, 32.0):  # a slow machine may need longer to start it
+        [trajectory] = await player.play(program, timeout_s=timeout_s)
+        if (player.folder / "pids").exists():
+            break
     assert (trajectory.error or "").startswith("EpisodeTimeout")
     pids = [int(pid) for pid in (player.folder / "pids").read_text().split()]
     await until(lambda: not any(is_running(pid) for pid in pids))
@@ -185,15 +274,15 @@ async def test_a_full_context_that_the_program_cannot_handle_is_a_truncation(pla
     assert (trajectory.stop, trajectory.num_turns) == (StopReason.MAX_CONTEXT, 1)
 
 
-async def test_secrets_of_the_run_are_hidden_from_the_program(player: Player, monkeypatch: Any) -> None:
+@both_starts
+async def test_secrets_of_the_run_are_hidden_from_the_program(player: Player, start: str, monkeypatch: Any) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     monkeypatch.setenv("AGENT_SETTING", "given")
     code = """
-    episode = Episode.from_environment()
     ask(episode, "Hello.")
-    episode.end(float(os.environ.get("WANDB_API_KEY") is None and os.environ["AGENT_SETTING"] == "given"))
+    return float(os.environ.get("WANDB_API_KEY") is None and os.environ["AGENT_SETTING"] == "given")
     """
-    [trajectory] = await player.play(player.program(code, variables=("AGENT_SETTING",)))
+    [trajectory] = await player.play(player.function(code, start, variables=("AGENT_SETTING",)))
     assert trajectory.rewards == [1.0]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -23,7 +25,9 @@ from agentgym_rl.agent.proxy.chat import RecordedModel
 from agentgym_rl.agent.proxy.sessions import ProxySession
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.segments import stitch
-from agentgym_rl.types import Limits, Sampling, Task, ToolCall, Trajectory
+from agentgym_rl.training.scratch import build_model
+from agentgym_rl.training.settings import ScratchSettings
+from agentgym_rl.types import Completion, Limits, Sampling, Task, ToolCall, Trajectory
 
 LIMITS = Limits(max_turns=5, max_new_tokens=400, max_context=4000)
 TASK: dict[str, Any] = {"env": "counting", "instruction": "", "observation": "Begin.", "tools": []}
@@ -37,6 +41,14 @@ COUNT = {
 }
 
 renderer_of = cache(lambda style: Renderer(byte_level_bpe(style), style))
+
+
+@cache
+def byte_model() -> tuple[Any, Renderer]:
+    """Return a model with random weights that writes any bytes."""
+    settings = ScratchSettings(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2)
+    renderer = renderer_of("chatml")
+    return build_model(settings, renderer.tokenizer, 0).eval(), renderer
 
 
 @asynccontextmanager
@@ -99,6 +111,72 @@ async def test_a_real_model_and_the_recorded_tokens_agree() -> None:
     assert max(abs(a - b) for a, b, trained in pairs if trained) < 1e-4
 
 
+REWRITES: dict[str, Any] = {
+    "unchanged": lambda text: text,
+    "outer space": lambda text: f" {text}\n",
+    "inner space": "  ".join,
+    "added text": lambda text: f"{text}\n\n{text}",
+    "dropped text": lambda text: text.strip()[1:],
+}
+"""How a client repeats a reply in the next request."""
+
+
+@pytest.mark.parametrize("rewrite", REWRITES)
+async def test_rewritten_history_is_a_segment_on_which_learner_and_engine_agree(rewrite: str) -> None:
+    model, renderer = byte_model()
+    engine = NativeEngine(model, decode=renderer.decode, max_sessions=2, max_context=600)
+    async with proxied(engine, renderer, Limits(8, 12, 600)) as (proxy, session), sdk(proxy, session) as client:
+        messages: list[Any] = [user("Count.")]
+        for _ in range(3):
+            answer = await client.chat.completions.create(model="m", messages=messages)
+            text = answer.choices[0].message.content or "x"
+            messages += [{"role": "assistant", "content": REWRITES[rewrite](text)}, user("And then?")]
+        calls, trajectory = session.model.calls, recorded(session)
+    await engine.close()
+    prompts = [call.prompt_ids for call in calls]
+    assert trajectory.num_segments == (1 if rewrite in ("unchanged", "outer space") else 3)
+    sampled = sorted(tuple(call.token_ids) for call in calls)
+    assert sum(sum(segment.loss_mask) for segment in trajectory.segments) == sum(map(len, sampled))
+    for segment in trajectory.segments:
+        ends = [i + 1 for i, trained in enumerate(segment.loss_mask) if trained]
+        assert segment.token_ids[: ends[0] - 1] in prompts, "the first trained token follows an exact prompt"
+        with torch.no_grad():
+            learned = [0.0, *(p.item() for p in slow_logprobs(model, segment.token_ids))]
+        pairs = zip(learned, segment.logprobs, segment.loss_mask, strict=True)
+        assert max(abs(a - b) for a, b, trained in pairs if trained) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "segments"),
+    [
+        ('{"way": "up", "steps": 2}', 1),
+        ('{ "way":"up",\n "steps":2 }', 1),
+        ('{"steps": 2, "way": "up"}', 2),
+        ('{"way": "up ", "steps": 2}', 2),
+        ('{"way": "up"}', 2),
+    ],
+)
+async def test_calls_with_other_arguments_or_order_start_a_segment(arguments: str, segments: int) -> None:
+    """Space between JSON tokens does not count: templates write calls from their values."""
+    renderer = renderer_of("qwen")
+    call = ToolCall("count", {"way": "up", "steps": 2}, "call00000")
+    engine = ScriptedEngine([renderer.reply_ids("", [call]), renderer.reply_ids("Bye.")])
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        messages: list[Any] = [user("Go.")]
+        await client.chat.completions.create(model="m", messages=messages, tools=[COUNT])
+        function = {"name": "count", "arguments": arguments}
+        rows = [{"id": "call00000", "type": "function", "function": function}]
+        messages += [{"role": "assistant", "content": None, "tool_calls": rows}]
+        messages += [{"role": "tool", "tool_call_id": "call00000", "content": "At 2."}]
+        await client.chat.completions.create(model="m", messages=messages, tools=[COUNT])
+        trajectory = recorded(session)
+    assert trajectory.num_segments == segments
+    rendered = renderer.tokenizer.decode(engine.prompts[1])
+    assert json.dumps(json.loads(arguments)) in rendered, "the model sees what the client sent"
+    last = trajectory.segments[-1]
+    assert last.token_ids == [*engine.prompts[1], *renderer.reply_ids("Bye.")]
+
+
 @pytest.mark.parametrize("style", ["chatml", "llama3", "qwen"])
 async def test_sampled_ids_survive_tool_turns_whatever_their_spelling(style: str) -> None:
     renderer = renderer_of(style)
@@ -150,6 +228,53 @@ async def test_streams_have_the_same_text_calls_and_usage() -> None:
         assert received[-1].usage.completion_tokens == len(replies[1])
 
 
+async def test_streamed_calls_arrive_whole_and_continue_the_tokens() -> None:
+    renderer = renderer_of("qwen")
+    calls = [ToolCall("count", {"way": "up"}, "call00000"), ToolCall("count", {"way": "down"}, "call00001")]
+    engine = ScriptedEngine(
+        [renderer.reply_ids("Well.", calls), renderer.reply_ids("", calls), renderer.reply_ids("x")]
+    )
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        messages: list[Any] = [user("Go.")]
+        for content in ("Well.", ""):
+            text, pieces = "", dict[int, dict[str, str]]()
+            async for chunk in await client.chat.completions.create(
+                model="m", messages=messages, tools=[COUNT], stream=True
+            ):
+                delta = chunk.choices[0].delta
+                text += delta.content or ""
+                for piece in delta.tool_calls or ():
+                    call = pieces.setdefault(piece.index, {"id": piece.id or "", "name": "", "arguments": ""})
+                    call["name"] += piece.function.name or ""  # type: ignore[union-attr]
+                    call["arguments"] += piece.function.arguments or ""  # type: ignore[union-attr]
+            assert (text, chunk.choices[0].finish_reason) == (content, "tool_calls")
+            assert [(c["name"], json.loads(c["arguments"])) for c in pieces.values()] == [
+                ("count", {"way": "up"}),
+                ("count", {"way": "down"}),
+            ]
+            assert len({c["id"] for c in pieces.values()}) == 2
+            rows = [{"id": c["id"], "type": "function", "function": c} for c in pieces.values()]
+            messages.append({"role": "assistant", "content": text, "tool_calls": rows})
+            messages += [{"role": "tool", "tool_call_id": c["id"], "content": "At 3."} for c in pieces.values()]
+        await client.chat.completions.create(model="m", messages=messages, tools=[COUNT])
+        assert recorded(session).num_segments == 1
+
+
+async def test_responses_stream_calls_by_their_events() -> None:
+    renderer = renderer_of("qwen")
+    engine = ScriptedEngine([renderer.reply_ids("Well.", [ToolCall("count", {"way": "up"}, "call00000")])])
+    tools: list[Any] = [{"type": "function", **COUNT["function"], "strict": False}]  # type: ignore[dict-item]
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        stream = await client.responses.create(model="m", input="Go.", tools=tools, stream=True)
+        events = [event async for event in stream]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == "Well."
+    assert "".join(e.delta for e in events if e.type == "response.function_call_arguments.delta") == '{"way": "up"}'
+    final = events[-1]
+    assert final.type == "response.completed"
+    assert [item.type for item in final.response.output] == ["message", "function_call"]
+
+
 async def test_the_responses_api_plays_calls_and_continues_the_tokens() -> None:
     renderer = renderer_of("qwen")
     replies = [renderer.reply_ids("", [ToolCall("count", {"way": "up"}, "call00000")]), renderer.reply_ids("Bye.")]
@@ -164,8 +289,16 @@ async def test_the_responses_api_plays_calls_and_continues_the_tokens() -> None:
             final = await stream.get_final_response()
         assert final.output_text == "Bye."
         assert recorded(session).num_segments == 1
-        with pytest.raises(openai.BadRequestError, match="responses are not stored"):
-            await client.responses.create(model="m", input="x", previous_response_id="resp_1")
+        form: Any = {"format": {"type": "json_object"}}
+        image: Any = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,"}]}]
+        for unsupported, reason in (
+            ({"input": "x", "previous_response_id": "resp_1"}, "responses are not stored"),
+            ({"input": "x", "text": form}, "is not supported"),
+            ({"input": "x", "tools": [{"type": "web_search"}]}, "other tools are not supported"),
+            ({"input": image}, "reads only text"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=reason):
+                await client.responses.create(model="m", **unsupported)
 
 
 async def test_a_changed_history_starts_a_segment_with_the_shared_prefix() -> None:
@@ -185,6 +318,20 @@ async def test_a_changed_history_starts_a_segment_with_the_shared_prefix() -> No
     assert second.token_ids == [*engine.prompts[1], *replies[1]]
     assert sum(first.loss_mask) == len(replies[0]) + len(replies[2])
     assert sum(second.loss_mask) == len(replies[1])
+
+
+async def test_a_system_message_may_be_the_last() -> None:
+    """Pydantic AI asks for a retry that way."""
+    renderer = renderer_of("chatml")
+    engine = ScriptedEngine([renderer.reply_ids(""), renderer.reply_ids("north")])
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session) as client:
+        messages: list[Any] = [user("Go.")]
+        await client.chat.completions.create(model="m", messages=messages)
+        messages += [{"role": "assistant", "content": ""}, {"role": "system", "content": "Reply."}]
+        answer = await client.chat.completions.create(model="m", messages=messages)
+    assert answer.choices[0].message.content == "north"
+    assert "Reply." in renderer.tokenizer.decode(engine.prompts[1])
+    assert recorded(session).num_segments == 1
 
 
 async def test_limits_and_stop_strings_are_kept() -> None:
@@ -218,7 +365,9 @@ async def test_limits_and_stop_strings_are_kept() -> None:
         ({"messages": [user("x")], "response_format": {"type": "json_object"}}, "response_format"),
         ({"messages": [user("x")], "max_tokens": -1}, "positive integer"),
         ({"messages": [user("x")], "tools": [{"type": "web_search"}]}, "a tool must be"),
+        ({"messages": [user("x")], "max_completion_tokens": 0}, "positive integer"),
         ({"messages": [user("x")], "stop": [1]}, "stop must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "reads only text"),
         ([], "JSON object"),
     ],
 )
@@ -230,6 +379,34 @@ async def test_bad_requests_get_400_with_a_reason(body: Any, reason: str) -> Non
     assert answer.status_code == 400
     assert reason in answer.json()["error"]["message"]
     assert not session.model.calls
+
+
+PATHS = [("GET", ""), ("POST", "/step"), ("POST", "/end"), ("GET", "/v1/models")]
+PATHS += [("POST", "/v1/chat/completions"), ("POST", "/v1/responses")]
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+async def test_every_path_refuses_wrong_keys_unknown_and_ended_sessions(method: str, path: str) -> None:
+    async with proxied(Stuck([]), renderer_of("chatml")) as (proxy, session), httpx.AsyncClient() as client:
+        key = {"Authorization": f"Bearer {session.key}"}
+
+        async def answer(identifier: str, headers: Any) -> tuple[int, str]:
+            answer = await client.request(method, f"{proxy.url}/sessions/{identifier}{path}", headers=headers)
+            return answer.status_code, answer.json()["error"]["code"]
+
+        wrong: tuple[Any, ...] = (
+            {"Authorization": "Bearer sk-wrong"},
+            {"Authorization": "Basic x"},
+            {"Authorization": "Bearer \u00e9".encode()},
+            {},
+        )
+        for headers in wrong:
+            assert await answer(session.id, headers) == (401, "invalid_api_key")
+        assert await answer("0" * 16, key) == (404, "session_not_found")
+        proxy.sessions.end(session)
+        assert await answer(session.id, key) == (410, "session_ended")
+        for headers in wrong:
+            assert await answer(session.id, headers) == (401, "invalid_api_key")
 
 
 async def test_wrong_keys_unknown_and_ended_sessions_are_refused() -> None:
@@ -287,27 +464,114 @@ async def test_a_call_that_runs_when_its_episode_ends_gets_410() -> None:
             assert error.status_code == 410
 
 
-async def test_many_sessions_do_not_mix() -> None:
+class Slow(ScriptedEngine):
+    """An engine whose first call never ends."""
+
+    def __init__(self, replies: Any) -> None:
+        super().__init__(replies)
+        self.cancelled = 0
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Any:
+        if not self.cancelled:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled += 1
+        return await super().generate(prompt_ids, sampling, session)
+
+
+async def test_a_call_that_its_client_gave_up_is_cancelled_and_not_recorded() -> None:
     renderer = renderer_of("chatml")
-    engine = ScriptedEngine([renderer.reply_ids("north")])
-    proxy = Proxy()
+    engine = Slow([renderer.reply_ids("north")])
+    async with proxied(engine, renderer) as (proxy, session), sdk(proxy, session, timeout=1.0) as client:
+        answer = await client.chat.completions.create(model="m", messages=[user("Go.")])
+        assert answer.choices[0].message.content == "north", "the SDK sent the request again"
+        assert engine.cancelled == len(session.model.calls) == 1
+
+
+async def test_a_client_that_dies_in_the_middle_of_a_request_leaves_nothing() -> None:
+    renderer = renderer_of("chatml")
+    async with proxied(ScriptedEngine([renderer.reply_ids("north")]), renderer) as (proxy, session):
+        before = set(asyncio.all_tasks())
+        links = proxy.links(session)
+        port = int(proxy.url.rpartition(":")[2])
+        for body in (b"", b'{"messages": [{"role"'):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"POST /sessions/{session.id}/v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+            head += f"Authorization: Bearer {links['api_key']}\r\nContent-Length: 4000\r\n\r\n"
+            writer.write(head.encode() + body)
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            writer.transport.abort()
+        async with asyncio.timeout(60):
+            while set(asyncio.all_tasks()) - before:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert not session.model.calls
+        async with sdk(proxy, session) as client:
+            answer = await client.chat.completions.create(model="m", messages=[user("Go.")])
+        assert answer.choices[0].message.content == "north"
+
+
+class Echo(ScriptedEngine):
+    """Replies with the last tokens of the prompt, after a pause in which other sessions are served."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    async def generate(self, prompt_ids: list[int], sampling: Sampling, session: str) -> Any:
+        await asyncio.sleep(0.01)
+        self.sessions[session] = self.sessions.get(session, 0) + 1
+        ids = prompt_ids[-ECHOED:]
+        return Completion(ids, [scripted_logprob(token) for token in ids], "length", 0)
+
+
+ECHOED = 40
+
+
+@pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.long)])
+async def test_many_sessions_at_once_do_not_mix_and_leave_nothing(count: int) -> None:
+    """Every session makes three calls of a growing conversation, then every second one is ended in a fourth."""
+    renderer, engine, proxy = renderer_of("chatml"), Echo(), Proxy()
     await proxy.start()
-    sessions = [ProxySession(RecordedModel(engine, renderer, Sampling(400), LIMITS, f"s{i}"), TASK) for i in range(200)]
+    before, descriptors = set(asyncio.all_tasks()), len(os.listdir("/proc/self/fd"))
+    limits = Limits(5, ECHOED, 4000)
+    sessions = [ProxySession(RecordedModel(engine, renderer, Sampling(9), limits, f"s{i}"), TASK) for i in range(count)]
     for session in sessions:
         proxy.sessions.open(session, claimable=False)
-    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=100), timeout=120) as client:
+    options: dict[str, Any] = {"limits": httpx.Limits(max_connections=count), "timeout": 280}
+    async with httpx.AsyncClient(**options) as client:
 
-        async def call(number: int, session: ProxySession) -> int:
-            body = {"messages": [user(f"I am {number}.")]}
+        async def play(number: int, session: ProxySession) -> list[int]:
             links = proxy.links(session)
             headers = {"Authorization": f"Bearer {links['api_key']}"}
-            return (await client.post(f"{links['base_url']}/chat/completions", json=body, headers=headers)).status_code
+            messages: list[dict[str, Any]] = []
+            statuses = []
+            for turn in range(3):
+                messages.append(user(f"I am number {number} in turn {turn}."))
+                url = f"{links['base_url']}/chat/completions"
+                answer = await client.post(url, json={"messages": messages}, headers=headers)
+                statuses.append(answer.status_code)
+                messages.append(answer.json()["choices"][0]["message"])
+            last = asyncio.create_task(client.post(url, json={"messages": messages[:1]}, headers=headers))
+            if number % 2:
+                proxy.sessions.end(session)
+                await session.model.close()
+            statuses.append((await last).status_code)
+            return statuses
 
-        assert set(await asyncio.gather(*(call(i, s) for i, s in enumerate(sessions)))) == {200}
+        statuses = await asyncio.gather(*(play(i, s) for i, s in enumerate(sessions)))
+    assert {tuple(row) for row in statuses[::2]} == {(200, 200, 200, 200)}
+    assert {tuple(row) for row in statuses[1::2]} == {(200, 200, 200, 410)}
     for number, session in enumerate(sessions):
-        (recorded_call,) = session.model.calls
-        assert recorded_call.prompt == f"I am {number}."
+        calls = session.model.calls[:3]
+        assert [call.prompt for call in calls] == [f"I am number {number} in turn {turn}." for turn in range(3)]
+        assert all(call.token_ids == call.prompt_ids[-ECHOED:] for call in calls)
+        assert f"number {number} in" in renderer.tokenizer.decode(calls[0].token_ids)
+        assert {message.segment for message in stitch(calls)} == {0}
         proxy.sessions.end(session)
         await session.model.close()
-    await proxy.close()
     assert len(proxy.sessions) == len(engine.sessions) == 0
+    async with asyncio.timeout(60):
+        while set(asyncio.all_tasks()) - before or len(os.listdir("/proc/self/fd")) > descriptors:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    await proxy.close()

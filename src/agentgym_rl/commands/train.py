@@ -37,6 +37,7 @@ MAY_CHANGE_ON_RESUME = (
     "threads",
     "trackers",
     "agent.concurrency",
+    "agent.program_start",
     "agent.proxy_host",
     "agent.proxy_port",
     "run_dir",

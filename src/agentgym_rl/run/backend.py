@@ -21,7 +21,7 @@ from agentgym_rl.agent.templates import resolve_template
 from agentgym_rl.config import Config, ModelConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run import backend_vllm
-from agentgym_rl.run.collectors import collect_each, engine_policies, make_proxy
+from agentgym_rl.run.collectors import collect_each, engine_policies, make_external
 from agentgym_rl.run.load_model import choose_device, load_from, load_teacher
 from agentgym_rl.training import lora
 from agentgym_rl.training.checkpoint import SHARDS, on_host, random_state, save_checkpoint
@@ -161,7 +161,7 @@ class LocalBackend:
             )
         else:
             self._engine = vllm
-        self._proxy = make_proxy(config.agent)
+        self._external = make_external(config.agent)
         self.max_context = self._engine.max_context
         self.num_parameters: int = model.num_parameters()
 
@@ -185,7 +185,7 @@ class LocalBackend:
             temperature,
             seeded=config.engine.seeded,
             oracle_share=oracle_share,
-            proxy=self._proxy,
+            external=self._external,
         )
         sizes = config.group_sizes(group_size)
         return collect_each(
@@ -263,8 +263,8 @@ class LocalBackend:
 
     async def close(self) -> None:
         self._writer.shutdown()
-        if self._proxy is not None:
-            await self._proxy.close()
+        for part in self._external or ():
+            await part.close()
         await self._engine.close()
 
 

@@ -12,7 +12,8 @@ from agentgym_rl.agent.context_management import Context
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, Policy, PolicyFactory, RandomPolicy
 from agentgym_rl.agent.proxy.app import Proxy
-from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession, Program
+from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
+from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES, Style
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
@@ -51,20 +52,18 @@ def engine_policies(
     *,
     seeded: bool = True,
     oracle_share: float | None = None,
-    proxy: Proxy | None = None,
+    external: tuple[Proxy, Program] | None = None,
 ) -> PolicyFactory:
     """Return a factory of policies that sample from `engine`. With `oracle_share` the oracle advises them, too.
 
-    With a `proxy` the recipe's program plays.
+    With an `external` program it plays, through the proxy.
     """
-    command = (agent.program,) if isinstance(agent.program, str) and agent.program else tuple(agent.program)
-    program = Program(command, agent.program_variables)
 
     def make(session: EnvSession, seed: int) -> Policy:
         sampling = Sampling(agent.max_new_tokens, temperature, seed=seed if seeded else None)
-        if proxy is not None:
+        if external is not None:
             assert isinstance(session, ExternalSession)
-            return ExternalPolicy(proxy, program, engine, renderer, sampling, session)
+            return ExternalPolicy(*external, engine, renderer, sampling, session)
         policy = EnginePolicy(
             engine,
             renderer,
@@ -79,11 +78,13 @@ def engine_policies(
     return make
 
 
-def make_proxy(agent: AgentConfig) -> Proxy | None:
-    """Return the proxy of an external agent. Away from loopback it needs a token in the environment."""
+def make_external(agent: AgentConfig) -> tuple[Proxy, Program] | None:
+    """Return the proxy and the program of an external agent. Away from loopback the proxy needs a token."""
     if agent.kind != "external":
         return None
-    return Proxy(agent.proxy_host, agent.proxy_port, os.environ.get(PROXY_TOKEN))
+    command = (agent.program,) if isinstance(agent.program, str) and agent.program else tuple(agent.program)
+    proxy = Proxy(agent.proxy_host, agent.proxy_port, os.environ.get(PROXY_TOKEN))
+    return proxy, Program(command, agent.program_variables, agent.program_start)
 
 
 def demonstrators(name: str) -> PolicyFactory:

@@ -23,7 +23,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from agentgym_rl.agent.proxy.chat import ChatReply, RequestError, bad_request, read_chat_request
+from agentgym_rl.agent.proxy.chat import ChatReply, ChatRequest, RequestError, bad_request, read_chat_request
 from agentgym_rl.agent.proxy.responses import read_response_request, response_events, response_object
 from agentgym_rl.agent.proxy.sessions import ProxySession, Sessions, Submission
 from agentgym_rl.common.chat_messages import call_from_openai, clean_json, to_openai
@@ -39,6 +39,8 @@ MAX_BODY_BYTES = 1 << 24
 CLAIM_TIMEOUT_S = 20.0
 """Seconds that a client waits for an episode before it has to ask again."""
 BACKLOG = 2048
+KEEP_ALIVE_S = 120
+"""Seconds that an idle connection stays open. A client that reuses one while it is closed loses its request."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -73,7 +75,8 @@ class Proxy:
                 raise ConfigError(f"cannot listen on {self._host} port {self._port}: {error.strerror}") from None
             self._port = listener.getsockname()[1]
             options: dict[str, Any] = {"log_level": "warning", "access_log": False, "lifespan": "off", **HTTP_OPTIONS}
-            self._server = _Server(uvicorn.Config(self._app(), timeout_graceful_shutdown=5, **options))
+            options |= {"timeout_graceful_shutdown": 5, "timeout_keep_alive": KEEP_ALIVE_S}
+            self._server = _Server(uvicorn.Config(self._app(), **options))
             self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
             await self._server.listening.wait()
 
@@ -230,9 +233,29 @@ async def _models(session: ProxySession, request: Request) -> Response:
     return JSONResponse({"object": "list", "data": [model]})
 
 
+async def _complete(session: ProxySession, request: Request, chat_request: ChatRequest) -> ChatReply:
+    """Return the model's reply. If the client disconnects first, nothing is recorded: it may ask again."""
+
+    async def disconnected() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    reply = asyncio.ensure_future(session.model.complete(chat_request))
+    gone = asyncio.ensure_future(disconnected())
+    try:
+        await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if reply.done():
+            return reply.result()
+        raise ClientDisconnect
+    finally:
+        reply.cancel()
+        gone.cancel()
+        await asyncio.gather(reply, gone, return_exceptions=True)
+
+
 async def _chat(session: ProxySession, request: Request) -> Response:
     body = await _body(request)
-    reply = await session.model.complete(read_chat_request(body))
+    reply = await _complete(session, request, read_chat_request(body))
     base = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "created": int(time.time()),
@@ -278,7 +301,7 @@ def _chat_chunks(base: dict[str, Any], reply: ChatReply, *, with_usage: bool) ->
 
 async def _response(session: ProxySession, request: Request) -> Response:
     body = await _body(request)
-    reply = await session.model.complete(read_response_request(body))
+    reply = await _complete(session, request, read_response_request(body))
     response = response_object(reply, str(body.get("model", MODEL_NAME)))
     if body.get("stream"):
         return _events((json.dumps(event) for event in response_events(response)), named=True)

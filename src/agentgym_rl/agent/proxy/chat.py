@@ -213,7 +213,8 @@ def read_chat_request(body: dict[str, Any]) -> ChatRequest:
     if not all(isinstance(text, str) and text for text in stop):
         raise bad_request(f"stop must be a text or a list of texts, got {body['stop']!r:.80}")
     tools = [] if body.get("tool_choice") == "none" else read_tools(body.get("tools"))
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    limit = body.get("max_completion_tokens")
+    limit = body.get("max_tokens") if limit is None else limit
     return ChatRequest(read_messages(body.get("messages")), tools, read_limit(limit), stop)
 
 
@@ -228,13 +229,23 @@ def read_messages(rows: Any) -> list[Message]:
     """Return the messages of a request. The last one must not be the assistant's."""
     if not isinstance(rows, list) or not rows:
         raise bad_request(f"messages must be a list of at least one message, got {rows!r:.80}")
+    for row in rows:
+        require_text(row.get("content") if isinstance(row, dict) else None)
     try:
         messages = [from_openai({**row, "role": "system"} if row["role"] == "developer" else row) for row in rows]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise bad_request(f"a message is not valid ({type(error).__name__}: {error})") from error
-    if messages[-1].role not in ("user", "tool"):
-        raise bad_request(f"the last message must be of role user or tool, got {messages[-1].role}")
+    if messages[-1].role == "assistant":
+        raise bad_request("the last message must not be of role assistant: replies are sampled whole")
     return messages
+
+
+def require_text(content: Any) -> None:
+    """Raise RequestError for a content with a part that is no text, such as an image."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text"):
+            raise bad_request(f"a content may have parts of type text, got {kind!r:.80}: the model reads only text")
 
 
 def read_tools(rows: Any) -> list[dict[str, Any]]:

@@ -1,17 +1,20 @@
 """The program's side of an episode: the task, steps of the environment and the end. Needs the standard library only.
 
 `python -m agentgym_rl.agent.proxy.client my_module:play` runs a function on the episode that the environment variables
-name. A number that it returns is the episode's reward.
+name. host.py does the same for many episodes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import inspect
 import json
 import os
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from typing import Any
 
 SESSION_URL = "AGENTGYM_SESSION_URL"
@@ -79,15 +82,29 @@ def _request(url: str, key: str, body: dict[str, Any] | None = None) -> dict[str
     return answer
 
 
-def run_function(path: str) -> None:
-    """Play the episode with the function that `my_module:play` names."""
+Function = Callable[[Episode], Any]
+"""Plays an episode. A number that it returns is the episode's reward. It may be a coroutine function."""
+
+
+def load_function(path: str) -> Function:
+    """Return the function that `my_module:play` names."""
     module, _, name = path.partition(":")
-    function = getattr(importlib.import_module(module), name)
+    function: Function = getattr(importlib.import_module(module), name)
+    return function
+
+
+def run_function(function: Function) -> None:
+    """Play the episode that the environment variables name."""
     episode = Episode.from_environment()
-    reward = function(episode)
+    result = function(episode)
+    reward = asyncio.run(_awaited(result)) if inspect.isawaitable(result) else result
     if reward is not None and not episode.done:
         episode.end(float(reward))
 
 
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
 if __name__ == "__main__":
-    run_function(sys.argv[1])
+    run_function(load_function(sys.argv[1]))

@@ -7,21 +7,15 @@ reply of a turn is the last call of the model before that action; earlier calls 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
-import tempfile
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import IO, Any
+from dataclasses import replace
+from typing import Any
 
 from agentgym_rl.agent.engines.base import Engine
 from agentgym_rl.agent.policy import Reply, observation_message
 from agentgym_rl.agent.proxy.app import Proxy
 from agentgym_rl.agent.proxy.chat import RecordedModel
-from agentgym_rl.agent.proxy.client import SESSION_URL
+from agentgym_rl.agent.proxy.programs import Program, RunningProgram
 from agentgym_rl.agent.proxy.sessions import ProxySession, Submission
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.segments import stitch
@@ -30,12 +24,8 @@ from agentgym_rl.types import EnvSession, Limits, Message, Observation, Sampling
 
 CALL = "call"
 """Purpose of the model calls of a turn that are not its last."""
-KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "SYSTEMROOT")
-"""Environment variables that every program gets. Others, such as keys, only if the recipe names them."""
 EXIT_TIMEOUT_S = 10.0
 """Seconds that a program has to exit after its episode has ended."""
-OUTPUT_SHOWN = 2000
-"""Last characters of a failed program's output in the episode's error."""
 
 
 class ExternalSession:
@@ -62,7 +52,8 @@ class ExternalSession:
             self.last_step = await self._env.call(submission.calls)
         else:
             self.last_step = await self._env.step(submission.action)
-        return self.last_step
+        # The loop pairs results with the calls of a reply, but the program may have written its calls itself.
+        return replace(self.last_step, results=[])
 
     async def call(self, calls: list[ToolCall]) -> Step:
         self.last_step = await self._env.call(calls)
@@ -85,82 +76,6 @@ class ExternalSession:
 
     async def close(self) -> None:
         await self._env.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The user's program."""
-
-    command: tuple[str, ...]
-    """Command and arguments, or a Python function as `my_module:play`. Empty: a client claims the episode."""
-    variables: tuple[str, ...] = ()
-    """Further environment variables that it gets."""
-
-    @property
-    def is_function(self) -> bool:
-        return len(self.command) == 1 and ":" in self.command[0]
-
-    @property
-    def argv(self) -> list[str]:
-        return (
-            [sys.executable, "-m", "agentgym_rl.agent.proxy.client", *self.command]
-            if self.is_function
-            else [*self.command]
-        )
-
-    def environment(self, links: dict[str, str]) -> dict[str, str]:
-        """Return the program's environment variables."""
-        kept = {name: os.environ[name] for name in (*KEPT_VARIABLES, *self.variables) if name in os.environ}
-        if self.is_function:  # what this process can import, the function's process can, too
-            kept["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        base = {"OPENAI_BASE_URL": links["base_url"], "OPENAI_API_KEY": links["api_key"], SESSION_URL: links["url"]}
-        return kept | base
-
-
-@dataclass(slots=True)
-class RunningProgram:
-    """A process with the output that it has written."""
-
-    process: asyncio.subprocess.Process
-    output: IO[bytes]
-    exited: asyncio.Task[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.exited = asyncio.create_task(self.process.wait())
-
-    @classmethod
-    async def start(cls, argv: Sequence[str], variables: dict[str, str]) -> RunningProgram:
-        output = tempfile.TemporaryFile()  # noqa: SIM115, closed with the program
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *argv,
-                env=variables,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        except OSError as error:
-            output.close()
-            raise ProgramError(f"the program {argv[0]!r} cannot be started: {error.strerror}") from error
-        return cls(process, output)
-
-    def tail(self) -> str:
-        """Return the end of the output."""
-        size = self.output.seek(0, os.SEEK_END)
-        self.output.seek(max(0, size - 4 * OUTPUT_SHOWN))
-        return self.output.read().decode(errors="replace").strip()[-OUTPUT_SHOWN:]
-
-    async def stop(self, timeout_s: float) -> None:
-        """Wait for the program to exit, then kill it and every process that it left behind."""
-        try:
-            if timeout_s:
-                await asyncio.wait([self.exited], timeout=timeout_s)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            await self.exited
-            self.output.close()
 
 
 class ExternalPolicy:
@@ -228,8 +143,7 @@ class ExternalPolicy:
         self._session = ProxySession(model, task)
         self._proxy.sessions.open(self._session, claimable=not self._program.command)
         if self._program.command:
-            variables = self._program.environment(self._proxy.links(self._session))
-            self._running = await RunningProgram.start(self._program.argv, variables)
+            self._running = await self._program.start(self._proxy.links(self._session))
 
     async def _next_submission(self, session: ProxySession) -> Submission | None:
         """Return the program's next action or its ending; None if it failed because the context was full."""

@@ -7,7 +7,15 @@ import uuid
 from collections.abc import Iterator
 from typing import Any
 
-from agentgym_rl.agent.proxy.chat import ChatReply, ChatRequest, bad_request, read_limit, read_messages, read_tools
+from agentgym_rl.agent.proxy.chat import (
+    ChatReply,
+    ChatRequest,
+    bad_request,
+    read_limit,
+    read_messages,
+    read_tools,
+    require_text,
+)
 from agentgym_rl.common.chat_messages import to_openai
 
 
@@ -16,6 +24,9 @@ def read_response_request(body: dict[str, Any]) -> ChatRequest:
     for name in ("previous_response_id", "conversation", "prompt"):
         if body.get(name) is not None:
             raise bad_request(f"{name} is not supported, responses are not stored: send all items as input")
+    text = body.get("text") or {}
+    if not isinstance(text, dict) or text.get("format") not in (None, {"type": "text"}):
+        raise bad_request(f"text = {text!r:.80} is not supported: leave it out")
     rows: list[dict[str, Any]] = []
     if body.get("instructions"):
         rows.append({"role": "system", "content": body["instructions"]})
@@ -36,21 +47,23 @@ def _append(rows: list[dict[str, Any]], item: dict[str, Any]) -> None:
     """Add an item to the messages. Calls belong to the assistant's message before them."""
     match item.get("type", "message"):
         case "message":
-            content = item.get("content")
-            if isinstance(content, list):
-                content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-            rows.append({"role": item.get("role"), "content": content})
+            rows.append({"role": item.get("role"), "content": _text(item.get("content"))})
         case "function_call":
             if not rows or rows[-1]["role"] != "assistant":
                 rows.append({"role": "assistant", "content": ""})
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             rows[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
         case "function_call_output":
-            rows.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
+            rows.append({"role": "tool", "content": _text(item.get("output")), "tool_call_id": item.get("call_id")})
         case "reasoning":
             pass
         case other:
             raise bad_request(f"input items of type {other!r:.80} are not supported")
+
+
+def _text(content: Any) -> Any:
+    require_text(content)
+    return "".join(str(part.get("text", "")) for part in content) if isinstance(content, list) else content
 
 
 def response_object(reply: ChatReply, model: str) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Sessions:
         self._by_id: dict[str, ProxySession] = {}
         self._by_key: dict[str, ProxySession] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()
-        """Keys of ended sessions by id."""
+        """Keys of ended sessions by id. A late call with the key alone is told from one with a wrong key."""
         self._unclaimed: deque[ProxySession] = deque()
         self._opened = asyncio.Event()
 
@@ -113,12 +113,16 @@ class Sessions:
 
     def find(self, session_id: str | None, key: str) -> ProxySession:
         """Return the session of an id and its key, or of the key alone. Raise RequestError if there is none."""
-        session = self._by_key.get(key) if session_id is None else self._by_id.get(session_id)
-        ended = key in self._ended.values() if session_id is None else session_id in self._ended
-        if session is None and ended:
-            raise session_ended()
-        if session is None and session_id is not None:
-            raise RequestError(404, f"there is no session {session_id[:80]!r}", "session_not_found")
-        if session is None or not secrets.compare_digest(session.key.encode(), key.encode()):
+        if session_id is None:
+            session = self._by_key.get(key)
+            expected = key if session is not None or key in self._ended.values() else None
+        else:
+            session = self._by_id.get(session_id)
+            expected = self._ended.get(session_id) if session is None else session.key
+            if expected is None:
+                raise RequestError(404, f"there is no session {session_id[:80]!r}", "session_not_found")
+        if expected is None or not secrets.compare_digest(expected.encode(), key.encode()):
             raise RequestError(401, "the API key is not the key of a session: use OPENAI_API_KEY", "invalid_api_key")
+        if session is None:
+            raise session_ended()
         return session
