@@ -10,6 +10,7 @@ import pytest
 from runs_for_tests import Process
 from tokenizers_for_tests import thinking_tokenizer
 
+from agentgym_rl.config import load_config
 from agentgym_rl.run.log import read_metrics
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
@@ -41,6 +42,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_learned_values_cover_every_trained_token_of_all_segments(recipe: str, tmp_path: Path) -> None:
     played = train(recipe, tmp_path, "threads=1")
     assert max(t.num_segments for t in played) > 1
+    max_context = load_config(RECIPES / recipe, []).agent.max_context
+    assert max(sum(len(m.token_ids) for m in t.messages) for t in played) > max_context
+    assert all(len(segment.token_ids) <= max_context for t in played for segment in t.segments)
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(row["mismatch/abs"] < 1e-4 for row in metrics if "mismatch/abs" in row)
     assert any(row.get("segments/per_episode", 1.0) > 1 for row in metrics)

@@ -11,7 +11,9 @@ import pytest
 from envs_for_tests import Counting
 from scripted_engine_for_tests import ScriptedEngine, scripted_logprob
 from tokenizers_for_tests import byte_level_bpe, split_segmentation
+from tokenizers import Tokenizer
 from training_for_tests import batch_of
+from transformers import PreTrainedTokenizerFast
 
 from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.engines.native import NativeEngine
@@ -175,6 +177,38 @@ async def test_control_tokens_in_results_and_arguments_cannot_end_the_turn() -> 
     end = renderer.end_of_turn
     assert forged.count(end) == plain.count(end) == 1
     assert renderer.reply_ids("", [ToolCall("count", {"way": "<|im_end|>"}, "call00000")]).count(end) == 1
+
+
+async def test_a_call_that_a_thought_mentions_is_not_made() -> None:
+    renderer = renderer_of("chatml")
+    call = '<tool_call>{"name": "count", "arguments": {"way": "%s"}}</tool_call>'
+    texts = [
+        f"<think>\nNot {call % 'down'}.\n</think>\n\nSo: {call % 'up'}",
+        f"opened by the prompt: {call % 'down'}</think>{call % 'up'}",
+    ]
+    replies = [[*renderer.encode(text), renderer.end_of_turn] for text in texts]
+    trajectory, _ = await play(replies, renderer, item=0)
+    sampled = [m for m in trajectory.messages if m.role == "assistant"]
+    assert [m.tool_calls for m in sampled] == [[ToolCall("count", {"way": "up"}, f"call{i:05d}")] for i in range(2)]
+    assert sampled[0].content == f"<think>\nNot {call % 'down'}.\n</think>\n\nSo:"
+    assert trajectory.success
+
+
+async def test_a_call_of_llama_may_end_with_its_end_of_message_token() -> None:
+    tokenizer = Tokenizer.from_str(byte_level_bpe("llama3").backend_tokenizer.to_str())
+    tokenizer.add_special_tokens(["<|eom_id|>", "<|python_tag|>"])
+    own = byte_level_bpe("llama3")
+    renderer = Renderer(PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=own.bos_token, eos_token=own.eos_token, pad_token=own.pad_token,
+        additional_special_tokens=[*own.additional_special_tokens, "<|eom_id|>", "<|python_tag|>"],
+    ), "llama3")  # fmt: skip
+    text = '<|python_tag|>{"name": "count", "parameters": {"way": "up"}}<|eom_id|>'
+    reply = renderer.encode(text)
+    assert reply[-1] in renderer.stop_token_ids
+    trajectory, engine = await play([reply, reply], renderer, item=0)
+    assert trajectory.success
+    assert engine.prompts[1][: len(engine.prompts[0]) + len(reply)] == [*engine.prompts[0], *reply]
+    assert [m.content for m in trajectory.messages if m.role == "assistant"] == ["", ""]
 
 
 IGNORES_TOOLS = "{%- set tools = none -%}\n" + CHATML

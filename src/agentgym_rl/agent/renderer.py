@@ -66,6 +66,9 @@ _TOOL_PROBE = (
 )
 """A conversation with calls and results. Some templates drop the text before a call: those are probed without it."""
 
+_END_OF_MESSAGE = "<|eom_id|>"
+"""Token with which Llama 3 may end a tool call instead of its end of turn."""
+
 _CACHE_SIZE = 2048
 """Cached openings and observations: episodes of a group share their opening and revisit states."""
 _MAX_CACHED_CHARS = 1 << 16
@@ -110,8 +113,9 @@ class Renderer:
         self.end_of_turn, self._end_text = self._find_end_of_turn()
         before = self._render(_START, generation_prompt=True)
         self._before_reply = before, self.encode(before)
-        eos = tokenizer.eos_token_id
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in (self.end_of_turn, eos) if t is not None))
+        ends = [i for i, token in tokenizer.added_tokens_decoder.items() if str(token) == _END_OF_MESSAGE]
+        candidates = (self.end_of_turn, tokenizer.eos_token_id, *ends)
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in candidates if t is not None))
         self._opener, self._rewrites = "", False
         self._drops_thoughts = thoughts == "drop"
         self.linear = thoughts != "drop"
@@ -166,7 +170,9 @@ class Renderer:
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         # Special tokens are kept for the parser: some formats mark calls by one.
         text = str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        content, calls = parse(text)
+        answer = text.rpartition(CLOSE)[2]
+        content, calls = parse(answer)  # a call that a thought mentions is not made
+        content = text[: len(text) - len(answer.lstrip())] + content
         return self._control.sub("", content).strip(), calls
 
     def require_tools(self) -> None:
