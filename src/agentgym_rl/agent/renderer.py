@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -65,6 +66,9 @@ _TOOL_PROBE = (
     Message("assistant", "", tool_calls=[ToolCall("walk", {"way": "through the door"}, "call00002")]),
 )
 """A conversation with calls and results. Some templates drop the text before a call: those are probed without it."""
+
+_TEXT_PROBE = (Message("assistant", "I am done."), Message("user", "Call a tool."), Message("assistant", "I will."))
+"""Messages after a reply without a call, which is answered by the user. Some templates then move the list of tools."""
 
 _END_OF_MESSAGE = "<|eom_id|>"
 """Token with which Llama 3 may end a tool call instead of its end of turn."""
@@ -229,10 +233,15 @@ class Renderer:
         """Return the ids of a written reply (a demonstration), with the end-of-turn token."""
         before, prefix = self._before_reply
         after = self._render([*_START, Message("assistant", content, tool_calls=calls)], generation_prompt=False)
-        if self._rewrites and not calls and (not after.startswith(before) or content not in after[len(before) :]):
-            # The template drops thoughts even here, but a reply is sampled with its thought.
-            return [*self.encode(self._opened(content)), self.end_of_turn]
         text = after[: after.rindex(self._end_text)]
+        if self._rewrites:
+            written = text.removeprefix(before.removesuffix(self._opener))
+            thought = content.removesuffix(without_thought(content))
+            if not after.startswith(before) or (thought.strip() if calls else content) not in written:
+                # The template drops thoughts even here, but a reply is sampled with its thought.
+                parts = [thought.rstrip(), written.lstrip()] if calls else [content]
+                written = "\n\n".join(filter(None, parts))
+                return [*self.encode(self._opened(written)), self.end_of_turn]
         whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]
@@ -243,6 +252,9 @@ class Renderer:
         self, messages: list[Message], trained: list[bool] | None = None, tools: Tools = ()
     ) -> list[Sample]:
         """Return samples for imitation, one per segment; of a linear conversation it is `demonstration`."""
+        if tools:
+            with suppress(ConfigError):  # calls that could not be read in play can still be imitated
+                self.require_tools()
         if self.linear:
             return [self.demonstration(messages, trained, tools)]
         samples: list[Sample] = []
@@ -414,6 +426,8 @@ class Renderer:
             after = self._render(_TOOL_PROBE[:2], generation_prompt=False, tools=[_TOOL])
         except TemplateError as error:
             raise ConfigError(f"the chat template cannot write a tool call ({error}): {_advice()}") from error
+        if not after.startswith(opening):  # the prompt opens a thought, which this reply does not have
+            opening = opening.removesuffix(self._opener)
         reply = after[len(opening) : after.rindex(self._end_text)] if self._end_text in after else ""
         reply = without_thought(reply)
         expected = [replace(call, id="") for call in _TOOL_PROBE[1].tool_calls or ()]
@@ -428,6 +442,12 @@ class Renderer:
             probe[3] = replace(probe[3], content="")
         if not self._rewrites:  # otherwise every prompt is rendered whole, or thoughts are kept on purpose
             self._require_prefix_stable(probe, [_TOOL])
+            try:
+                self._require_prefix_stable([*probe[:5], *_TEXT_PROBE], [_TOOL])
+            except ConfigError:
+                self.linear = False  # a reply without a call moves the tools: the next prompt starts a segment
+            except TemplateError:
+                pass  # such a conversation is only rendered turn by turn
         return formats[0]
 
     def _require_prefix_stable(self, messages: list[Message], tools: Tools = ()) -> None:
