@@ -343,55 +343,29 @@ def interval(value: list[float]) -> str:
 
 
 def long_context() -> str:
-    """Return held-out success before and after training, by the way a full context is treated."""
+    """Return held-out success before and after training and the cost of each run, by how a full context is treated."""
     from agentgym_rl.common.intervals import wilson_interval
 
-    records = [
-        json.loads(path.read_text(encoding="utf-8"))
-        for path in sorted((ROOT / "results" / "long-context").glob("eval-*.json"))
-    ]
+    def success(evaluation: dict[str, Any]) -> str:
+        low, high = wilson_interval(evaluation["success"] * evaluation["episodes"], evaluation["episodes"])
+        return f"{evaluation['success']:.0%} ({low:.0%}–{high:.0%})"
 
-    def cells(trained: str, played: str) -> list[str]:
-        outcomes = [
-            list(record["outcomes"]["200"].values())
-            for record in records
-            if (record["arm"], record["task"]) == (trained, played)
-        ]
-        wins, episodes = sum(row.count("1") for row in outcomes), sum(map(len, outcomes))
-        low, high = wilson_interval(wins, episodes)
-        return [f"{wins / episodes:.0%} ({low:.0%}–{high:.0%})", ", ".join(f"{row.count('1') / len(row):.0%}" for row in outcomes)]
-
-    rows = []
-    for trained, played in (
-        *((arm, arm) for arm in ("truncation", "window", "summary")),
-        ("truncation", "window"),
-    ):
-        rows.append([played, trained, *cells("start", played), *cells(trained, played)])
-    return table(["played with", "trained with", "before (95% interval)", "by seed", "after (95% interval)", "by seed"], rows)
-
-
-def long_context_runs() -> str:
-    """Return the cost of the runs of the study of long contexts: mean over seeds."""
     rows = []
     for arm in ("truncation", "window", "summary"):
-        paths = sorted((ROOT / "results" / "long-context").glob(f"{arm}-*.json"))
-        runs = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-
-        def mean(values: list[list[float]]) -> float:
-            return sum(sum(each) / len(each) for each in values) / len(values)
-
-        curves = [run["curves"] for run in runs]
-        rows.append(
-            [
-                arm,
-                f"{mean([[run['steps']] for run in runs]):.0f}",
-                f"{mean([[run['sampled_tokens']] for run in runs]) / 1000:.0f}k",
-                f"{mean([each['turns/mean'] for each in curves]):.0f}",
-                f"{mean([each.get('segments/per_episode', [1.0]) for each in curves]):.1f}",
-                f"{mean([[run['seconds']] for run in runs]) / 60:.1f}",
-            ]
-        )
-    return table(["trained with", "steps", "sampled tokens", "turns an episode", "segments an episode", "minutes"], rows)
+        for path in sorted((ROOT / "results" / "long-context").glob(f"{arm}-*.json")):
+            run = json.loads(path.read_text(encoding="utf-8"))
+            segments = run["curves"].get("segments/per_episode", [1.0])
+            turns = run["curves"]["turns/mean"]
+            rows.append(
+                [
+                    *(arm, str(run["seed"]), success(run["before"]), success(run["after"])),
+                    *(f"{run['before']['turns']:.0f} → {run['after']['turns']:.0f}", f"{sum(turns) / len(turns):.0f}"),
+                    f"{sum(segments) / len(segments):.1f}",
+                    f"{run['sampled_tokens'] / 1000:.0f}k",
+                ]
+            )
+    header = ["context", "seed", "success before", "after", "turns held-out", "turns in training", "segments", "tokens"]
+    return table(header, rows)
 
 
 def reading_lengths() -> str:
@@ -412,7 +386,6 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "load": load,
     "reading-lengths": reading_lengths,
     "long-context": long_context,
-    "long-context-runs": long_context_runs,
     "search-whole": lambda: search("bm25"),
     "search-sample": lambda: search("sample"),
 }

@@ -204,7 +204,8 @@ function makeReplay(episode, turns, endingParts, instruction, current, go) {
   function draw() {
     const k = current();
     cells.forEach((cell, i) => cell.setAttribute("aria-selected", String(i === k)));
-    cells[k].scrollIntoView({ block: "nearest", inline: "nearest" });
+    // In the next frame, because the strip is drawn before the page is shown. Only the strip scrolls.
+    requestAnimationFrame(() => (strip.scrollLeft = cells[k].offsetLeft - strip.offsetLeft - (strip.clientWidth - cells[k].offsetWidth) / 2));
     fill(place, k < turns.length ? `turn ${k + 1} of ${turns.length}` : "the end");
     if (drawn !== k) picture.show("frame", { run: episode.run, key: episode.key, turn: k });
     drawn = k;

@@ -14,7 +14,7 @@ export function turnsOf(episode) {
   for (const message of episode.messages) {
     if (message.prefix && message.dropped_turns) cut = cutText(message.dropped_turns);
     else if (message.prefix && !message.purpose && !isRewritten) {
-      cut = "From here on, the context is another one: earlier text was changed, such as thoughts that are dropped.";
+      cut = "New context from here on: earlier text was dropped or changed, such as thoughts.";
       isRewritten = true;
     }
     if (message.purpose === "call") {
