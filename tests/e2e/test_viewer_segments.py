@@ -100,7 +100,9 @@ def test_a_long_episode_shows_its_current_turn_and_cut_in_a_narrow_window(page: 
     expect(page.locator('.tick[aria-selected="true"]')).to_be_in_viewport(ratio=1)
     go(page, f"{address}1?turn={turns[-1]}")
     expect(page.locator(".turn .cut")).to_be_visible()
-    left, first, speed = (still_box(page.locator(name).first) for name in (".see", ".controls button", ".controls select"))
+    left, first, speed = (
+        still_box(page.locator(name).first) for name in (".see", ".controls button", ".controls select")
+    )
     assert first["x"] >= left["x"], "no control is outside of its column"
     assert speed["width"] > 40, "the speed can be read"
     line = "getComputedStyle(document.querySelector('.turn .cut'), '::before').width"
