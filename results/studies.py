@@ -481,6 +481,24 @@ def collapse(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+LONG_CONTEXTS = {"truncation": "full", "window": "window", "summary": "summary"}
+"""Values of `agent.context`, by arm."""
+
+
+def long_context(seeds: list[int] | None) -> list[Job]:
+    """Return the jobs of docs/results/long-context.md: 200 turns in 2,048 tokens, with three contexts."""
+    jobs: list[Job] = []
+    for seed in seeds if seeds is not None else range(2):
+        recipe = "evidence/long-maze-base.toml"
+        start = Job(name=f"base-long-maze-{seed}", arm="base", task="maze", seed=seed, recipe=recipe)
+        jobs.append(start)
+        for arm, context in LONG_CONTEXTS.items():
+            arguments = (f"model.path={{{start.name}}}", f"agent.context={context}")
+            run = Job(name=f"{arm}-long-maze-{seed}", arm=arm, task="maze", seed=seed, arguments=arguments)
+            jobs.append(replace(run, recipe="evidence/long-maze-rl.toml"))
+    return jobs
+
+
 STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "rl-over-base": rl_over_base,
     "staged-horizon": staged_horizon,
@@ -497,4 +515,5 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "qwen-interaction": qwen_interaction,
     "teachers": teachers,
     "collapse": collapse,
+    "long-context": long_context,
 }

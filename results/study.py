@@ -49,6 +49,7 @@ CURVES = (
     "clip/fraction",
     "staleness/mean",
     "tokens/per_episode",
+    "segments/per_episode",
     "episodes/usable",
     "time/rollout_s",
     "time/learn_s",

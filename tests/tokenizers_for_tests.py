@@ -11,7 +11,10 @@ from transformers import PreTrainedTokenizerFast
 SPECIAL_TOKENS = {
     "chatml": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-    "llama3": ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "llama3": [
+        *("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        *("<|eom_id|>", "<|python_tag|>"),
+    ],
     "mistral": ["<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[TOOL_RESULTS]"],
 }
 _BEGIN_END = {"llama3": ("<|begin_of_text|>", "<|end_of_text|>"), "mistral": ("<s>", "</s>")}

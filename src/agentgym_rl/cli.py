@@ -379,7 +379,12 @@ def evaluate(
     temperature: Annotated[float | None, _option("Model", "0 for greedy; 1, or the run's own", min=0)] = None,
     max_new_tokens: Annotated[int | None, _option("Model", "Of a reply; 512, or the run's own", min=1)] = None,
     max_context: Annotated[int | None, _option("Model", "Tokens of an episode; the scenario's or run's", min=2)] = None,
-    style: Annotated[str | None, _option("Model", "act, react or plan; the scenario's or the run's own")] = None,
+    style: Annotated[
+        str | None, _option("Model", "act, react, plan, tool, function_call or code; the scenario's or the run's own")
+    ] = None,
+    context: Annotated[
+        str | None, _option("Model", "When the context is full: full, window or summary; full, or the run's own")
+    ] = None,
     chat_template: Annotated[str | None, _option("Model", "Instead of the tokenizer's own")] = None,
     device: Annotated[str, _option("Model", "auto, cpu, cuda or cuda:1")] = "auto",
     dtype: Annotated[

@@ -284,6 +284,16 @@ def test_a_run_is_played_in_its_training_dtype_on_a_gpu(tmp_path: Path, monkeypa
     assert dtypes() == ["bfloat16", "float32"]
 
 
+def test_any_local_model_can_be_played_with_a_window(model: Path) -> None:
+    plain, window = (find_agent(AgentOptions(str(model), context=context)) for context in (None, "window"))
+    assert (plain.playing.context, window.playing.context) == ("full", "window")
+    assert window.identity == {**plain.identity, "context": "window"}
+    with pytest.raises(ConfigError, match="'window' needs a local model"):
+        find_agent(AgentOptions("openai:tiny", context="window"))
+    with pytest.raises(ConfigError, match="--context needs full, window or summary, got 'long'"):
+        Request(AgentOptions(str(model), context="long"), env="maze")
+
+
 def test_changed_weights_change_the_fingerprint(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(model, copy)

@@ -10,6 +10,7 @@ import pytest
 from runs_for_tests import Process
 from tokenizers_for_tests import thinking_tokenizer
 
+from agentgym_rl.config import load_config
 from agentgym_rl.run.log import read_metrics
 from agentgym_rl.training.scratch import build_model
 from agentgym_rl.training.settings import ScratchSettings
@@ -41,6 +42,9 @@ def rows(path: Path) -> list[dict[str, Any]]:
 def test_learned_values_cover_every_trained_token_of_all_segments(recipe: str, tmp_path: Path) -> None:
     played = train(recipe, tmp_path, "threads=1")
     assert max(t.num_segments for t in played) > 1
+    max_context = load_config(RECIPES / recipe, []).agent.max_context
+    assert max(sum(len(m.token_ids) for m in t.messages) for t in played) > max_context
+    assert all(len(segment.token_ids) <= max_context for t in played for segment in t.segments)
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert all(row["mismatch/abs"] < 1e-4 for row in metrics if "mismatch/abs" in row)
     assert any(row.get("segments/per_episode", 1.0) > 1 for row in metrics)
@@ -84,3 +88,24 @@ def test_the_window_recipe_runs_two_steps(tmp_path: Path) -> None:
         *SMALL_RL,
     )
     assert played
+
+
+@pytest.mark.long
+def test_episodes_of_200_turns_are_trained_in_a_context_of_2048_tokens(tmp_path: Path) -> None:
+    played = train(
+        "window.toml",
+        tmp_path,
+        *("rl.steps=2", "warm_start.episodes=40", "rl.groups_per_step=2", "rl.group_size=4", "eval.episodes=4"),
+        "threads=1",
+    )
+    longest = max(played, key=lambda t: t.num_turns)
+    assert longest.num_turns == 200
+    assert sum(len(message.token_ids) for message in longest.messages) > 2 * 2048
+    assert longest.num_segments > 2
+    assert all(len(segment.token_ids) <= 2048 for t in played for segment in t.segments)
+    for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert row["mismatch/abs"] < 1e-4
+        assert row["grad/norm"] > 0
+    learned = {row["id"]: row for row in rows(tmp_path / "run" / "trajectories" / "learned_000002.jsonl")}
+    trained = [t for t in played if t.id in learned and t.num_turns == 200]
+    assert all(len(learned[t.id]["advantages"]) == sum(sum(s.loss_mask) for s in t.segments) for t in trained)

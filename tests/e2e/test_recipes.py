@@ -22,14 +22,15 @@ from agentgym_rl.run.log import read_metrics
 RECIPES = Path(__file__).parents[2] / "recipes"
 ALL = sorted(RECIPES.rglob("*.toml"))
 QUICKSTART = RECIPES / "quickstart.toml"
-SMALL = [QUICKSTART, *sorted(RECIPES.glob("*/tiny*.toml"))]
-QWEN = sorted(RECIPES.glob("qwen/*.toml"))
+LONGER = [QUICKSTART, RECIPES / "tools" / "keydoor.toml"]
+SMALL = [*LONGER, *sorted(RECIPES.glob("*/tiny*.toml"))]
+QWEN = [*sorted(RECIPES.glob("qwen/*.toml")), RECIPES / "tools" / "qwen_textcraft.toml"]
 PROGRAMS = sorted(RECIPES.rglob("*.py"))
 SHORTENED = [
     *("rl.steps=2", "rl.groups_per_step=4", "rl.group_size=3", "eval.episodes=6", "eval.every=0"),
     *("warm_start.episodes=60", "warm_start.sft.epochs=1"),
 ]
-"""Overrides for the quickstart, the only small recipe that takes minutes."""
+"""Overrides for LONGER, the small recipes that take minutes."""
 
 TINY_QWEN = {
     "all": [
@@ -70,7 +71,7 @@ def test_a_recipe_is_valid(recipe: Path) -> None:
 
 @pytest.mark.parametrize("recipe", SMALL, ids=relative_name)
 def test_a_small_recipe_runs_two_steps(recipe: Path, tmp_path: Path) -> None:
-    overrides = [f"run_dir={tmp_path / 'run'}", "threads=1", *(SHORTENED if recipe == QUICKSTART else [])]
+    overrides = [f"run_dir={tmp_path / 'run'}", "threads=1", *(SHORTENED if recipe in LONGER else [])]
     process = Process(["train", str(recipe), *overrides], tmp_path / "output")
     assert process.wait() == 0, (tmp_path / "output").read_text()
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]

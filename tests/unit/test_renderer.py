@@ -127,7 +127,8 @@ def test_demonstration_masks_replies_and_their_end_of_turn_only(style: str) -> N
 def test_stop_tokens_and_decode(style: str) -> None:
     renderer = renderer_of(style)
     tokenizer = renderer.tokenizer
-    assert renderer.stop_token_ids == (tokenizer.convert_tokens_to_ids(END[style]), tokenizer.eos_token_id)
+    ends = [END[style], tokenizer.eos_token, *(["<|eom_id|>"] if style == "llama3" else [])]
+    assert renderer.stop_token_ids == tuple(tokenizer.convert_tokens_to_ids(ends))
     assert renderer.decode(renderer.reply_ids("go  north , please")) == "go  north , please"
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,6 +273,22 @@ async def test_a_window_keeps_the_task_and_the_last_turns() -> None:
     assert trajectory.num_segments < trajectory.num_turns / 2
 
 
+@pytest.mark.parametrize("kind", ["full", "window", "summary"])
+async def test_200_turns_are_played_in_a_context_of_2048_tokens(kind: Any) -> None:
+    limits = Limits(max_turns=200, max_new_tokens=20, max_context=2048)
+    trajectory, _, _ = await scripted("chatml", ["up"] * 250, limits, context=Context(kind, 8, 24))
+    assert all(len(segment.token_ids) <= 2048 for segment in trajectory.segments)
+    if kind == "full":
+        assert trajectory.stop is StopReason.MAX_CONTEXT
+        assert trajectory.num_turns < 150
+        return
+    assert (trajectory.num_turns, trajectory.stop) == (200, StopReason.MAX_TURNS)
+    assert sum(len(message.token_ids) for message in trajectory.messages) > 4000
+    assert 2 < trajectory.num_segments < 10
+    shown = sum(message.purpose == "summary" for message in trajectory.messages)
+    assert bool(shown) is (kind == "summary")
+
+
 async def test_a_summary_replaces_the_conversation() -> None:
     limits = Limits(max_turns=12, max_new_tokens=20, max_context=420)
     replies = ["up"] * 6 + ["I counted up."] + ["up"] * 20
@@ -399,6 +419,12 @@ def test_stitched_segments_hold_every_call_exactly(data: st.DataObject) -> None:
             whole = segment_tokens(messages[: messages.index(first)], a)
             prompt = [*segments[first.prefix[0]].token_ids[: first.prefix[1]], *first.token_ids]  # type: ignore[index]
             assert prompt[: len(whole)] != whole
+
+
+def test_the_example_of_the_guide_runs() -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guides" / "long-context.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    subprocess.run([sys.executable, "-c", example], check=True, timeout=240)
 
 
 def test_place_prefers_the_longest_match() -> None:

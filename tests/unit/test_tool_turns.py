@@ -19,7 +19,7 @@ from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.styles import STYLES
-from agentgym_rl.agent.templates import CHATML
+from agentgym_rl.agent.templates import CHATML, MISTRAL
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import ConfigError
@@ -177,6 +177,32 @@ async def test_control_tokens_in_results_and_arguments_cannot_end_the_turn() -> 
     assert renderer.reply_ids("", [ToolCall("count", {"way": "<|im_end|>"}, "call00000")]).count(end) == 1
 
 
+async def test_a_call_that_a_thought_mentions_is_not_made() -> None:
+    renderer = renderer_of("chatml")
+    call = '<tool_call>{"name": "count", "arguments": {"way": "%s"}}</tool_call>'
+    texts = [
+        f"<think>\nNot {call % 'down'}.\n</think>\n\nSo: {call % 'up'}",
+        f"opened by the prompt: {call % 'down'}</think>{call % 'up'}",
+    ]
+    replies = [[*renderer.encode(text), renderer.end_of_turn] for text in texts]
+    trajectory, _ = await play(replies, renderer, item=0)
+    sampled = [m for m in trajectory.messages if m.role == "assistant"]
+    assert [m.tool_calls for m in sampled] == [[ToolCall("count", {"way": "up"}, f"call{i:05d}")] for i in range(2)]
+    assert sampled[0].content == f"<think>\nNot {call % 'down'}.\n</think>\n\nSo:"
+    assert trajectory.success
+
+
+async def test_a_call_of_llama_may_end_with_its_end_of_message_token() -> None:
+    renderer = renderer_of("llama3")
+    text = '<|python_tag|>{"name": "count", "parameters": {"way": "up"}}<|eom_id|>'
+    reply = renderer.encode(text)
+    assert reply[-1] in renderer.stop_token_ids
+    trajectory, engine = await play([reply, reply], renderer, item=0)
+    assert trajectory.success
+    assert engine.prompts[1][: len(engine.prompts[0]) + len(reply)] == [*engine.prompts[0], *reply]
+    assert [m.content for m in trajectory.messages if m.role == "assistant"] == ["", ""]
+
+
 IGNORES_TOOLS = "{%- set tools = none -%}\n" + CHATML
 REWRITES_RESULTS = CHATML.replace(
     "message['content'] + '\\n</tool_response>'",
@@ -188,6 +214,43 @@ REFUSES_CALLS = CHATML.replace(
     "{%- for call in message['tool_calls'] or [] -%}",
     "{%- for call in message['tool_calls'] or [] -%}{{- raise_exception('no tools') -}}",
 )
+
+
+MOVES_TOOLS = "{%- set last = messages | map(attribute='role') | list -%}\n" + MISTRAL.replace(
+    "loop.index0 == first -%}\n{{- '[AVAILABLE", "'user' not in last[loop.index:] -%}\n{{- '[AVAILABLE"
+)
+"""Shows the tools before the last user message, as the templates of Mistral Small and Mistral Nemo do."""
+OPENS_THOUGHT = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n'").replace(
+    "message['content'] -}}\n", "message['content'].split('</think>')[-1].lstrip('\\n') -}}\n"
+)
+"""Opens a thought in the generation prompt and drops the thoughts of earlier replies, as QwQ does."""
+
+
+@pytest.mark.parametrize(
+    ("style", "template", "thought"),
+    [("mistral", MOVES_TOOLS, ""), ("chatml", OPENS_THOUGHT, "Up.\n</think>\n\n")],
+    ids=["tools move", "an opened thought"],
+)
+async def test_a_template_that_changes_history_starts_segments(style: str, template: str, thought: str) -> None:
+    assert template not in (CHATML, MISTRAL)
+    renderer = Renderer(byte_level_bpe(style), template)
+    call = '[TOOL_CALLS][{"name": "count", "arguments": {"way": "up"}, "id": "call%05d"}]'
+    if style == "chatml":
+        call = '<tool_call>\n{"name": "count", "arguments": {"way": "up"}}\n</tool_call>'
+    texts = [thought + (call % i if "%" in call else call) for i in range(2)]
+    written = renderer.reply_ids(thought and f"<think>\n{thought}", [ToolCall("count", {"way": "up"}, "call00000")])
+    assert renderer.tokenizer.decode(written[:-1]) == texts[0], "a demonstration is what a model would sample"
+    texts = [texts[0], f"{thought}I wait.", texts[1], texts[1], texts[1]]
+    trajectory, engine = await play([[*renderer.encode(t), renderer.end_of_turn] for t in texts], renderer, item=2)
+    assert [info["valid"] for info in trajectory.infos] == [True, False, True, True, True]
+    assert not renderer.linear
+    assert trajectory.num_segments > 1
+    replies = [i for i, m in enumerate(trajectory.messages) if m.role == "assistant"]
+    for prompt, i in zip(engine.prompts, replies, strict=True):
+        shipped = renderer.prompt(trajectory.messages[:i], trajectory.tools)
+        assert renderer.tokenizer.decode(prompt) == renderer.tokenizer.decode(shipped)
+    sampled = [t for s in trajectory.segments for t, kept in zip(s.token_ids, s.loss_mask, strict=True) if kept]
+    assert sorted(sampled) == sorted(t for i in replies for t in trajectory.messages[i].token_ids)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Literal
@@ -67,6 +68,12 @@ _TOOL_PROBE = (
 )
 """A conversation with calls and results. Some templates drop the text before a call: those are probed without it."""
 
+_TEXT_PROBE = (Message("assistant", "I am done."), Message("user", "Call a tool."), Message("assistant", "I will."))
+"""Messages after a reply without a call, which is answered by the user. Some templates then move the list of tools."""
+
+_END_OF_MESSAGE = "<|eom_id|>"
+"""Token with which Llama 3 may end a tool call instead of its end of turn."""
+
 _CACHE_SIZE = 2048
 """Cached openings and observations: episodes of a group share their opening and revisit states."""
 _MAX_CACHED_CHARS = 1 << 16
@@ -111,8 +118,9 @@ class Renderer:
         self.end_of_turn, self._end_text = self._find_end_of_turn()
         before = self._render(_START, generation_prompt=True)
         self._before_reply = before, self.encode(before)
-        eos = tokenizer.eos_token_id
-        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in (self.end_of_turn, eos) if t is not None))
+        ends = [i for i, token in tokenizer.added_tokens_decoder.items() if str(token) == _END_OF_MESSAGE]
+        candidates = (self.end_of_turn, tokenizer.eos_token_id, *ends)
+        self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(t for t in candidates if t is not None))
         self._opener, self._rewrites = "", False
         self._drops_thoughts = thoughts == "drop"
         self.linear = thoughts != "drop"
@@ -167,7 +175,9 @@ class Renderer:
         kept = [token for token in token_ids if token not in self.stop_token_ids]
         # Special tokens are kept for the parser: some formats mark calls by one.
         text = str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        content, calls = parse(text)
+        answer = text.rpartition(CLOSE)[2]
+        content, calls = parse(answer)  # a call that a thought mentions is not made
+        content = text[: len(text) - len(answer.lstrip())] + content
         return self._control.sub("", content).strip(), calls
 
     def require_tools(self) -> None:
@@ -224,10 +234,15 @@ class Renderer:
         """Return the ids of a written reply (a demonstration), with the end-of-turn token."""
         before, prefix = self._before_reply
         after = self._render([*_START, Message("assistant", content, tool_calls=calls)], generation_prompt=False)
-        if self._rewrites and not calls and (not after.startswith(before) or content not in after[len(before) :]):
-            # The template drops thoughts even here, but a reply is sampled with its thought.
-            return [*self.encode(self._opened(content)), self.end_of_turn]
         text = after[: after.rindex(self._end_text)]
+        if self._rewrites:
+            written = text.removeprefix(before.removesuffix(self._opener))
+            thought = content.removesuffix(without_thought(content))
+            if not after.startswith(before) or (thought.strip() if calls else content) not in written:
+                # The template drops thoughts even here, but a reply is sampled with its thought.
+                parts = [thought.rstrip(), written.lstrip()] if calls else [content]
+                written = "\n\n".join(filter(None, parts))
+                return [*self.encode(self._opened(written)), self.end_of_turn]
         whole = self.encode(text + self._end_text)
         if whole[: len(prefix)] == prefix:
             return whole[len(prefix) :]
@@ -242,6 +257,9 @@ class Renderer:
         skipped_chars: Sequence[int] = (),
     ) -> list[Sample]:
         """Return samples for imitation, one per segment; of a linear conversation it is `demonstration`."""
+        if tools:
+            with suppress(ConfigError):  # calls that could not be read in play can still be imitated
+                self.require_tools()
         if self.linear:
             return [self.demonstration(messages, trained, tools, skipped_chars)]
         samples: list[Sample] = []
@@ -434,6 +452,8 @@ class Renderer:
             after = self._render(_TOOL_PROBE[:2], generation_prompt=False, tools=[_TOOL])
         except TemplateError as error:
             raise ConfigError(f"the chat template cannot write a tool call ({error}): {_advice()}") from error
+        if not after.startswith(opening):  # the prompt opens a thought, which this reply does not have
+            opening = opening.removesuffix(self._opener)
         reply = after[len(opening) : after.rindex(self._end_text)] if self._end_text in after else ""
         reply = without_thought(reply)
         expected = [replace(call, id="") for call in _TOOL_PROBE[1].tool_calls or ()]
@@ -448,6 +468,12 @@ class Renderer:
             probe[3] = replace(probe[3], content="")
         if not self._rewrites:  # otherwise every prompt is rendered whole, or thoughts are kept on purpose
             self._require_prefix_stable(probe, [_TOOL])
+            try:
+                self._require_prefix_stable([*probe[:5], *_TEXT_PROBE], [_TOOL])
+            except ConfigError:
+                self.linear = False  # a reply without a call moves the tools: the next prompt starts a segment
+            except TemplateError:
+                pass  # such a conversation is only rendered turn by turn
         return formats[0]
 
     def _require_prefix_stable(self, messages: list[Message], tools: Tools = ()) -> None:

@@ -136,6 +136,8 @@ class Request:
         if self.agent.style is not None and self.agent.style not in STYLES:
             known, hint = ", ".join(STYLES), did_you_mean(self.agent.style, STYLES)
             raise ConfigError(f"unknown style {self.agent.style!r}: known are {known}{hint}")
+        if self.agent.context not in (None, "full", "window", "summary"):
+            raise ConfigError(f"--context needs full, window or summary, got {self.agent.context!r}")
         if any(t < 1 for t in self.turns):
             raise ConfigError(f"--turns needs numbers of at least 1, got {self.turns}")
 

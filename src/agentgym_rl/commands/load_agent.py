@@ -37,6 +37,7 @@ class AgentOptions:
     max_new_tokens: int | None = None
     max_context: int | None = None
     style: str | None = None
+    context: str | None = None
     chat_template: str | None = None
     device: str = "auto"
     dtype: str | None = None
@@ -156,7 +157,7 @@ def _candidate(
     options: AgentOptions, kind: str, name: str, identity: dict[str, Any], playing: AgentConfig
 ) -> Candidate:
     given = {"temperature": options.temperature, "style": options.style}
-    given |= {"max_new_tokens": options.max_new_tokens, "max_context": options.max_context}
+    given |= {"max_new_tokens": options.max_new_tokens, "max_context": options.max_context, "context": options.context}
     # Not validated again, because a temperature of 0 is valid only in evaluation.
     playing = playing.model_copy(update={key: value for key, value in given.items() if value is not None})
     if playing.style == "reflect" and playing.turns_per_attempt is None:

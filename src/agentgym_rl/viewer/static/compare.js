@@ -4,7 +4,7 @@
 import { get } from "./api.js";
 import { differences } from "./config.js";
 import { fill, guarded, h, message, select } from "./dom.js";
-import { badges, block, sectionOf } from "./episode.js";
+import { badges, block, cutNote, sectionOf } from "./episode.js";
 import { outcome } from "./browse.js";
 import { count, isolated, KINDS, number, STOPS, taskName } from "./format.js";
 import { pictureBox } from "./picture.js";
@@ -69,7 +69,7 @@ export async function comparePage(route) {
       whenSeen(picture.node, () => picture.show("frame", { run: side.episode.run, key: side.episode.key, turn: k }));
     }
     if (!turn) return h("div", { class: "side card" }, picture?.node, block("Last observation", side.ending || "(not recorded)", "observation"), h("p", { class: "paid" }, `${side.letter}: ${STOPS[side.episode.stop] ?? side.episode.stop}, reward ${number(side.episode.reward)}`));
-    return h("div", { class: "side card" }, picture?.node, h("details", { class: "block observation" }, h("summary", {}, "Observation"), h("pre", {}, turn.observation)), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), turn.reward || turn.info.valid === false ? h("p", { class: "paid" }, turn.reward ? `reward ${number(turn.reward)}` : null, turn.info.valid === false ? h("span", { class: "invalid" }, "invalid action") : null) : null);
+    return h("div", { class: "side card" }, cutNote(turn), picture?.node, h("details", { class: "block observation" }, h("summary", {}, "Observation"), h("pre", {}, turn.observation)), block("Thought", turn.thought, "thought"), block("Action", turn.action, "action"), turn.reward || turn.info.valid === false ? h("p", { class: "paid" }, turn.reward ? `reward ${number(turn.reward)}` : null, turn.info.valid === false ? h("span", { class: "invalid" }, "invalid action") : null) : null);
   }
 
   const preference = first.env === second.env && first.item === second.item ? preferenceBar(first, second) : null;

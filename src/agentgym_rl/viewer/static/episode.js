@@ -56,7 +56,8 @@ export function block(name, text, kind) {
   return h("section", { class: `block ${kind}` }, h("h3", {}, name), h("pre", {}, text));
 }
 
-function cutNote(turn) {
+/** Return the line that says where the context was cut, and the summary that replaced it. */
+export function cutNote(turn) {
   if (!turn.cut) return null;
   return [h("div", { class: "cut", role: "separator" }, turn.cut), block("Summary by the model", turn.summary, "summary")];
 }
@@ -179,8 +180,9 @@ function makeReplay(episode, turns, endingParts, instruction, current, go) {
   let drawn = null;
 
   const cells = [...turns, null].map((turn, k) => {
-    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : turn.cut ? "cut-before" : "";
-    return h("button", { type: "button", class: `tick ${kind}`, role: "tab", title: turn ? `turn ${k + 1}: ${turn.action.slice(0, 80)}` : "the end", onclick: () => go(k) }, turn ? k + 1 : "end");
+    const kind = turn === null ? "end" : turn.reward > 0 ? "plus" : turn.reward < 0 ? "minus" : turn.info.valid === false ? "invalid" : "";
+    const [cut, note] = turn?.cut ? [" cut-before", " (another context from here on)"] : ["", ""];
+    return h("button", { type: "button", class: `tick ${kind}${cut}`, role: "tab", title: turn ? `turn ${k + 1}: ${turn.action.slice(0, 80)}${note}` : "the end", onclick: () => go(k) }, turn ? k + 1 : "end");
   });
   strip.append(...cells);
 
@@ -202,7 +204,8 @@ function makeReplay(episode, turns, endingParts, instruction, current, go) {
   function draw() {
     const k = current();
     cells.forEach((cell, i) => cell.setAttribute("aria-selected", String(i === k)));
-    cells[k].scrollIntoView({ block: "nearest", inline: "nearest" });
+    // In the next frame, because the strip is drawn before the page is shown. Only the strip scrolls.
+    requestAnimationFrame(() => (strip.scrollLeft = cells[k].offsetLeft - strip.offsetLeft - (strip.clientWidth - cells[k].offsetWidth) / 2));
     fill(place, k < turns.length ? `turn ${k + 1} of ${turns.length}` : "the end");
     if (drawn !== k) picture.show("frame", { run: episode.run, key: episode.key, turn: k });
     drawn = k;

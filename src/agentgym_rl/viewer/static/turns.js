@@ -14,7 +14,7 @@ export function turnsOf(episode) {
   for (const message of episode.messages) {
     if (message.prefix && message.dropped_turns) cut = cutText(message.dropped_turns);
     else if (message.prefix && !message.purpose && !isRewritten) {
-      cut = "From here on, the context is another one: earlier text was changed, such as thoughts that are dropped.";
+      cut = "New context from here on: earlier text was dropped or changed, such as thoughts.";
       isRewritten = true;
     }
     if (message.purpose === "call") {
@@ -36,7 +36,7 @@ export function turnsOf(episode) {
         observation: joined(parts),
         parts,
         reply: [message.content, ...texts].filter(Boolean).join("\n"),
-        ...(calls.length ? { thought: message.content.trim(), action: texts.join("\n") } : splitReply(message.content)),
+        ...(calls.length ? { thought: thoughtBefore(message.content), action: texts.join("\n") } : splitReply(message.content)),
         calls: calls.length ? calls : null,
         reward: episode.rewards[k] ?? 0,
         info: episode.infos[k] ?? {},
@@ -48,6 +48,7 @@ export function turnsOf(episode) {
       summary = cut = "";
     }
   }
+  if (summary) parts.unshift({ label: "Summary by the model", text: summary });
   return { instruction, turns, ending: joined(parts), endingParts: parts };
 }
 
@@ -57,6 +58,12 @@ const joined = (parts) => parts.map((part) => part.text).join("\n");
 export function callText(call) {
   if (call.raw) return call.raw;
   return `${call.name}(${call.arguments.map(([name, value]) => `${name}=${JSON.stringify(value)}`).join(", ")})`;
+}
+
+/** Return the text before tool calls, without the tags of a thought. */
+function thoughtBefore(text) {
+  const { thought, action } = splitReply(text);
+  return [thought, action].filter(Boolean).join("\n");
 }
 
 function cutText(dropped) {
