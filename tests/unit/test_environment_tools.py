@@ -212,3 +212,43 @@ async def test_rewards_of_parallel_calls_add_up() -> None:
     nothing = await play_calls([ACT], [], step, {"state_key": "s"})
     assert nothing.info == {"state_key": "s", "valid": False}
     assert nothing.results == []
+
+
+FOREIGN = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "count": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+        "labels": {"type": ["array", "null"], "items": {"type": "object"}},
+        "owner": {"$ref": "#/$defs/Owner"},
+        "anything": {},
+    },
+    "required": ["title"],
+    "$defs": {"Owner": {"type": "object"}},
+}
+"""A schema as other packages write it: optional arguments without a default, unions, references."""
+
+
+def test_a_tool_keeps_the_json_schema_of_another_package() -> None:
+    tool = Tool.from_schema("note", "Write.", FOREIGN)
+    assert tool.schema()["function"]["parameters"] == FOREIGN
+    assert Tool.from_wire(json.loads(json.dumps(tool.to_wire())), "test") == tool
+    for arguments in (
+        {"title": "a"},
+        {"title": "a", "count": 3, "labels": [{"name": "x"}, [1]], "owner": {"id": 1}, "anything": [None]},
+        {"title": "a", "labels": None},
+    ):
+        called = json.loads(tool.action_of(arguments))
+        assert called == {"name": "note", "arguments": {"count": None, **arguments}}
+    assert json.loads(tool.action_of({"title": "a", "count": "3"}))["arguments"]["count"] == 3, "XML calls are text"
+    for wrong, complaint in (
+        ({}, "note needs the argument title"),
+        ({"title": None}, "note needs a string as title, got 'null'"),
+        ({"title": "a", "count": "x"}, "note needs an integer or a null as count"),
+        ({"title": "a", "labels": 3}, "note needs an array or a null as labels"),
+        ({"title": "a", "colour": 1}, "note has no argument 'colour'"),
+    ):
+        with pytest.raises(BadCall, match=complaint):
+            tool.action_of(wrong)
+    free = Tool.from_schema("log", "Log.", {"type": "object", "additionalProperties": True})
+    assert json.loads(free.action_of({"x": [1]}))["arguments"] == {"x": [1]}

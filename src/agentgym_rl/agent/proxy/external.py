@@ -64,11 +64,11 @@ class ExternalSession:
             self.last_step = await self._env.step(submission.action)
         return self.last_step
 
-    async def call(self, calls: list[ToolCall]) -> Step:
-        self.last_step = await self._env.call(calls)
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
+        self.last_step = await self._env.call(calls, message)
         return self.last_step
 
-    def call_of(self, action: str) -> ToolCall:
+    def call_of(self, action: str) -> ToolCall | None:
         return self._env.call_of(action)
 
     async def actions(self) -> list[str]:
