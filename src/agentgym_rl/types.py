@@ -500,8 +500,8 @@ class EnvSession(Protocol):
     name: str
     instruction: str
     tools: list[dict[str, Any]]
-    """JSON schemas of the tools that the agent may call, as chat templates take them; empty if it acts by text. One list
-    for all episodes of the session: if tools depend on the item, reset() and step() change its content."""
+    """JSON schemas of the tools that the agent may call, as chat templates take them; empty if it acts by text. It is
+    one list for the whole session: if tools depend on the item, reset() and step() change its content."""
 
     async def reset(self, item: int) -> Step: ...
     async def step(self, text: str) -> Step: ...

@@ -8,18 +8,16 @@ from typing import Any, ClassVar
 import pytest
 from scripted_engine_for_tests import ScriptedEngine
 from servers_for_tests import server_in_thread
-from test_openai import Api, api, calling, client, completion, served  # noqa: F401, fixtures
 from tokenizers_for_tests import byte_level_bpe
 
-from agentgym_rl.agent.engines.openai import ChatClient
-from agentgym_rl.agent.policy import ChatPolicy, EnginePolicy, OraclePolicy
+from agentgym_rl.agent.policy import EnginePolicy, OraclePolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.run.demonstrations import to_sample
-from agentgym_rl.types import Limits, Sampling, Step, StopReason, Task, ToolCall, Trajectory
+from agentgym_rl.types import Limits, Sampling, Step, Task, ToolCall, Trajectory
 
 LIMITS = Limits(max_turns=8, max_new_tokens=900, max_context=9000)
 PLACE = {"place": {"type": "string"}}
@@ -158,26 +156,3 @@ async def test_an_empty_reply_is_a_message_that_the_environment_answers() -> Non
     step = await session.call([], "")
     await pool.close()
     assert (step.done, step.info["success"]) == (True, False)
-
-
-def asking(name: str, number: int) -> dict[str, Any]:
-    function = {"name": name, "arguments": '{"place": "Oslo"}'}
-    return calling({"id": f"call_{number}", "type": "function", "function": function})
-
-
-async def test_a_chat_api_is_offered_the_tools_of_each_state(api: Api, client: ChatClient) -> None:
-    api.next = [asking("train", 0), completion("Booked."), asking("hotel", 1), completion("Booked, too.")]
-    pool = LocalPool({"desk": Desk}, action_format="tool")
-    session = STYLES["tool"].wrap(await pool.open("desk"))
-    policy = ChatPolicy(client, Sampling(100), instruction=session.instruction, tools=session.tools)
-    trajectory = await rollout(Task("desk", 0), session, policy, LIMITS, id="t")
-    await pool.close()
-    assert trajectory.success
-    assert trajectory.stop is StopReason.DONE
-    offered = [names(asked["tools"]) for asked in api.asked]
-    assert offered == [["train"], ["train"], ["train", "hotel"], ["train", "hotel"]]
-    assert api.asked[-1]["messages"][-3:] == [
-        {"role": "user", "content": "And a hotel. You may now call hotel(place)."},
-        {"role": "assistant", "content": "", "tool_calls": asking("hotel", 1)["choices"][0]["message"]["tool_calls"]},
-        {"role": "tool", "content": "Booked hotel Oslo.", "tool_call_id": "call_1"},
-    ]

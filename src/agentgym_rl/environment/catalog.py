@@ -128,7 +128,7 @@ CATALOG: dict[str, Entry] = {
     ),
     "agentdojo": Entry(
         "load_agentdojo",
-        "do tasks of a user with tools for mail, money, chat and travel, also under attack",
+        "do a user's tasks with tools for mail, money, chat and travel, also under attack",
         package="agentdojo",
         extra="agentdojo",
         licence="MIT (AgentDojo)",

@@ -81,8 +81,14 @@ def _read(category: str) -> Iterator[Task]:
             tuple([_read_call(call, classes) for call in turn] for turn in answers[row["id"]]),
             classes,
             row["initial_config"],
-            {int(turn): tuple(names) for turn, names in row.get("missed_function", {}).items()},
+            _held_back(row.get("missed_function", {}), answers[row["id"]]),
         )
+
+
+def _held_back(rows: Mapping[str, list[str]], solution: list[list[str]]) -> dict[int, tuple[str, ...]]:
+    """Return the functions that come with a later turn, without those that an earlier turn cannot do without."""
+    used = {int(turn): " ".join(call for calls in solution[: int(turn)] for call in calls) for turn in rows}
+    return {int(turn): tuple(n for n in names if f"{n}(" not in used[int(turn)]) for turn, names in rows.items()}
 
 
 def _rows(suffix: str, folder: str = "") -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from agentgym_rl.environment.tools import Tool
 from agentgym_rl.types import Step
 
 _RULES = """\
-You act for a user who makes several requests, one after the other. Do each with the functions that you have, then write \
-a message to the user: it ends your work on this request, and the next request follows. If a request cannot be done \
-because a function or a detail is missing, say so in a message. Do not ask for permission."""
+You act for a user who makes several requests, one after the other. Do each with the functions that you have, then \
+write a message to the user: it ends your work on this request, and the next request follows. If a request cannot be \
+done because a function or a detail is missing, say so in a message. Do not ask for permission."""
 TOOL_INSTRUCTION = f"{_RULES}\n\nA reply without a call is a message to the user."
 INSTRUCTION = f"{_RULES}\n\n{HOW_TO_CALL}"
 
@@ -105,14 +105,14 @@ class Bfcl(ToolTask):
 
     def _request(self) -> str:
         """Return the user's message of the present turn, with the functions that come with it."""
-        names = self._task.held_back.get(self._turn, ())
-        if not names:
+        if self._turn not in self._task.held_back:
             return self._task.requests[self._turn]
         from bfcl_eval.constants.default_prompts import DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_FC as PROMPT
 
+        names = self._task.held_back[self._turn]
         tools = (tool for api in self._task.classes for tool in data.class_tools(api).values() if tool.name in names)
         schemas = [json.dumps(tool.schema()["function"], ensure_ascii=False) for tool in tools]
-        return "\n".join([*schemas, self._task.requests[self._turn], PROMPT]).replace("\n\n", "\n")
+        return "\n".join([*schemas, PROMPT])
 
     def play(self, tool: str, arguments: dict[str, Any]) -> Step:
         result = self._apis.call(tool, arguments)
@@ -175,4 +175,4 @@ def _check_numbers(arguments: Any) -> None:
 @cache
 def load_bfcl() -> type[Bfcl]:
     """Return the environment. Its splits are known once the package's data is read."""
-    return type("Bfcl", (Bfcl,), {"splits": data.splits(), "__doc__": Bfcl.__doc__})
+    return type("Bfcl", (Bfcl,), {"splits": data.splits(), "__doc__": Bfcl.__doc__, "__module__": __name__})
