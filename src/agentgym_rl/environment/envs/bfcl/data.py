@@ -109,7 +109,8 @@ def _read_call(text: str, classes: tuple[str, ...]) -> tuple[str, dict[str, Any]
     tool = next(tools[call.func.id] for tools in map(class_tools, classes) if call.func.id in tools)
     positional = zip(tool.parameters, call.args, strict=False)
     named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    return tool.name, {name: ast.literal_eval(value) for name, value in positional} | named
+    arguments = {name: ast.literal_eval(value) for name, value in positional} | named
+    return tool.name, {name: arguments[name] for name in tool.parameters if name in arguments}
 
 
 @cache
