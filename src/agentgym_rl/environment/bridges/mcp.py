@@ -255,7 +255,7 @@ class SolvedMcpEnv(McpEnv):
         answer = self._task.get("answer")
         finish = {"name": FINISH, "arguments": {} if answer is None else {"answer": answer}}
         call = solution[len(self._calls)] if len(self._calls) < len(solution) else finish
-        return json.dumps({"arguments": {}, **call})
+        return json.dumps({"name": call["name"], "arguments": call.get("arguments", {})})
 
 
 def mcp_class(
