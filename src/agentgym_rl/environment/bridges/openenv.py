@@ -17,13 +17,13 @@ from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.sync.client import ClientConnection, connect
 
 from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.bridges.bridge_settings import import_value, read_headers
 from agentgym_rl.environment.bridges.calls import (
     BadCall,
     explain_tools,
     read_call,
     shorten,
 )
-from agentgym_rl.environment.bridges.tasks import import_value, read_headers
 from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 from agentgym_rl.types import Step
