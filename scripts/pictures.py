@@ -29,6 +29,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 ORACLE = None
 ENVIRONMENTS: dict[str, tuple[int, list[str | None]]] = {
+    "agentdojo": (32, [ORACLE] * 3),
+    "bfcl": (640, [ORACLE] * 5),
     "alfworld": (3001, [ORACLE] * 4),
     "keydoor": (2, [ORACLE] * 3),
     "maze": (4, [ORACLE] * 9),

@@ -126,7 +126,7 @@ class Message:
     """Characters cut from the end of an observation that was too long; `content` ends with a line that says so."""
     tool_calls: list[ToolCall] | None = None
     """Tool calls of a reply in order, `content` being the text around them; empty if it should have called a tool and
-    did not. None if the agent has no tools."""
+    did not, or if it is a message. None if the agent has no tools."""
     tool_call_id: str = ""
     """The call that a tool message answers."""
     advice: str = ""
@@ -515,17 +515,21 @@ class EnvSession(Protocol):
     name: str
     instruction: str
     tools: list[dict[str, Any]]
-    """JSON schemas of the tools that the agent may call, as chat templates take them; empty if it acts by text."""
+    """JSON schemas of the tools that the agent may call, as chat templates take them; empty if it acts by text. It is
+    one list for the whole session: if tools depend on the item, reset() and step() change its content."""
 
     async def reset(self, item: int) -> Step: ...
     async def step(self, text: str) -> Step: ...
 
-    async def call(self, calls: list[ToolCall]) -> Step:
-        """Play the calls of one reply in order, as one step. A malformed call is answered, not played."""
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
+        """Play the calls of one reply in order, as one step. A malformed call is answered, not played.
+
+        `message` is the text of the reply. Without calls, it is the action if the environment takes messages.
+        """
         ...
 
-    def call_of(self, action: str) -> ToolCall:
-        """Return the call that stands for a text action."""
+    def call_of(self, action: str) -> ToolCall | None:
+        """Return the call that stands for a text action; None if the action is a message."""
         ...
 
     async def actions(self) -> list[str]: ...

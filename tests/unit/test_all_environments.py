@@ -51,6 +51,8 @@ class Case:
 CASES: dict[str, Case] = {
     **{name: Case() for name in sorted(catalog.CATALOG)},
     "sciworld": Case(subset="Lifespan"),
+    "agentdojo": Case(lacks=frozenset({"actions"}), subset="banking", any_text=True),
+    "bfcl": Case(lacks=frozenset({"actions"}), any_text=True),
     "number_guessing": Case("number_guessing:NumberGuessing"),
     "crossroads": Case("crossroads:Crossroads", {"length": 4}),
 }

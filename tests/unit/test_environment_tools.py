@@ -11,6 +11,7 @@ from envs_for_tests import Counting
 from servers_for_tests import server_in_thread
 
 from agentgym_rl.environment import catalog
+from agentgym_rl.environment.base import HasActions
 from agentgym_rl.environment.client import EnvClient
 from agentgym_rl.environment.envs.sciworld.gold import stored_paths
 from agentgym_rl.environment.pool import LocalPool, RemotePool
@@ -99,8 +100,11 @@ def test_every_environment_offers_its_actions_as_tools(name: str) -> None:
         env.reset(item)
         for _ in range(6):
             oracle = env.oracle().rpartition("</think>\n")[2]  # type: ignore[attr-defined]
-            for action in [*env.actions(), oracle]:  # type: ignore[attr-defined]
-                call = call_of(tools, action, name)
+            for action in [*(env.actions() if isinstance(env, HasActions) else []), oracle]:
+                call = call_of(tools, action, name, getattr(env, "takes_messages", False))
+                if call is None:
+                    assert not action.startswith("{"), "a message"
+                    continue
                 assert by_name[call.name].action_of(call.arguments) == action
             if env.step(oracle).done:
                 break
@@ -123,7 +127,7 @@ def test_sciworlds_gold_actions_have_calls() -> None:
     tools = catalog.load("sciworld").tools()  # type: ignore[attr-defined]
     by_name = {tool.name: tool for tool in tools}
     actions = sorted({action for path in stored_paths().values() for action in path})
-    calls = [call_of(tools, action, "sciworld") for action in actions]
+    calls = [call for action in actions if (call := call_of(tools, action, "sciworld")) is not None]
     assert [by_name[call.name].action_of(call.arguments) for call in calls] == actions
     assert sum(call.name == "act" for call in calls) < len(calls) / 10, "most actions have a tool of their own"
 
@@ -144,6 +148,7 @@ def test_webarenas_forms_have_calls() -> None:
         ),
     ):
         call = call_of(tools, action, "webarena")
+        assert call is not None
         assert {tool.name: tool for tool in tools}[call.name].action_of(call.arguments) == action
 
 
@@ -212,3 +217,43 @@ async def test_rewards_of_parallel_calls_add_up() -> None:
     nothing = await play_calls([ACT], [], step, {"state_key": "s"})
     assert nothing.info == {"state_key": "s", "valid": False}
     assert nothing.results == []
+
+
+FOREIGN = {
+    "type": "object",
+    "properties": {
+        "title": {"type": "string"},
+        "count": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None},
+        "labels": {"type": ["array", "null"], "items": {"type": "object"}},
+        "owner": {"$ref": "#/$defs/Owner"},
+        "anything": {},
+    },
+    "required": ["title"],
+    "$defs": {"Owner": {"type": "object"}},
+}
+"""A schema as other packages write it: optional arguments without a default, unions, references."""
+
+
+def test_a_tool_keeps_the_json_schema_of_another_package() -> None:
+    tool = Tool.from_schema("note", "Write.", FOREIGN)
+    assert tool.schema()["function"]["parameters"] == FOREIGN
+    assert Tool.from_wire(json.loads(json.dumps(tool.to_wire())), "test") == tool
+    for arguments in (
+        {"title": "a"},
+        {"title": "a", "count": 3, "labels": [{"name": "x"}, [1]], "owner": {"id": 1}, "anything": [None]},
+        {"title": "a", "labels": None},
+    ):
+        called = json.loads(tool.action_of(arguments))
+        assert called == {"name": "note", "arguments": {"count": None, **arguments}}
+    assert json.loads(tool.action_of({"title": "a", "count": "3"}))["arguments"]["count"] == 3, "XML calls are text"
+    for wrong, complaint in (
+        ({}, "note needs the argument title"),
+        ({"title": None}, "note needs a string as title, got 'null'"),
+        ({"title": "a", "count": "x"}, "note needs an integer or a null as count"),
+        ({"title": "a", "labels": 3}, "note needs an array or a null as labels"),
+        ({"title": "a", "colour": 1}, "note has no argument 'colour'"),
+    ):
+        with pytest.raises(BadCall, match=complaint):
+            tool.action_of(wrong)
+    free = Tool.from_schema("log", "Log.", {"type": "object", "additionalProperties": True})
+    assert json.loads(free.action_of({"x": [1]}))["arguments"] == {"x": [1]}

@@ -19,12 +19,17 @@ pytest.importorskip("mcp")
 from mcp import Client, StdioServerParameters
 from servers_for_tests import asgi_in_thread, server_in_thread
 
+from agentgym_rl.agent.policy import OraclePolicy
+from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.agent.styles import STYLES
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.bridges.mcp import Episode, mcp_class
 from agentgym_rl.environment.bridges.mcp_server import MCP_PATH, mcp_app
 from agentgym_rl.environment.conformance import check
 from agentgym_rl.environment.envs.maze import Maze
+from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError, EnvUnavailable
+from agentgym_rl.types import Limits, Task, ToolCall
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "mcp_notes.py"
@@ -74,7 +79,7 @@ async def test_an_mcp_environment_passes_the_conformance_suite(
 def test_calls_are_played_and_the_end_is_rewarded(notes_url: str, example: ModuleType) -> None:
     env: Any = catalog.load("mcp:notes", settings(notes_url))()
     assert env.splits == {"train": range(15), "test": range(15, 20)}
-    assert [tool["function"]["name"] for tool in env.tools()] == ["write_note", "read_note", "finish"]
+    assert [tool.name for tool in env.tools()] == ["write_note", "read_note", "finish"]
     assert '"required": ["title", "text"]' in env.instruction
     assert "trip 1" in env.reset(0)
     step = env.step(call("read_note", title="trip 1"))
@@ -228,3 +233,37 @@ async def test_an_mcp_client_plays_the_command_over_stdio() -> None:
     command = ["-m", "agentgym_rl", "serve", "maze", "--mcp", "--stdio"]
     variables = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
     await play(StdioServerParameters(command=sys.executable, args=command, env=variables))
+
+
+async def test_structured_calls_are_played_in_process_and_over_http(notes_url: str, example: ModuleType) -> None:
+    env_class = catalog.load("mcp:notes", settings(notes_url))
+    with server_in_thread({"notes": env_class}) as server:
+        pools = (
+            LocalPool({"notes": env_class}, action_format="tool"),
+            RemotePool({"notes": f"{server.url}/notes"}, action_format="tool"),
+        )
+        for pool in pools:
+            session = STYLES["tool"].wrap(await pool.open("notes"))
+            assert [tool["function"]["name"] for tool in session.tools] == ["write_note", "read_note", "finish"]
+            assert session.tools[0]["function"]["parameters"]["required"] == ["title", "text"]
+            assert session.instruction == "Do the task with the tools that you have, then call finish."
+            await session.reset(0)
+            copied = {"title": "plan", "text": "Go to Quito."}
+            step = await session.call([ToolCall("read_note", {"title": "trip 1"}), ToolCall("write_note", copied)])
+            assert step.results == ["Go to Quito.", "Wrote plan."]
+            assert step.info["valid"] is True
+            step = await session.call([ToolCall("read_note", {"titel": "x"}), ToolCall("read", error="not valid JSON")])
+            assert step.results == [
+                "Invalid call: read_note has no argument 'titel': it takes title.",
+                "Invalid call: not valid JSON.",
+            ]
+            assert step.info["valid"] is False
+            step = await session.call([ToolCall("finish")])
+            assert (step.reward, step.done, step.info["success"]) == (1.0, True, True)
+            limits = Limits(max_turns=5, max_new_tokens=100, max_context=2000)
+            played = await rollout(Task("notes", 3), session, OraclePolicy(session), limits, id="t")
+            assert played.success
+            assert [call.name for m in played.messages for call in m.tool_calls or ()] == [
+                *("read_note", "write_note", "finish"),
+            ]
+            await pool.close()

@@ -15,13 +15,16 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from test_rollout import TASK, Corridor
+from test_user_messages import Desk
 
 from agentgym_rl.agent.engines.openai import ChatClient, ContextOverflow, Meter, Prices, Refused, Tokens
 from agentgym_rl.agent.policy import ChatPolicy
 from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.agent.styles import STYLES
+from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.environment.tools import ACT
 from agentgym_rl.errors import ConfigError, EngineError
-from agentgym_rl.types import Limits, Message, Sampling, StopReason
+from agentgym_rl.types import Limits, Message, Sampling, StopReason, Task
 
 LIMITS = Limits(max_turns=6, max_new_tokens=32, max_context=4000)
 SAMPLING = Sampling(max_new_tokens=32, temperature=0.5, top_p=0.9, stop=("END",), seed=3)
@@ -125,6 +128,29 @@ async def test_an_agent_with_tools_uses_those_of_the_api(api: Api, client: ChatC
         "content": "The reply has no tool call. Call one of: act.",
     }
     assert [info.get("valid") for info in trajectory.infos] == [True, False, False, True]
+
+
+def asking(name: str, number: int) -> dict[str, Any]:
+    function = {"name": name, "arguments": '{"place": "Oslo"}'}
+    return calling({"id": f"call_{number}", "type": "function", "function": function})
+
+
+async def test_a_chat_api_is_offered_the_tools_of_each_state(api: Api, client: ChatClient) -> None:
+    api.next = [asking("train", 0), completion("Booked."), asking("hotel", 1), completion("Booked, too.")]
+    pool = LocalPool({"desk": Desk}, action_format="tool")
+    session = STYLES["tool"].wrap(await pool.open("desk"))
+    policy = ChatPolicy(client, Sampling(100), instruction=session.instruction, tools=session.tools)
+    trajectory = await rollout(Task("desk", 0), session, policy, LIMITS, id="t")
+    await pool.close()
+    assert trajectory.success
+    assert trajectory.stop is StopReason.DONE
+    offered = [[tool["function"]["name"] for tool in asked["tools"]] for asked in api.asked]
+    assert offered == [["train"], ["train"], ["train", "hotel"], ["train", "hotel"]]
+    assert api.asked[-1]["messages"][-3:] == [
+        {"role": "user", "content": "And a hotel. You may now call hotel(place)."},
+        {"role": "assistant", "content": "", "tool_calls": asking("hotel", 1)["choices"][0]["message"]["tool_calls"]},
+        {"role": "tool", "content": "Booked hotel Oslo.", "tool_call_id": "call_1"},
+    ]
 
 
 async def test_an_agent_without_tools_sends_none(api: Api, client: ChatClient) -> None:

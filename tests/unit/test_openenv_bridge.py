@@ -26,7 +26,9 @@ from agentgym_rl.environment.bridges.openenv_server import openenv_app
 from agentgym_rl.environment.conformance import check
 from agentgym_rl.environment.envs.keydoor import KeyDoor
 from agentgym_rl.environment.envs.maze import Maze
+from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError, EnvUnavailable
+from agentgym_rl.types import ToolCall
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +233,7 @@ def toolbox() -> Iterator[str]:
 
 async def test_the_tools_of_an_openenv_server_are_called(toolbox: str) -> None:
     env: Any = openenv_class(toolbox)()
-    assert [tool["function"]["name"] for tool in env.tools()] == ["add"]
+    assert [tool.name for tool in env.tools()] == ["add"]
     assert env.reset(4) == "Add 4 and 1."
     assert env.step('{"name": "add", "arguments": {"a": 4, "b": 1}}').observation == "5"
     for action in ("4 + 1", '{"name": "sub"}', '{"name": "add", "arguments": {"a": "x"}}'):
@@ -241,3 +243,20 @@ async def test_the_tools_of_an_openenv_server_are_called(toolbox: str) -> None:
     env.close()
     findings = await check(f"openenv:{toolbox}", {})
     assert [finding for finding in findings if finding.level == "error"] == []
+
+
+async def test_structured_calls_reach_an_openenv_server(toolbox: str) -> None:
+    pool = LocalPool({"toolbox": openenv_class(toolbox)}, action_format="tool")
+    session = await pool.open("toolbox")
+    assert [tool["function"]["name"] for tool in session.tools] == ["add"]
+    assert '"parameters"' not in session.instruction, "the chat template shows the tools"
+    await session.reset(4)
+    step = await session.call([ToolCall("add", {"a": 4, "b": 1}), ToolCall("add", {"a": "4", "b": 2})])
+    assert step.results == ["5", "6"]
+    wrong = await session.call([ToolCall("add", {"a": "x", "b": 1}), ToolCall("sub")])
+    assert wrong.results == [
+        "Invalid call: add needs an integer as a, got '\"x\"'.",
+        "Invalid call: there is no tool 'sub', only add.",
+    ]
+    assert wrong.info["valid"] is False
+    await pool.close()

@@ -47,10 +47,10 @@ class Corridor:
             info["success"] = True
         return Step(f"You are in room {self.room} of 3.", float(done), done, info)
 
-    async def call(self, calls: list[ToolCall]) -> Step:
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
         return await play_calls([ACT], calls, self.step, {"state_key": str(self.room)})
 
-    def call_of(self, action: str) -> ToolCall:
+    def call_of(self, action: str) -> ToolCall | None:
         return call_of([ACT], action, self.name)
 
     async def actions(self) -> list[str]:

@@ -118,6 +118,8 @@ class EnginePolicy:
             renderer.require_tools()
 
     async def reply(self, messages: list[Message], observation: Observation, limits: Limits) -> Reply:
+        if not messages:
+            self._tools = list(self._tools)  # those that the prompt shows; later ones are told by an observation
         new_messages = self._cut_observation(messages, observation, limits)
         tokenized = self._tokenized(messages, new_messages)
         prompt_ids = self._prompt(messages, tokenized)
@@ -294,7 +296,7 @@ _THOUGHT = re.compile(r"\s*(<think>.*?</think>)\s*", re.DOTALL)
 
 
 class _ActionPolicy(_TextPolicy):
-    """Base of policies that choose a text action of the environment, which is a tool call if the agent has tools."""
+    """Base of policies that choose a text action, which is a tool call or a message if the agent has tools."""
 
     def __init__(self, env: EnvSession) -> None:
         self._env = env
@@ -307,7 +309,10 @@ class _ActionPolicy(_TextPolicy):
             return Message("assistant", text)
         thought = _THOUGHT.match(text)
         content, action = (thought[1], text[thought.end() :]) if thought else (self._thought, text)
-        return Message("assistant", content, tool_calls=numbered([self._env.call_of(action)], messages))
+        call = self._env.call_of(action)
+        if call is None:
+            return Message("assistant", f"{content}\n{action}".strip(), tool_calls=[])
+        return Message("assistant", content, tool_calls=numbered([call], messages))
 
 
 class OraclePolicy(_ActionPolicy):

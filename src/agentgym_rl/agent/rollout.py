@@ -62,6 +62,7 @@ async def rollout(
 async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits: Limits) -> StopReason:
     task, messages = trajectory.task, trajectory.messages
     step = _checked(await env.reset(task.item), task)
+    trajectory.tools = list(env.tools)  # they may depend on the item
     # The observation without a reply so far. It is recorded even if no reply follows.
     pending: Observation | None = step.observation
     try:
@@ -83,7 +84,7 @@ async def _play(trajectory: Trajectory, env: EnvSession, policy: Policy, limits:
                 return _ENDINGS[reply.finish]
             state = step.info
             calls = reply.action.tool_calls
-            answer = env.step(reply.action.content) if calls is None else env.call(calls)
+            answer = env.step(reply.action.content) if calls is None else env.call(calls, reply.action.content)
             step = _checked(await answer, task)
             pending = observed(step)
             trajectory.rewards[-1] = float(step.reward)

@@ -100,10 +100,10 @@ class StyledSession:
     async def step(self, text: str) -> Step:
         return await self._env.step(text)
 
-    async def call(self, calls: list[ToolCall]) -> Step:
-        return await self._env.call(calls)
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
+        return await self._env.call(calls, message)
 
-    def call_of(self, action: str) -> ToolCall:
+    def call_of(self, action: str) -> ToolCall | None:
         return self._env.call_of(action)
 
     async def actions(self) -> list[str]:
@@ -165,10 +165,10 @@ class ReflectSession:
     async def step(self, text: str) -> Step:
         return await self._restart() if self._reflecting else self._played(await self._env.step(text))
 
-    async def call(self, calls: list[ToolCall]) -> Step:
-        return await self._restart() if self._reflecting else self._played(await self._env.call(calls))
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
+        return await self._restart() if self._reflecting else self._played(await self._env.call(calls, message))
 
-    def call_of(self, action: str) -> ToolCall:
+    def call_of(self, action: str) -> ToolCall | None:
         return self._env.call_of(action)
 
     def _played(self, step: Step) -> Step:

@@ -48,7 +48,18 @@ class HasActions(Protocol):
 class HasTools(Protocol):
     @classmethod
     def tools(cls) -> Sequence[Tool]:
-        """Return the functions that an agent may call instead of writing actions, each with its text action."""
+        """Return the functions that an agent may call instead of writing actions, each with its text action.
+
+        A class may have a `tool_instruction`, which replaces `instruction` for an agent that calls tools. A class with
+        `takes_messages = True` also takes messages to a user: the text of a reply without a call, as step() gets it.
+        """
+        ...
+
+
+@runtime_checkable
+class HasItemTools(HasTools, Protocol):
+    def item_tools(self) -> list[str]:
+        """Return the names of the tools() that the agent may call now, if they depend on the item or the state."""
         ...
 
 

@@ -37,6 +37,8 @@ class Entry:
     """Licence of the data or game behind it."""
     check: Callable[[], object] = object
     """Raises ConfigError if something is missing that pip cannot install, such as Chromium."""
+    install: str = ""
+    """Arguments of pip that install the package, if its own requirements are too heavy for an extra."""
 
 
 def _chromium() -> str:
@@ -123,6 +125,22 @@ CATALOG: dict[str, Entry] = {
         package="agentgym_rl",
         extra="",
         licence="Apache-2.0 (our own)",
+    ),
+    "agentdojo": Entry(
+        "load_agentdojo",
+        "do a user's tasks with tools for mail, money, chat and travel, also under attack",
+        package="agentdojo",
+        extra="agentdojo",
+        licence="MIT (AgentDojo)",
+        install="--no-deps agentdojo",
+    ),
+    "bfcl": Entry(
+        "load_bfcl",
+        "do a user's requests with functions of simulated APIs, several in one episode",
+        package="bfcl_eval",
+        extra="bfcl",
+        licence="Apache-2.0 (BFCL)",
+        install="--no-deps bfcl-eval",
     ),
 }
 """Environments by name. † marks tasks of our own that replace those of a published environment of this name."""
@@ -212,9 +230,9 @@ def load(name: str, kwargs: Mapping[str, Any] | None = None) -> type[TextEnv]:
     """
     entry, kwargs = find(name), dict(kwargs or {})
     if find_spec(entry.package) is None:  # checked first: an environment may import it only in its constructor
-        raise ConfigError(
-            f"environment {name!r} needs the package {entry.package!r}: pip install 'agentgym-rl[{entry.extra}]'"
-        )
+        extra = f"pip install 'agentgym-rl[{entry.extra}]'"
+        command = f"{extra} && pip install {entry.install}" if entry.install else extra
+        raise ConfigError(f"environment {name!r} needs the package {entry.package!r}: {command}")
     if is_bridged(name):
         return _load_bridged(name, entry.attribute, kwargs)
     target: Any = _import(name, entry.attribute)

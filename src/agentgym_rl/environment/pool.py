@@ -68,6 +68,10 @@ class _PooledSession:
         self.name = inner.name
         self.tools = [tool.schema() for tool in inner.toolset] if syntax.tools else []
         self.instruction = f"{inner.instruction}\n\n{syntax.explain}" if syntax.explain else inner.instruction
+        if syntax.tools and inner.tool_instruction:
+            self.instruction = inner.tool_instruction
+        self._toolset = inner.toolset
+        """Tools of the present state."""
         self._inner = inner
         self._syntax = syntax
         self._on_close = on_close
@@ -81,17 +85,23 @@ class _PooledSession:
     async def step(self, text: str) -> Step:
         return await self._act(self._syntax.parse(without_thought(text)))
 
-    async def call(self, calls: list[ToolCall]) -> Step:
-        return await play_calls(self._require_open().toolset, calls, self._act, self._state)
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
+        if not calls and self._require_open().takes_messages:
+            return await self._act(without_thought(message))
+        return await play_calls(self._toolset, calls, self._act, self._state)
 
-    def call_of(self, action: str) -> ToolCall:
-        return call_of(self._inner.toolset, action, self.name)
+    def call_of(self, action: str) -> ToolCall | None:
+        return call_of(self._toolset, action, self.name, self._inner.takes_messages)
 
     async def _act(self, action: str) -> Step:
         return self._keep_state(await self._require_open().step(action))
 
     def _keep_state(self, step: Step) -> Step:
         self._state = {key: step.info[key] for key in ("state_key",) if key in step.info}
+        if (names := step.info.get("tools")) is not None:
+            self._toolset = [tool for tool in self._inner.toolset if tool.name in names]
+            if self._syntax.tools:
+                self.tools[:] = [tool.schema() for tool in self._toolset]
         return step
 
     async def actions(self) -> list[str]:
@@ -202,10 +212,14 @@ class RemoteSession:
         session_id: int,
         on_close: Callable[[EnvClient], None],
         toolset: Sequence[Tool],
+        tool_instruction: str,
+        takes_messages: bool,
     ) -> None:
         self.name = name
         self.instruction = instruction
         self.toolset = toolset
+        self.tool_instruction = tool_instruction
+        self.takes_messages = takes_messages
         self.id = session_id
         self._client = client
         self._on_close = on_close
@@ -261,7 +275,8 @@ class RemotePool(_Pool):
         self._idle_clients = {name: [factory()] for name, factory in self._client_factories.items()}
         """Clients without a session. The next session reuses their connection."""
         self._instructions: dict[str, str] = {}
-        self._toolsets: dict[str, Sequence[Tool]] = {}
+        self._toolsets: dict[str, tuple[Sequence[Tool], str, bool]] = {}
+        """By environment: tools, instruction for an agent that calls them, and whether it takes messages."""
         self._info_lock = asyncio.Lock()
 
     async def _open(self, env: str) -> RemoteSession:
@@ -275,15 +290,16 @@ class RemotePool(_Pool):
                         if env not in self._holds:
                             self._holds[env] = self._hold_factories[env]()
                         await self._holds[env].start()
-                    self._toolsets[env] = _toolset(info, client.url)
+                    takes_messages = "messages" in (info.get("capabilities") or ())
+                    explained = str(info.get("tool_instruction") or "")
+                    self._toolsets[env] = _toolset(info, client.url), explained, takes_messages
                     self._instructions[env] = info["instruction"]
             owner = self._holds[env].owner if env in self._holds else ""
             session_id = await client.create(self._wait_timeout_s, owner)
         except BaseException:
             release_client(client)
             raise
-        toolset = self._toolsets[env]
-        return RemoteSession(env, self._instructions[env], client, session_id, release_client, toolset)
+        return RemoteSession(env, self._instructions[env], client, session_id, release_client, *self._toolsets[env])
 
     def _take_client(self, env: str) -> EnvClient:
         idle = self._idle_clients[env]

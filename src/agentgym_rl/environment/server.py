@@ -57,6 +57,12 @@ BODY_TIMEOUT_S = 30.0
 """Seconds to wait for the body of a request."""
 
 
+def capabilities(env_class: type[TextEnv]) -> list[str]:
+    """Return the names of what an environment offers beyond TextEnv."""
+    names = [name for name, protocol in CAPABILITIES.items() if issubclass(env_class, protocol)]
+    return [*names, "messages"] if getattr(env_class, "takes_messages", False) else names
+
+
 def hot_handlers(sessions: Sessions, env: str, env_class: type[TextEnv]) -> dict[str, Handler]:
     """Return the handlers of the paths that a rollout calls most."""
     dialect = dialects.dialect_of(env_class)
@@ -287,9 +293,10 @@ def env_routes(sessions: Sessions, env: str, env_class: type[TextEnv]) -> APIRou
             {
                 "name": env,
                 "instruction": env_class.instruction,
+                "tool_instruction": getattr(env_class, "tool_instruction", ""),
                 "splits": {name: [split.start, split.stop] for name, split in env_class.splits.items()},
                 "subsets": list(env_class.subsets),
-                "capabilities": [name for name, protocol in CAPABILITIES.items() if issubclass(env_class, protocol)],
+                "capabilities": capabilities(env_class),
                 "tools": [tool.to_wire() for tool in env_class.tools()] if issubclass(env_class, HasTools) else [],
                 "holds": True,
                 "version": __version__,

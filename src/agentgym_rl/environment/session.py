@@ -18,7 +18,16 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, TypeVar
 
-from agentgym_rl.environment.base import HasActions, HasOracle, HasRender, HasStateKey, HasThought, HasTools, TextEnv
+from agentgym_rl.environment.base import (
+    HasActions,
+    HasItemTools,
+    HasOracle,
+    HasRender,
+    HasStateKey,
+    HasThought,
+    HasTools,
+    TextEnv,
+)
 from agentgym_rl.environment.tools import ACT, Tool
 from agentgym_rl.environment.wire import BadRequest, NotPlaying, NotSupported, checked_step
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
@@ -101,6 +110,10 @@ class LocalSession:
         self.name = name
         self.instruction = ""
         self.toolset: Sequence[Tool] = (ACT,)
+        self.tool_instruction = ""
+        self.takes_messages = False
+        self._item_tools: list[str] | None = None
+        """Names of the tools of the present state, if they depend on it."""
         self.observation = ""
         """The last observation."""
         self._rewards: list[float] = []
@@ -117,6 +130,7 @@ class LocalSession:
         """Whether the last reset came from an AgentGym client, which reads other fields of the answers."""
         self._env: TextEnv
         self._keyed_env: HasStateKey | None = None
+        self._tools_env: HasItemTools | None = None
 
     @classmethod
     async def open(cls, name: str, factory: Callable[[], TextEnv], timeout_s: float) -> LocalSession:
@@ -139,9 +153,12 @@ class LocalSession:
             session._worker.stop()
             session._worker = None
         session._keyed_env = env if isinstance(env, HasStateKey) else None
+        session._tools_env = env if isinstance(env, HasItemTools) else None
         session.instruction = env.instruction
         if isinstance(env, HasTools):
             session.toolset = env.tools()
+        session.tool_instruction = getattr(env, "tool_instruction", "")
+        session.takes_messages = getattr(env, "takes_messages", False)
         return session
 
     @property
@@ -233,12 +250,16 @@ class LocalSession:
 
     def _reset(self, item: int) -> Step:
         observation = self._env.reset(item)
+        self._item_tools = None
         return self._with_state(checked_step(Step(observation), f"{self.name}.reset({item})"))
 
     def _step(self, text: str) -> Step:
         return self._with_state(checked_step(self._env.step(text), f"{self.name}.step()"))
 
     def _with_state(self, step: Step) -> Step:
+        if self._tools_env is not None and (names := self._tools_env.item_tools()) != self._item_tools:
+            self._item_tools = names
+            step.info = {**step.info, "tools": names}
         if self._keyed_env is not None and "state_key" not in step.info:
             # A new dict: the environment may return the same one every time.
             step.info = {**step.info, "state_key": self._key(self._keyed_env)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,15 +48,30 @@ class Tool:
     Empty: the action is the call itself, `{"name": ..., "arguments": {...}}`."""
     parameters: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     """JSON schema of each parameter, in order. One with a `default` may be left out."""
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    """Further keywords of the schema of all arguments: `required`, if parameters without a default are optional too,
+    `$defs`, `additionalProperties`."""
+
+    @classmethod
+    def from_schema(cls, name: str, description: str, schema: Mapping[str, Any], action: str = "") -> Tool:
+        """Return the tool whose arguments have a JSON schema, such as that of another package's function."""
+        parameters = {key: dict(value) if isinstance(value, Mapping) else {} for key, value in _properties(schema)}
+        keywords = {key: value for key, value in schema.items() if key not in ("type", "properties")}
+        keywords = {"required": [], **keywords}
+        if keywords["required"] == _without_default(parameters):
+            del keywords["required"]
+        return cls(name, description, action, parameters, keywords)
+
+    @property
+    def required(self) -> list[str]:
+        """Names of the parameters that a call must have."""
+        return list(self.keywords.get("required", _without_default(self.parameters)))
 
     def schema(self) -> dict[str, Any]:
         """Return the tool as chat templates and chat APIs take it."""
-        required = [name for name, schema in self.parameters.items() if "default" not in schema]
-        parameters = {"type": "object", "properties": dict(self.parameters), "required": required}
-        return {
-            "type": "function",
-            "function": {"name": self.name, "description": self.description, "parameters": parameters},
-        }
+        parameters = {"type": "object", "properties": dict(self.parameters), "required": self.required}
+        function = {"name": self.name, "description": self.description, "parameters": {**parameters, **self.keywords}}
+        return {"type": "function", "function": function}
 
     def to_wire(self) -> dict[str, Any]:
         """Return the schema with the text action, as GET /info has it."""
@@ -67,24 +82,26 @@ class Tool:
         """Return the tool that `to_wire` wrote."""
         try:
             function = row["function"]
-            tool = cls(function["name"], function["description"], row["action"], function["parameters"]["properties"])
-        except (KeyError, TypeError) as error:
+            return cls.from_schema(function["name"], function["description"], function["parameters"], row["action"])
+        except (KeyError, TypeError, AttributeError) as error:
             raise EnvError(f"{where} must list tools as JSON schemas with an action, got {row!r:.80}") from error
-        return tool
 
     def action_of(self, arguments: Mapping[str, Any]) -> str:
         """Return the text action of a call. Raise BadCall if the arguments do not fit the schema."""
-        if unknown := [name for name in arguments if name not in self.parameters]:
+        is_open = bool(self.keywords.get("additionalProperties"))
+        if not is_open and (unknown := [name for name in arguments if name not in self.parameters]):
             known = ", ".join(self.parameters) or "no arguments"
             raise BadCall(f"{self.name} has no argument {_quote(unknown[0])}: it takes {known}")
         defaults = {name: schema["default"] for name, schema in self.parameters.items() if "default" in schema}
         values = {**defaults, **arguments}
-        if missing := [name for name in self.parameters if name not in values]:
+        if missing := [name for name in self.required if name not in values]:
             raise BadCall(f"{self.name} needs the argument {', '.join(missing)}")
-        values = {name: _read(self.name, name, values[name], schema) for name, schema in self.parameters.items()}
+        for name, schema in self.parameters.items():
+            if name in values:
+                values[name] = _read(self, name, values.pop(name), schema)  # in the order of the parameters
         if not self.action:
             return json.dumps({"name": self.name, "arguments": values}, ensure_ascii=False)
-        return _PLACEHOLDER.sub(lambda match: _text(values[match[1]]), self.action).strip()
+        return _PLACEHOLDER.sub(lambda match: _text(values.get(match[1], "")), self.action).strip()
 
     def arguments_of(self, action: str) -> dict[str, Any] | None:
         """Return the arguments with which a call of this tool stands for a text action; None if it cannot."""
@@ -115,11 +132,13 @@ ACT = Tool(
 """The tool of an environment that lists none."""
 
 
-def call_of(tools: Sequence[Tool], action: str, env: str) -> ToolCall:
-    """Return the call that stands for a text action."""
+def call_of(tools: Sequence[Tool], action: str, env: str, takes_messages: bool = False) -> ToolCall | None:
+    """Return the call that stands for a text action; None if the action is a message."""
     for tool in tools:
         if (arguments := tool.arguments_of(action)) is not None:
             return ToolCall(tool.name, arguments)
+    if takes_messages:
+        return None
     names = ", ".join(tool.name for tool in tools)
     raise EnvError(f"{env} has no tool for the action {_quote(action)}: its tools are {names}")
 
@@ -168,31 +187,59 @@ def _action_of(call: ToolCall, by_name: Mapping[str, Tool]) -> str:
     return by_name[call.name].action_of(call.arguments)
 
 
-def _read(tool: str, name: str, value: Any, schema: Mapping[str, Any]) -> Any:
+def _properties(schema: Mapping[str, Any]) -> Iterable[tuple[str, Any]]:
+    return (schema.get("properties") or {}).items()
+
+
+def _without_default(parameters: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return [name for name, schema in parameters.items() if "default" not in schema]
+
+
+def _kinds(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the JSON types that a value may have; empty if any will do."""
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return (kind,)
+    if isinstance(kind, list):
+        return tuple(kind)
+    choices = [_kinds(choice) for choice in schema.get("anyOf") or schema.get("oneOf") or ()]
+    return () if () in choices else tuple(kind for kinds in choices for kind in kinds)
+
+
+def _read(tool: Tool, name: str, value: Any, schema: Mapping[str, Any]) -> Any:
     """Return an argument as its schema wants it. A number or list that came as text (XML calls) is read from it."""
-    kind = schema.get("type", "string")
-    if kind != "string" and isinstance(value, str):
+    kinds = _kinds(schema)
+    if isinstance(value, str) and kinds and "string" not in kinds:
         value = _parse(value, schema)
-    fits = isinstance(value, _TYPES[kind]) and not (isinstance(value, bool) and kind != "boolean")
-    if kind == "array" and fits:
+    fits = not kinds or any(_fits(value, kind) for kind in kinds)
+    if fits and isinstance(value, list) and tool.action:  # a text action joins the parts by commas
         fits = all(isinstance(part, str | int | float) for part in value)
     if not fits:
-        raise BadCall(f"{tool} needs {_article(kind)} as {name}, got {_quote(json.dumps(value, ensure_ascii=False))}")
+        needed = " or ".join(map(_article, kinds)) or "a list of texts or numbers"
+        raise BadCall(f"{tool.name} needs {needed} as {name}, got {_quote(json.dumps(value, ensure_ascii=False))}")
     choices = schema.get("enum")
     if choices and value not in choices:
-        raise BadCall(f"{tool} needs one of {', '.join(map(str, choices))} as {name}, got {_quote(str(value))}")
+        raise BadCall(f"{tool.name} needs one of {', '.join(map(str, choices))} as {name}, got {_quote(str(value))}")
     return value
+
+
+def _fits(value: Any, kind: str) -> bool:
+    if kind == "null":
+        return value is None
+    if kind not in _TYPES:
+        return True
+    return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
 
 
 def _parse(value: str, schema: Mapping[str, Any]) -> Any:
     """Return the value that a text stands for; the text itself if it is none of that type."""
-    kind = schema.get("type", "string")
-    if kind == "string":
+    kinds = _kinds(schema)
+    if not kinds or "string" in kinds:
         return value
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        return [part.strip() for part in value.split(",")] if kind == "array" else value
+        return [part.strip() for part in value.split(",")] if "array" in kinds else value
 
 
 def _text(value: Any) -> str:

@@ -64,10 +64,10 @@ class MistakeSession:
     async def step(self, text: str) -> Step:
         return self._marked(await self._env.step(text))
 
-    async def call(self, calls: list[ToolCall]) -> Step:
-        return self._marked(await self._env.call(calls))
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
+        return self._marked(await self._env.call(calls, message))
 
-    def call_of(self, action: str) -> ToolCall:
+    def call_of(self, action: str) -> ToolCall | None:
         return self._env.call_of(action)
 
     def _marked(self, step: Step) -> Step:

@@ -121,7 +121,7 @@ class Playground:
         if game.step.done:
             raise EnvError("this episode has ended: start another")
         calls = reply.tool_calls
-        step = await (game.session.step(action) if calls is None else game.session.call(calls))
+        step = await (game.session.step(action) if calls is None else game.session.call(calls, reply.content))
         game.messages += [*observation, reply]
         game.turns.append(
             {

@@ -55,11 +55,11 @@ class ExternalSession:
         # The loop pairs results with the calls of a reply, but the program may have written its calls itself.
         return replace(self.last_step, results=[])
 
-    async def call(self, calls: list[ToolCall]) -> Step:
-        self.last_step = await self._env.call(calls)
+    async def call(self, calls: list[ToolCall], message: str = "") -> Step:
+        self.last_step = await self._env.call(calls, message)
         return self.last_step
 
-    def call_of(self, action: str) -> ToolCall:
+    def call_of(self, action: str) -> ToolCall | None:
         return self._env.call_of(action)
 
     async def actions(self) -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from agentgym_rl.environment.tools import BadCall, Tool
 from agentgym_rl.errors import did_you_mean
 
 MAX_ACTION_CHARS = 100_000
@@ -14,10 +15,6 @@ MAX_ACTION_CHARS = 100_000
 MAX_RESULT_CHARS = 10_000
 """Longest result of a call that the agent reads."""
 _TAGS = re.compile(r"^\s*(?:```(?:json)?|<tool_call>)(.*?)(?:```|</tool_call>)\s*$", re.DOTALL)
-
-
-class BadCall(Exception):
-    """An action that is no call. The text says what was wrong, for the agent to read."""
 
 
 def read_call(text: str, names: Iterable[str]) -> tuple[str, dict[str, Any]]:
@@ -59,15 +56,9 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON number")
 
 
-def function_schema(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the schema of one tool in the form that chat templates take."""
-    function = {"name": name, "description": description, "parameters": dict(parameters)}
-    return {"type": "function", "function": function}
-
-
-def explain_tools(tools: Sequence[Mapping[str, Any]]) -> str:
+def explain_tools(tools: Sequence[Tool]) -> str:
     """Return the part of an instruction that lists tools and tells how to call them."""
-    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    lines = [json.dumps(tool.schema()["function"], ensure_ascii=False) for tool in tools]
     return (
         'Reply with exactly one call, a JSON object: {"name": "the tool", "arguments": {...}}. These are the tools, '
         "with the JSON schema of their arguments:\n" + "\n".join(lines)

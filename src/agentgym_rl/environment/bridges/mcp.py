@@ -23,19 +23,17 @@ from mcp.types import INVALID_PARAMS
 
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.bridges.bridge_settings import Tasks, import_value, load_tasks, read_headers
-from agentgym_rl.environment.bridges.calls import BadCall, explain_tools, function_schema, read_call, shorten
+from agentgym_rl.environment.bridges.calls import BadCall, explain_tools, read_call, shorten
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import ConfigError, EnvError, EnvUnavailable
 from agentgym_rl.types import Step
 
 FINISH = "finish"
 """Name of the tool that ends an episode."""
-FINISH_TOOL = function_schema(
+FINISH_TOOL = Tool(
     FINISH,
     "End the task. Call it once, when the task is done.",
-    {
-        "type": "object",
-        "properties": {"answer": {"type": "string", "description": "The answer, if the task asks for one."}},
-    },
+    parameters={"answer": {"type": "string", "description": "The answer, if the task asks for one.", "default": ""}},
 )
 _Job = tuple[Callable[[Client], Awaitable[Any]], "Future[Any]"]
 """A request, and where its answer goes."""
@@ -122,15 +120,16 @@ class Connection:
         _event_loop().call_soon_threadsafe(self._jobs.put_nowait, (request, answer))
         return answer.result()
 
-    def tools(self) -> list[dict[str, Any]]:
-        """Return the schemas of the server's tools."""
-        schemas, cursor = [], None
+    def tools(self) -> list[Tool]:
+        """Return the server's tools."""
+        tools: list[Tool] = []
+        cursor = None
         while True:
             page = self._ask(partial(_list_tools, cursor=cursor))
-            schemas += [function_schema(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
+            tools += [Tool.from_schema(tool.name, tool.description or "", tool.input_schema) for tool in page.tools]
             cursor = page.next_cursor
             if cursor is None:
-                return schemas
+                return tools
 
     def call(self, name: str, arguments: dict[str, Any]) -> tuple[str, bool]:
         """Return the text of a tool's answer and whether it is an error of the call. Other failures raise EnvError."""
@@ -174,7 +173,8 @@ class McpEnv:
     cheap: ClassVar[bool] = False
 
     tasks: ClassVar[list[dict[str, Any]]]
-    schemas: ClassVar[list[dict[str, Any]]]
+    tool_instruction: ClassVar[str]
+    toolset: ClassVar[list[Tool]]
     connect: ClassVar[Callable[[], Connection]]
     reward: ClassVar[Reward]
     reset_tool: ClassVar[str | None]
@@ -190,9 +190,10 @@ class McpEnv:
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         return ()
 
-    def tools(self) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools, `finish` among them."""
-        return self.schemas
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        """Return the tools of the server, and `finish`."""
+        return cls.toolset
 
     def reset(self, item: int) -> str:
         if not 0 <= item < len(self.tasks):
@@ -215,7 +216,7 @@ class McpEnv:
         if connection is None:
             raise EnvError(f"{self.name} needs a running episode: call reset first")
         try:
-            name, arguments = read_call(text, [schema["function"]["name"] for schema in self.schemas])
+            name, arguments = read_call(text, [tool.name for tool in self.toolset])
         except BadCall as error:
             return Step(str(error), info={"valid": False})
         if name == FINISH:
@@ -253,7 +254,8 @@ class SolvedMcpEnv(McpEnv):
         solution = self._task["solution"]
         answer = self._task.get("answer")
         finish = {"name": FINISH, "arguments": {} if answer is None else {"answer": answer}}
-        return json.dumps(solution[len(self._calls)] if len(self._calls) < len(solution) else finish)
+        call = solution[len(self._calls)] if len(self._calls) < len(solution) else finish
+        return json.dumps({"name": call["name"], "arguments": call.get("arguments", {})})
 
 
 def mcp_class(
@@ -298,24 +300,25 @@ def mcp_class(
     try:
         connection = connect()
         try:
-            schemas = connection.tools()
+            toolset = connection.tools()
         finally:
             connection.close()
     except Exception as error:
         address = " ".join(command) if command else url
         raise ConfigError(f"{where}: the MCP server {address} did not list its tools: {_reason(error)}") from error
-    taken = [schema["function"]["name"] for schema in schemas]
+    taken = [tool.name for tool in toolset]
     if FINISH in taken:
         raise ConfigError(f"{where}: the server has a tool {FINISH!r}, which is the name of the tool that ends a task")
     if reset_tool is not None and reset_tool not in taken:
         raise ConfigError(f"{where}: reset_tool is {reset_tool!r}, the tools of the server are {', '.join(taken)}")
-    schemas = [schema for schema in schemas if schema["function"]["name"] != reset_tool] + [FINISH_TOOL]
+    toolset = [tool for tool in toolset if tool.name != reset_tool] + [FINISH_TOOL]
     members = {
         "name": name,
-        "instruction": f"{instruction}\n\n{explain_tools(schemas)}",
+        "instruction": f"{instruction}\n\n{explain_tools(toolset)}",
+        "tool_instruction": instruction,
         "splits": splits,
         "tasks": rows,
-        "schemas": schemas,
+        "toolset": toolset,
         "connect": staticmethod(connect),
         "reward": staticmethod(score),
         "reset_tool": reset_tool,

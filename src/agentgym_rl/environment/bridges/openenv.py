@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, ClassVar
 
@@ -21,10 +21,10 @@ from agentgym_rl.environment.bridges.bridge_settings import import_value, read_h
 from agentgym_rl.environment.bridges.calls import (
     BadCall,
     explain_tools,
-    function_schema,
     read_call,
     shorten,
 )
+from agentgym_rl.environment.tools import Tool
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout, EnvUnavailable
 from agentgym_rl.types import Step
 
@@ -94,7 +94,8 @@ class OpenEnvEnv:
     describe: ClassVar[Describe]
     text_field: ClassVar[str | None]
     """The action's only field, if it is text. None if actions are calls."""
-    schemas: ClassVar[list[dict[str, Any]]]
+    tool_instruction: ClassVar[str]
+    toolset: ClassVar[list[Tool]]
     """Tools; empty if actions are text."""
     calls_tools: ClassVar[bool]
     """Whether the tools are the server's own, which are called by name."""
@@ -154,16 +155,17 @@ class OpenEnvEnv:
             except UnicodeError:
                 raise BadCall("The action is not valid Unicode.") from None
             return {self.text_field: text}
-        name, arguments = read_call(text, [schema["function"]["name"] for schema in self.schemas])
+        name, arguments = read_call(text, [tool.name for tool in self.toolset])
         return {"type": "call_tool", "tool_name": name, "arguments": arguments} if self.calls_tools else arguments
 
 
 class OpenEnvTools(OpenEnvEnv):
     """An environment whose actions are calls."""
 
-    def tools(self) -> list[dict[str, Any]]:
-        """Return the JSON schemas of the tools."""
-        return self.schemas
+    @classmethod
+    def tools(cls) -> Sequence[Tool]:
+        """Return the tools of the server, or the one tool that its actions are."""
+        return cls.toolset
 
 
 def openenv_class(
@@ -196,9 +198,9 @@ def openenv_class(
     def open_connection() -> Connection:
         return Connection(url, headers, timeout_s)
 
-    text_field, schemas, calls_tools = _actions(schema.get("action") or {}, open_connection, where)
+    text_field, toolset, calls_tools = _actions(schema.get("action") or {}, open_connection, where)
     rules = instruction or str(about.get("description") or f"You act in the environment {about.get('name') or url}.")
-    replies = "Reply with your action." if text_field is not None else explain_tools(schemas)
+    replies = "Reply with your action." if text_field is not None else explain_tools(toolset)
     members = {
         "name": name or re.sub(r"[^\w.~-]+", "-", str(about.get("name") or url)),
         "instruction": f"{rules}\n\n{replies}",
@@ -206,12 +208,13 @@ def openenv_class(
         "connect": staticmethod(open_connection),
         "describe": staticmethod(view or describe_any),
         "text_field": text_field,
-        "schemas": schemas,
+        "tool_instruction": rules if toolset else "",
+        "toolset": toolset,
         "calls_tools": calls_tools,
         "reset_options": dict(reset or {}),
         "success_reward": success_reward,
     }
-    return type("OpenEnvEnv", (OpenEnvTools if schemas else OpenEnvEnv,), members)
+    return type("OpenEnvEnv", (OpenEnvTools if toolset else OpenEnvEnv,), members)
 
 
 def _get(url: str, headers: Mapping[str, str], where: str, timeout_s: float) -> dict[str, Any]:
@@ -225,8 +228,8 @@ def _get(url: str, headers: Mapping[str, str], where: str, timeout_s: float) -> 
 
 def _actions(
     schema: Mapping[str, Any], open_connection: Callable[[], Connection], where: str
-) -> tuple[str | None, list[dict[str, Any]], bool]:
-    """Return the text field, or the schemas of the tools and whether they are the server's own."""
+) -> tuple[str | None, list[Tool], bool]:
+    """Return the text field, or the tools and whether they are the server's own."""
     fields = {field: about for field, about in (schema.get("properties") or {}).items() if field != "metadata"}
     if fields.keys() >= TOOL_FIELDS or not fields:
         connection = open_connection()
@@ -245,12 +248,12 @@ def _actions(
         if about.get("type") == "string" and "enum" not in about:
             return field, [], False
     parameters = {**schema, "properties": fields}
-    return None, [function_schema(ACT, str(schema.get("description") or "Act."), parameters)], False
+    return None, [Tool.from_schema(ACT, str(schema.get("description") or "Act."), parameters)], False
 
 
-def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object"}
-    return function_schema(str(tool["name"]), str(tool.get("description") or ""), parameters)
+def _tool(tool: Mapping[str, Any]) -> Tool:
+    parameters = tool.get("input_schema") or tool.get("inputSchema") or {"type": "object", "additionalProperties": True}
+    return Tool.from_schema(str(tool["name"]), str(tool.get("description") or ""), parameters)
 
 
 def describe_any(observation: dict[str, Any]) -> str:
