@@ -98,17 +98,17 @@ class GymnasiumEnv:
         return [name for name, flag in zip(self.action_names, allowed, strict=True) if flag]
 
     def render(self) -> str | bytes:
-        """Return a PNG if the environment draws pixels, or a page with its text."""
+        """Return a PNG if the environment draws pixels and has the packages for it, or a page with its text."""
         if self._observation is None:
             raise EnvError(f"{self.name} has nothing to draw yet: call reset first")
-        if self._env.render_mode != "rgb_array":
-            head = '<!DOCTYPE html><html><head><meta charset="utf-8"></head>'
-            return f"{head}<body><pre>{html.escape(self._text())}</pre></body></html>"
-        from matplotlib.image import imsave
-
-        picture = io.BytesIO()
-        imsave(picture, numpy.asarray(self._env.render()), format="png")
-        return picture.getvalue()
+        note = ""
+        if self._env.render_mode == "rgb_array":
+            try:
+                return _png(self._env.render())
+            except gymnasium.error.DependencyNotInstalled as error:
+                note = f"<p>{html.escape(str(error))}</p>"
+        head = '<!DOCTYPE html><html><head><meta charset="utf-8"></head>'
+        return f"{head}<body><pre>{html.escape(self._text())}</pre>{note}</body></html>"
 
     def _text(self) -> str:
         return type(self).describe(self._observation, self._env.unwrapped)
@@ -158,9 +158,9 @@ def gymnasium_class(
 
     `describe(observation, env)` returns an observation in words; in a recipe it is an import path. Items of `train`
     are the seeds from 0, those of `test` follow. A success is an episode that terminates with a last reward of at
-    least `success_reward`, by default with a reward above 0.
+    least `success_reward`, by default with a reward above 0. `render_mode` is "rgb_array" if the environment offers it.
     """
-    options = {"max_episode_steps": -1, "disable_env_checker": True, **make_kwargs}
+    options: dict[str, Any] = {"max_episode_steps": -1, "disable_env_checker": True, **make_kwargs}
 
     def make() -> gymnasium.Env:
         return gymnasium.make(env_id, **options)
@@ -169,6 +169,10 @@ def gymnasium_class(
         if ":" in env_id:  # as in Gymnasium: the module registers the environment
             importlib.import_module(env_id.partition(":")[0])
         env = make()
+        if "render_mode" not in make_kwargs and "rgb_array" in env.metadata.get("render_modes", ()):
+            env.close()
+            options["render_mode"] = "rgb_array"
+            env = make()
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"environment gymnasium:{env_id}: {' '.join(str(error).split())}") from error
     where = f"environment gymnasium:{env_id}"
@@ -198,6 +202,14 @@ def gymnasium_class(
         certain = all(len(outcomes) == 1 for actions in table.values() for outcomes in actions.values())
         base = DeterministicEnv if certain else TabularEnv
     return type("GymnasiumEnv", (base,), members)
+
+
+def _png(pixels: Any) -> bytes:
+    from matplotlib.image import imsave
+
+    picture = io.BytesIO()
+    imsave(picture, numpy.asarray(pixels), format="png")
+    return picture.getvalue()
 
 
 def _action_names(env_id: str, space: Any, names: Sequence[str] | None) -> tuple[str, ...]:
