@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +109,13 @@ def test_missing_pages_name_the_package_to_install(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(pages_module, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'agentgym-rl\[miniwob\]'"):
         MiniWob()
+
+
+def test_the_docs_page_names_every_page_of_the_package_once() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "environments" / "miniwob.md").read_text()
+    tables = page[page.index("## Items") : page.index("## For programs")]
+    played, excluded = tables.split("### Tasks that are not played")
+    listed = [name for name in re.findall(r"`([a-z0-9-]+)`", played.partition("Subsets are the tasks")[2])]
+    assert sorted(listed) == sorted(TASKS)
+    others = re.findall(r"`([a-z0-9-]+)`", excluded)
+    assert sorted(listed + others) == sorted(path.stem for path in pages_module.pages_folder().glob("*.html"))

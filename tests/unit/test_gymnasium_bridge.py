@@ -23,6 +23,7 @@ from agentgym_rl.environment.bridges.gymnasium import as_gymnasium, gymnasium_cl
 from agentgym_rl.environment.conformance import check
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.viewer.replays import Picture, picture_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(name for name in catalog.BRIDGED if name.startswith("gymnasium:"))
@@ -83,13 +84,13 @@ def test_the_recipes_of_the_guide_are_valid() -> None:
         names.append(environment.get("source", environment["name"]))
         assert catalog.is_bridged(names[-1])
         assert environment["kwargs"]
-    assert [name.partition(":")[0] for name in names] == ["gymnasium", "mcp", "openenv"]
+    assert [name.partition(":")[0] for name in names] == ["gymnasium", "mcp", "openenv", "verifiers"]
 
 
 def test_importing_the_catalog_imports_no_package_of_a_bridge() -> None:
     program = "import sys, agentgym_rl.environment.catalog as c; c.entries(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert not {"gymnasium", "mcp", "websockets", "openenv"} & set(done.stdout.split())
+    assert not {"gymnasium", "mcp", "websockets", "openenv", "verifiers"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", SOLVED)
@@ -136,7 +137,24 @@ def test_a_wrong_action_does_not_move(name: str) -> None:
         assert step.observation.endswith(first)
         step.observation.encode()
     assert env.step(f" {env.action_names[0].upper()}. ").info["valid"] is True
-    assert "<html" in env.render()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_viewer_gets_the_environments_own_picture(name: str) -> None:
+    env: Any = catalog.load(name)()
+    env.reset(10_000)
+    picture = picture_of(env.render())
+    assert isinstance(picture, Picture)
+    assert picture.media_type == "image/png"
+    env.close()
+
+
+def test_an_environment_without_pixels_is_shown_as_text() -> None:
+    for env_class in (catalog.load(NAMES[0], {"render_mode": "ansi"}), gymnasium_class("test/Countdown-v0")):
+        env: Any = env_class()
+        env.reset(0)
+        assert "<pre>" in env.render()
+        env.close()
 
 
 async def test_a_gymnasium_environment_is_played_over_http() -> None:
