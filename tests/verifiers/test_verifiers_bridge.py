@@ -12,9 +12,11 @@ import pytest
 
 pytest.importorskip("verifiers", reason="its dependencies exclude those of other extras: make test-verifiers")
 
+from servers_for_tests import server_in_thread
+
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.conformance import HOSTILE, concurrency_problems, determinism_problems, hostile_problems
-from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.environment.conformance import check
+from agentgym_rl.environment.pool import RemotePool
 from agentgym_rl.errors import ConfigError, EnvError, EnvTimeout
 
 sys.path.append(str(Path(__file__).parent))
@@ -65,15 +67,23 @@ def test_several_turns_show_only_what_the_environment_adds() -> None:
     assert (lost[-1].reward, lost[-1].info["success"], lost[-1].info["stop"]) == (0.0, False, "max_turns_reached")
 
 
-async def test_episodes_are_deterministic_and_do_not_change_each_other() -> None:
-    env_class = catalog.load(GUESSING)
-    pool = LocalPool({"guessing": env_class}, timeout_s=120)
-    try:
-        assert await determinism_problems(pool, "guessing", [0, 8], 3) == []
-        assert await concurrency_problems(pool, "guessing", [0, 3, 8], sessions=3, turns=3) == []
-        problems, _ = await hostile_problems(pool, "guessing", 0, HOSTILE)
-        assert problems == []
-    finally:
+@pytest.mark.parametrize("name", [SUMS, GUESSING])
+async def test_an_environment_passes_the_conformance_suite(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parent)  # another process finds the module in the current folder
+    findings = await check(name, {})
+    assert {finding.check for finding in findings} >= {"determinism", "hostile actions", "concurrency"}
+    assert [finding for finding in findings if finding.level == "error"] == []
+
+
+async def test_an_environment_is_played_over_http() -> None:
+    with server_in_thread({"guessing": catalog.load(GUESSING)}) as server:
+        pool = RemotePool({"guessing": server.url}, timeout_s=120)
+        session = await pool.open("guessing")
+        step = await session.reset(2)
+        assert step.observation == "Guess my number from 1 to 9."
+        assert (await session.step("5")).observation == "Lower."
+        step = await session.step("3")
+        assert (step.reward, step.done, step.info["success"]) == (1.0, True, True)
         await pool.close()
 
 

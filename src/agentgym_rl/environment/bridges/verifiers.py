@@ -175,6 +175,8 @@ class VerifiersEnv:
         rollout = self._rollout
         if rollout is None:
             raise EnvError(f"{self.name} needs a running episode: call reset first")
+        if not text.strip():
+            return Step("The reply is empty.", info={"valid": False})
         if len(text) > MAX_ACTION_CHARS:
             return Step(f"A reply has at most {MAX_ACTION_CHARS} characters, got {len(text)}.", info={"valid": False})
         try:
