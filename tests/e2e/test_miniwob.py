@@ -71,7 +71,9 @@ def test_every_task_has_a_page_and_a_solver() -> None:
     pages = {path.stem for path in pages_module.pages_folder().glob("*.html")}
     assert set(TASKS) <= pages
     assert set(SOLVERS) == set(TASKS)
-    assert {task_of(item) for item in TRAIN[: len(TASKS)]} == {task_of(item) for item in TEST[: len(TASKS)]} == set(TASKS)
+    assert (
+        {task_of(item) for item in TRAIN[: len(TASKS)]} == {task_of(item) for item in TEST[: len(TASKS)]} == set(TASKS)
+    )
 
 
 def test_the_seed_of_an_item_decides_the_page(env: MiniWob) -> None:
@@ -115,7 +117,7 @@ def test_the_docs_page_names_every_page_of_the_package_once() -> None:
     page = (Path(__file__).parents[2] / "docs" / "reference" / "environments" / "miniwob.md").read_text()
     tables = page[page.index("## Items") : page.index("## For programs")]
     played, excluded = tables.split("### Tasks that are not played")
-    listed = [name for name in re.findall(r"`([a-z0-9-]+)`", played.partition("Subsets are the tasks")[2])]
+    listed = re.findall(r"`([a-z0-9-]+)`", played.partition("Subsets are the tasks")[2])
     assert sorted(listed) == sorted(TASKS)
     others = re.findall(r"`([a-z0-9-]+)`", excluded)
     assert sorted(listed + others) == sorted(path.stem for path in pages_module.pages_folder().glob("*.html"))

@@ -1,4 +1,4 @@
-"""A multi-turn environment of verifiers without an evaluation set: guess a number, with hints, in at most five turns."""
+"""A multi-turn environment of verifiers without an evaluation set: guess a number in at most five turns, with hints."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from datasets import Dataset
 class Guessing(vf.MultiTurnEnv):
     async def env_response(self, messages: Any, state: Any, **kwargs: Any) -> Any:
         guess, number = _number(messages), int(state["answer"])
-        if guess is None:
-            text = "Reply with a number."
-        else:
-            text = "Higher." if number > guess else "Lower."
+        text = "Reply with a number." if guess is None else "Higher." if number > guess else "Lower."
         return [{"role": "user", "content": text}]
 
     @vf.stop

@@ -59,7 +59,11 @@ def test_several_turns_show_only_what_the_environment_adds() -> None:
     assert env_class.splits == {"train": range(7), "test": range(7, 9)}
     env = env_class()
     assert env.reset(5) == "Guess my number from 1 to 9."
-    assert [env.step(reply).observation for reply in ("2", "many", "8")] == ["Higher.", "Reply with a number.", "Lower."]
+    assert [env.step(reply).observation for reply in ("2", "many", "8")] == [
+        "Higher.",
+        "Reply with a number.",
+        "Lower.",
+    ]
     last = env.step("6")
     assert (last.reward, last.done, last.info["success"], last.info["stop"]) == (1.0, True, True, "guessed")
     lost = play(env, 5, ["1"] * 5)

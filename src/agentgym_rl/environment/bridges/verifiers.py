@@ -284,7 +284,7 @@ def _require_text(environment: Any, where: str) -> None:
     if not isinstance(environment, verifiers.MultiTurnEnv):
         raise ConfigError(f"{where}: only SingleTurnEnv and MultiTurnEnv are played, it is a {kind}")
     if isinstance(environment, verifiers.ToolEnv) or environment.tool_defs:
-        raise ConfigError(f"{where}: {kind} calls tools, only text is played: serve its tools over MCP and use mcp:NAME")
+        raise ConfigError(f"{where}: {kind} calls tools, only text is played: play its tools over MCP (mcp:NAME)")
     for rubric in _rubrics(environment.rubric):
         rewards = type(rubric).__name__
         wanted = {argument for function in rubric.funcs for argument in inspect.signature(function).parameters}

@@ -229,8 +229,7 @@ def guess_number(text: str, page: Page) -> str:
 def search_movies(text: str, page: Page) -> str:
     genre, director, year = re.findall(r"Search for (.+) movies directed by (.+) from year (\d+)", text)[0]
     values = {"Genre": genre, "Director": director, "Year": year}
-    labels = [name for name in page.texts if name in values]
-    labels = list(dict.fromkeys(labels))
+    labels = dict.fromkeys(name for name in page.texts if name in values)
     return page.fill([(field, values[label]) for field, label in zip(page.fields, labels, strict=True)], "Submit")
 
 
@@ -255,7 +254,9 @@ SOLVERS: dict[str, Solver] = {
     "click-link": click_text,
     "click-dialog": close_dialog,
     "click-dialog-2": close_dialog,
-    **dict.fromkeys(("click-option", "click-checkboxes", "click-checkboxes-large", "click-checkboxes-transfer"), select),
+    **dict.fromkeys(
+        ("click-option", "click-checkboxes", "click-checkboxes-large", "click-checkboxes-transfer"), select
+    ),
     "choose-list": choose_option,
     "click-tab": click_tab,
     **dict.fromkeys(("click-tab-2", "click-tab-2-easy", "click-tab-2-medium", "click-tab-2-hard"), find_link),
