@@ -19,6 +19,7 @@ import gymnasium
 import numpy
 
 from agentgym_rl.environment.base import TextEnv
+from agentgym_rl.environment.bridges.nethack import command_names, describe_screen, is_nethack, set_seeds
 from agentgym_rl.environment.bridges.tasks import import_value
 from agentgym_rl.environment.bridges.toy_text import VIEWS
 from agentgym_rl.errors import ConfigError, EnvError
@@ -64,6 +65,7 @@ class GymnasiumEnv:
     def reset(self, item: int) -> str:
         if not any(item in split for split in self.splits.values()):
             raise IndexError(f"{self.name} has items 0 to {max(s.stop for s in self.splits.values()) - 1}, got {item}")
+        set_seeds(self._env.unwrapped, item)
         self._observation, self._info = self._env.reset(seed=item)
         self._playing = True
         return self._text()
@@ -179,7 +181,10 @@ def gymnasium_class(
     given: Describe | None = import_value(describe, where, "describe") if isinstance(describe, str) else describe
     view = VIEWS.get(re.split(r"[/:]", env_id)[-1].partition("-v")[0])
     try:
-        names = _action_names(env_id, env.action_space, action_names or (view.actions if view is not None else None))
+        known = view.actions if view is not None else None
+        if is_nethack(getattr(env.observation_space, "spaces", None)):
+            known = command_names(env.unwrapped.actions)
+        names = _action_names(env_id, env.action_space, action_names or known)
         table = getattr(env.unwrapped, "P", None)
     finally:
         env.close()
@@ -234,7 +239,7 @@ def describe_any(observation: Any, env: Any) -> str:
     """Return an observation in words: the environment's own text picture if it draws one, or its numbers by name."""
     if getattr(env, "render_mode", None) == "ansi":
         return str(env.render())
-    return _describe_value(observation)
+    return describe_screen(observation) if is_nethack(observation) else _describe_value(observation)
 
 
 def _describe_value(value: Any) -> str:
