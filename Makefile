@@ -6,8 +6,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 QUICK := $(VENV)/.quickstart
 FULL := $(VENV)/.full
 VLLM := .venv-vllm
+VERIFIERS := .venv-verifiers
 
-.PHONY: quickstart quickstart-cluster test test-long faults test-gpu test-vllm lint format bench docs pictures browser clean
+.PHONY: quickstart quickstart-cluster test test-long faults test-gpu test-vllm test-verifiers lint format bench docs pictures browser clean
 
 quickstart: $(QUICK)
 	$(BIN)/agentgym-rl train recipes/quickstart.toml $(ARGS)
@@ -27,6 +28,10 @@ test-gpu:
 # vLLM on the CPU, in an environment of its own: it wants versions that the rest need not have.
 test-vllm: $(VLLM)/.done
 	$(VLLM)/bin/python -m pytest tests/vllm $(ARGS)
+
+# The bridge to verifiers, in an environment of its own: it wants mcp<2, the bridge to MCP wants 2.
+test-verifiers: $(VERIFIERS)/.done
+	$(VERIFIERS)/bin/python -m pytest tests/verifiers $(ARGS)
 
 # Kills, hangs and full disks while a run trains on a two-node Ray cluster of this machine; prints a table.
 faults: $(FULL)
@@ -88,5 +93,13 @@ $(VLLM)/.done: constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
+$(VERIFIERS)/.done: constraints-verifiers.txt
+	$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.12")'
+	@echo "Setting up $(VERIFIERS) (once; 600 MB, a few minutes)"
+	$(PYTHON) -m venv $(VERIFIERS)
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --requirement constraints-verifiers.txt
+	$(VERIFIERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site
+	rm -rf $(VENV) $(VLLM) $(VERIFIERS) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist site

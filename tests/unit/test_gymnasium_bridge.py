@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import re
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy
 import pytest
 from gymnasium.utils.env_checker import check_env
 from servers_for_tests import server_in_thread
@@ -20,9 +22,11 @@ from agentgym_rl.config import load_config
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.base import HasOracle, HasStateKey
 from agentgym_rl.environment.bridges.gymnasium import as_gymnasium, gymnasium_class
+from agentgym_rl.environment.bridges.nethack import describe_screen
 from agentgym_rl.environment.conformance import check
 from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.errors import ConfigError
+from agentgym_rl.viewer.replays import Picture, picture_of
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted(name for name in catalog.BRIDGED if name.startswith("gymnasium:"))
@@ -51,6 +55,34 @@ class Continuous(Countdown):
     action_space = gymnasium.spaces.Box(0, 1, (2,))
 
 
+class CompassDirection(enum.IntEnum):
+    N, W = ord("k"), ord("h")
+
+
+class Dungeon(gymnasium.Env[Any, int]):
+    """Observations, commands and seeds in the form of NLE, whose `reset` ignores its seed."""
+
+    observation_space = gymnasium.spaces.Dict(
+        {name: gymnasium.spaces.Box(0, 255, (2, 5), numpy.uint8) for name in ("chars", "message", "blstats")}
+    )
+    actions = (CompassDirection.N, CompassDirection.W)
+    action_space = gymnasium.spaces.Discrete(2)
+    nethack = None
+    core = 0
+
+    def seed(self, core: int, disp: int, reseed: bool) -> None:
+        self.core = core
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        text = numpy.frombuffer(f"Game {self.core % 10}\0".encode().ljust(10, b"\0"), numpy.uint8)
+        rows = numpy.frombuffer(b"..@..     ", numpy.uint8).reshape(2, 5)
+        return {"message": text, "chars": rows, "blstats": rows}, {}
+
+    def step(self, action: int) -> Any:
+        return self.reset()[0], 0.0, False, False, {}
+
+
+gymnasium.register("test/Dungeon-v0", Dungeon)
 gymnasium.register("test/Countdown-v0", Countdown)
 gymnasium.register("test/Continuous-v0", Continuous)
 
@@ -83,13 +115,13 @@ def test_the_recipes_of_the_guide_are_valid() -> None:
         names.append(environment.get("source", environment["name"]))
         assert catalog.is_bridged(names[-1])
         assert environment["kwargs"]
-    assert [name.partition(":")[0] for name in names] == ["gymnasium", "mcp", "openenv"]
+    assert [name.partition(":")[0] for name in names] == ["gymnasium", "mcp", "openenv", "verifiers"]
 
 
 def test_importing_the_catalog_imports_no_package_of_a_bridge() -> None:
     program = "import sys, agentgym_rl.environment.catalog as c; c.entries(); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
-    assert not {"gymnasium", "mcp", "websockets", "openenv"} & set(done.stdout.split())
+    assert not {"gymnasium", "mcp", "websockets", "openenv", "verifiers"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("name", SOLVED)
@@ -136,7 +168,37 @@ def test_a_wrong_action_does_not_move(name: str) -> None:
         assert step.observation.endswith(first)
         step.observation.encode()
     assert env.step(f" {env.action_names[0].upper()}. ").info["valid"] is True
-    assert "<html" in env.render()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_viewer_gets_the_environments_own_picture(name: str) -> None:
+    env: Any = catalog.load(name)()
+    env.reset(10_000)
+    picture = picture_of(env.render())
+    assert isinstance(picture, Picture)
+    assert picture.media_type == "image/png"
+    env.close()
+
+
+def test_an_environment_without_pixels_is_shown_as_text() -> None:
+    for env_class in (
+        catalog.load("gymnasium:FrozenLake-v1", {"render_mode": "ansi"}),
+        gymnasium_class("test/Countdown-v0"),
+    ):
+        env: Any = env_class()
+        env.reset(0)
+        assert "<pre>" in env.render()
+        env.close()
+
+
+def test_nethack_is_shown_as_its_screen_and_played_by_the_seed_of_the_item() -> None:
+    env: Any = gymnasium_class("test/Dungeon-v0")()
+    assert env.reset(3) == "Game 3\n..@.."
+    assert env.reset(4) == "Game 4\n..@.."
+    assert env.actions() == ["move north", "move west"]
+    assert env.step("move west").info == {"valid": True}
+    screen = {"tty_chars": numpy.frombuffer(b"top  bottom"[:10], numpy.uint8).reshape(2, 5)}
+    assert describe_screen(screen) == "top\nbotto"
 
 
 async def test_a_gymnasium_environment_is_played_over_http() -> None:

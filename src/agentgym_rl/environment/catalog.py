@@ -47,6 +47,13 @@ def _chromium() -> str:
     return find_chromium()
 
 
+def _miniwob() -> None:
+    from agentgym_rl.environment.envs.miniwob.pages import pages_folder
+
+    pages_folder()
+    _chromium()
+
+
 CATALOG: dict[str, Entry] = {
     "textcraft": Entry(
         "TextCraft",
@@ -105,6 +112,14 @@ CATALOG: dict[str, Entry] = {
         licence="Apache-2.0 (our own; WebArena)",
         check=_chromium,
     ),
+    "miniwob": Entry(
+        "MiniWob",
+        "do small tasks on single web pages in a real browser: click, type, search",
+        package="playwright",
+        extra="miniwob",
+        licence="MIT (MiniWoB++)",
+        check=_miniwob,
+    ),
     "webshop": Entry(
         "WebShop",
         "buy a product that fits a description, in a shop of our own †",
@@ -152,6 +167,9 @@ BRIDGES: dict[str, Entry] = {
         "openenv_class", "an environment of an OpenEnv server", "websockets", "openenv", "licence of the server"
     ),
     "mcp": Entry("mcp_class", "the tools of an MCP server", "mcp", "mcp", "licence of the server"),
+    "verifiers": Entry(
+        "verifiers_class", "an environment of verifiers", "verifiers", "verifiers", "licence of the environment"
+    ),
 }
 """Entries of the bridges by the prefix of a name, such as gymnasium:FrozenLake-v1. `attribute` is a function of the
 module bridges/PREFIX.py; it takes the rest of the name, and the kwargs."""

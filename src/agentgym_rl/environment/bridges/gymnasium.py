@@ -20,6 +20,7 @@ import numpy
 
 from agentgym_rl.environment.base import TextEnv
 from agentgym_rl.environment.bridges.bridge_settings import import_value
+from agentgym_rl.environment.bridges.nethack import command_names, describe_screen, is_nethack, set_seeds
 from agentgym_rl.environment.bridges.toy_text import VIEWS
 from agentgym_rl.errors import ConfigError, EnvError
 from agentgym_rl.types import Step
@@ -64,6 +65,7 @@ class GymnasiumEnv:
     def reset(self, item: int) -> str:
         if not any(item in split for split in self.splits.values()):
             raise IndexError(f"{self.name} has items 0 to {max(s.stop for s in self.splits.values()) - 1}, got {item}")
+        set_seeds(self._env.unwrapped, item)
         self._observation, self._info = self._env.reset(seed=item)
         self._playing = True
         return self._text()
@@ -98,17 +100,17 @@ class GymnasiumEnv:
         return [name for name, flag in zip(self.action_names, allowed, strict=True) if flag]
 
     def render(self) -> str | bytes:
-        """Return a PNG if the environment draws pixels, or a page with its text."""
+        """Return a PNG if the environment draws pixels and has the packages for it, or a page with its text."""
         if self._observation is None:
             raise EnvError(f"{self.name} has nothing to draw yet: call reset first")
-        if self._env.render_mode != "rgb_array":
-            head = '<!DOCTYPE html><html><head><meta charset="utf-8"></head>'
-            return f"{head}<body><pre>{html.escape(self._text())}</pre></body></html>"
-        from matplotlib.image import imsave
-
-        picture = io.BytesIO()
-        imsave(picture, numpy.asarray(self._env.render()), format="png")
-        return picture.getvalue()
+        note = ""
+        if self._env.render_mode == "rgb_array":
+            try:
+                return _png(self._env.render())
+            except gymnasium.error.DependencyNotInstalled as error:
+                note = f"<p>{html.escape(str(error))}</p>"
+        head = '<!DOCTYPE html><html><head><meta charset="utf-8"></head>'
+        return f"{head}<body><pre>{html.escape(self._text())}</pre>{note}</body></html>"
 
     def _text(self) -> str:
         return type(self).describe(self._observation, self._env.unwrapped)
@@ -158,9 +160,9 @@ def gymnasium_class(
 
     `describe(observation, env)` returns an observation in words; in a recipe it is an import path. Items of `train`
     are the seeds from 0, those of `test` follow. A success is an episode that terminates with a last reward of at
-    least `success_reward`, by default with a reward above 0.
+    least `success_reward`, by default with a reward above 0. `render_mode` is "rgb_array" if the environment offers it.
     """
-    options = {"max_episode_steps": -1, "disable_env_checker": True, **make_kwargs}
+    options: dict[str, Any] = {"max_episode_steps": -1, "disable_env_checker": True, **make_kwargs}
 
     def make() -> gymnasium.Env:
         return gymnasium.make(env_id, **options)
@@ -169,13 +171,20 @@ def gymnasium_class(
         if ":" in env_id:  # as in Gymnasium: the module registers the environment
             importlib.import_module(env_id.partition(":")[0])
         env = make()
+        if "render_mode" not in make_kwargs and "rgb_array" in env.metadata.get("render_modes", ()):
+            env.close()
+            options["render_mode"] = "rgb_array"
+            env = make()
     except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
         raise ConfigError(f"environment gymnasium:{env_id}: {' '.join(str(error).split())}") from error
     where = f"environment gymnasium:{env_id}"
     given: Describe | None = import_value(describe, where, "describe") if isinstance(describe, str) else describe
     view = VIEWS.get(re.split(r"[/:]", env_id)[-1].partition("-v")[0])
     try:
-        names = _action_names(env_id, env.action_space, action_names or (view.actions if view is not None else None))
+        known = view.actions if view is not None else None
+        if is_nethack(getattr(env.observation_space, "spaces", None)):
+            known = command_names(env.unwrapped.actions)
+        names = _action_names(env_id, env.action_space, action_names or known)
         table = getattr(env.unwrapped, "P", None)
     finally:
         env.close()
@@ -200,6 +209,14 @@ def gymnasium_class(
     return type("GymnasiumEnv", (base,), members)
 
 
+def _png(pixels: Any) -> bytes:
+    from matplotlib.image import imsave
+
+    picture = io.BytesIO()
+    imsave(picture, numpy.asarray(pixels), format="png")
+    return picture.getvalue()
+
+
 def _action_names(env_id: str, space: Any, names: Sequence[str] | None) -> tuple[str, ...]:
     if isinstance(space, gymnasium.spaces.Text):
         return ()
@@ -222,7 +239,7 @@ def describe_any(observation: Any, env: Any) -> str:
     """Return an observation in words: the environment's own text picture if it draws one, or its numbers by name."""
     if getattr(env, "render_mode", None) == "ansi":
         return str(env.render())
-    return _describe_value(observation)
+    return describe_screen(observation) if is_nethack(observation) else _describe_value(observation)
 
 
 def _describe_value(value: Any) -> str:

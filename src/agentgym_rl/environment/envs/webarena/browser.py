@@ -45,8 +45,8 @@ def find_chromium() -> str:
         if path := shutil.which(program):
             return path
     raise ConfigError(
-        "webarena needs Chromium and found none on the PATH: install it with 'apt-get install chromium' (Debian, as "
-        "root) or your system's package manager, or set WEBARENA_CHROMIUM to the program"
+        "the browser environments need Chromium and found none on the PATH: install it with 'apt-get install "
+        "chromium' (Debian, as root) or your system's package manager, or set WEBARENA_CHROMIUM to the program"
     )
 
 
