@@ -427,6 +427,52 @@ def collapse(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+TREE_ARMS: dict[str, tuple[str, ...]] = {
+    "chains": (),
+    "trees": ("rl.tree={roots=2, branches=3, depth=1}",),
+}
+"""Eight episodes of each task: from the first turn, or two and three continuations of each from a random turn."""
+KEYDOOR_TREES = (
+    'environments=[{name="keydoor", subsets=["near", "middle"]}]',
+    *("warm_start.episodes=500", "warm_start.sft.epochs=3", "warm_start.sft.batch_size=16"),
+    *("rl.groups_per_step=8", "rl.steps=1000", "rl.token_budget=24_000"),
+    *("eval.every=4", "eval.episodes=80", "checkpoint.every=1000"),
+)
+"""Settings of keydoor/cpu.toml for a comparison that takes minutes on a CPU."""
+QWEN_TREE_BUDGET = {"textcraft": 6_000_000, "searchqa": 6_000_000}
+"""Sampled tokens of a run, about 100 steps of chains."""
+
+
+def trees(seeds: list[int] | None) -> list[Job]:
+    """Return KeyDoor from scratch by chains and by trees, with the same budget of sampled tokens."""
+    return [
+        Job(
+            name=f"{arm}-keydoor-{seed}",
+            arm=arm,
+            task="keydoor",
+            seed=seed,
+            recipe="keydoor/cpu.toml",
+            arguments=(*KEYDOOR_TREES, *arguments),
+        )
+        for seed in (seeds if seeds is not None else range(3))
+        for arm, arguments in TREE_ARMS.items()
+    ]
+
+
+def qwen_trees(seeds: list[int] | None) -> list[Job]:
+    """Return TextCraft and SearchQA by chains and by trees, with models of two sizes. It needs one GPU."""
+    jobs: list[Job] = []
+    for task, budget in QWEN_TREE_BUDGET.items():
+        for size in ("0.5B", "1.5B"):
+            for seed in seeds if seeds is not None else range(3):
+                for arm, arguments in TREE_ARMS.items():
+                    run = qwen_run(task, "staged", seed, size)
+                    settings = (*run.arguments, "rl.steps=1000", f"rl.token_budget={budget}", *arguments)
+                    run = replace(run, name=f"{arm}-{task}-{size}-{seed}", arm=f"{arm} {size}", arguments=settings)
+                    jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", run.arm, task, seed)]
+    return jobs
+
+
 STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "rl-over-base": rl_over_base,
     "staged-horizon": staged_horizon,
@@ -442,4 +488,6 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "qwen-generalisation": qwen_generalisation,
     "qwen-interaction": qwen_interaction,
     "collapse": collapse,
+    "trees": trees,
+    "qwen-trees": qwen_trees,
 }

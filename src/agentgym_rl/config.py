@@ -466,6 +466,9 @@ class Config(_Section):
                 "such as 'act' or 'function_call'"
             )
         self._check_external_agent()
+        own_size = [env.name for env in self.environments if env.group_size is not None]
+        if self.rl.tree is not None and own_size:
+            raise ValueError(f"environment {own_size[0]}: [rl.tree] decides the size of a group, remove group_size")
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         if self.method in ("dpo", "dagger") and self.agent.context != "full":
@@ -487,6 +490,7 @@ class Config(_Section):
             (agent.style == "reflect", "agent.style = 'reflect'"),
             (agent.context != "full", "agent.context"),
             (not agent.train_thoughts, "agent.train_thoughts = false"),
+            (self.rl.tree is not None, "[rl.tree]"),
         ):
             if is_set:
                 raise ValueError(f"agent.kind = 'external': the program drives the episode, remove {setting}")
@@ -501,7 +505,9 @@ class Config(_Section):
         return max([self.agent.max_context, *(env.max_context or 0 for env in self.environments)])
 
     def group_sizes(self, group_size: int | None = None) -> dict[str, int]:
-        """Return episodes of a group by environment: `group_size` for all, or each one's own."""
+        """Return episodes of a group by environment: `group_size` for all, the paths of trees, or each one's own."""
+        if group_size is None and self.rl.tree is not None:
+            group_size = self.rl.tree.paths
         return {env.name: group_size or env.group_size or self.rl.group_size for env in self.environments}
 
     def sessions_per_engine(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.types import EnvSession, Step, ToolCall
+from agentgym_rl.types import EnvSession, ForkableSession, Step, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +118,13 @@ class StyledSession:
 
     async def render(self) -> str | bytes:
         return await self._env.render()
+
+    async def fork(self) -> object | None:
+        return await self._env.fork() if isinstance(self._env, ForkableSession) else None
+
+    async def resume(self, copy: object) -> None:
+        assert isinstance(self._env, ForkableSession)
+        await self._env.resume(copy)
 
     async def close(self) -> None:
         await self._env.close()

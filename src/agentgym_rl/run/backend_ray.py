@@ -41,7 +41,7 @@ from agentgym_rl.training.dpo import Preference, prefer
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.rl_learner import by_turn
-from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings
+from agentgym_rl.training.settings import DPOSettings, RLSettings, SFTSettings, TreeSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
@@ -65,6 +65,7 @@ class Job:
     version: int
     """Version of the weights that it is played with."""
     oracle_share: float | None = None
+    tree: TreeSettings | None = None
 
 
 class Rank:
@@ -259,7 +260,9 @@ class Player:
             seeded=self._seeded,
             oracle_share=job.oracle_share,
         )
-        collect = make_collector(self._agent, self._pool, policies, job.group_size, job.prefix, self._slots)
+        collect = make_collector(
+            self._agent, self._pool, policies, job.group_size, job.prefix, self._slots, tree=job.tree
+        )
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
 
@@ -435,9 +438,10 @@ class RayBackend:
         oracle_share: float | None = None,
     ) -> Collect:
         sizes = self._config.group_sizes(group_size)
+        tree = self._config.rl.tree if group_size is None else None
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            more = (temperature, self.version, oracle_share)
+            more = (temperature, self.version, oracle_share, tree)
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from agentgym_rl.agent.advised import AdvisedPolicy
@@ -15,8 +17,10 @@ from agentgym_rl.agent.proxy.app import Proxy
 from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession, Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES, Style
+from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment.formats import action_format
+from agentgym_rl.training.settings import TreeSettings
 from agentgym_rl.types import Collect, EnvPool, EnvSession, Group, Limits, Sampling, Task
 
 PROXY_TOKEN = "AGENTGYM_RL_TOKEN"
@@ -124,10 +128,12 @@ def make_collector(
     slots: EpisodeSlots,
     *,
     inner: Wrap = _unwrapped,
+    tree: TreeSettings | None = None,
     **options: Any,
 ) -> Collector:
-    """Return a collector of groups. Collectors that play at the same time share `slots`."""
-    return Collector(
+    """Return a collector of groups, or of trees. Collectors that play at the same time share `slots`."""
+    make = Collector if tree is None else partial(TreeCollector, Branching(**asdict(tree)))
+    return make(
         pool,
         make_policy,
         group_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
+from agentgym_rl.training.metrics import reward_spread
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
@@ -48,6 +50,25 @@ def equal_rewards(group: Group) -> bool:
     """Return whether all trainable episodes of the group have the same reward, so that comparing them says nothing."""
     rewards = [t.training_reward for t in group.trainable]
     return not rewards or max(rewards) - min(rewards) < EPSILON
+
+
+def widest_groups(groups: list[Group], share: float) -> list[Group]:
+    """Return the share of the groups whose rewards have the largest standard deviation, at least one, in their order.
+
+    Groups without two trainable episodes count as equal. RAGEN: Wang et al. 2025 (arXiv 2504.20073).
+    """
+    count = max(1, math.ceil(share * len(groups)))
+    by_spread = sorted(range(len(groups)), key=lambda i: -reward_spread(groups[i]))
+    return [groups[i] for i in sorted(by_spread[:count])]
+
+
+def sampled_by(trajectories: Sequence[Trajectory]) -> dict[str, list[str]]:
+    """Return, by id, the episode that sampled each turn of the episodes of a group. Parents come before branches."""
+    samplers: dict[str, list[str]] = {}
+    for t in trajectories:
+        shared = samplers.get(t.parent, [t.parent] * t.shared_turns)[: t.shared_turns]
+        samplers[t.id] = [*shared, *[t.id] * (t.num_turns - t.shared_turns)]
+    return samplers
 
 
 def to_samples(trajectory: Trajectory, *, keep_tail: bool = False) -> list[Sample]:
@@ -95,6 +116,7 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
     """
     batch = Batch()
     for number, group in enumerate(groups):
+        samplers = sampled_by(group.trajectories) if settings.tree is not None else {}
         played = [(t, to_samples(t, keep_tail=settings.algorithm == "ppo")) for t in group.trainable]
         trajectories = [(t, samples) for t, samples in played if samples]
         batch.groups += bool(trajectories)
@@ -110,8 +132,9 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
                 rewards = [r - overlong_penalty(n, longest, settings) for r, n in zip(rewards, lengths, strict=True)]
             batch.samples += samples
             batch.owners += [len(batch.episodes)] * len(samples)
+            states = [info.get("state_key") for info in trajectory.infos]
             batch.episodes.append(
-                Episode(number, rewards, counts, states=[info.get("state_key") for info in trajectory.infos])
+                Episode(number, rewards, counts, states=states, sampled_by=samplers.get(trajectory.id, []))
             )
             batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated)
             batch.unread.append(_ends_unread(trajectory))

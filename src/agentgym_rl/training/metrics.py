@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, pstdev
 
 from agentgym_rl.types import ENVIRONMENT, Group, StopReason, Trajectory
 
@@ -32,7 +32,7 @@ def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> 
     }
     if not usable:
         return metrics
-    metrics |= _means(usable) | surprise(usable)
+    metrics |= _means(usable) | surprise(usable) | group_metrics(groups) | tree_metrics(usable)
     played = {t.task.env for t in usable}
     if len({*environments, *played}) > 1:
         for env in sorted(played):
@@ -64,6 +64,40 @@ def _means(trajectories: list[Trajectory]) -> dict[str, float]:
     metrics |= judged_means(trajectories)
     dependence = input_dependence(trajectories)
     return metrics if dependence is None else metrics | {"replies/dependence": dependence}
+
+
+def group_metrics(groups: list[Group]) -> dict[str, float]:
+    """Return how much the episodes of a group differ, on average: in reward (standard deviation) and in their replies.
+
+    `replies/diversity` is the mean distance between replies of two episodes at the same turn: 0 if all are equal.
+    """
+    spreads = [spread for g in groups if len(g.trainable) > 1 for spread in [reward_spread(g)]]
+    metrics = {"reward/spread": fmean(spreads)} if spreads else {}
+    distances: list[tuple[float, int]] = []
+    for group in groups:
+        by_turn: dict[int, _Sum] = defaultdict(_Sum)
+        for trajectory in group.usable:
+            for turn, reply in list(enumerate(_replies(trajectory)))[trajectory.shared_turns :]:
+                by_turn[turn].add(_words(reply))
+        for replies in (replies for replies in by_turn.values() if replies.count > 1):
+            same = (replies.square() - replies.count) / (replies.count * (replies.count - 1))
+            distances.append((1.0 - same, replies.count))
+    if distances:
+        total = sum(count for _, count in distances)
+        metrics["replies/diversity"] = sum(distance * count for distance, count in distances) / total
+    return metrics
+
+
+def reward_spread(group: Group) -> float:
+    """Return the standard deviation of the rewards that a group is trained on; 0 if there are fewer than two."""
+    rewards = [t.training_reward for t in group.trainable]
+    return pstdev(rewards) if len(rewards) > 1 else 0.0
+
+
+def tree_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Return the share of turns that branches took over from their parents; empty without trees."""
+    shared = sum(t.shared_turns for t in trajectories)
+    return {"tree/shared_rate": shared / sum(t.num_turns for t in trajectories)} if shared else {}
 
 
 def judged_means(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -119,7 +153,8 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
             if message.purpose:
                 continue
             if message.role == "assistant":
-                turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.text))
+                if turn >= trajectory.shared_turns:  # a shared reply counts once
+                    turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.text))
                 turn, observation = turn + 1, ""
             elif message.role != "system":
                 observation += message.content

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from agentgym_rl.common.garbage import rare_collections
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
-from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
+from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather, widest_groups
 from agentgym_rl.training.distill import teacher_metrics
 from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import episode_metrics
@@ -162,7 +162,7 @@ def _learn(
     seed: int,
 ) -> tuple[dict[str, float | str], list[Sample]]:
     """Learn from a step's groups. Return (metrics, trained samples)."""
-    batch = played = gather(groups, settings, limits)
+    batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
     if settings.algorithm == "ppo" or settings.kl_in == "reward" or settings.distill is not None:
         learner.assess(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
