@@ -156,6 +156,10 @@ class AgentConfig(_Section):
     "function_call": an action as JSON text. "code": an action in a fenced block."""
     turns_per_attempt: int | None = Field(None, ge=1)
     """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
+    attempts: int = Field(3, ge=2)
+    """Attempts of style `reflect`."""
+    retry: Literal["failure", "always"] = "failure"
+    """When style `reflect` starts another attempt: after a failed one, or after every one."""
     instruction: str | None = None
     """System message instead of the environment's own. An empty string means no system message."""
     temperature: float = Field(1.0, gt=0, le=100)
@@ -471,6 +475,8 @@ class Config(_Section):
             raise ValueError(f"environment {own_size[0]}: [rl.tree] decides the size of a group, remove group_size")
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
+        if self.rl.correction is not None and (self.agent.style, self.agent.retry) != ("reflect", "always"):
+            raise ValueError("[rl.correction] compares attempts: set agent.style = 'reflect' and agent.retry = 'always'")
         if self.method in ("dpo", "dagger") and self.agent.context != "full":
             raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self

@@ -113,7 +113,7 @@ def wrap_of(agent: AgentConfig, inner: Wrap = _unwrapped) -> Wrap:
             # Replaces the environment's part only: how to write an action is still explained.
             explain = action_format(style.action_format).explain
             session.instruction = "\n\n".join(text for text in (agent.instruction, explain) if text)
-        styled = style.wrap(inner(session), agent.turns_per_attempt)
+        styled = style.wrap(inner(session), agent.turns_per_attempt, agent.attempts, agent.retry)
         return ExternalSession(styled) if agent.kind == "external" else styled
 
     return wrap

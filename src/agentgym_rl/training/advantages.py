@@ -37,6 +37,8 @@ class Episode:
     """The critic's value of the state in which the episode was truncated; 0 if the episode ended."""
     sampled_by: list[str] = field(default_factory=list)
     """K: id of the episode that sampled each turn, in a tree; that of the first is the tree's. Empty otherwise."""
+    attempts: list[int] = field(default_factory=list)
+    """K: attempt of each turn, from 1, if attempts are trained by rewards of their own. Empty otherwise."""
 
     @property
     def turn_rewards(self) -> list[float]:
@@ -214,6 +216,40 @@ def tree_advantages(episodes: list[Episode], settings: RLSettings, baseline: Bas
     return [[fmean(through[sampler, k]) for k, sampler in enumerate(episode.sampled_by)] for episode in episodes]
 
 
+def attempt_advantages(group: list[Episode], settings: RLSettings, baseline: Baseline) -> list[list[float]]:
+    """Compare the attempts of a group by rewards of their own; K each. A reflection belongs to the attempt after it.
+
+    First stage: 0 for the first attempt, and an attempt's reward for the later ones. Second stage: every attempt's
+    reward, plus `bonus` times its gain over the attempt before. So nothing is gained by a bad first attempt, whose
+    turns get no share of the bonus. Kumar et al. 2024, SCoRe (arXiv 2409.12917).
+    """
+    assert settings.correction is not None
+    first_stage, bonus = bool(settings.correction.hold), settings.correction.bonus
+    rewards = [attempt_rewards(episode) for episode in group]
+    advantages = [[0.0] * len(episode.rewards) for episode in group]
+    for attempt in range(1, 1 + max((number for row in rewards for number in row), default=0)):
+        members = [i for i, row in enumerate(rewards) if attempt in row]
+        if len(members) < 2 or (first_stage and attempt == 1):
+            continue
+        totals = []
+        for row in (rewards[i] for i in members):
+            gain = 0.0 if first_stage or attempt == 1 else row[attempt] - row.get(attempt - 1, 0.0)
+            totals.append(row[attempt] + bonus * gain)
+        for i, advantage in zip(members, baseline(totals, range(len(members))), strict=True):
+            for k, number in enumerate(group[i].attempts):
+                if number == attempt:
+                    advantages[i][k] = advantage
+    return advantages
+
+
+def attempt_rewards(episode: Episode) -> dict[int, float]:
+    """Return the reward of every attempt that was begun, by its number from 1."""
+    rewards: dict[int, float] = defaultdict(float)
+    for number, reward in zip(episode.attempts, episode.rewards, strict=True):
+        rewards[number] += reward
+    return rewards
+
+
 def whiten(values: list[list[float]]) -> list[list[float]]:
     """Return (x - mean) / (std + eps) over all tokens of the batch. A batch of equal values becomes 0."""
     standard = iter(_standardise([x for row in values for x in row], divide=True))
@@ -224,6 +260,7 @@ def _by_group(episodes: list[Episode], settings: RLSettings, baseline: Baseline)
     """Subtract a baseline from the returns of each group and assign the results to tokens."""
     per_turn: list[list[float]] = [[] for _ in episodes]
     compare = _turn_advantages if settings.tree is None else tree_advantages
+    compare = compare if settings.correction is None else attempt_advantages
     for members in _groups(episodes):
         for i, row in zip(members, compare([episodes[i] for i in members], settings, baseline), strict=True):
             per_turn[i] = row

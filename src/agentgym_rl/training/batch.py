@@ -13,7 +13,7 @@ import torch
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
-from agentgym_rl.training.metrics import reward_spread
+from agentgym_rl.training.metrics import attempts_of, reward_spread
 from agentgym_rl.training.ranks import balanced
 from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
@@ -133,9 +133,11 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
             batch.samples += samples
             batch.owners += [len(batch.episodes)] * len(samples)
             states = [info.get("state_key") for info in trajectory.infos]
-            batch.episodes.append(
-                Episode(number, rewards, counts, states=states, sampled_by=samplers.get(trajectory.id, []))
-            )
+            episode = Episode(number, rewards, counts, states=states, sampled_by=samplers.get(trajectory.id, []))
+            if settings.correction is not None:
+                episode.attempts = attempts_of(trajectory)
+                episode.rewards = [float(info.get("env_reward", 0.0)) for info in trajectory.infos]
+            batch.episodes.append(episode)
             batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated)
             batch.unread.append(_ends_unread(trajectory))
             batch.masked.append(settings.overlong == "mask" and trajectory.stop in _OVERLONG)
@@ -194,9 +196,22 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
         if settings.distill is not None:
             for sample in samples:
                 sample.advantages = with_teacher(sample, settings.distill)
+    if settings.correction is not None and settings.correction.hold:
+        for samples, episode in zip(segments, batch.episodes, strict=True):
+            for sample in samples:
+                sample.advantages = _held(sample, episode.attempts, settings.correction.hold)
     for samples, returns in zip(segments, estimated.returns, strict=False):
         _distribute(samples, "returns", returns)
     return _trained(batch, segments, settings)
+
+
+def _held(sample: Sample, attempts: list[int], weight: float) -> list[float]:
+    """Return A: the advantages, with weight * log(reference / agent) for the first attempt's tokens.
+
+    The policy gradient of that term is that of the reverse KL to the reference, as in distillation.
+    """
+    tokens = zip(sample.advantages, sample.turn_index, sample.reference_logprobs, sample.logprobs, strict=True)
+    return [a + weight * (reference - own) * (attempts[turn] == 1) for a, turn, reference, own in tokens]
 
 
 def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -> Batch:

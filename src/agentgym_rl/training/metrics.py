@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
+from math import comb
 from statistics import fmean, pstdev
 
 from agentgym_rl.types import ENVIRONMENT, Group, StopReason, Trajectory
@@ -32,7 +33,7 @@ def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> 
     }
     if not usable:
         return metrics
-    metrics |= _means(usable) | surprise(usable) | group_metrics(groups) | tree_metrics(usable)
+    metrics |= _means(usable) | surprise(usable) | group_metrics(groups) | tree_metrics(usable) | attempt_metrics(groups)
     played = {t.task.env for t in usable}
     if len({*environments, *played}) > 1:
         for env in sorted(played):
@@ -98,6 +99,36 @@ def tree_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """Return the share of turns that branches took over from their parents; empty without trees."""
     shared = sum(t.shared_turns for t in trajectories)
     return {"tree/shared_rate": shared / sum(t.num_turns for t in trajectories)} if shared else {}
+
+
+def attempts_of(trajectory: Trajectory) -> list[int]:
+    """Return K: the attempt of each turn, from 1. A reflection belongs to the attempt that it prepares."""
+    return [int(info.get("attempt", 1)) + bool(info.get("reflection")) for info in trajectory.infos]
+
+
+def attempt_metrics(groups: list[Group]) -> dict[str, float]:
+    """Return the success of every attempt of style reflect, and of the first attempts sampled twice (pass@2).
+
+    The last attempt must beat the latter to be worth its tokens. An attempt that was not needed counts as its
+    predecessor. Empty without attempts.
+    """
+    rows = [[outcome for t in g.usable if (outcome := _attempt_successes(t))] for g in groups]
+    episodes = [row for group in rows for row in group]
+    if not episodes:
+        return {}
+    most = max(map(len, episodes))
+    whole = [[*row, *[row[-1]] * (most - len(row))] for row in episodes]
+    pairs = [(len(group), sum(row[0] for row in group)) for group in rows if len(group) > 1]
+    metrics = {f"attempts/success_{k + 1}": _mean(row[k] for row in whole) for k in range(most)}
+    metrics["attempts/wrong_to_right"] = _mean(not row[0] and row[-1] for row in whole)
+    metrics["attempts/right_to_wrong"] = _mean(row[0] and not row[-1] for row in whole)
+    if pairs:
+        metrics["attempts/sampled_twice"] = _mean(1.0 - comb(n - c, 2) / comb(n, 2) for n, c in pairs)
+    return metrics
+
+
+def _attempt_successes(trajectory: Trajectory) -> list[bool]:
+    return [bool(info["attempt_success"]) for info in trajectory.infos if "attempt_success" in info]
 
 
 def judged_means(trajectories: list[Trajectory]) -> dict[str, float]:

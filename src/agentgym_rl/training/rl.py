@@ -89,6 +89,14 @@ class RLState:
         return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
 
 
+def settings_at(settings: RLSettings, step: int) -> RLSettings:
+    """Return the settings of a step, from 0. The first stage of self-correction ends by releasing its first attempt."""
+    correction = settings.correction
+    if correction is None or step < correction.first_stage_steps:
+        return settings
+    return replace(settings, correction=replace(correction, hold=0.0))
+
+
 def expected_steps(settings: RLSettings, step: int, tokens: float) -> int:
     """Return the expected number of steps: `steps`, or fewer if the token budget runs out at the average rate."""
     if not settings.token_budget or not tokens:
@@ -162,8 +170,10 @@ def _learn(
     seed: int,
 ) -> tuple[dict[str, float | str], list[Sample]]:
     """Learn from a step's groups. Return (metrics, trained samples)."""
+    settings = settings_at(settings, state.step)
     batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
-    if settings.algorithm == "ppo" or settings.kl_in == "reward" or settings.distill is not None:
+    needs_models = settings.distill is not None or settings.correction is not None
+    if settings.algorithm == "ppo" or settings.kl_in == "reward" or needs_models:
         learner.assess(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
     metrics: dict[str, float | str] = {

@@ -207,6 +207,23 @@ class TreeSettings(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings(_Section):
+    """Learned self-correction (SCoRe) for agent.style = "reflect": attempts are trained by rewards of their own."""
+
+    first_stage_steps: int = 50
+    """Steps of the first stage, in which only the later attempts learn and the first is held near the start."""
+    hold: float = 1.0
+    """First stage: weight of log(reference / agent) in the advantages of the first attempt's tokens."""
+    bonus: float = 1.0
+    """Second stage: weight of the gain over the attempt before in the reward of every later attempt."""
+
+    def __post_init__(self) -> None:
+        _require(self, first_stage_steps=0, hold=0, bonus=0)
+        if not math.isfinite(self.hold) or not math.isfinite(self.bonus):
+            raise ValueError(f"hold and bonus must be finite, got {self.hold} and {self.bonus}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RLSettings(_Section):
     """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
 
@@ -303,6 +320,8 @@ class RLSettings(_Section):
     """The teacher of on-policy distillation."""
     tree: TreeSettings | None = None
     """Trees of rollouts instead of groups of independent episodes."""
+    correction: CorrectionSettings | None = None
+    """Learned self-correction of agent.style = "reflect"."""
 
     def __post_init__(self) -> None:
         _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
@@ -345,6 +364,7 @@ class RLSettings(_Section):
         if self.distill is not None and self.loss == "gspo":
             yield "loss = 'gspo' cannot be used with distill: it has one ratio per trajectory, a teacher scores tokens"
         yield from self._tree_problems()
+        yield from self._correction_problems()
         if not 0.0 < self.keep_groups <= 1.0:
             yield f"keep_groups must lie in (0, 1], got {self.keep_groups}"
         if self.keep_groups < 1.0 and self.group_size < 2:
@@ -359,6 +379,19 @@ class RLSettings(_Section):
             yield f"tree: paths are compared within and between trees, which needs grpo or rloo, got {self.algorithm}"
         if self.kl_in == "reward":
             yield "tree: kl_in = 'reward' needs every token's penalty on every path: use kl_in = 'loss'"
+        if self.correction is not None:
+            yield "tree and correction cannot be combined: both replace the comparison of whole episodes"
+
+    def _correction_problems(self) -> Iterator[str]:
+        if self.correction is None:
+            return
+        if self.algorithm not in ZERO_VARIANCE_ALGORITHMS or self.credit != "outcome":
+            yield (
+                f"correction compares attempts by their outcomes: it needs grpo or rloo and credit = 'outcome', got "
+                f"{self.algorithm} and {self.credit!r}"
+            )
+        if not self.kl_coef:
+            yield "correction holds the first attempt near the reference model: set kl_coef above 0"
 
     @property
     def updates_per_step(self) -> int:

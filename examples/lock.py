@@ -1,0 +1,52 @@
+"""A lock whose code cannot be known in advance: the first guess is luck, and the answer to it says which code is right.
+
+Two independent guesses open it in 5 of 9 games. An agent that learns to use the answer opens it at its second attempt
+every time. `examples/lock.toml` trains that from scratch on a CPU:
+
+    cd examples && agentgym-rl train lock.toml
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import ClassVar
+
+from agentgym_rl.types import Step
+
+CODES = ("red", "green", "blue")
+
+
+class Lock:
+    """Say the code. One guess ends the game."""
+
+    name: ClassVar[str] = "lock"
+    instruction: ClassVar[str] = "Say the code of the lock: red, green or blue."
+    splits: ClassVar[Mapping[str, range]] = {"train": range(300), "test": range(300, 360)}
+    subsets: ClassVar[tuple[str, ...]] = ()
+    cheap: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self.code = ""
+        self.guess = ""
+
+    @classmethod
+    def subsets_of(cls, item: int) -> tuple[str, ...]:
+        return ()
+
+    def reset(self, item: int) -> str:
+        self.code, self.guess = random.Random(f"lock {item}").choice(CODES), ""
+        return "Guess ."
+
+    def step(self, text: str) -> Step:
+        self.guess = text.strip()
+        success = self.guess == self.code
+        return Step(f"It was {self.code} .", float(success), True, {"valid": self.guess in CODES, "success": success})
+
+    def actions(self) -> list[str]:
+        return list(CODES)
+
+    def state_key(self) -> str:
+        return f"{self.code}|{self.guess}"
+
+    def close(self) -> None: ...
