@@ -1,6 +1,6 @@
 """Play one tree of rollouts by hand and print it: which turns are shared, and what each path earns.
 
-    python examples/tree_rollouts.py
+python examples/tree_rollouts.py
 """
 
 from __future__ import annotations

@@ -476,7 +476,9 @@ class Config(_Section):
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
         if self.rl.correction is not None and (self.agent.style, self.agent.retry) != ("reflect", "always"):
-            raise ValueError("[rl.correction] compares attempts: set agent.style = 'reflect' and agent.retry = 'always'")
+            raise ValueError(
+                "[rl.correction] compares attempts: set agent.style = 'reflect' and agent.retry = 'always'"
+            )
         if self.method in ("dpo", "dagger") and self.agent.context != "full":
             raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self

@@ -22,7 +22,10 @@ async def test_the_second_attempt_beats_two_samples(tmp_path: Path, monkeypatch:
     monkeypatch.delitem(sys.modules, "lock", raising=False)
     await train(load_config(EXAMPLES / "lock.toml", ["threads=1"]), tmp_path / "run", console=quiet())
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    first, last = ({name: fmean(row[name] for row in part) for name in rows[0] if name.startswith("attempts/")} for part in (rows[:5], rows[-5:]))
+    first, last = (
+        {name: fmean(row[name] for row in part) for name in rows[0] if name.startswith("attempts/")}
+        for part in (rows[:5], rows[-5:])
+    )
     assert first["attempts/success_2"] < first["attempts/sampled_twice"]
     assert last["attempts/success_2"] > last["attempts/sampled_twice"] + 0.1
     assert last["attempts/wrong_to_right"] > last["attempts/right_to_wrong"] + 0.3

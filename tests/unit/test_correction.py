@@ -92,7 +92,9 @@ def test_metrics_say_what_the_second_attempt_is_worth() -> None:
         "attempts/right_to_wrong": 0.25,
         "attempts/sampled_twice": pytest.approx(1 - math.comb(2, 2) / math.comb(4, 2)),
     }
-    assert attempt_metrics([Group(TASK, [Trajectory("c", TASK, rewards=[1.0], infos=[{}], stop=StopReason.DONE)])]) == {}
+    assert (
+        attempt_metrics([Group(TASK, [Trajectory("c", TASK, rewards=[1.0], infos=[{}], stop=StopReason.DONE)])]) == {}
+    )
 
 
 def test_settings_that_correction_cannot_use_are_refused() -> None:

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 
 import pytest
 from envs_for_tests import Counting
+from scripted_engine_for_tests import ScriptedEngine
 from tokenizers_for_tests import byte_level_bpe
 
-from agentgym_rl.agent.collect import Collector
 from agentgym_rl.agent.policy import EnginePolicy
 from agentgym_rl.agent.renderer import Renderer
+from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.trees import Branch, Branching, Path, TreeCollector, choose
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.environment import catalog
@@ -23,7 +24,18 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.advantages import ESTIMATORS, Episode
 from agentgym_rl.training.batch import estimate, gather, to_samples, widest_groups
 from agentgym_rl.training.settings import RLSettings, TreeSettings
-from agentgym_rl.types import Completion, EnvSession, Group, Limits, Message, Sampling, Step, StopReason, Task, Trajectory
+from agentgym_rl.types import (
+    Completion,
+    EnvSession,
+    Group,
+    Limits,
+    Message,
+    Sampling,
+    Step,
+    StopReason,
+    Task,
+    Trajectory,
+)
 
 LIMITS = Limits(max_turns=6, max_new_tokens=16, max_context=4000)
 TASKS = [Task("counting", 3), Task("counting", 4)]
@@ -120,23 +132,11 @@ async def test_a_path_has_the_prompts_that_a_chain_would_have() -> None:
     """Play the replies of every path as a chain: messages, rewards and endings are the same, without any tree."""
     groups = await play(Branching(roots=1, branches=2, depth=2))
     for path in (t for group in groups for t in group.trajectories if t.parent):
-        replies = [m.token_ids for m in path.messages if m.is_reply]
-        engine = SeededEngine()
-
-        async def said(prompt_ids: list[int], sampling: Sampling, session: str, replies: Any = iter(replies)) -> Completion:
-            ids = next(replies)
-            return Completion(list(ids), [-1.0] * len(ids), "stop", 0)
-
-        engine.generate = said  # type: ignore[method-assign]
-        pool = LocalPool({"counting": Counting})
-        collect = Collector(
-            pool,
-            lambda s, seed: EnginePolicy(engine, RENDERER, Sampling(1), instruction=s.instruction),  # type: ignore[arg-type]
-            1,
-            1,
-        )
-        ((chain,),) = [group.trajectories for group in await collect([path.task], LIMITS, 0)]
-        await pool.close()
+        engine = ScriptedEngine([m.token_ids for m in path.messages if m.is_reply])
+        session = await LocalPool({"counting": Counting}).open("counting")
+        policy = EnginePolicy(engine, RENDERER, Sampling(1), instruction=session.instruction)
+        chain = await rollout(path.task, session, policy, LIMITS, id="chain")
+        await session.close()
         assert [(m.role, m.content, m.token_ids) for m in chain.messages] == [
             (m.role, m.content, m.token_ids) for m in path.messages
         ]
@@ -232,7 +232,7 @@ def test_advantages_of_a_tree_are_those_worked_out_by_hand() -> None:
 
 def test_a_tree_refuses_settings_that_it_cannot_use() -> None:
     for wrong in ({"algorithm": "ppo"}, {"kl_in": "reward"}, {"keep_groups": 0.0}, {"keep_groups": 1.5}):
-        with pytest.raises(ValueError, match="tree|keep_groups"):
+        with pytest.raises(ValueError, match=r"tree|keep_groups"):
             RLSettings(tree=TreeSettings(), **wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="branches must be at least 1"):
         TreeSettings(branches=0)
@@ -256,7 +256,8 @@ def test_a_forked_environment_is_independent(name: str) -> None:
     env.step(env.oracle())
     key = env.state_key()
     copy: Any = fork_env(env)
-    assert copy is not None and copy.state_key() == key
+    assert copy is not None
+    assert copy.state_key() == key
     solutions = []
     for played in (copy, env):
         steps = [played.step(played.oracle())]
@@ -270,7 +271,8 @@ def test_a_forked_environment_is_independent(name: str) -> None:
 
 def group_of(*rewards: float) -> Group:
     return Group(
-        TASKS[0], [Trajectory(str(i), TASKS[0], rewards=[r], infos=[{}], stop=StopReason.DONE) for i, r in enumerate(rewards)]
+        TASKS[0],
+        [Trajectory(str(i), TASKS[0], rewards=[r], infos=[{}], stop=StopReason.DONE) for i, r in enumerate(rewards)],
     )
 
 

@@ -113,7 +113,8 @@ class _PooledSession:
 
     async def resume(self, copy: object) -> None:
         inner = self._require_open()
-        assert isinstance(inner, LocalSession) and isinstance(copy, tuple)
+        assert isinstance(inner, LocalSession)
+        assert isinstance(copy, tuple)
         episode, self._state = copy
         await inner.resume(episode)
 

@@ -33,7 +33,9 @@ def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> 
     }
     if not usable:
         return metrics
-    metrics |= _means(usable) | surprise(usable) | group_metrics(groups) | tree_metrics(usable) | attempt_metrics(groups)
+    metrics |= (
+        _means(usable) | surprise(usable) | group_metrics(groups) | tree_metrics(usable) | attempt_metrics(groups)
+    )
     played = {t.task.env for t in usable}
     if len({*environments, *played}) > 1:
         for env in sorted(played):

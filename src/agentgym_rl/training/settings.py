@@ -368,7 +368,7 @@ class RLSettings(_Section):
         if not 0.0 < self.keep_groups <= 1.0:
             yield f"keep_groups must lie in (0, 1], got {self.keep_groups}"
         if self.keep_groups < 1.0 and self.group_size < 2:
-            yield f"keep_groups compares the rewards of a group: it needs a group_size of 2 or more, got {self.group_size}"
+            yield f"keep_groups compares the rewards of a group: group_size must be 2 or more, got {self.group_size}"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
 
