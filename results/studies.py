@@ -429,30 +429,24 @@ def collapse(seeds: list[int] | None) -> list[Job]:
 
 TREE_ARMS: dict[str, tuple[str, ...]] = {
     "chains": (),
-    "trees": ("rl.tree={roots=2, branches=3, depth=1}",),
+    "trees": ("rl.tree={roots=4, branches=1, depth=1}",),
 }
-"""Eight episodes of each task: from the first turn, or two and three continuations of each from a random turn."""
-KEYDOOR_TREES = (
-    'environments=[{name="keydoor", subsets=["near", "middle"]}]',
-    *("warm_start.episodes=500", "warm_start.sft.epochs=3", "warm_start.sft.batch_size=16"),
-    *("rl.groups_per_step=8", "rl.steps=1000", "rl.token_budget=24_000"),
-    *("eval.every=4", "eval.episodes=80", "checkpoint.every=1000"),
-)
-"""Settings of keydoor/cpu.toml for a comparison that takes minutes on a CPU."""
+"""Eight episodes of each task: from the first turn, or four and a continuation of each from a random turn."""
 QWEN_TREE_BUDGET = {"textcraft": 6_000_000, "searchqa": 6_000_000}
 """Sampled tokens of a run, about 100 steps of chains."""
 
 
 def trees(seeds: list[int] | None) -> list[Job]:
-    """Return KeyDoor from scratch by chains and by trees, with the same budget of sampled tokens."""
-    return [
+    """Return KeyDoor by chains and by trees, from one starting model and with the same budget of sampled tokens."""
+    start = Job(name="base-keydoor", arm="base", task="keydoor", seed=0, recipe="evidence/keydoor-base.toml")
+    return [start] + [
         Job(
             name=f"{arm}-keydoor-{seed}",
             arm=arm,
             task="keydoor",
             seed=seed,
-            recipe="keydoor/cpu.toml",
-            arguments=(*KEYDOOR_TREES, *arguments),
+            recipe="evidence/keydoor-rl.toml",
+            arguments=(f"model.path={{{start.name}}}", *arguments),
         )
         for seed in (seeds if seeds is not None else range(3))
         for arm, arguments in TREE_ARMS.items()

@@ -25,7 +25,7 @@ PAGE = """# Trees against chains
 
 {table}
 
-Success is that of 80 held-out episodes, interpolated between evaluations; the range is over seeds. A shared token is
+Success is that of 40 held-out episodes, interpolated between evaluations; the range is over seeds. A shared token is
 counted once, where it was sampled.
 
 ## How to repeat it
@@ -35,9 +35,9 @@ python results/study.py trees --jobs 2 --device cpu
 python results/trees.py
 ```
 
-KeyDoor's layouts of three and four turns, from scratch (`recipes/keydoor/cpu.toml` with the overrides of
-`results/studies.py`), {seeds} seeds, the same start for both arms of a seed. *chains*: eight episodes of each task.
-*trees*: two episodes of each task and three continuations of each from a random turn ([trees](../guides/trees.md)).
+KeyDoor's layouts of three turns, {seeds} seeds, all from one model that imitates random play
+(`recipes/evidence/keydoor-base.toml`, `keydoor-rl.toml`). *chains*: eight episodes of each task. *trees*: four episodes
+of each task and one continuation of each from a random turn ([trees](../guides/trees.md)).
 
 TextCraft and SearchQA with models of 0.5B and 1.5B parameters need a GPU:
 
@@ -49,6 +49,11 @@ python results/study.py qwen-trees --device cuda --model 0.5B=FOLDER --model FOL
 
 {limits}
 """
+
+
+def tree_runs(results: Path) -> list[Record]:
+    """Return the runs of both arms."""
+    return [record for record in runs_of(read_records(results, "trees")) if record["arm"] in TREE_ARMS]
 
 
 def success_at_tokens(records: Sequence[Record], arm: str, tokens: float) -> list[float]:
@@ -125,7 +130,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=root / "results")
     parser.add_argument("--docs", type=Path, default=root / "docs")
     options = parser.parse_args()
-    records = runs_of(read_records(options.results, "trees"))
+    records = tree_runs(options.results)
     (options.docs / "results" / "trees.md").write_text(page(records))
     draw(records, options.docs / "images" / "trees.png")
 
