@@ -27,26 +27,31 @@ class Lock:
     cheap: ClassVar[bool] = True
 
     def __init__(self) -> None:
+        self.item = -1
         self.code = ""
         self.guess = ""
+        self.told = False
+        """Whether the code of this item was told, in this attempt or an earlier one."""
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         return ()
 
     def reset(self, item: int) -> str:
-        self.code, self.guess = random.Random(f"lock {item}").choice(CODES), ""
+        self.told = self.told and item == self.item
+        self.item, self.code, self.guess = item, random.Random(f"lock {item}").choice(CODES), ""
         return "Guess ."
 
     def step(self, text: str) -> Step:
-        self.guess = text.strip()
+        self.guess, self.told = text.strip(), True
         success = self.guess == self.code
         return Step(f"It was {self.code} .", float(success), True, {"valid": self.guess in CODES, "success": success})
 
     def actions(self) -> list[str]:
-        return list(CODES)
+        """Return the codes. The right one is listed twice once it was told, so random play listens now and then."""
+        return [*CODES, self.code] if self.told else list(CODES)
 
     def state_key(self) -> str:
-        return f"{self.code}|{self.guess}"
+        return f"{self.item}|{self.guess}|{self.told}"
 
     def close(self) -> None: ...

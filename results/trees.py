@@ -100,8 +100,7 @@ def page(records: list[Record]) -> str:
     records = sorted(records, key=lambda record: record["seed"])
     missing = describe_missing("trees", records)
     limits = [
-        "- A tiny model, an easy game and few seeds: a CPU makes the comparison in minutes. It is no claim about language",
-        "  models.",
+        "- A tiny model, an easy game and few seeds: it says little about language models.",
         "- Equal sampled tokens are not equal time: rounds of branching wait for each other.",
         *([f"- {missing[0].upper()}{missing[1:]}."] if missing else []),
     ]

@@ -26,6 +26,7 @@ from agentgym_rl.training.settings import (
     RLSettings,
     ScratchSettings,
     SFTSettings,
+    play_problem,
 )
 
 Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill"]
@@ -406,7 +407,8 @@ class Config(_Section):
             )
         distilled = self.rl.distill is not None and not self.rl.distill.reward_weight
         problem = reward_problem(self.rewards, self.judge, min(self.group_sizes().values()), distilled)
-        if problem:
+        own_size = any(env.group_size is not None for env in self.environments)
+        if problem := problem or play_problem(self.rl, self.agent.style, self.agent.retry, own_size):
             raise ValueError(problem)
         horizons = [env.name for env in self.environments if env.horizon is not None]
         if not self.online and horizons:
@@ -470,15 +472,8 @@ class Config(_Section):
                 "such as 'act' or 'function_call'"
             )
         self._check_external_agent()
-        own_size = [env.name for env in self.environments if env.group_size is not None]
-        if self.rl.tree is not None and own_size:
-            raise ValueError(f"environment {own_size[0]}: [rl.tree] decides the size of a group, remove group_size")
         if self.agent.style == "reflect" and self.agent.turns_per_attempt is None:
             raise ValueError("agent.turns_per_attempt: style 'reflect' needs it, got none")
-        if self.rl.correction is not None and (self.agent.style, self.agent.retry) != ("reflect", "always"):
-            raise ValueError(
-                "[rl.correction] compares attempts: set agent.style = 'reflect' and agent.retry = 'always'"
-            )
         if self.method in ("dpo", "dagger") and self.agent.context != "full":
             raise ValueError(f"agent.context: {self.method} needs 'full', got {self.agent.context!r}: remove it")
         return self

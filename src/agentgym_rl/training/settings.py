@@ -398,6 +398,15 @@ class RLSettings(_Section):
         return self.epochs * self.minibatches
 
 
+def play_problem(rl: RLSettings, style: str, retry: str, own_group_size: bool) -> str:
+    """Return why episodes cannot be played as [rl] needs them, or an empty string."""
+    if rl.tree is not None and own_group_size:
+        return "[rl.tree] decides the size of a group: remove group_size of the environments"
+    if rl.correction is not None and (style, retry) != ("reflect", "always"):
+        return "[rl.correction] compares attempts: set agent.style = 'reflect' and agent.retry = 'always'"
+    return ""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HorizonSettings(_Section):
     """Schedule of the number of turns an episode may take. docs/guides/horizon.md has the rules."""
