@@ -97,7 +97,7 @@ class Collector:
     `EpisodeSlots`, those of several collectors together.
 
     An episode that ends as ERROR is played again up to `retries` times with another seed. Every attempt is in the
-    group, ordered by place and attempt, and is passed to `on_trajectory` when it ends. An episode that takes longer
+    group, ordered by member and attempt, and is passed to `on_trajectory` when it ends. An episode that takes longer
     than `episode_timeout_s` ends as ERROR, or with `on_timeout` "truncate" as TIMEOUT.
     """
 
@@ -139,9 +139,9 @@ class Collector:
         """Play the tasks. `first` is the index of the first one in the whole list; ids and seeds depend on it."""
         size = self._group_size
         episodes = await together(
-            self._place(task, limits, seed, index, place)
+            self._play_attempts(task, limits, seed, index, member)
             for index, task in enumerate(tasks, first)
-            for place in range(size)
+            for member in range(size)
         )
         return [
             Group(task, [trajectory for attempts in episodes[i * size : (i + 1) * size] for trajectory in attempts])
@@ -153,25 +153,25 @@ class Collector:
         counts, self.counts = dict(self.counts), Counter()
         return counts
 
-    async def _place(
+    async def _play_attempts(
         self,
         task: Task,
         limits: Limits,
         seed: int,
         index: int,
-        place: int,
+        member: int,
         start: Start | None = None,
         parent: tuple[str, int] = ("", 0),
     ) -> list[Trajectory]:
-        """Play all attempts at one place of a group. `start` and `parent` (id, turns) are those of a branch."""
+        """Play all attempts at one episode of a group. `start` and `parent` (id, turns) are those of a branch."""
         attempts: list[Trajectory] = []
         for attempt in range(self._retries + 1):
             async with self._slots.taken(task.env):
                 trajectory = await self._episode(
                     task,
                     limits,
-                    id=f"{self.prefix}{seed}-{index}-{place}-{attempt}",
-                    seed=stable_seed(seed, index, place, attempt),
+                    id=f"{self.prefix}{seed}-{index}-{member}-{attempt}",
+                    seed=stable_seed(seed, index, member, attempt),
                     start=start,
                 )
             trajectory.parent, trajectory.shared_turns = parent[0], min(parent[1], trajectory.num_turns)

@@ -241,7 +241,7 @@ class TreeCollector(Collector):
     """Plays groups of trees instead of groups of independent episodes.
 
     All roots of a group are played first. Then each of `depth` rounds draws `branches` continuations from one turn of
-    every tree. Seeds depend on the place in the group, so a group is the same however its episodes are scheduled.
+    every tree. Seeds depend on the number in the group, so a group is the same however its episodes are scheduled.
     """
 
     def __init__(self, branching: Branching, *arguments: Any, **options: Any) -> None:
@@ -256,13 +256,13 @@ class TreeCollector(Collector):
         shape, played = self._branching, []
         trees = [_Tree() for _ in range(shape.roots)]
         growing: list[tuple[_Tree, Branch | None]] = [(tree, None) for tree in trees]
-        places = range(shape.roots)
+        members = range(shape.roots)
         for number in range(shape.depth + 1):
             attempts = await together(
-                self._grow(branch, task, limits, seed, index, place)
-                for place, (_, branch) in zip(places, growing, strict=True)
+                self._grow(branch, task, limits, seed, index, member)
+                for member, (_, branch) in zip(members, growing, strict=True)
             )
-            # Added in the order of places, not of endings, so that the choice of branches can be repeated.
+            # Added in the order of the group, not of endings, so that the choice of branches can be repeated.
             for (tree, branch), paths in zip(growing, attempts, strict=True):
                 for path in paths:
                     tree.add(path, forked=branch is not None and branch.copy is not None)
@@ -277,11 +277,11 @@ class TreeCollector(Collector):
                     branch = choose(candidates, shape.branch, group, stable_seed(seed, index, position, number, "tree"))
                     tree.used.add((branch.path.trajectory.id, branch.turn))
                     growing += [(tree, branch)] * shape.branches
-            places = range(places.stop, places.stop + len(growing))
+            members = range(members.stop, members.stop + len(growing))
         return played
 
     async def _grow(
-        self, branch: Branch | None, task: Task, limits: Limits, seed: int, index: int, place: int
+        self, branch: Branch | None, task: Task, limits: Limits, seed: int, index: int, member: int
     ) -> list[Path]:
         """Play all attempts at one path."""
         sessions: list[TreeSession] = []
@@ -293,6 +293,6 @@ class TreeCollector(Collector):
             return sessions[-1], policy
 
         parent = ("", 0) if branch is None else (branch.path.trajectory.id, branch.turn)
-        *failed, last = await self._place(task, limits, seed, index, place, start, parent)
+        *failed, last = await self._play_attempts(task, limits, seed, index, member, start, parent)
         paths = [Path(trajectory, [], []) for trajectory in failed]  # never branched
         return [*paths, Path(last, sessions[-1].steps, sessions[-1].copies) if sessions else Path(last, [], [])]

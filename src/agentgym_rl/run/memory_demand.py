@@ -10,7 +10,7 @@ from typing import Any
 from agentgym_rl.config import Config, ModelConfig, ScaleConfig
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.scale.memory import GIB, Demand, Shape, on_each_device, on_each_host, table
-from agentgym_rl.training.lookup import find_model
+from agentgym_rl.training.locate_model import find_model
 
 GPUS_PER_NODE = 8
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -66,7 +66,7 @@ class RLRun(Run):
         return self.resumable is not None
 
     def evaluation_is_due(self) -> bool:
-        return self.rl.over(self.config.rl) or super().evaluation_is_due()
+        return self.rl.is_finished(self.config.rl) or super().evaluation_is_due()
 
     async def evaluate(self) -> None:
         self.resumable = self.rl.state()
@@ -124,7 +124,7 @@ class RLRun(Run):
             self.console.warn(f"doctor: {finding.message}")
 
     async def _after_step(self, step: int) -> None:
-        last = self.rl.over(self.config.rl)
+        last = self.rl.is_finished(self.config.rl)
         if self.evaluation_is_due():
             await self.evaluate()
         await self.events.now()

@@ -18,11 +18,11 @@ from agentgym_rl.training.horizon import Horizon
 from agentgym_rl.training.metrics import episode_metrics
 from agentgym_rl.training.rl_learner import policy_metrics
 from agentgym_rl.training.settings import RLSettings
-from agentgym_rl.training.tasks import TaskSource
+from agentgym_rl.training.task_source import TaskSource
 from agentgym_rl.types import Collect, Group, Limits, Sample, StopReason, Task, Trajectory
 
 MONITORED_EPISODES = 32
-"""Episodes that the learner assesses, for metrics only, in a step without anything to learn from."""
+"""Episodes that the learner scores, for metrics only, in a step without anything to learn from."""
 
 
 class Learner(Protocol):
@@ -30,7 +30,7 @@ class Learner(Protocol):
 
     @property
     def kl_coef(self) -> float: ...
-    def assess(self, samples: list[Sample], *, own: bool = False) -> None: ...
+    def score(self, samples: list[Sample], *, policy_only: bool = False) -> None: ...
     def learn(self, batch: Batch, seed: int) -> dict[str, float]: ...
 
 
@@ -84,7 +84,7 @@ class RLState:
         self.version, self.played_s = state["version"], state["played_s"]
         self.step, self.sampled = step, state["sampled"]
 
-    def over(self, settings: RLSettings) -> bool:
+    def is_finished(self, settings: RLSettings) -> bool:
         """Return whether the run has reached its steps or its token budget."""
         return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
 
@@ -119,7 +119,7 @@ async def train_rl(
     With `overlap` the learner works in a thread while the next step's episodes are played with the current weights.
     The engine then needs its own copy of the weights.
     """
-    while not state.over(settings):
+    while not state.is_finished(settings):
         step, started = state.step, time.perf_counter()
         if not state.played:
             await _play_step(step, state, collect, limits, settings, seed)
@@ -133,7 +133,7 @@ async def train_rl(
         metrics |= {f"horizon/{env}": float(h.turns) for env, h in state.horizons.items()}
         _advance(state.horizons, groups)
         learning_since = time.perf_counter()
-        if settings.overlap and not replace(state, step=step + 1, sampled=sampled).over(settings):
+        if settings.overlap and not replace(state, step=step + 1, sampled=sampled).is_finished(settings):
             # No TaskGroup: an error must be raised as it is, not inside an ExceptionGroup.
             playing = asyncio.create_task(_play_step(step + 1, state, collect, limits, settings, seed))
             try:
@@ -174,7 +174,7 @@ def _learn(
     batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
     needs_models = settings.distill is not None or settings.correction is not None
     if settings.algorithm == "ppo" or settings.kl_in == "reward" or needs_models:
-        learner.assess(batch.samples)
+        learner.score(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
     metrics: dict[str, float | str] = {
         "groups/zero_variance": batch.zero_variance_groups / max(1, batch.groups),
@@ -185,9 +185,9 @@ def _learn(
     }
     if batch.samples:
         metrics |= learner.learn(batch, derive_seed(seed, "minibatches", state.step))
-    if "mismatch/abs" not in metrics:  # no policy update: assess a few samples, so that the metrics are there
+    if "mismatch/abs" not in metrics:  # no policy update: score a few samples, so that the metrics are there
         monitored = played.samples[:MONITORED_EPISODES]
-        learner.assess(monitored, own=True)
+        learner.score(monitored, policy_only=True)
         metrics |= policy_metrics(monitored)
     return metrics, batch.samples
 

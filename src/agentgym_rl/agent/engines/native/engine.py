@@ -23,7 +23,7 @@ from agentgym_rl.agent.engines.native.in_place import evaluating, load_in_place
 from agentgym_rl.agent.engines.native.runner import MAX_STOPS, DecodeRow, Launch, LaunchRunner, Row, Runner
 from agentgym_rl.agent.engines.native.sampling import sample, signed_64
 from agentgym_rl.agent.engines.native.select_runner import make_runner
-from agentgym_rl.agent.engines.native.sessions import Session, SessionTable
+from agentgym_rl.agent.engines.native.slots import Session, SessionTable
 from agentgym_rl.errors import EngineError
 from agentgym_rl.types import Completion, Sampling
 
