@@ -1,6 +1,6 @@
-"""A lock whose code cannot be known in advance: the first guess is luck, and the answer to it says which code is right.
+"""A lock whose code cannot be known in advance: the first guess is luck, but the sound of the lock betrays the code.
 
-Two independent guesses open it in 5 of 9 games. An agent that learns to use the answer opens it at its second attempt
+Two independent guesses open it in 5 of 9 games. An agent that learns what the sounds mean opens it at its second attempt
 every time. `examples/lock.toml` trains that from scratch on a CPU:
 
     cd examples && agentgym-rl train lock.toml
@@ -14,7 +14,9 @@ from typing import ClassVar
 
 from agentgym_rl.types import Step
 
-CODES = ("red", "green", "blue")
+SOUNDS = {"red": "hums", "green": "clicks", "blue": "rattles"}
+"""Sound of a lock by its code. Every guess makes it, right or wrong."""
+CODES = tuple(SOUNDS)
 
 
 class Lock:
@@ -31,7 +33,7 @@ class Lock:
         self.code = ""
         self.guess = ""
         self.told = False
-        """Whether the code of this item was told, in this attempt or an earlier one."""
+        """Whether this lock has made its sound, in this attempt or an earlier one."""
 
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
@@ -45,10 +47,12 @@ class Lock:
     def step(self, text: str) -> Step:
         self.guess, self.told = text.strip(), True
         success = self.guess == self.code
-        return Step(f"It was {self.code} .", float(success), True, {"valid": self.guess in CODES, "success": success})
+        return Step(
+            f"The lock {SOUNDS[self.code]} .", float(success), True, {"valid": self.guess in CODES, "success": success}
+        )
 
     def actions(self) -> list[str]:
-        """Return the codes. The right one is listed twice once it was told, so random play listens now and then."""
+        """Return the codes. The right one is listed twice after the sound, so random play listens now and then."""
         return [*CODES, self.code] if self.told else list(CODES)
 
     def state_key(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from envs_for_tests import Counting
 from scripted_engine_for_tests import ScriptedEngine
+from servers_for_tests import server_in_thread
 from tokenizers_for_tests import byte_level_bpe
 
 from agentgym_rl.agent.policy import EnginePolicy
@@ -18,7 +19,7 @@ from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.agent.trees import Branch, Branching, Path, TreeCollector, choose
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.environment import catalog
-from agentgym_rl.environment.pool import LocalPool
+from agentgym_rl.environment.pool import LocalPool, RemotePool
 from agentgym_rl.environment.session import fork_env
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.advantages import ESTIMATORS, Episode
@@ -89,9 +90,13 @@ class Random(NotCopied):
 
 
 async def play(
-    branching: Branching, env: type = Counting, engine: SeededEngine | None = None, limits: Limits = LIMITS
+    branching: Branching,
+    env: type = Counting,
+    engine: SeededEngine | None = None,
+    limits: Limits = LIMITS,
+    pool: RemotePool | None = None,
 ) -> list[Group]:
-    pool = LocalPool({"counting": env})
+    pool = pool or LocalPool({"counting": env})  # type: ignore[assignment]
     engine = engine or SeededEngine()
 
     def policy(session: EnvSession, seed: int) -> EnginePolicy:
@@ -160,6 +165,13 @@ async def test_replay_and_fork_give_the_same_trees() -> None:
     forked, replayed = await play(shape), await play(shape, NotCopied)
     assert lines(forked) == lines(replayed)
     assert NotCopied.num_steps == sum(t.num_turns for group in replayed for t in group.trajectories)
+
+
+async def test_trees_over_http_are_those_in_this_process() -> None:
+    shape = Branching(roots=1, branches=2, depth=2)
+    with server_in_thread({"counting": Counting}) as server:
+        pool = RemotePool({"counting": f"{server.url}/counting"})
+        assert lines(await play(shape, pool=pool)) == lines(await play(shape))
 
 
 async def test_a_tree_is_the_same_again_and_another_with_another_shape() -> None:
