@@ -1,7 +1,7 @@
 """A lock whose code cannot be known in advance: the first guess is luck, but the sound of the lock betrays the code.
 
-Two independent guesses open it in 5 of 9 games. An agent that learns what the sounds mean opens it at its second attempt
-every time. `examples/lock.toml` trains that from scratch on a CPU:
+Two independent guesses open it in 5 of 9 games. An agent that learns what the sounds mean opens it at the second
+attempt every time. `examples/lock.toml` trains that from scratch on a CPU:
 
     cd examples && agentgym-rl train lock.toml
 """
