@@ -163,8 +163,9 @@ class EnginePolicy:
         check_completion(completion, sampling)
         token_ids = list(completion.token_ids)
         content, calls = self._renderer.read_reply(token_ids, tools)
+        versions = list(completion.versions)
         message = Message(
-            "assistant", content, token_ids, list(completion.logprobs), completion.version, tool_calls=calls
+            "assistant", content, token_ids, list(completion.logprobs), completion.version, versions, tool_calls=calls
         )
         if not self._train_thoughts:
             message.untrained = self._renderer.thought_length(token_ids)

@@ -139,10 +139,10 @@ class LocalBackend:
         self.renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
         self._vllm, self._weights_dir = vllm, weights_dir
         if vllm is None:
-            # With overlap the learner changes its weights while episodes are played: the engine needs a copy.
-            played = freeze(copy.deepcopy(model)) if config.rl.overlap else model
+            # If the learner changes its weights while episodes are played, the engine needs a copy.
+            played = freeze(copy.deepcopy(model)) if config.rl.asynchronous else model
             self._engine: backend_vllm.RunEngine = make_engine(
-                played, self.renderer, config.sessions_per_engine(), config.longest_context()
+                played, self.renderer, config.sessions_per_engine(), config.longest_context(), config.rl.keep_cache
             )
         else:
             self._engine = vllm
@@ -200,7 +200,8 @@ class LocalBackend:
 
     async def publish(self, version: int) -> None:
         if self._vllm is None:
-            await self._engine.update_weights(self._model.state_dict() if self._config.rl.overlap else None, version)
+            source = self._model.state_dict() if self._config.rl.asynchronous else None
+            await self._engine.update_weights(source, version)
         else:
             assert self._weights_dir is not None
             await backend_vllm.publish(
@@ -240,9 +241,12 @@ class LocalBackend:
         await self._engine.close()
 
 
-def make_engine(model: Any, renderer: Renderer, max_sessions: int, max_context: int) -> NativeEngine:
+def make_engine(
+    model: Any, renderer: Renderer, max_sessions: int, max_context: int, keep_cache: bool = False
+) -> NativeEngine:
     """Return a native engine over `model`."""
-    return NativeEngine(model, decode=renderer.decode, max_sessions=max_sessions, max_context=max_context)
+    sizes = {"max_sessions": max_sessions, "max_context": max_context}
+    return NativeEngine(model, decode=renderer.decode, keep_cache=keep_cache, **sizes)
 
 
 def make_learner(

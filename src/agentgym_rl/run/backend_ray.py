@@ -281,7 +281,8 @@ def make_engine_adapter(config: Config, folder: Path) -> EngineAdapter:
     model, tokenizer = load_from(folder, config.model)
     model = freeze(model)
     renderer = Renderer(tokenizer, config.model.chat_template, thoughts=config.agent.thoughts)
-    return NativeAdapter(make_engine(model, renderer, config.sessions_per_engine(), config.longest_context()), model)
+    sizes = config.sessions_per_engine(), config.longest_context()
+    return NativeAdapter(make_engine(model, renderer, *sizes, config.rl.keep_cache), model)
 
 
 def _load_renderer(folder: Path, config: Config) -> Renderer:

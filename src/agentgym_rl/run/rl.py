@@ -90,8 +90,8 @@ class RLRun(Run):
         return details if judge is None else details | {"judge": {"calls": judge.calls, "tokens": judge.tokens}}
 
     def _mark_resumable(self) -> None:
-        """Keep the state to save if the run is stopped now. With overlap the next step is learned from at once."""
-        self.resumable = None if self.config.rl.overlap else self.rl.state()
+        """Keep the state to save if the run is stopped now. If it plays while it learns, a stop waits for the step."""
+        self.resumable = None if self.config.rl.asynchronous else self.rl.state()
 
     def _record(self, step: int, groups: list[Group]) -> None:
         self.resumable = None
