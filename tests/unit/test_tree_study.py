@@ -11,11 +11,12 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "results"))
 import studies  # noqa: E402
 import trees  # noqa: E402
+from records import read_records  # noqa: E402
 
 
 def test_the_page_is_the_one_that_the_records_give() -> None:
-    records = trees.tree_runs(ROOT / "results")
-    assert {record["arm"] for record in records} == set(studies.TREE_ARMS)
+    records = read_records(ROOT / "results", "trees")
+    assert {record["arm"] for record in trees.runs_by_seed(records)} == set(studies.TREE_ARMS)
     assert (ROOT / "docs" / "results" / "trees.md").read_text() == trees.page(records)
 
 
