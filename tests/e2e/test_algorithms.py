@@ -22,11 +22,10 @@ ARMS: dict[str, tuple[int, tuple[str, ...]]] = {
     "RLOO": (50, GROUPED),
     "REINFORCE++": (30, ("rl.minibatches=4", "rl.optimizer.lr=2e-3")),
     "GiGPO": (50, GROUPED),
-    "Tree-GRPO": (40, ("rl.minibatches=4",)),
 }
 """Steps of 128 episodes each, and overrides for short tests: more updates and tasks per step need fewer steps.
 AgentEvol and DPO are tested with their recipes, from the same start."""
-LONG = ("RLOO", "GiGPO", "Tree-GRPO")
+LONG = ("RLOO", "GiGPO")
 """Arms that only `make test-long` runs: they differ from GRPO in their advantages, which have unit tests."""
 LEARNS = "test_it_reaches_nine_tenths_of_the_optimum"
 

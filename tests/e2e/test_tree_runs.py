@@ -19,11 +19,12 @@ from runs_for_tests import (
 )
 
 from agentgym_rl.commands.train import train
-from agentgym_rl.config import Config
+from agentgym_rl.config import Config, load_config
 from agentgym_rl.environment.pool import LocalPool
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.log import read_metrics, read_trajectories
 
+RECIPES = Path(__file__).parents[2] / "recipes" / "evidence"
 TREE = {"roots": 2, "branches": 2, "depth": 2, "branch": "anchor"}
 
 
@@ -74,6 +75,20 @@ def test_a_run_of_trees_that_is_killed_equals_an_uninterrupted_one(tmp_path: Pat
     train_process(killed, tree).kill_when(lambda: (killed / "trajectories" / "step_000004.jsonl").exists())
     finish(killed, tree, "--resume")
     assert_equal(killed, tmp_path / "whole")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+async def test_trees_learn_keydoor(tmp_path: Path) -> None:
+    """Repeat a run of the study `trees`, from the starting model on."""
+    start = load_config(RECIPES / "keydoor-base.toml", ["threads=1"])
+    await train(start, tmp_path / "start", console=quiet())
+    (last,) = sorted((tmp_path / "start" / "checkpoints").glob("step_*"))[-1:]
+    tree = "rl.tree={roots=4, branches=1, depth=1}"
+    config = load_config(RECIPES / "keydoor-rl.toml", [f"model.path={last / 'model'}", "threads=1", tree])
+    summary = await train(config, tmp_path / "run", console=quiet())
+    assert summary["before"]["success"] < 0.1
+    assert summary["after"]["success"] > 0.4
 
 
 async def test_anchors_need_a_state_key(tmp_path: Path) -> None:
