@@ -41,6 +41,7 @@ ARMS: dict[str, list[str]] = {
     "GSPO": [*ONLINE, "rl.loss='gspo'", "rl.aggregate='trajectory'", "rl.clip_low=0.05", "rl.clip_high=0.05"],
     "CISPO": [*ONLINE, "rl.loss='cispo'", "rl.clip_low=1.0", "rl.clip_high=2.0"],
     "GiGPO": [*ONLINE, "rl.credit='anchor'", "rl.turn_discount=0.9"],
+    "Tree-GRPO": [*ONLINE, "rl.tree={roots=4, branches=1, depth=1}"],
     "GRPO, turns": [*ONLINE, "rl.credit='turns'", "rl.turn_discount=0.9"],
     "GRPO, overlap": [*ONLINE, "rl.overlap=1"],
     "RLOO": [*ONLINE, "rl.algorithm='rloo'"],

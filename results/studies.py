@@ -499,6 +499,46 @@ def long_context(seeds: list[int] | None) -> list[Job]:
     return jobs
 
 
+TREE_ARMS: dict[str, tuple[str, ...]] = {
+    "chains": (),
+    "trees": ("rl.tree={roots=4, branches=1, depth=1}",),
+}
+"""Eight episodes of each task: from the first turn, or four and a continuation of each from a random turn."""
+QWEN_TREE_BUDGET = {"textcraft": 6_000_000, "searchqa": 6_000_000}
+"""Sampled tokens of a run, about 100 steps of chains."""
+
+
+def trees(seeds: list[int] | None) -> list[Job]:
+    """Return KeyDoor by chains and by trees, from one starting model and with the same budget of sampled tokens."""
+    start = Job(name="base-keydoor", arm="base", task="keydoor", seed=0, recipe="evidence/keydoor-base.toml")
+    return [start] + [
+        Job(
+            name=f"{arm}-keydoor-{seed}",
+            arm=arm,
+            task="keydoor",
+            seed=seed,
+            recipe="evidence/keydoor-rl.toml",
+            arguments=(f"model.path={{{start.name}}}", *arguments),
+        )
+        for seed in (seeds if seeds is not None else range(3))
+        for arm, arguments in TREE_ARMS.items()
+    ]
+
+
+def qwen_trees(seeds: list[int] | None) -> list[Job]:
+    """Return TextCraft and SearchQA by chains and by trees, with models of two sizes. It needs one GPU."""
+    jobs: list[Job] = []
+    for task, budget in QWEN_TREE_BUDGET.items():
+        for size in ("0.5B", "1.5B"):
+            for seed in seeds if seeds is not None else range(3):
+                for arm, arguments in TREE_ARMS.items():
+                    run = qwen_run(task, "staged", seed, size)
+                    settings = (*run.arguments, "rl.steps=1000", f"rl.token_budget={budget}", *arguments)
+                    run = replace(run, name=f"{arm}-{task}-{size}-{seed}", arm=f"{arm} {size}", arguments=settings)
+                    jobs += [run, on_suite(f"eval-{run.name}", f"{{{run.name}}}", run.arm, task, seed)]
+    return jobs
+
+
 STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "rl-over-base": rl_over_base,
     "staged-horizon": staged_horizon,
@@ -516,4 +556,6 @@ STUDIES: dict[str, Callable[[list[int] | None], list[Job]]] = {
     "teachers": teachers,
     "collapse": collapse,
     "long-context": long_context,
+    "trees": trees,
+    "qwen-trees": qwen_trees,
 }

@@ -28,6 +28,7 @@ from agentgym_rl.training.settings import (
     ScratchSettings,
     SFTSettings,
     distill_problem,
+    play_problem,
 )
 
 Method = Literal["rl", "sft", "dpo", "agentevol", "dagger", "distill", "reward_model"]
@@ -162,6 +163,10 @@ class AgentConfig(_Section):
     "function_call": an action as JSON text. "code": an action in a fenced block."""
     turns_per_attempt: int | None = Field(None, ge=1)
     """Turns of one attempt, for style `reflect`. The horizon bounds all attempts and reflections together."""
+    attempts: int = Field(3, ge=2)
+    """Attempts of style `reflect`."""
+    retry: Literal["failure", "always"] = "failure"
+    """When style `reflect` starts another attempt: after a failed one, or after every one."""
     instruction: str | None = None
     """System message instead of the environment's own. An empty string means no system message."""
     temperature: float = Field(1.0, gt=0, le=100)
@@ -421,7 +426,8 @@ class Config(_Section):
         distilled = self.rl.distill is not None and not self.rl.distill.reward_weight
         problem = distill_problem(self.rl.distill, method, self.agent.temperature)
         problem = problem or reward_problem(self.rewards, self.judge, min(self.group_sizes().values()), distilled)
-        if problem:
+        own_size = any(env.group_size is not None for env in self.environments)
+        if problem := problem or play_problem(self.rl, self.agent.style, self.agent.retry, own_size):
             raise ValueError(problem)
         horizons = [env.name for env in self.environments if env.horizon is not None]
         if not self.online and horizons:
@@ -508,6 +514,7 @@ class Config(_Section):
             (agent.style == "reflect", "agent.style = 'reflect'"),
             (agent.context != "full", "agent.context"),
             (not agent.train_thoughts, "agent.train_thoughts = false"),
+            (self.rl.tree is not None, "[rl.tree]"),
         ):
             if is_set:
                 raise ValueError(f"agent.kind = 'external': the program drives the episode, remove {setting}")
@@ -522,7 +529,9 @@ class Config(_Section):
         return max([self.agent.max_context, *(env.max_context or 0 for env in self.environments)])
 
     def group_sizes(self, group_size: int | None = None) -> dict[str, int]:
-        """Return episodes of a group by environment: `group_size` for all, or each one's own."""
+        """Return episodes of a group by environment: `group_size` for all, the paths of trees, or each one's own."""
+        if group_size is None and self.rl.tree is not None:
+            group_size = self.rl.tree.paths
         return {env.name: group_size or env.group_size or self.rl.group_size for env in self.environments}
 
     def sessions_per_engine(self) -> int:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 Role = Literal["system", "user", "assistant", "tool"]
 Observation = str | list[str]
@@ -228,6 +228,10 @@ class Trajectory:
     """JSON schemas of the tools that the agent was offered, as chat templates take them."""
     verdicts: list[Verdict] = field(default_factory=list)
     """Scores of every source of rewards, if the recipe has [[rewards]]; else empty."""
+    parent: str = ""
+    """Id of the episode that it branches off, in a tree of rollouts; else empty."""
+    shared_turns: int = 0
+    """First turns that it shares with its parent, which sampled them. Only the parent has their log-probabilities."""
 
     @property
     def reward(self) -> float:
@@ -367,6 +371,7 @@ class Trajectory:
                 "seconds": round(self.seconds, 4),
                 **({"tools": self.tools} if self.tools else {}),
                 **({"verdicts": [asdict(verdict) for verdict in self.verdicts]} if self.verdicts else {}),
+                **({"parent": self.parent, "shared_turns": self.shared_turns} if self.parent else {}),
             },
             ensure_ascii=False,
         )
@@ -387,6 +392,8 @@ class Trajectory:
             seconds=row["seconds"],
             tools=row.get("tools", []),
             verdicts=[Verdict(**verdict) for verdict in row.get("verdicts", ())],
+            parent=row.get("parent", ""),
+            shared_turns=row.get("shared_turns", 0),
         )
 
 
@@ -540,6 +547,17 @@ class EnvSession(Protocol):
 
     async def render(self) -> str | bytes: ...
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class ForkableSession(Protocol):
+    """A session whose running episode can be copied."""
+
+    async def fork(self) -> object | None:
+        """Return a copy of the episode's present state for `resume`, or None if it cannot be copied."""
+
+    async def resume(self, copy: object) -> None:
+        """Continue an episode from a copy that `fork` of another session of the same environment returned."""
 
 
 class EnvPool(Protocol):

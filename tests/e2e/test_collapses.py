@@ -175,6 +175,17 @@ async def test_a_huge_learning_rate_is_named_entropy_collapse(tmp_path: Path) ->
     assert "entropy_collapse" in rules_of(await drive(tmp_path, rl__optimizer={"lr": 0.1}))
 
 
+async def test_episodes_that_repeat_each_other_are_named_echo_trap(tmp_path: Path) -> None:
+    """Updates that are too large make all episodes of a group alike, and their rewards with them."""
+    doctor = await drive(tmp_path, rl__optimizer={"lr": 0.1}, turns=4)
+    assert "echo_trap" in rules_of(doctor)
+    (finding,) = [f for f in doctor.findings if f.rule == "echo_trap"]
+    assert "the echo trap: the episodes of a group repeat each other" in finding.message
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    for name in ("reward/spread", "replies/diversity"):
+        assert rows[-1][name] < rows[0][name] / 3
+
+
 async def test_a_huge_entropy_bonus_is_named_entropy_explosion_and_kl_runaway(tmp_path: Path) -> None:
     env = paying(pays=lambda replies, asked: 0.0)
     doctor = await drive(tmp_path, env, steps=20, rl__entropy_coef=1.0, rl__kl_coef=1e-9, rl__zero_variance="keep")

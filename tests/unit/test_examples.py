@@ -45,6 +45,15 @@ def test_the_example_runs() -> None:
     assert done.stdout.startswith("item 0: I have a number from 1 to 100.\n  > 50   Lower.\n")
 
 
+def test_the_example_of_a_tree_prints_its_paths() -> None:
+    script = EXAMPLE.parent / "tree_rollouts.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5
+    assert all(line.startswith("reward ") for line in lines)
+    assert [("·" in line) for line in lines] == [False, True, True, True, True], "branches share turns with the root"
+
+
 def test_every_item_is_solved_within_seven_turns(example: ModuleType) -> None:
     env = example.NumberGuessing()
     for capability in (HasActions, HasOracle, HasStateKey, HasRender):

@@ -59,7 +59,10 @@ def test_means_over_usable_episodes() -> None:
     assert metrics["b/truncated/rate"] == 1.0
     surprises = {f"surprise/{name}": 1.0 for name in ("mean", "turn_1", "turn_2", "turn_3")}
     assert {name: metrics[name] for name in surprises} == surprises
-    assert set(metrics) == set(expected) | set(surprises) | {
+    # Rewards 1 and 0 in one group, equal ones in the other. Of three turns with two replies, one has equal ones.
+    within_groups = {"reward/spread": 0.25, "replies/diversity": 2 / 3}
+    assert {name: metrics[name] for name in within_groups} == pytest.approx(within_groups)
+    assert set(metrics) == set(expected) | set(surprises) | set(within_groups) | {
         f"{env}/{name}" for env in "ab" for name in expected if not name.startswith("episodes/")
     }
 

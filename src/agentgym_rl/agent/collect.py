@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
-from agentgym_rl.agent.policy import PolicyFactory
+from agentgym_rl.agent.policy import Policy, PolicyFactory
 from agentgym_rl.agent.rollout import rollout
 from agentgym_rl.common.seeds import stable_seed
 from agentgym_rl.errors import ConfigError
@@ -19,6 +19,22 @@ from agentgym_rl.types import EnvPool, EnvSession, Group, Limits, StopReason, Ta
 
 STARTS_PER_ITERATION = 16
 """Episodes that start in one iteration of the event loop, so that an engine plays the first while others are reset."""
+
+
+Start = Callable[[EnvSession, Policy], tuple[EnvSession, Policy]]
+"""Wraps the session and the policy of an episode that does not start at its first turn."""
+Result = TypeVar("Result")
+
+
+async def together(calls: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Run calls concurrently and return their results in order. The first failure cancels the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as running:
+            tasks = [running.create_task(call) for call in calls]
+    except ExceptionGroup as errors:
+        # As it is, so that a caller can catch its type.
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 class EpisodeSlots:
@@ -121,21 +137,15 @@ class Collector:
 
     async def __call__(self, tasks: list[Task], limits: Limits, seed: int, first: int = 0) -> list[Group]:
         """Play the tasks. `first` is the index of the first one in the whole list; ids and seeds depend on it."""
-        try:
-            async with asyncio.TaskGroup() as running:
-                episodes = [
-                    [
-                        running.create_task(self._play_attempts(task, limits, seed, index, member))
-                        for member in range(self._group_size)
-                    ]
-                    for index, task in enumerate(tasks, first)
-                ]
-        except ExceptionGroup as errors:
-            # The first failure cancelled the others. Raise it, so that a caller can catch its type.
-            raise errors.exceptions[0] from None
+        size = self._group_size
+        episodes = await together(
+            self._play_attempts(task, limits, seed, index, member)
+            for index, task in enumerate(tasks, first)
+            for member in range(size)
+        )
         return [
-            Group(task, [trajectory for episode in group for trajectory in episode.result()])
-            for task, group in zip(tasks, episodes, strict=True)
+            Group(task, [trajectory for attempts in episodes[i * size : (i + 1) * size] for trajectory in attempts])
+            for i, task in enumerate(tasks)
         ]
 
     def drain_counts(self) -> dict[str, int]:
@@ -143,8 +153,17 @@ class Collector:
         counts, self.counts = dict(self.counts), Counter()
         return counts
 
-    async def _play_attempts(self, task: Task, limits: Limits, seed: int, index: int, member: int) -> list[Trajectory]:
-        """Play the attempts at one episode of a group."""
+    async def _play_attempts(
+        self,
+        task: Task,
+        limits: Limits,
+        seed: int,
+        index: int,
+        member: int,
+        start: Start | None = None,
+        parent: tuple[str, int] = ("", 0),
+    ) -> list[Trajectory]:
+        """Play all attempts at one episode of a group. `start` and `parent` (id, turns) are those of a branch."""
         attempts: list[Trajectory] = []
         for attempt in range(self._retries + 1):
             async with self._slots.taken(task.env):
@@ -153,7 +172,9 @@ class Collector:
                     limits,
                     id=f"{self.prefix}{seed}-{index}-{member}-{attempt}",
                     seed=stable_seed(seed, index, member, attempt),
+                    start=start,
                 )
+            trajectory.parent, trajectory.shared_turns = parent[0], min(parent[1], trajectory.num_turns)
             attempts.append(trajectory)
             self._count(trajectory, attempt)
             if self._on_trajectory is not None:
@@ -162,7 +183,15 @@ class Collector:
                 break
         return attempts
 
-    async def _episode(self, task: Task, limits: Limits, *, id: str, seed: int) -> Trajectory:  # noqa: A002
+    async def _episode(
+        self,
+        task: Task,
+        limits: Limits,
+        *,
+        id: str,  # noqa: A002
+        seed: int,
+        start: Start | None = None,
+    ) -> Trajectory:
         try:
             async with asyncio.timeout(self._episode_timeout_s):
                 session = await self._pool.open(task.env)
@@ -175,6 +204,8 @@ class Collector:
         try:
             env = session if self._wrap is None else self._wrap(session)
             policy = self._make_policy(env, seed)
+            if start is not None:
+                env, policy = start(env, policy)
             timeout_s = self._episode_timeout_s
             return await rollout(task, env, policy, limits, id=id, timeout_s=timeout_s, truncate=self._truncate)
         finally:

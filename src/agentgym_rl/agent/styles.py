@@ -10,9 +10,10 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from agentgym_rl.errors import ConfigError
-from agentgym_rl.types import EnvSession, Step, ToolCall
+from agentgym_rl.types import EnvSession, ForkableSession, Step, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,20 @@ class Style:
     def write(self, action: str, thought: str = "") -> str:
         return self.written.format(action=self.encode(action), thought=thought or _NO_THOUGHT)
 
-    def wrap(self, env: EnvSession, turns_per_attempt: int | None = None) -> EnvSession:
-        """Return `env` wrapped for this style."""
+    def wrap(
+        self,
+        env: EnvSession,
+        turns_per_attempt: int | None = None,
+        attempts: int | None = None,
+        retry: Literal["failure", "always"] = "failure",
+    ) -> EnvSession:
+        """Return `env` wrapped for this style. `attempts` replaces the style's own number, `retry` says when."""
         styled = StyledSession(env, self)
         if self.attempts == 1:
             return styled
         if turns_per_attempt is None:
             raise ConfigError("a style with several attempts needs turns_per_attempt, got none: set it")
-        return ReflectSession(styled, self.attempts, turns_per_attempt)
+        return ReflectSession(styled, attempts or self.attempts, turns_per_attempt, retry)
 
 
 _REACT = "Thought: {thought}\nAction: {action}"
@@ -119,6 +126,13 @@ class StyledSession:
     async def render(self) -> str | bytes:
         return await self._env.render()
 
+    async def fork(self) -> object | None:
+        return await self._env.fork() if isinstance(self._env, ForkableSession) else None
+
+    async def resume(self, copy: object) -> None:
+        assert isinstance(self._env, ForkableSession)
+        await self._env.resume(copy)
+
     async def close(self) -> None:
         await self._env.close()
 
@@ -127,6 +141,10 @@ _ASK = (
     "Attempt {attempt} of {attempts} failed. Reply with a short reflection: what went wrong, and what will you do "
     "differently? Then the task starts again."
 )
+_ASK_AGAIN = (
+    "Attempt {attempt} of {attempts} is over. Reply with a short reflection: was it right, and what will you do "
+    "differently? Then the task starts again, and only the last attempt counts."
+)
 _PLAIN_REFLECTION = "I will start again and choose other actions."
 
 
@@ -134,14 +152,22 @@ class ReflectSession:
     """Several attempts at one item as one episode, with a written reflection between them.
 
     An attempt fails when the environment ends it without success or when its turns are used up. The next reply is then
-    the reflection. It remains in the conversation, which the next attempt continues.
+    the reflection. It remains in the conversation, which the next attempt continues. With `retry` "always" every
+    attempt but the last is followed by another, right or wrong, so that an agent can also spoil what was right.
 
     The episode is rewarded once, on its last turn, with the sum of the last attempt's rewards. Failed attempts earn
     nothing, else failing first would be worth more than succeeding at once. The environment's reward of each turn is in
-    `info["env_reward"]`. `info["attempt"]` counts from 1, `info["reflection"]` marks reflections.
+    `info["env_reward"]`. `info["attempt"]` counts from 1, `info["reflection"]` marks reflections,
+    and `info["attempt_success"]` is on the last turn of every attempt.
     """
 
-    def __init__(self, env: EnvSession, attempts: int, turns_per_attempt: int) -> None:
+    def __init__(
+        self,
+        env: EnvSession,
+        attempts: int,
+        turns_per_attempt: int,
+        retry: Literal["failure", "always"] = "failure",
+    ) -> None:
         if attempts < 1 or turns_per_attempt < 1:
             raise ConfigError(
                 f"attempts and turns_per_attempt must be 1 or more, got {attempts} and {turns_per_attempt}"
@@ -152,6 +178,7 @@ class ReflectSession:
         self._env = env
         self._attempts = attempts
         self._turns_per_attempt = turns_per_attempt
+        self._retry = retry
         self._item = -1
         self._attempt = 1
         self._rewards: list[float] = []
@@ -179,13 +206,14 @@ class ReflectSession:
             return replace(step, reward=0.0, info=info)
         total = math.fsum(self._rewards)
         succeeded = step.done and bool(step.info.get("success", total >= 1.0))
-        if succeeded or self._attempt == self._attempts:
+        info["attempt_success"] = succeeded
+        if (succeeded and self._retry == "failure") or self._attempt == self._attempts:
             return replace(step, reward=total, done=True, info={**info, "success": succeeded})
         self._reflecting = True
         if "state_key" in info:
             info["state_key"] = f"reflection {self._attempt}: {info['state_key']}"
         info.pop("success", None)
-        ask = _ASK.format(attempt=self._attempt, attempts=self._attempts)
+        ask = (_ASK if self._retry == "failure" else _ASK_AGAIN).format(attempt=self._attempt, attempts=self._attempts)
         return Step(f"{step.observation}\n\n{ask}", reward=0.0, done=False, info=info)
 
     async def actions(self) -> list[str]:

@@ -171,7 +171,7 @@ def _candidate(
     if playing.context != "full":
         identity["context"] = playing.context
     if playing.style == "reflect":
-        identity["turns_per_attempt"] = playing.turns_per_attempt
+        identity |= {name: getattr(playing, name) for name in ("turns_per_attempt", "attempts", "retry")}
     return Candidate(
         options,
         kind,

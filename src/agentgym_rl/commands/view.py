@@ -89,13 +89,20 @@ class ViewerEnvironments:
             return tuple(self._own[env].subsets_of(item)) if _has_item(self._own[env], item) else ()
         return () if env in self._urls else _subsets_of(env, item)
 
-    async def open(self, env: str, style: str | None = None, turns_per_attempt: int | None = None) -> EnvSession:
+    async def open(
+        self,
+        env: str,
+        style: str | None = None,
+        turns_per_attempt: int | None = None,
+        attempts: int | None = None,
+        retry: str = "failure",
+    ) -> EnvSession:
         if style is None:
             style = "tool" if self._model is not None and self._model.calls_tools else "act"
         if style not in STYLES:
             raise ConfigError(f"the run's style {style!r} is unknown: known are {', '.join(STYLES)}")
         session = await (await self._pool(env, STYLES[style].action_format)).open(env)
-        return STYLES[style].wrap(session, turns_per_attempt)
+        return STYLES[style].wrap(session, turns_per_attempt, attempts, "always" if retry == "always" else "failure")
 
     async def _pool(self, env: str, action_format: str) -> LocalPool | RemotePool:
         # Loading imports the environment's packages, which can take seconds.

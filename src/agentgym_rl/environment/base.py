@@ -86,6 +86,12 @@ class HasStateKey(Protocol):
 
 
 @runtime_checkable
+class HasFork(Protocol):
+    def fork(self) -> TextEnv:
+        """Return an independent copy in the same state. A cheap environment without it is copied by `deepcopy`."""
+
+
+@runtime_checkable
 class HasAgentGymNumbers(Protocol):
     """An environment whose items AgentGym has too, under other numbers."""
 

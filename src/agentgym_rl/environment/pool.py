@@ -116,6 +116,18 @@ class _PooledSession:
     async def render(self) -> str | bytes:
         return await self._require_open().render()
 
+    async def fork(self) -> object | None:
+        inner = self._require_open()
+        copy = await inner.fork() if isinstance(inner, LocalSession) else None
+        return None if copy is None else (copy, self._state)
+
+    async def resume(self, copy: object) -> None:
+        inner = self._require_open()
+        assert isinstance(inner, LocalSession)
+        assert isinstance(copy, tuple)
+        episode, self._state = copy
+        await inner.resume(episode)
+
     async def close(self) -> None:
         if self._closed:
             return

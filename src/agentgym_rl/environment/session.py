@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import math
 import queue
 import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 from agentgym_rl.environment.base import (
     HasActions,
+    HasFork,
     HasItemTools,
     HasOracle,
     HasRender,
@@ -101,6 +104,27 @@ class Worker:
 
         self.submit(job)
         return await future
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeCopy:
+    """A running episode at one moment. It is never played itself, so that several sessions can resume from it."""
+
+    env: TextEnv
+    observation: str
+    rewards: tuple[float, ...]
+
+
+def fork_env(env: TextEnv) -> TextEnv | None:
+    """Return a copy of an environment: its own `fork`, or a deep copy if it is cheap and can be copied, else None."""
+    if isinstance(env, HasFork):
+        return env.fork()
+    if not env.cheap:
+        return None
+    try:
+        return copy.deepcopy(env)
+    except (TypeError, copy.Error):  # it holds a connection, a lock or the like: the caller replays the episode
+        return None
 
 
 class LocalSession:
@@ -225,6 +249,25 @@ class LocalSession:
         if not isinstance(answer, str | bytes):
             raise EnvError(f"{self.name}.render() must return a string or bytes, got {type(answer).__name__}")
         return answer
+
+    async def fork(self) -> EpisodeCopy | None:
+        """Return a copy of the running episode, or None if the environment cannot be copied."""
+        async with self._lock:
+            if self._not_playing:
+                raise NotPlaying(f"this {self.name} session {self._not_playing}: reset it")
+            env = await self._call("fork", fork_env, self._env)
+            return None if env is None else EpisodeCopy(env, self.observation, tuple(self._rewards))
+
+    async def resume(self, episode: EpisodeCopy) -> None:
+        """Continue the episode of a copy, which stays as it is. The environment of this session is closed."""
+        async with self._lock:
+            env = await self._call("fork", fork_env, episode.env)
+            if env is None:
+                raise EnvError(f"{self.name} was copied once and cannot be copied again: fork() must always work")
+            await self._call("close", self._env.close)
+            self._env, self._keyed_env = env, env if isinstance(env, HasStateKey) else None
+            self._started, self._not_playing = True, ""
+            self._rewards, self.observation = list(episode.rewards), episode.observation
 
     async def close(self) -> None:
         """Close the environment and its thread. Never raise, and never wait for a hung thread."""

@@ -80,7 +80,7 @@ class Backend(Protocol):
         on_trajectory: OnTrajectory | None = None,
         oracle_share: float | None = None,
     ) -> Collect:
-        """Return a function that plays groups of `group_size`, or of each environment's own size.
+        """Return a function that plays groups of `group_size`; without one, groups as the recipe trains on them.
 
         With `oracle_share` the oracle advises every turn and plays that share of them.
         """
@@ -187,9 +187,15 @@ class LocalBackend:
             oracle_share=oracle_share,
             external=self._external,
         )
-        sizes = config.group_sizes(group_size)
         return collect_each(
-            config.agent, config.environments, self._pool, policies, sizes, prefix, on_trajectory=on_trajectory
+            config.agent,
+            config.environments,
+            self._pool,
+            policies,
+            config.group_sizes(group_size),
+            prefix,
+            on_trajectory=on_trajectory,
+            tree=config.rl.tree if group_size is None else None,
         )
 
     def trainer(self, data: list[Any], settings: SFTSettings | PairSettings, seed: int | str) -> Trainer:

@@ -43,7 +43,7 @@ from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import by_turn
-from agentgym_rl.training.settings import PairSettings, RLSettings, SFTSettings
+from agentgym_rl.training.settings import PairSettings, RLSettings, SFTSettings, TreeSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 
@@ -67,6 +67,7 @@ class Job:
     version: int
     """Version of the weights that it is played with."""
     oracle_share: float | None = None
+    tree: TreeSettings | None = None
 
 
 class Rank:
@@ -269,7 +270,9 @@ class Player:
             seeded=self._seeded,
             oracle_share=job.oracle_share,
         )
-        collect = make_collector(self._agent, self._pool, policies, job.group_size, job.prefix, self._slots)
+        collect = make_collector(
+            self._agent, self._pool, policies, job.group_size, job.prefix, self._slots, tree=job.tree
+        )
         (group,) = await collect([job.task], job.limits, job.seed, job.index)
         return group
 
@@ -448,9 +451,10 @@ class RayBackend:
         oracle_share: float | None = None,
     ) -> Collect:
         sizes = self._config.group_sizes(group_size)
+        tree = self._config.rl.tree if group_size is None else None
 
         async def collect(tasks: list[Task], limits: Limits, seed: int) -> list[Group]:
-            more = (temperature, self.version, oracle_share)
+            more = (temperature, self.version, oracle_share, tree)
             jobs = [Job(t, limits, seed, i, prefix, sizes[t.env], *more) for i, t in enumerate(tasks)]
             return list(await asyncio.gather(*(play(job) for job in jobs)))
 

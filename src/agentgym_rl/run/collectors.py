@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from agentgym_rl.agent.advised import AdvisedPolicy
@@ -16,8 +18,10 @@ from agentgym_rl.agent.proxy.external import ExternalPolicy, ExternalSession
 from agentgym_rl.agent.proxy.programs import Program
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.agent.styles import STYLES, Style
+from agentgym_rl.agent.trees import Branching, TreeCollector
 from agentgym_rl.config import AgentConfig, EnvironmentConfig
 from agentgym_rl.environment.formats import action_format
+from agentgym_rl.training.settings import TreeSettings
 from agentgym_rl.types import Collect, EnvPool, EnvSession, Group, Limits, Sampling, Task
 
 PROXY_TOKEN = "AGENTGYM_RL_TOKEN"
@@ -110,7 +114,7 @@ def session_wrapper(agent: AgentConfig, inner: Wrap = _unwrapped) -> Wrap:
             # Replaces the environment's part only: how to write an action is still explained.
             explain = action_format(style.action_format).explain
             session.instruction = "\n\n".join(text for text in (agent.instruction, explain) if text)
-        styled = style.wrap(inner(session), agent.turns_per_attempt)
+        styled = style.wrap(inner(session), agent.turns_per_attempt, agent.attempts, agent.retry)
         return ExternalSession(styled) if agent.kind == "external" else styled
 
     return wrap
@@ -125,10 +129,12 @@ def make_collector(
     slots: EpisodeSlots,
     *,
     inner: Wrap = _unwrapped,
+    tree: TreeSettings | None = None,
     **options: Any,
 ) -> Collector:
-    """Return a collector of groups. Collectors that play at the same time share `slots`."""
-    return Collector(
+    """Return a collector of groups, or of trees. Collectors that play at the same time share `slots`."""
+    make = Collector if tree is None else partial(TreeCollector, Branching(**asdict(tree)))
+    return make(
         pool,
         make_policy,
         group_size,

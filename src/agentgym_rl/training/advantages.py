@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from agentgym_rl.training.settings import RLSettings
 
@@ -34,6 +35,10 @@ class Episode:
     """A: the critic's value of the state before each token; empty without a critic."""
     last_value: float = 0.0
     """The critic's value of the state in which the episode was truncated; 0 if the episode ended."""
+    sampled_by: list[str] = field(default_factory=list)
+    """K: id of the episode that sampled each turn, in a tree; that of the first is the tree's. Empty otherwise."""
+    attempts: list[int] = field(default_factory=list)
+    """K: attempt of each turn, from 1, if attempts are trained by rewards of their own. Empty otherwise."""
 
     @property
     def turn_rewards(self) -> list[float]:
@@ -190,6 +195,61 @@ def anchor_advantages(episodes: list[Episode], settings: RLSettings, baseline: B
     return advantages
 
 
+def tree_advantages(episodes: list[Episode], settings: RLSettings, baseline: Baseline) -> list[list[float]]:
+    """Compare each path with all paths of the group and with those of its tree, and add both; K each.
+
+    A turn that several paths share gets the mean of their advantages, because it led to all of them. A group with one
+    tree is compared once. Ji et al. 2025, Tree-GRPO (arXiv 2509.21240), where every path trains its shared turns again.
+    """
+    trees: dict[str, list[int]] = defaultdict(list)
+    for i, episode in enumerate(episodes):
+        trees[episode.sampled_by[0]].append(i)
+    per_turn = _turn_advantages(episodes, settings, baseline)
+    for members in trees.values() if len(trees) > 1 else ():
+        within = _turn_advantages([episodes[i] for i in members], settings, baseline)
+        for i, row in zip(members, within, strict=True):
+            per_turn[i] = [a + b for a, b in zip(per_turn[i], row, strict=True)]
+    through: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for episode, row in zip(episodes, per_turn, strict=True):
+        for k, (sampler, advantage) in enumerate(zip(episode.sampled_by, row, strict=True)):
+            through[sampler, k].append(advantage)
+    return [[fmean(through[sampler, k]) for k, sampler in enumerate(episode.sampled_by)] for episode in episodes]
+
+
+def attempt_advantages(group: list[Episode], settings: RLSettings, baseline: Baseline) -> list[list[float]]:
+    """Compare the attempts of a group by rewards of their own; K each. A reflection belongs to the attempt after it.
+
+    First stage: 0 for the first attempt, and an attempt's reward for the later ones. Second stage: every attempt's
+    reward, plus `bonus` times its gain over the attempt before. So nothing is gained by a bad first attempt, whose
+    turns get no share of the bonus. Kumar et al. 2024, SCoRe (arXiv 2409.12917).
+    """
+    assert settings.correction is not None
+    first_stage, bonus = bool(settings.correction.hold), settings.correction.bonus
+    rewards = [attempt_rewards(episode) for episode in group]
+    advantages = [[0.0] * len(episode.rewards) for episode in group]
+    for attempt in range(1, 1 + max((number for row in rewards for number in row), default=0)):
+        members = [i for i, row in enumerate(rewards) if attempt in row]
+        if len(members) < 2 or (first_stage and attempt == 1):
+            continue
+        totals = []
+        for row in (rewards[i] for i in members):
+            gain = 0.0 if first_stage or attempt == 1 else row[attempt] - row.get(attempt - 1, 0.0)
+            totals.append(row[attempt] + bonus * gain)
+        for i, advantage in zip(members, baseline(totals, range(len(members))), strict=True):
+            for k, number in enumerate(group[i].attempts):
+                if number == attempt:
+                    advantages[i][k] = advantage
+    return advantages
+
+
+def attempt_rewards(episode: Episode) -> dict[int, float]:
+    """Return the reward of every attempt that was begun, by its number from 1."""
+    rewards: dict[int, float] = defaultdict(float)
+    for number, reward in zip(episode.attempts, episode.rewards, strict=True):
+        rewards[number] += reward
+    return rewards
+
+
 def whiten(values: list[list[float]]) -> list[list[float]]:
     """Return (x - mean) / (std + eps) over all tokens of the batch. A batch of equal values becomes 0."""
     standard = iter(_standardise([x for row in values for x in row], divide=True))
@@ -199,27 +259,32 @@ def whiten(values: list[list[float]]) -> list[list[float]]:
 def _by_group(episodes: list[Episode], settings: RLSettings, baseline: Baseline) -> Estimate:
     """Subtract a baseline from the returns of each group and assign the results to tokens."""
     per_turn: list[list[float]] = [[] for _ in episodes]
+    compare = _turn_advantages if settings.tree is None else tree_advantages
+    compare = compare if settings.correction is None else attempt_advantages
     for members in _groups(episodes):
-        group = [episodes[i] for i in members]
-        if len(group) < 2:  # comparing an episode's turns with each other says nothing about what to do
-            advantages = [[0.0] * len(group[0].rewards)]
-        elif settings.credit == "turns":
-            returns = [_discounted(e.turn_rewards, settings.turn_discount) for e in group]
-            episode_indices = [i for i, row in enumerate(returns) for _ in row]
-            flat = iter(baseline([g for row in returns for g in row], episode_indices))
-            advantages = [[next(flat) for _ in row] for row in returns]
-        else:
-            totals = baseline([e.total for e in group], range(len(group)))
-            advantages = [[a] * len(e.rewards) for a, e in zip(totals, group, strict=True)]
-        if settings.credit == "anchor" and len(group) > 1:
-            anchored = anchor_advantages(group, settings, baseline)
-            advantages = [
-                [a + settings.anchor_weight * b for a, b in zip(row, anchored_row, strict=True)]
-                for row, anchored_row in zip(advantages, anchored, strict=True)
-            ]
-        for i, row in zip(members, advantages, strict=True):
+        for i, row in zip(members, compare([episodes[i] for i in members], settings, baseline), strict=True):
             per_turn[i] = row
     return Estimate([_to_tokens(row, e.lengths) for row, e in zip(per_turn, episodes, strict=True)])
+
+
+def _turn_advantages(group: list[Episode], settings: RLSettings, baseline: Baseline) -> list[list[float]]:
+    """Return the advantages of the turns of each episode of a group, K each."""
+    if len(group) < 2:  # comparing an episode's turns with each other says nothing about what to do
+        return [[0.0] * len(group[0].rewards)]
+    if settings.credit == "turns":
+        returns = [_discounted(e.turn_rewards, settings.turn_discount) for e in group]
+        episode_indices = [i for i, row in enumerate(returns) for _ in row]
+        flat = iter(baseline([g for row in returns for g in row], episode_indices))
+        return [[next(flat) for _ in row] for row in returns]
+    totals = baseline([e.total for e in group], range(len(group)))
+    advantages = [[a] * len(e.rewards) for a, e in zip(totals, group, strict=True)]
+    if settings.credit != "anchor":
+        return advantages
+    anchored = anchor_advantages(group, settings, baseline)
+    return [
+        [a + settings.anchor_weight * b for a, b in zip(row, anchored_row, strict=True)]
+        for row, anchored_row in zip(advantages, anchored, strict=True)
+    ]
 
 
 def _standardise(values: Sequence[float], divide: bool) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,6 +13,7 @@ import torch
 from agentgym_rl.training.advantages import EPSILON, ESTIMATORS, Episode
 from agentgym_rl.training.distill import with_teacher
 from agentgym_rl.training.losses import KL_ESTIMATORS
+from agentgym_rl.training.metrics import attempts_of, reward_spread
 from agentgym_rl.training.ranks import balanced_shares
 from agentgym_rl.training.settings import ZERO_VARIANCE_ALGORITHMS, RLSettings
 from agentgym_rl.types import Group, Limits, Sample, StopReason, Trajectory, in_order
@@ -48,6 +50,25 @@ def equal_rewards(group: Group) -> bool:
     """Return whether all trainable episodes of the group have the same reward, so that comparing them says nothing."""
     rewards = [t.training_reward for t in group.trainable]
     return not rewards or max(rewards) - min(rewards) < EPSILON
+
+
+def widest_groups(groups: list[Group], share: float) -> list[Group]:
+    """Return the share of the groups whose rewards have the largest standard deviation, at least one, in their order.
+
+    Groups without two trainable episodes count as equal. RAGEN: Wang et al. 2025 (arXiv 2504.20073).
+    """
+    count = max(1, math.ceil(share * len(groups)))
+    by_spread = sorted(range(len(groups)), key=lambda i: -reward_spread(groups[i]))
+    return [groups[i] for i in sorted(by_spread[:count])]
+
+
+def sampled_by(trajectories: Sequence[Trajectory]) -> dict[str, list[str]]:
+    """Return, by id, the episode that sampled each turn of the episodes of a group. Parents come before branches."""
+    samplers: dict[str, list[str]] = {}
+    for t in trajectories:
+        shared = samplers.get(t.parent, [t.parent] * t.shared_turns)[: t.shared_turns]
+        samplers[t.id] = [*shared, *[t.id] * (t.num_turns - t.shared_turns)]
+    return samplers
 
 
 def to_samples(trajectory: Trajectory, *, keep_tail: bool = False) -> list[Sample]:
@@ -95,6 +116,7 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
     """
     batch = Batch()
     for number, group in enumerate(groups):
+        samplers = sampled_by(group.trajectories) if settings.tree is not None else {}
         played = [(t, to_samples(t, keep_tail=settings.algorithm == "ppo")) for t in group.trainable]
         trajectories = [(t, samples) for t, samples in played if samples]
         batch.groups += bool(trajectories)
@@ -110,9 +132,12 @@ def gather(groups: list[Group], settings: RLSettings, limits: Mapping[str, Limit
                 rewards = [r - overlong_penalty(n, longest, settings) for r, n in zip(rewards, lengths, strict=True)]
             batch.samples += samples
             batch.episode_of_sample += [len(batch.episodes)] * len(samples)
-            batch.episodes.append(
-                Episode(number, rewards, counts, states=[info.get("state_key") for info in trajectory.infos])
-            )
+            states = [info.get("state_key") for info in trajectory.infos]
+            episode = Episode(number, rewards, counts, states=states, sampled_by=samplers.get(trajectory.id, []))
+            if settings.correction is not None:
+                episode.attempts = attempts_of(trajectory)
+                episode.rewards = [float(info.get("env_reward", 0.0)) for info in trajectory.infos]
+            batch.episodes.append(episode)
             batch.truncated.append(trajectory.stop is not None and trajectory.stop.truncated)
             batch.last_observation_missing.append(_last_observation_missing(trajectory))
             batch.masked.append(settings.overlong == "mask" and trajectory.stop in _OVERLONG)
@@ -171,9 +196,22 @@ def estimate(batch: Batch, settings: RLSettings, kl_coef: float = 0.0) -> Batch:
         if settings.distill is not None:
             for sample in samples:
                 sample.advantages = with_teacher(sample, settings.distill)
+    if settings.correction is not None and settings.correction.hold:
+        for samples, episode in zip(segments, batch.episodes, strict=True):
+            for sample in samples:
+                sample.advantages = _held(sample, episode.attempts, settings.correction.hold)
     for samples, returns in zip(segments, estimated.returns, strict=False):
         _distribute(samples, "returns", returns)
     return _trained(batch, segments, settings)
+
+
+def _held(sample: Sample, attempts: list[int], weight: float) -> list[float]:
+    """Return A: the advantages, with weight * log(reference / agent) for the first attempt's tokens.
+
+    The policy gradient of that term is that of the reverse KL to the reference, as in distillation.
+    """
+    tokens = zip(sample.advantages, sample.turn_index, sample.reference_logprobs, sample.logprobs, strict=True)
+    return [a + weight * (reference - own) * (attempts[turn] == 1) for a, turn, reference, own in tokens]
 
 
 def _trained(batch: Batch, segments: list[list[Sample]], settings: RLSettings) -> Batch:

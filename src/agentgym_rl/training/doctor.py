@@ -15,11 +15,13 @@ QUIET_STEPS = 10
 SIGNALS: dict[str, str] = {
     "success/mean": "high",
     "reward/mean": "high",
+    "reward/spread": "high",
     "judged/mean": "high",
     "groups/zero_variance": "low",
     "entropy/mean": "",
     "surprise/mean": "",
     "replies/dependence": "high",
+    "replies/diversity": "",
     "actions/repeated_rate": "low",
     "actions/alternating_rate": "low",
     "actions/invalid_rate": "low",

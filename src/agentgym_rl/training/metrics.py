@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import pairwise
-from statistics import fmean
+from math import comb
+from statistics import fmean, pstdev
 
 from agentgym_rl.types import ENVIRONMENT, Group, StopReason, Trajectory
 
@@ -32,7 +33,9 @@ def episode_metrics(groups: list[Group], environments: Collection[str] = ()) -> 
     }
     if not usable:
         return metrics
-    metrics |= _means(usable) | surprise(usable)
+    metrics |= (
+        _means(usable) | surprise(usable) | group_metrics(groups) | tree_metrics(usable) | attempt_metrics(groups)
+    )
     played = {t.task.env for t in usable}
     if len({*environments, *played}) > 1:
         for env in sorted(played):
@@ -64,6 +67,70 @@ def _means(trajectories: list[Trajectory]) -> dict[str, float]:
     metrics |= judged_means(trajectories)
     dependence = input_dependence(trajectories)
     return metrics if dependence is None else metrics | {"replies/dependence": dependence}
+
+
+def group_metrics(groups: list[Group]) -> dict[str, float]:
+    """Return how much the episodes of a group differ, on average: in reward (standard deviation) and in their replies.
+
+    `replies/diversity` is the mean distance between replies of two episodes at the same turn: 0 if all are equal.
+    """
+    spreads = [spread for g in groups if len(g.trainable) > 1 for spread in [reward_spread(g)]]
+    metrics = {"reward/spread": fmean(spreads)} if spreads else {}
+    distances: list[tuple[float, int]] = []
+    for group in groups:
+        by_turn: dict[int, _Sum] = defaultdict(_Sum)
+        for trajectory in group.usable:
+            for turn, reply in list(enumerate(_replies(trajectory)))[trajectory.shared_turns :]:
+                by_turn[turn].add(_words(reply))
+        for replies in (replies for replies in by_turn.values() if replies.count > 1):
+            same = (replies.square() - replies.count) / (replies.count * (replies.count - 1))
+            distances.append((1.0 - same, replies.count))
+    if distances:
+        total = sum(count for _, count in distances)
+        metrics["replies/diversity"] = sum(distance * count for distance, count in distances) / total
+    return metrics
+
+
+def reward_spread(group: Group) -> float:
+    """Return the standard deviation of the rewards that a group is trained on; 0 if there are fewer than two."""
+    rewards = [t.training_reward for t in group.trainable]
+    return pstdev(rewards) if len(rewards) > 1 else 0.0
+
+
+def tree_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Return the share of turns that branches took over from their parents; empty without trees."""
+    shared = sum(t.shared_turns for t in trajectories)
+    return {"tree/shared_rate": shared / sum(t.num_turns for t in trajectories)} if shared else {}
+
+
+def attempts_of(trajectory: Trajectory) -> list[int]:
+    """Return K: the attempt of each turn, from 1. A reflection belongs to the attempt that it prepares."""
+    return [int(info.get("attempt", 1)) + bool(info.get("reflection")) for info in trajectory.infos]
+
+
+def attempt_metrics(groups: list[Group]) -> dict[str, float]:
+    """Return the success of every attempt of style reflect, and of the first attempts sampled twice (pass@2).
+
+    The last attempt must beat the latter to be worth its tokens. An attempt that was not needed counts as its
+    predecessor. Empty without attempts.
+    """
+    rows = [[outcome for t in g.usable if (outcome := _attempt_successes(t))] for g in groups]
+    episodes = [row for group in rows for row in group]
+    if not episodes:
+        return {}
+    most = max(map(len, episodes))
+    whole = [[*row, *[row[-1]] * (most - len(row))] for row in episodes]
+    pairs = [(len(group), sum(row[0] for row in group)) for group in rows if len(group) > 1]
+    metrics = {f"attempts/success_{k + 1}": _mean(row[k] for row in whole) for k in range(most)}
+    metrics["attempts/wrong_to_right"] = _mean(not row[0] and row[-1] for row in whole)
+    metrics["attempts/right_to_wrong"] = _mean(row[0] and not row[-1] for row in whole)
+    if pairs:
+        metrics["attempts/sampled_twice"] = _mean(1.0 - comb(n - c, 2) / comb(n, 2) for n, c in pairs)
+    return metrics
+
+
+def _attempt_successes(trajectory: Trajectory) -> list[bool]:
+    return [bool(info["attempt_success"]) for info in trajectory.infos if "attempt_success" in info]
 
 
 def judged_means(trajectories: list[Trajectory]) -> dict[str, float]:
@@ -119,7 +186,8 @@ def input_dependence(trajectories: list[Trajectory]) -> float | None:
             if message.purpose:
                 continue
             if message.role == "assistant":
-                turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.text))
+                if turn >= trajectory.shared_turns:  # a shared reply counts once
+                    turns[trajectory.task.env, turn][trajectory.task.item, observation].add(_words(message.text))
                 turn, observation = turn + 1, ""
             elif message.role != "system":
                 observation += message.content

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from agentgym_rl.common.garbage import rare_collections
 from agentgym_rl.common.seeds import derive_seed
 from agentgym_rl.errors import EngineError, EnvError
-from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather
+from agentgym_rl.training.batch import Batch, equal_rewards, estimate, gather, widest_groups
 from agentgym_rl.training.distill import teacher_metrics
 from agentgym_rl.training.group_queue import GroupQueue, QueuedGroup
 from agentgym_rl.training.horizon import Horizon
@@ -98,6 +98,14 @@ class RLState:
         return self.step >= settings.steps or 0 < settings.token_budget <= self.sampled
 
 
+def settings_at(settings: RLSettings, step: int) -> RLSettings:
+    """Return the settings of a step, from 0. The first stage of self-correction ends by releasing its first attempt."""
+    correction = settings.correction
+    if correction is None or step < correction.first_stage_steps:
+        return settings
+    return replace(settings, correction=replace(correction, hold=0.0))
+
+
 def expected_steps(settings: RLSettings, step: int, tokens: float) -> int:
     """Return the expected number of steps: `steps`, or fewer if the token budget runs out at the average rate."""
     if not settings.token_budget or not tokens:
@@ -180,8 +188,10 @@ def _learn(
     seed: int,
 ) -> tuple[dict[str, float | str], list[Sample]]:
     """Learn from a step's groups. Return (metrics, trained samples)."""
-    batch = played = gather(groups, settings, limits)
-    if settings.algorithm == "ppo" or settings.kl_in == "reward" or settings.distill is not None:
+    settings = settings_at(settings, state.step)
+    batch = played = gather(widest_groups(groups, settings.keep_groups), settings, limits)
+    needs_models = settings.distill is not None or settings.correction is not None
+    if settings.algorithm == "ppo" or settings.kl_in == "reward" or needs_models:
         learner.score(batch.samples)
     batch = estimate(batch, settings, learner.kl_coef)
     metrics: dict[str, float | str] = {

@@ -222,6 +222,51 @@ def distill_problem(distill: DistillSettings | None, method: str, temperature: f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TreeSettings(_Section):
+    """Trees of rollouts (Tree-GRPO): several continuations are drawn from some turns of an episode. A group has
+    roots * (1 + branches * depth) episodes, and `group_size` is not read."""
+
+    roots: int = 2
+    """Episodes of each task that start at the first turn. Each is the root of a tree."""
+    branches: int = 3
+    """Continuations drawn from each place that is branched, besides the one that is there."""
+    depth: int = 1
+    """Rounds of branching. Each branches one turn of every tree. The horizon bounds every path."""
+    branch: Literal["random", "entropy", "anchor"] = "random"
+    """Turn to branch. "random": any. "entropy": that of the least likely reply. "anchor": that of the state in which
+    most turns of the group were, which needs the environment's state_key()."""
+    max_tokens: int = 0
+    """Budget of a tree: no new round once it has sampled this many tokens. 0 means no budget."""
+    max_env_steps: int = 0
+    """Budget of a tree in steps of its environment, with those that a replay repeats. 0 means no budget."""
+
+    def __post_init__(self) -> None:
+        _require(self, roots=1, branches=1, depth=1, max_tokens=0, max_env_steps=0)
+
+    @property
+    def paths(self) -> int:
+        """Most episodes of a group."""
+        return self.roots * (1 + self.branches * self.depth)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorrectionSettings(_Section):
+    """Learned self-correction (SCoRe) for agent.style = "reflect": attempts are trained by rewards of their own."""
+
+    first_stage_steps: int = 50
+    """Steps of the first stage, in which only the later attempts learn and the first is held near the start."""
+    hold: float = 1.0
+    """First stage: weight of log(reference / agent) in the advantages of the first attempt's tokens."""
+    bonus: float = 1.0
+    """Second stage: weight of the gain over the attempt before in the reward of every later attempt."""
+
+    def __post_init__(self) -> None:
+        _require(self, first_stage_steps=0, hold=0, bonus=0)
+        if not math.isfinite(self.hold) or not math.isfinite(self.bonus):
+            raise ValueError(f"hold and bonus must be finite, got {self.hold} and {self.bonus}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RLSettings(_Section):
     """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
 
@@ -261,6 +306,9 @@ class RLSettings(_Section):
     and entropy terms see them. Both count in the batch's normalisation, unless resample_rounds replaces them."""
     resample_rounds: int = 0
     """Dynamic sampling: extra rounds of new tasks that replace groups with equal rewards. Used by grpo and rloo."""
+    keep_groups: float = 1.0
+    """Share of a step's groups to train on, in (0, 1]: those with the largest spread (standard deviation) of rewards.
+    RAGEN uses 0.25. The others count in the metrics only."""
     overlong: Literal["keep", "mask", "penalty"] = "keep"
     """Handling of episodes cut by max_new_tokens or max_context. "mask" does not train on them. "penalty" takes up to 1
     off a reply's reward over the last `overlong_buffer` tokens before max_new_tokens."""
@@ -319,6 +367,10 @@ class RLSettings(_Section):
     """The critic. Used by ppo."""
     distill: DistillSettings | None = None
     """The teacher of on-policy distillation."""
+    tree: TreeSettings | None = None
+    """Trees of rollouts instead of groups of independent episodes."""
+    correction: CorrectionSettings | None = None
+    """Learned self-correction of agent.style = "reflect"."""
 
     def __post_init__(self) -> None:
         _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
@@ -370,6 +422,12 @@ class RLSettings(_Section):
             yield "kl_target adapts kl_coef, which is 0: set kl_coef to a positive start value"
         if self.distill is not None and self.loss == "gspo":
             yield "loss = 'gspo' cannot be used with distill: it has one ratio per trajectory, a teacher scores tokens"
+        yield from self._tree_problems()
+        yield from self._correction_problems()
+        if not 0.0 < self.keep_groups <= 1.0:
+            yield f"keep_groups must lie in (0, 1], got {self.keep_groups}"
+        if self.keep_groups < 1.0 and self.group_size < 2:
+            yield f"keep_groups compares the rewards of a group: group_size must be 2 or more, got {self.group_size}"
         if self.overlap > 1:
             yield f"overlap must be 0 (on-policy) or 1 (one step off), got {self.overlap}"
         if self.max_staleness and self.overlap:
@@ -382,9 +440,39 @@ class RLSettings(_Section):
         """Whether episodes are played while the learner works, so that the engine needs its own copy of the weights."""
         return self.overlap > 0 or self.max_staleness > 0
 
+    def _tree_problems(self) -> Iterator[str]:
+        if self.tree is None:
+            return
+        if self.algorithm not in ZERO_VARIANCE_ALGORITHMS:
+            yield f"tree: paths are compared within and between trees, which needs grpo or rloo, got {self.algorithm}"
+        if self.kl_in == "reward":
+            yield "tree: kl_in = 'reward' needs every token's penalty on every path: use kl_in = 'loss'"
+        if self.correction is not None:
+            yield "tree and correction cannot be combined: both replace the comparison of whole episodes"
+
+    def _correction_problems(self) -> Iterator[str]:
+        if self.correction is None:
+            return
+        if self.algorithm not in ZERO_VARIANCE_ALGORITHMS or self.credit != "outcome":
+            yield (
+                f"correction compares attempts by their outcomes: it needs grpo or rloo and credit = 'outcome', got "
+                f"{self.algorithm} and {self.credit!r}"
+            )
+        if not self.kl_coef:
+            yield "correction holds the first attempt near the reference model: set kl_coef above 0"
+
     @property
     def updates_per_step(self) -> int:
         return self.epochs * self.minibatches
+
+
+def play_problem(rl: RLSettings, style: str, retry: str, own_group_size: bool) -> str:
+    """Return why episodes cannot be played as [rl] needs them, or an empty string."""
+    if rl.tree is not None and own_group_size:
+        return "[rl.tree] decides the size of a group: remove group_size of the environments"
+    if rl.correction is not None and (style, retry) != ("reflect", "always"):
+        return "[rl.correction] compares attempts: set agent.style = 'reflect' and agent.retry = 'always'"
+    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

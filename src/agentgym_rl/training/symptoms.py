@@ -30,11 +30,13 @@ METRICS = frozenset(
     {
         "success/mean",
         "reward/mean",
+        "reward/spread",
         "judged/mean",
         "groups/zero_variance",
         "entropy/mean",
         "surprise/mean",
         "replies/dependence",
+        "replies/diversity",
         "actions/repeated_rate",
         "actions/alternating_rate",
         "actions/invalid_rate",
@@ -413,6 +415,29 @@ def template_collapse(rows: Rows) -> Symptom | None:
     )
 
 
+def echo_trap(rows: Rows) -> Symptom | None:
+    """Detect that the spread of rewards within groups and the diversity of replies are both below a third of their best
+    windows. Episodes then echo each other and groups teach nothing. A policy that converges on a solution does so too,
+    so the rule is silent while success or reward is near its best after a rise. RAGEN: arXiv 2504.20073."""
+    spreads, diversities = _window_means(rows, "reward/spread"), _window_means(rows, "replies/diversity")
+    if not spreads or not diversities or _solved(rows):
+        return None
+    if any(_rose(rows, name) and _near_best(rows, name) for name in ("success/mean", "reward/mean")):
+        return None
+    spread, diversity = (max(value for _, value in means) for means in (spreads, diversities))
+    spread_now, diversity_now = spreads[-1][1], diversities[-1][1]
+    if spread < 0.02 or diversity < 0.05 or spread_now >= spread / 3 or diversity_now >= diversity / 3:
+        return None
+    return Symptom(
+        max(_since_below(rows, "reward/spread", spread / 3), _since_below(rows, "replies/diversity", diversity / 3)),
+        f"the spread of rewards within groups fell from {spread:.2f} to {spread_now:.2g} and the diversity of replies "
+        f"from {diversity:.2f} to {max(0.0, diversity_now):.2g}",
+        "the echo trap: the episodes of a group repeat each other, so there is nothing to prefer",
+        "go back to an earlier checkpoint, set rl.keep_groups = 0.25, raise rl.kl_coef or rl.clip_high, or lower "
+        "rl.optimizer.lr",
+    )
+
+
 def clipping(rows: Rows) -> Symptom | None:
     """Detect that 20% of tokens are clipped and lose their gradient. Healthy runs remain below 10%."""
     now = _now(rows, "clip/fraction")
@@ -460,6 +485,7 @@ RULES: dict[str, tuple[Severity, Rule]] = {
     "success_collapse": ("severe", success_collapse),
     "reward_hacking": ("severe", reward_hacking),
     "template_collapse": ("severe", template_collapse),
+    "echo_trap": ("severe", echo_trap),
     "clipping": ("warning", clipping),
     "episode_errors": ("warning", episode_errors),
 }
@@ -529,6 +555,12 @@ def _rose(rows: Rows, name: str, window: int = WINDOW) -> bool:
     """Return whether a metric rose by more than 0.05 and by more than a tenth of its start."""
     now, start = _now(rows, name, window), _start(rows, name, fmean)
     return now is not None and start is not None and now - start > max(0.05, 0.1 * abs(start))
+
+
+def _near_best(rows: Rows, name: str) -> bool:
+    """Return whether a metric is above nine tenths of its best window."""
+    means = [value for _, value in _window_means(rows, name)]
+    return bool(means) and means[-1] >= 0.9 * max(means)
 
 
 def _solved(rows: Rows) -> bool:

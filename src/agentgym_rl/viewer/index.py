@@ -24,7 +24,7 @@ from agentgym_rl.types import StopReason, Task, Trajectory
 from agentgym_rl.viewer.discovery import open_inside
 from agentgym_rl.viewer.encode import read_object
 
-VERSION = 5
+VERSION = 6
 """Version of the tables and of their content. An index of another version is rebuilt."""
 MAX_SAFE_INTEGER = (1 << 53) - 1
 """Largest integer that JavaScript represents exactly."""
@@ -45,7 +45,8 @@ CREATE TABLE files (
 CREATE TABLE episodes (
   run INTEGER, file INTEGER, line INTEGER, start INTEGER, length INTEGER, step INTEGER, kind TEXT, trajectory TEXT,
   team TEXT, env TEXT, item INTEGER, subset TEXT, stop TEXT, success INTEGER, reward REAL, turns INTEGER,
-  horizon INTEGER, sampled INTEGER, seconds REAL, PRIMARY KEY (file, line)) WITHOUT ROWID;
+  horizon INTEGER, sampled INTEGER, seconds REAL, parent TEXT, shared INTEGER,
+  PRIMARY KEY (file, line)) WITHOUT ROWID;
 CREATE INDEX episodes_by_step ON episodes (run, step DESC, kind DESC, env, file, line);
 CREATE INDEX episodes_by_task ON episodes (env, item);
 CREATE TABLE cells (
@@ -309,7 +310,7 @@ class Reader:
                 rows.append((run, file, lines, start, len(raw), *row))
             lines += 1
             start += len(raw)
-        table, columns = ("learned", 7) if learned else ("episodes", 19)
+        table, columns = ("learned", 7) if learned else ("episodes", 21)
         marks = ", ".join("?" * columns)
         connection.executemany(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", rows)
         if not learned:
@@ -344,13 +345,15 @@ class Reader:
             _integer(row.get("horizon") or 0),
             sampled,
             float(row.get("seconds") or 0.0),
+            str(row.get("parent") or ""),
+            _integer(row.get("shared_turns") or 0),
         )
 
 
 def _cells(rows: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """Return counts and sums of rows of `episodes` by the columns of the filters, computed once for all pages."""
     cells: dict[tuple[Any, ...], list[float]] = {}
-    for run, file, _, _, _, step, kind, _, _, env, _, subset, stop, success, reward, turns, horizon, _, _ in rows:
+    for run, file, _, _, _, step, kind, _, _, env, _, subset, stop, success, reward, turns, horizon, *_ in rows:
         sums = cells.setdefault((run, file, kind, step, env, subset, stop, success, horizon), [0, 0.0, 0])
         sums[0] += 1
         sums[1] += reward if math.isfinite(reward) else 0.0

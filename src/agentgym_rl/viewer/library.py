@@ -163,7 +163,8 @@ class Library:
         return runs[0] if run and runs else folder
 
     def _members(self, folder: RunFolder, row: dict[str, Any]) -> list[dict[str, Any]]:
-        kept = ("key", "success", "reward", "turns", "stop", "advantage", "sampled")
+        names = ("key", "success", "reward", "turns", "stop", "advantage", "sampled")
+        kept = (*names, "trajectory", "parent", "shared")
         return [{name: member[name] for name in kept} for member in self.queries.group_members(folder.path, row)]
 
     def same_task(self, env: str, item: int) -> list[dict[str, Any]]:

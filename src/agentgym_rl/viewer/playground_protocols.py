@@ -48,7 +48,14 @@ class Environments(Protocol):
     def subsets_of(self, env: str, item: int) -> tuple[str, ...]:
         """Return the subsets of an item. Empty if the environment is unknown or not installed."""
 
-    async def open(self, env: str, style: str | None = None, turns_per_attempt: int | None = None) -> EnvSession:
+    async def open(
+        self,
+        env: str,
+        style: str | None = None,
+        turns_per_attempt: int | None = None,
+        attempts: int | None = None,
+        retry: str = "failure",
+    ) -> EnvSession:
         """Open a session of `env` in a style, by default that of the policies."""
 
     async def items(self, env: str, split: str, subset: str | None = None) -> list[int]: ...

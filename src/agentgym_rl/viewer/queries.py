@@ -29,7 +29,7 @@ MAX_SHARED_TASKS = 200
 """Tasks in the list of tasks that two runs share."""
 _COLUMNS = (
     "episodes.file, line, episodes.step, kind, trajectory, team, env, item, subset, stop, success, reward, turns, "
-    "horizon, sampled, seconds"
+    "horizon, sampled, seconds, parent, shared"
 )
 
 

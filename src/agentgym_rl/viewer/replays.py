@@ -123,7 +123,9 @@ class Replays:
         self._environments = environments
         self._cache: OrderedDict[Any, tuple[list[asyncio.Future[Frame]], asyncio.Task[None]]] = OrderedDict()
 
-    async def frame(self, name: Any, episode: dict[str, Any], style: tuple[str, int | None], turn: int) -> Frame:
+    async def frame(
+        self, name: Any, episode: dict[str, Any], style: tuple[str, int | None, int | None, str], turn: int
+    ) -> Frame:
         """Return the state before reply `turn`. The state after the last reply is the end."""
         replies, observations = replies_and_observations(episode)
         if not 0 <= turn <= len(replies):
@@ -154,7 +156,7 @@ class Replays:
         episode: dict[str, Any],
         replies: list[Reply],
         observations: list[str],
-        style: tuple[str, int | None],
+        style: tuple[str, int | None, int | None, str],
     ) -> None:
         reason = "the replay was stopped"
         try:

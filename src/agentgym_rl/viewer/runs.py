@@ -129,13 +129,16 @@ class Runs:
         silent_s = time.time() - (_modified(folder.path / "eval.json") or 0.0)
         return current_state(self.evaluation(folder), silent_s)
 
-    def style_of(self, folder: RunFolder, env: str) -> tuple[str, int | None]:
-        """Return (style, turns per attempt) of `env`, which a replay needs."""
+    def style_of(self, folder: RunFolder, env: str) -> tuple[str, int | None, int | None, str]:
+        """Return (style, turns per attempt, attempts, retry) of `env`, which a replay needs."""
         if folder.kind == "eval":
             styles = [plan["style"] for plan in self.evaluation(folder)["config"]["tasks"] if plan["env"] == env]
-            return (styles[0] if styles and styles[0] else "act"), _integer(self.agent(folder).get("turns_per_attempt"))
-        agent = _table(self.config(folder).get("agent"))
-        return str(agent.get("style", "act")), _integer(agent.get("turns_per_attempt"))
+            style, agent = styles[0] if styles and styles[0] else "act", self.agent(folder)
+        else:
+            agent = _table(self.config(folder).get("agent"))
+            style = str(agent.get("style", "act"))
+        attempts = (_integer(agent.get("turns_per_attempt")), _integer(agent.get("attempts")))
+        return style, *attempts, str(agent.get("retry", "failure"))
 
     def _cached(self, kind: str, path: Path, read: Callable[[], Any]) -> Any:
         stamp = stamp_of(path)

@@ -6,6 +6,7 @@ import { number, signed, STOPS, taskName } from "./format.js";
 import { outcome } from "./browse.js";
 import { sectionOf } from "./episode.js";
 import { link } from "./route.js";
+import { treeOf } from "./tree.js";
 import { turnsOf } from "./turns.js";
 
 const MAX_MEMBERS = 16;
@@ -54,6 +55,7 @@ export async function groupPage(route) {
       { class: "page" },
       h("header", { class: "page-head" }, h("p", { class: "crumbs" }, h("a", { href: link(sectionOf(first)[0]) }, sectionOf(first)[1]), " / ", h("a", { href: link("groups", run) }, run), " / "), h("h1", {}, `Group ${taskName(first)}`), h("div", { class: "badges" }, [`step ${first.step}`, `${members.filter((member) => member.success).length} of ${members.length} succeeded`, `mean reward ${number(mean)}`, recorded ? null : "advantages not recorded", first.group.length > MAX_MEMBERS ? `the first ${MAX_MEMBERS} of ${first.group.length}` : null].filter(Boolean).map((fact) => h("span", { class: "badge" }, fact)))),
       h("details", { class: "block observation", open: true }, h("summary", {}, "First observation of all episodes"), h("pre", {}, observation)),
+      treeOf(run, key, first.group, new Map(members.map((member, i) => [member.key, played[i]]))),
       h("div", { class: "side-by-side card", style: { "--members": String(members.length) } }, h("table", {}, h("thead", {}, h("tr", {}, h("th", {}, "Turn"), heads)), h("tbody", {}, rows))),
     ),
     title: `Group ${taskName(first)}`,

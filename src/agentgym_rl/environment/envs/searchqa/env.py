@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -83,6 +84,12 @@ class SearchQA:
     def questions(cls) -> Sequence[Question]:
         """Return the questions by item number."""
         return builtin_questions()
+
+    def fork(self) -> SearchQA:
+        """Return a copy that shares the retriever."""
+        other = copy.copy(self)
+        other._turns, other._seen = list(self._turns), dict(self._seen)
+        return other
 
     @classmethod
     def retriever(cls) -> Retriever:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
@@ -97,6 +98,12 @@ class TextCraft:
     @classmethod
     def subsets_of(cls, item: int) -> tuple[str, ...]:
         return (f"depth{load_book().depth[problems.goals()[problems.original(_check_item(item))]]}",)
+
+    def fork(self) -> TextCraft:
+        """Return a copy that shares the recipes, which never change."""
+        other = copy.copy(self)
+        other._held = dict(self._held)
+        return other
 
     def reset(self, item: int) -> str:
         self._problem = problems.problem(_check_item(item))

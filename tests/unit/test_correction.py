@@ -1,0 +1,111 @@
+"""Learned self-correction: attempts that are always repeated, rewards of their own, two stages, and metrics."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from runs_for_tests import counting_config
+from test_rollout import TASK, Corridor
+
+from agentgym_rl.agent.policy import ScriptedPolicy
+from agentgym_rl.agent.rollout import rollout
+from agentgym_rl.agent.styles import ReflectSession
+from agentgym_rl.training.advantages import ESTIMATORS, Episode
+from agentgym_rl.training.batch import estimate, gather
+from agentgym_rl.training.metrics import attempt_metrics, attempts_of
+from agentgym_rl.training.rl import settings_at
+from agentgym_rl.training.settings import CorrectionSettings, RLSettings, TreeSettings
+from agentgym_rl.types import Group, Limits, Message, StopReason, Task, Trajectory
+
+SETTINGS = RLSettings(correction=CorrectionSettings(first_stage_steps=3, hold=0.5, bonus=2.0), normalize_std=False)
+SECOND_STAGE = settings_at(SETTINGS, 3)
+
+
+@pytest.mark.parametrize(
+    ("replies", "outcomes"),
+    [
+        (["go", "go", "go", "I was right.", "wait", "wait", "wait"], [True, False]),
+        (["wait", "go", "go", "I waited.", "go", "go", "go"], [False, True]),
+    ],
+)
+async def test_every_attempt_is_followed_by_another(replies: list[str], outcomes: list[bool]) -> None:
+    env = ReflectSession(Corridor(), attempts=2, turns_per_attempt=3, retry="always")
+    limits = Limits(max_turns=20, max_new_tokens=8, max_context=4000)
+    trajectory = await rollout(TASK, env, ScriptedPolicy(replies), limits, id="t")
+    assert (trajectory.num_turns, trajectory.stop) == (7, StopReason.DONE)
+    assert [info["attempt_success"] for info in trajectory.infos if "attempt_success" in info] == outcomes
+    assert (trajectory.success, trajectory.reward) == (outcomes[1], float(outcomes[1]))
+    assert attempts_of(trajectory) == [1, 1, 1, 2, 2, 2, 2], "the reflection prepares the second attempt"
+    asked = next(m.content for m in trajectory.messages if "reflection" in m.content)
+    assert "Attempt 1 of 2 is over" in asked
+    assert "failed" not in asked, "the question does not say whether the attempt was right"
+
+
+def episode(first: float, second: float) -> Episode:
+    return Episode(0, [first, 0.0, second], [1, 1, 1], attempts=[1, 2, 2])
+
+
+def test_the_first_stage_trains_the_second_attempt_only() -> None:
+    (a, b) = ESTIMATORS["grpo"]([episode(1, 0), episode(0, 1)], SETTINGS).advantages
+    assert (a, b) == ([0.0, -0.5, -0.5], [0.0, 0.5, 0.5])
+
+
+def test_the_second_stage_trains_both_and_rewards_the_gain() -> None:
+    (a, b) = ESTIMATORS["grpo"]([episode(1, 0), episode(0, 1)], SECOND_STAGE).advantages
+    # Second attempts: 0 + 2 * (0 - 1) = -2 and 1 + 2 * (1 - 0) = 3. First attempts: their own reward, without the gain.
+    assert (a, b) == ([0.5, -2.5, -2.5], [-0.5, 2.5, 2.5])
+
+
+def played(first: bool, second: bool, name: str = "a") -> Trajectory:
+    messages = [
+        m for p in (-1.0, -2.0, -3.0) for m in (Message("user", "", [5]), Message("assistant", "", [6], [p], 0))
+    ]
+    infos: list[dict[str, Any]] = [
+        {"attempt": 1, "env_reward": float(first), "attempt_success": first},
+        {"attempt": 1, "reflection": True},
+        {"attempt": 2, "env_reward": float(second), "attempt_success": second, "success": second},
+    ]
+    return Trajectory(name, Task("lock", 1), messages, [0.0, 0.0, float(second)], infos, StopReason.DONE)
+
+
+def test_the_first_attempt_is_held_near_the_reference() -> None:
+    groups = [Group(Task("lock", 1), [played(True, False), played(False, True, "b")])]
+    for settings, pull in ((SETTINGS, 0.5 * (-1.5 - -1.0)), (SECOND_STAGE, 0.0)):
+        batch = gather(groups, settings)
+        for sample in batch.samples:
+            sample.reference_logprobs = [-1.5, -2.5, -3.5]
+        own = [row[0] for row in ESTIMATORS["grpo"](batch.episodes, settings).advantages]
+        first, second = (sample.advantages for sample in estimate(batch, settings).samples)
+        assert [first[0], second[0]] == pytest.approx([own[0] + pull, own[1] + pull])
+        assert first[1:] == [-second[1], -second[2]], "later tokens are not pulled"
+
+
+def test_metrics_say_what_the_second_attempt_is_worth() -> None:
+    outcomes = [(True, True), (True, False), (False, True), (False, False)]
+    group = Group(Task("lock", 1), [played(*outcome) for outcome in outcomes])
+    assert attempt_metrics([group]) == {
+        "attempts/success_1": 0.5,
+        "attempts/success_2": 0.5,
+        "attempts/wrong_to_right": 0.25,
+        "attempts/right_to_wrong": 0.25,
+        "attempts/sampled_twice": pytest.approx(1 - math.comb(2, 2) / math.comb(4, 2)),
+    }
+    assert (
+        attempt_metrics([Group(TASK, [Trajectory("c", TASK, rewards=[1.0], infos=[{}], stop=StopReason.DONE)])]) == {}
+    )
+
+
+def test_settings_that_correction_cannot_use_are_refused() -> None:
+    wrong: tuple[dict[str, Any], ...] = (
+        {"algorithm": "ppo"},
+        {"credit": "turns"},
+        {"kl_coef": 0.0},
+        {"tree": TreeSettings()},
+    )
+    for changes in wrong:
+        with pytest.raises(ValueError, match="correction"):
+            RLSettings(correction=CorrectionSettings(), **changes)
+    with pytest.raises(ValueError, match=r"set agent.style = 'reflect' and agent.retry = 'always'"):
+        counting_config(rl__kl_coef=0.1, rl__correction={})
