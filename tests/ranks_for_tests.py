@@ -23,6 +23,7 @@ from agentgym_rl.training.dpo import DPO, Preference, make_preferences
 from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.lora import CRITIC, adapter, add_adapter, copy_adapter
 from agentgym_rl.training.microbatch import micro_batches
+from agentgym_rl.training.offline_settings import DPOSettings, RewardModelSettings
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.reward_model import RewardTrainer
 from agentgym_rl.training.rl_learner import RLLearner, by_turn
@@ -30,10 +31,8 @@ from agentgym_rl.training.scratch import build_tokenizer
 from agentgym_rl.training.settings import (
     CriticSettings,
     DistillSettings,
-    DPOSettings,
     LoraSettings,
     OptimizerSettings,
-    RewardModelSettings,
     RLSettings,
     SFTSettings,
 )

@@ -53,7 +53,7 @@ Kwargs = Annotated[
 
 def _kwargs(options: list[str] | None) -> dict[str, Any]:
     """Return the arguments of every --kwarg. Values are TOML literals or bare strings."""
-    from agentgym_rl.config_overrides import parse_assignments
+    from agentgym_rl.config.overrides import parse_assignments
 
     return parse_assignments(options or [])
 

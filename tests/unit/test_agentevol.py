@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from training_for_tests import group, groups
 
 from agentgym_rl.training.agentevol import select_episodes
-from agentgym_rl.training.settings import AgentEvolSettings
+from agentgym_rl.training.offline_settings import AgentEvolSettings
 from agentgym_rl.types import Group, StopReason
 
 ALL = AgentEvolSettings(keep_per_item=0, min_reward=0.5)

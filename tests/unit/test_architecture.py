@@ -21,8 +21,7 @@ ALL = None
 MAY_IMPORT: dict[str, frozenset[str] | None] = {
     **dict.fromkeys(("types", "errors"), frozenset()),
     "common": frozenset({"types", "errors"}),
-    **dict.fromkeys(("config_errors", "config_overrides"), LEAVES),
-    "config": LEAVES | {"training.settings", "training.reward_settings", "config_errors", "config_overrides"},
+    "config": LEAVES | {"training.settings", "training.offline_settings", "training.reward_settings"},
     "transport": LEAVES,
     "environment": LEAVES,
     "agent": LEAVES | {"transport"},
@@ -48,7 +47,8 @@ MAY_IMPORT: dict[str, frozenset[str] | None] = {
 each other freely, unless they have a row of their own."""
 STANDARD_LIBRARY_ONLY = (
     *("types.py", "errors.py", "common/intervals.py"),
-    *("training/settings.py", "training/reward_settings.py", "scale/memory.py", "scale/resource_plan.py"),
+    *("training/settings.py", "training/offline_settings.py", "training/reward_settings.py"),
+    *("scale/memory.py", "scale/resource_plan.py"),
 )
 """Settings among them, so that a config can be checked without loading torch."""
 ONLY_IN = {
@@ -155,8 +155,8 @@ def test_files_and_functions_are_short() -> None:
         ("types.py", "import numpy", "only the standard library"),
         ("types.py", "from agentgym_rl.errors import EnvError", "none of our modules"),
         ("training/settings.py", "import pydantic", "only the standard library"),
-        ("config.py", "from agentgym_rl.training.learner import RLLearner", "agentgym_rl.training.learner"),
-        ("config.py", "from agentgym_rl import training", "agentgym_rl.training"),
+        ("config/recipe.py", "from agentgym_rl.training.learner import RLLearner", "agentgym_rl.training.learner"),
+        ("config/recipe.py", "from agentgym_rl import training", "agentgym_rl.training"),
         ("environment/server.py", "from agentgym_rl import run", "agentgym_rl.run"),
         ("viewer/server.py", "import torch.nn", "torch is imported only in"),
         ("transport/buckets.py", "import ray", "ray is imported only in scale/ray_app.py"),
@@ -180,7 +180,7 @@ def test_the_checker_finds_a_forbidden_import(tmp_path: Path, path: str, code: s
         ("evaluation/episodes.py", "from agentgym_rl.agent.rollout import rollout"),
         ("scale/ray_app.py", "import ray\nfrom agentgym_rl.training import rl"),
         ("environment/server.py", "from agentgym_rl import __version__\nimport fastapi"),
-        ("config.py", "from agentgym_rl.training.settings import RLSettings"),
+        ("config/recipe.py", "from agentgym_rl.training.settings import RLSettings"),
         ("cli.py", "from agentgym_rl import agent, environment, training, viewer"),
     ],
 )

@@ -17,7 +17,7 @@ from agentgym_rl.environment.formats import parse_react
 from agentgym_rl.run.mistakes import CORRECTION, corrected
 from agentgym_rl.run.rounds import correct_thought
 from agentgym_rl.training.dagger import agreement, labelled
-from agentgym_rl.training.settings import DaggerSettings
+from agentgym_rl.training.offline_settings import DaggerSettings
 from agentgym_rl.types import Limits, Message, Sampling, StopReason, Task, Trajectory
 
 LIMITS = Limits(max_turns=4, max_new_tokens=64, max_context=512)

@@ -26,7 +26,8 @@ from agentgym_rl.training.dpo import (
     pair_batches,
     sequence_logprobs,
 )
-from agentgym_rl.training.settings import DPOSettings, OptimizerSettings
+from agentgym_rl.training.offline_settings import DPOSettings
+from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Group, Sample, StopReason, Task, Trajectory
 
 STILL = DPOSettings(beta=0.3, optimizer=OptimizerSettings(lr=0.0, max_grad_norm=0.0), sample_groups=1)

@@ -16,7 +16,8 @@ import torch
 from training_for_tests import counting_player
 
 from agentgym_rl.training.dpo import DPO, make_preferences
-from agentgym_rl.training.settings import DPOSettings, OptimizerSettings
+from agentgym_rl.training.offline_settings import DPOSettings
+from agentgym_rl.training.settings import OptimizerSettings
 from agentgym_rl.types import Sample
 
 trl = pytest.importorskip("trl")

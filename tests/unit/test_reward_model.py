@@ -21,9 +21,10 @@ from agentgym_rl.training.critic import ValueModel
 from agentgym_rl.training.dpo import Preference
 from agentgym_rl.training.locate_model import find_reward_model
 from agentgym_rl.training.lora import add_adapter
+from agentgym_rl.training.offline_settings import RewardModelSettings
 from agentgym_rl.training.reward_model import RewardTrainer, accuracy, load_head, save_head, scores_of, split_pairs
 from agentgym_rl.training.reward_settings import RewardSettings
-from agentgym_rl.training.settings import LoraSettings, OptimizerSettings, RewardModelSettings
+from agentgym_rl.training.settings import LoraSettings, OptimizerSettings
 from agentgym_rl.types import Group, Sample, StopReason, Task, Trajectory
 
 torch.set_num_threads(1)

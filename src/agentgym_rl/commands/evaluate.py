@@ -20,7 +20,7 @@ from agentgym_rl.commands.eval_served import OWN_TASKS, served_plan
 from agentgym_rl.commands.load_agent import AgentOptions, Candidate, find_agent, load_agent, run_of
 from agentgym_rl.common.files import write_atomically
 from agentgym_rl.config import AgentConfig, EnvironmentConfig, load_config
-from agentgym_rl.config_overrides import parse_assignments
+from agentgym_rl.config.overrides import parse_assignments
 from agentgym_rl.environment import catalog
 from agentgym_rl.environment.agentgym import Server, is_agentgym, read_items
 from agentgym_rl.environment.base import TextEnv

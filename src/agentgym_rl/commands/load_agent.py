@@ -15,7 +15,7 @@ from agentgym_rl.agent.engines.openai import ChatClient, Meter, Prices, Tokens
 from agentgym_rl.agent.policy import ChatPolicy, EnginePolicy, OraclePolicy, Policy, RandomPolicy
 from agentgym_rl.agent.renderer import Renderer
 from agentgym_rl.config import AgentConfig, Config, ModelConfig, load_config
-from agentgym_rl.config_errors import reason
+from agentgym_rl.config.error_texts import reason
 from agentgym_rl.errors import ConfigError
 from agentgym_rl.run.collectors import context_of
 from agentgym_rl.run.load_model import choose_device, load_from

@@ -31,11 +31,12 @@ from agentgym_rl.training.learner import freeze
 from agentgym_rl.training.locate_model import find_model, local_folder
 from agentgym_rl.training.meta import fill, make_empty
 from agentgym_rl.training.model import ModelContext
+from agentgym_rl.training.offline_settings import DPOSettings, PairSettings
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl import Learner
 from agentgym_rl.training.rl_learner import RLLearner
-from agentgym_rl.training.settings import DPOSettings, PairSettings, RLSettings, SFTSettings
+from agentgym_rl.training.settings import RLSettings, SFTSettings
 from agentgym_rl.training.sft import SFT
 from agentgym_rl.types import Collect, EnvPool, Sample, Trajectory
 

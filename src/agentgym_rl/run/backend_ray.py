@@ -40,10 +40,11 @@ from agentgym_rl.training.batch import Batch, split_batch
 from agentgym_rl.training.checkpoint import SHARDS, commit, removed_on_error, save_state, stage
 from agentgym_rl.training.dpo import Preference, make_preferences
 from agentgym_rl.training.learner import freeze
+from agentgym_rl.training.offline_settings import PairSettings
 from agentgym_rl.training.ranks import EmptyFirst, balanced_shares
 from agentgym_rl.training.reward_model import RewardTrainer, save_head
 from agentgym_rl.training.rl_learner import by_turn
-from agentgym_rl.training.settings import PairSettings, RLSettings, SFTSettings, TreeSettings
+from agentgym_rl.training.settings import RLSettings, SFTSettings, TreeSettings
 from agentgym_rl.transport.buckets import EngineAdapter, NativeAdapter
 from agentgym_rl.types import Collect, Group, Limits, Sample, Task
 

@@ -21,8 +21,8 @@ from agentgym_rl.run.memory_demand import require_memory, shape_of, why_not_spli
 from agentgym_rl.run.trackers import require_trackers
 from agentgym_rl.training.conversations import find_files, is_trajectory_file
 from agentgym_rl.training.locate_model import find_model, find_reward_model
+from agentgym_rl.training.offline_settings import DataSettings
 from agentgym_rl.training.preferences import find_preferences
-from agentgym_rl.training.settings import DataSettings
 
 
 def require_recipe(config: Config, *, environments: bool = True) -> None:

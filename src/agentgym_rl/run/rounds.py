@@ -41,9 +41,9 @@ from agentgym_rl.training.agentevol import select_episodes
 from agentgym_rl.training.dagger import agreement, labelled
 from agentgym_rl.training.dpo import Preference, build_pairs
 from agentgym_rl.training.metrics import episode_metrics
+from agentgym_rl.training.offline_settings import RewardModelSettings
 from agentgym_rl.training.reward_model import split_pairs
 from agentgym_rl.training.rl import derive_seed
-from agentgym_rl.training.settings import RewardModelSettings
 from agentgym_rl.types import Group, Sample
 
 RETRAINED = ("agentevol", "dagger")

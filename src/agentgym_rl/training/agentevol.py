@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 
-from agentgym_rl.training.settings import AgentEvolSettings
+from agentgym_rl.training.offline_settings import AgentEvolSettings
 from agentgym_rl.types import Group, Task, Trajectory
 
 

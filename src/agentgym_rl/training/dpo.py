@@ -20,8 +20,8 @@ from agentgym_rl.errors import ConfigError
 from agentgym_rl.training.learner import Updater, idle_passes
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
 from agentgym_rl.training.model import action_logprobs, check_plain_head
+from agentgym_rl.training.offline_settings import DPOSettings, PairSettings
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
-from agentgym_rl.training.settings import DPOSettings, PairSettings
 from agentgym_rl.types import Group, Sample, Task, Trajectory
 
 

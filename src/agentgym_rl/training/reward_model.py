@@ -25,8 +25,8 @@ from agentgym_rl.training.dpo import PairTrainer, Preference
 from agentgym_rl.training.learner import idle_passes
 from agentgym_rl.training.locate_model import REWARD_HEAD
 from agentgym_rl.training.microbatch import MicroBatch, micro_batches
+from agentgym_rl.training.offline_settings import RewardModelSettings
 from agentgym_rl.training.ranks import SINGLE_PROCESS, Ranks
-from agentgym_rl.training.settings import RewardModelSettings
 from agentgym_rl.types import Sample, Task, Trajectory
 
 Pair = tuple[Trajectory, Trajectory]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from agentgym_rl.errors import did_you_mean
-from agentgym_rl.training.settings import _require, _Section
+from agentgym_rl.training.settings import SettingsSection, require_minimums
 from agentgym_rl.types import ENVIRONMENT
 
 READ_BY: dict[str, tuple[str, ...]] = {
@@ -31,7 +31,7 @@ JUDGED_KINDS = ("rubric", "ranking")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RewardSettings(_Section):
+class RewardSettings(SettingsSection):
     """One source of rewards. The reward that is trained on is the weighted sum of all sources."""
 
     kind: str
@@ -81,7 +81,7 @@ class RewardSettings(_Section):
                 raise ValueError(f"{name} is not read by kind = {self.kind!r}: remove it")
             if name in wanted and name not in ("kwargs", "per_turn", "device") and getattr(self, name) == default:
                 raise ValueError(f"kind = {self.kind!r} needs {name}, got none")
-        _require(self, tokens=0)
+        require_minimums(self, tokens=0)
         _require_device(self.device)
         try:
             re.compile(self.pattern)
@@ -95,7 +95,7 @@ class RewardSettings(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JudgeSettings(_Section):
+class JudgeSettings(SettingsSection):
     """The model that judges episodes, behind an OpenAI-compatible API or in this process, and what it may cost."""
 
     url: str | None = None
@@ -128,8 +128,8 @@ class JudgeSettings(_Section):
     """Most tokens of prompts and answers together, over all processes of the run. 0 means no limit."""
 
     def __post_init__(self) -> None:
-        _require(self, temperature=0, max_new_tokens=1, max_chars=200, retries=0, concurrency=1, max_calls=1)
-        _require(self, max_total_tokens=0)
+        require_minimums(self, temperature=0, max_new_tokens=1, max_chars=200, retries=0, concurrency=1, max_calls=1)
+        require_minimums(self, max_total_tokens=0)
         if not 0 < self.timeout_s < math.inf or not math.isfinite(self.temperature):
             raise ValueError(
                 f"timeout_s must be positive and temperature finite, got {self.timeout_s} and {self.temperature}"

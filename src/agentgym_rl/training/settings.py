@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 
-def _require(settings: Any, **minimums: float) -> None:
+def require_minimums(settings: Any, **minimums: float) -> None:
     """Raise ValueError if a named value is below its minimum. The config check adds the key's place."""
     for name, minimum in minimums.items():
         value = getattr(settings, name)
@@ -20,7 +20,7 @@ def _require(settings: Any, **minimums: float) -> None:
             raise ValueError(f"{name} must be at least {minimum:g}, got {value}")
 
 
-class _Section:
+class SettingsSection:
     """A section of a recipe. Unknown keys are errors."""
 
     __slots__ = ()
@@ -28,7 +28,7 @@ class _Section:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScratchSettings(_Section):
+class ScratchSettings(SettingsSection):
     """Shape of a small Llama that starts from random weights."""
 
     hidden_size: int = 96
@@ -43,7 +43,7 @@ class ScratchSettings(_Section):
     """Longest sequence in tokens. Raise it if whole episodes do not fit."""
 
     def __post_init__(self) -> None:
-        _require(self, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, max_context=2)
+        require_minimums(self, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1, max_context=2)
         if self.hidden_size % (2 * self.num_heads):
             raise ValueError(
                 f"hidden_size must be a multiple of 2 * num_heads (rotary embeddings need an even head width), "
@@ -52,7 +52,7 @@ class ScratchSettings(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoraSettings(_Section):
+class LoraSettings(SettingsSection):
     """LoRA adapters. Only the adapters are trained, saved and held in optimizer memory."""
 
     rank: int = 16
@@ -63,13 +63,13 @@ class LoraSettings(_Section):
     """Layers that get an adapter, such as ["q_proj", "v_proj"]. "all-linear" means every linear layer but the head."""
 
     def __post_init__(self) -> None:
-        _require(self, rank=1, alpha=0)
+        require_minimums(self, rank=1, alpha=0)
         if not self.target_modules:
             raise ValueError("target_modules needs at least one name, got none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerSettings(_Section):
+class OptimizerSettings(SettingsSection):
     """AdamW with warm-up, decay and gradient clipping."""
 
     lr: float = 1e-6
@@ -107,7 +107,9 @@ class OptimizerSettings(_Section):
                 "capture_passes cannot be combined with checkpoint_activations or offload_activations: choose speed or "
                 "memory"
             )
-        _require(self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1)
+        require_minimums(
+            self, lr=0, warmup_steps=0, min_lr_ratio=0, weight_decay=0, max_grad_norm=0, micro_batch_tokens=1
+        )
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError(f"betas must lie in [0, 1), got {self.betas}")
         for name in ("lr", "min_lr_ratio", "weight_decay", "max_grad_norm"):
@@ -116,7 +118,7 @@ class OptimizerSettings(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SFTSettings(_Section):
+class SFTSettings(SettingsSection):
     """Supervised fine-tuning on demonstrations: mean negative log-likelihood of assistant tokens."""
 
     epochs: int = 1
@@ -130,7 +132,7 @@ class SFTSettings(_Section):
     """Optimizer of the fine-tuning."""
 
     def __post_init__(self) -> None:
-        _require(self, epochs=1, batch_size=1)
+        require_minimums(self, epochs=1, batch_size=1)
 
 
 Algorithm = Literal["grpo", "rloo", "reinforce++", "reinforce++-baseline", "ppo"]
@@ -155,7 +157,7 @@ INVALID: dict[tuple[str, str], str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSettings(_Section):
+class CriticSettings(SettingsSection):
     """PPO's value function: a copy of the starting model (with LoRA: its own adapter) with a scalar head."""
 
     clip: float = 0.2
@@ -166,11 +168,11 @@ class CriticSettings(_Section):
     """Optimizer of the critic."""
 
     def __post_init__(self) -> None:
-        _require(self, clip=0, warmup_steps=0)
+        require_minimums(self, clip=0, warmup_steps=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DistillSettings(_Section):
+class DistillSettings(SettingsSection):
     """On-policy distillation: a teacher scores every token that the agent sampled."""
 
     teacher: str
@@ -196,7 +198,7 @@ class DistillSettings(_Section):
     """Weight of the advantages that come from the environment's rewards. 0 learns from the teacher alone."""
 
     def __post_init__(self) -> None:
-        _require(self, coef=0, reward_weight=0, retries=0, concurrency=1)
+        require_minimums(self, coef=0, reward_weight=0, retries=0, concurrency=1)
         if not 0 < self.timeout_s < math.inf:
             raise ValueError(f"timeout_s must be positive and finite, got {self.timeout_s}")
         if self.url is None and (self.api != "prompt_logprobs" or self.api_key_variable is not None):
@@ -222,7 +224,7 @@ def distill_problem(distill: DistillSettings | None, method: str, temperature: f
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TreeSettings(_Section):
+class TreeSettings(SettingsSection):
     """Trees of rollouts (Tree-GRPO): several continuations are drawn from some turns of an episode. A group has
     roots * (1 + branches * depth) episodes, and `group_size` is not read."""
 
@@ -241,7 +243,7 @@ class TreeSettings(_Section):
     """Budget of a tree in steps of its environment, with those that a replay repeats. 0 means no budget."""
 
     def __post_init__(self) -> None:
-        _require(self, roots=1, branches=1, depth=1, max_tokens=0, max_env_steps=0)
+        require_minimums(self, roots=1, branches=1, depth=1, max_tokens=0, max_env_steps=0)
 
     @property
     def paths(self) -> int:
@@ -250,7 +252,7 @@ class TreeSettings(_Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CorrectionSettings(_Section):
+class CorrectionSettings(SettingsSection):
     """Learned self-correction (SCoRe) for agent.style = "reflect": attempts are trained by rewards of their own."""
 
     first_stage_steps: int = 50
@@ -261,13 +263,13 @@ class CorrectionSettings(_Section):
     """Second stage: weight of the gain over the attempt before in the reward of every later attempt."""
 
     def __post_init__(self) -> None:
-        _require(self, first_stage_steps=0, hold=0, bonus=0)
+        require_minimums(self, first_stage_steps=0, hold=0, bonus=0)
         if not math.isfinite(self.hold) or not math.isfinite(self.bonus):
             raise ValueError(f"hold and bonus must be finite, got {self.hold} and {self.bonus}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RLSettings(_Section):
+class RLSettings(SettingsSection):
     """Online RL. The defaults are the paper's GRPO. docs/guides/algorithms.md has formulas and valid combinations."""
 
     algorithm: Algorithm = "grpo"
@@ -373,8 +375,8 @@ class RLSettings(_Section):
     """Learned self-correction of agent.style = "reflect"."""
 
     def __post_init__(self) -> None:
-        _require(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
-        _require(
+        require_minimums(self, steps=0, token_budget=0, groups_per_step=1, group_size=1, epochs=1, minibatches=1)
+        require_minimums(
             self,
             clip_low=0,
             clip_high=0,
@@ -385,8 +387,8 @@ class RLSettings(_Section):
             overlap=0,
             max_staleness=0,
         )
-        _require(self, sequence_mask_low=0, sequence_mask_high=1)
-        _require(self, overlong_buffer=1, aggregate_length=1, anchor_weight=0, resample_rounds=0)
+        require_minimums(self, sequence_mask_low=0, sequence_mask_high=1)
+        require_minimums(self, overlong_buffer=1, aggregate_length=1, anchor_weight=0, resample_rounds=0)
         for name in ("turn_discount", "token_discount", "gae_lambda", "turn_lambda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
@@ -476,7 +478,7 @@ def play_problem(rl: RLSettings, style: str, retry: str, own_group_size: bool) -
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HorizonSettings(_Section):
+class HorizonSettings(SettingsSection):
     """Schedule of the number of turns an episode may take. docs/guides/horizon.md has the rules."""
 
     kind: Literal["fixed", "stepwise", "linear", "adaptive"] = "fixed"
@@ -503,179 +505,4 @@ class HorizonSettings(_Section):
             raise ValueError(f"a {kind} horizon needs turns = {wanted}, each at least 1, got {list(turns)}")
         if any(a >= b for a, b in pairwise(turns)):
             raise ValueError(f"a {kind} horizon needs ascending turns, got {list(turns)}")
-        _require(self, steps_per_stage=1 if kind in ("stepwise", "linear") else 0, window=1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataSettings(_Section):
-    """Conversations to learn from: files, generated episodes, or both. docs/guides/offline.md has the formats."""
-
-    files: tuple[str, ...] = ()
-    """Sources: trajectories (`.jsonl`), AgentGym conversations (`.json`), globs of either, or run directories, whose
-    training episodes are read."""
-    keep: Literal["success", "all"] | None = None
-    """Trajectories to read from `files`. The default is "success" to imitate and "all" to build pairs. Conversations
-    have no outcome and are always read."""
-    play: Literal["oracle", "random"] | None = None
-    """Also play the environments' training items. "oracle" keeps the oracle's successes, "random" keeps every
-    episode."""
-    episodes: int = 512
-    """Episodes of `play` over all environments. The oracle plays each item once; random play may repeat items."""
-    max_turns: int = 30
-    """Turns per episode of `play`."""
-    mistakes: float = 0.0
-    """For play = "oracle": share of turns with an injected mistake, in [0, 1). The loss skips the mistake and keeps the
-    recovery."""
-    wrong_thoughts: float = 0.0
-    """For play = "oracle": share of turns whose thought errs first, in [0, 1). The loss skips the wrong thought and
-    keeps the correction after it. Needs a style with thoughts."""
-
-    def __post_init__(self) -> None:
-        _require(self, episodes=1, max_turns=1)
-        if not self.files and self.play is None:
-            raise ValueError("needs files, or play = 'oracle' or 'random': got neither")
-        for name in ("mistakes", "wrong_thoughts"):
-            share = getattr(self, name)
-            if not 0.0 <= share < 1.0:
-                raise ValueError(f"{name} must lie in [0, 1), got {share}")
-            if share and self.play != "oracle":
-                raise ValueError(
-                    f"{name} = {share:g} needs the oracle, got play = {self.play!r}: set play = 'oracle' or {name} = 0"
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DPOSettings(_Section):
-    """Direct preference optimisation on pairs of whole episodes of one item. The defaults are the paper's."""
-
-    beta: float = 0.5
-    """Strength of the pull to the reference. The implicit reward is beta * log(policy / reference)."""
-    label_smoothing: float = 0.0
-    """Assumed share of wrong preferences, in [0, 0.5). Raise it if rewards are noisy."""
-    normalize_length: bool = False
-    """Divide an episode's log-probability by its number of sampled tokens. Use it if lengths differ much."""
-    rounds: int = 1
-    """Rounds of sampling and training. Each later round samples with the current model, which is also its
-    reference. More than 1 needs sample_groups."""
-    sample_groups: int = 0
-    """Items played in each round to build pairs from. 0 builds pairs from data.files only."""
-    preferences: tuple[str, ...] = ()
-    """Pairs that people chose in the viewer: run directories, or their preferences.jsonl. Used in the first round."""
-    group_size: int = 8
-    """Episodes per sampled item."""
-    max_turns: int = 10
-    """Turns per sampled episode."""
-    min_gap: float = 0.5
-    """Smallest difference in reward between the two episodes of a pair."""
-    pairs_per_item: int = 4
-    """Largest number of pairs per item. The seed chooses among them."""
-    epochs: int = 1
-    """Passes over the pairs of a round."""
-    batch_size: int = 32
-    """Pairs per update."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=5e-7))
-    """Optimizer of the policy."""
-
-    def __post_init__(self) -> None:
-        _require(self, rounds=1, sample_groups=0, group_size=2, max_turns=1, pairs_per_item=1, epochs=1, batch_size=1)
-        if not (self.beta > 0 and self.min_gap > 0 and 0 <= self.label_smoothing < 0.5):
-            raise ValueError(
-                f"beta and min_gap must be positive and label_smoothing lie in [0, 0.5), "
-                f"got {self.beta}, {self.min_gap} and {self.label_smoothing}"
-            )
-        if self.rounds > 1 and not self.sample_groups:
-            raise ValueError(f"rounds = {self.rounds} needs new episodes in every round: set sample_groups")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModelSettings(_Section):
-    """A reward model: a scalar head on the model, trained on pairs of whole episodes of one item."""
-
-    sample_groups: int = 0
-    """Items played first to build pairs from. 0 builds pairs from data.files and `preferences` only."""
-    preferences: tuple[str, ...] = ()
-    """Pairs that people chose in the viewer: run directories, or their preferences.jsonl."""
-    group_size: int = 8
-    """Episodes per sampled item."""
-    max_turns: int = 10
-    """Turns per sampled episode."""
-    min_gap: float = 0.5
-    """Smallest difference in reward between the two episodes of a pair that nobody chose."""
-    pairs_per_item: int = 4
-    """Largest number of such pairs per item. The seed chooses among them."""
-    held_out: float = 0.2
-    """Share of the items whose pairs are not trained on. The evaluations measure how often their order is right."""
-    center_coef: float = 0.01
-    """Weight of (score of the better + score of the worse episode) squared, which keeps scores around 0."""
-    epochs: int = 1
-    """Passes over the pairs. More than a few make small sets of pairs known by heart."""
-    batch_size: int = 32
-    """Pairs per update."""
-    optimizer: OptimizerSettings = field(default_factory=lambda: OptimizerSettings(lr=1e-5))
-    """Optimizer of the head and the model under it."""
-
-    def __post_init__(self) -> None:
-        _require(self, sample_groups=0, group_size=2, max_turns=1, pairs_per_item=1, epochs=1, batch_size=1)
-        if not (self.min_gap > 0 and 0 < self.held_out < 1 and 0 <= self.center_coef < math.inf):
-            raise ValueError(
-                "min_gap must be positive, held_out lie in (0, 1), and center_coef be 0 or more and finite, got "
-                f"{self.min_gap}, {self.held_out} and {self.center_coef}"
-            )
-
-
-PairSettings = DPOSettings | RewardModelSettings
-"""Settings of the methods that learn from pairs of episodes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AgentEvolSettings(_Section):
-    """AgentEvol: explore, keep successes, retrain the base model on them and the expert data, repeat."""
-
-    rounds: int = 3
-    """Rounds of exploration and training. 1 without expert data is rejection-sampling fine-tuning."""
-    tasks: int = 512
-    """Items played in each round."""
-    group_size: int = 1
-    """Episodes per item."""
-    max_turns: int = 10
-    """Turns per explored episode."""
-    min_reward: float = 1.0
-    """Smallest reward of an episode that is kept. Lower it if too few episodes succeed."""
-    keep_per_item: int = 1
-    """Largest number of kept episodes per item, chosen by the seed. 0 keeps all."""
-    history: Literal["last", "all"] = "last"
-    """Episodes to train on: those kept in this round, or in all rounds so far. Expert data is always added."""
-
-    def __post_init__(self) -> None:
-        _require(self, rounds=1, tasks=1, group_size=1, max_turns=1, keep_per_item=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DaggerSettings(_Section):
-    """DAgger: the agent plays, the oracle says what it should have done, and the base model imitates all of it."""
-
-    rounds: int = 3
-    """Rounds of playing, asking the oracle and training."""
-    tasks: int = 256
-    """Items played in each round."""
-    group_size: int = 1
-    """Episodes per item."""
-    max_turns: int = 10
-    """Turns per episode."""
-    oracle_share: float = 0.5
-    """Share of turns that the oracle plays in the first round, so that a weak agent reaches later states."""
-    oracle_decay: float = 0.5
-    """Factor of that share from one round to the next, in [0, 1]. 0: the oracle plays in the first round only."""
-    correct_thoughts: bool = False
-    """Where the agent's action is not the oracle's, also imitate a correction of the thought that led to it: the loss
-    skips the agent's thought and keeps what follows. Needs a style with thoughts."""
-
-    def __post_init__(self) -> None:
-        _require(self, rounds=1, tasks=1, group_size=1, max_turns=1)
-        for name in ("oracle_share", "oracle_decay"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise ValueError(f"{name} must lie in [0, 1], got {getattr(self, name)}")
-
-    def share(self, number: int) -> float:
-        """Return the share of the oracle's turns in round `number` of play, from 1."""
-        return float(self.oracle_share * self.oracle_decay ** (number - 1))
+        require_minimums(self, steps_per_stage=1 if kind in ("stepwise", "linear") else 0, window=1)
