@@ -27,6 +27,6 @@ async def test_the_second_attempt_beats_two_samples(tmp_path: Path, monkeypatch:
         for part in (rows[:5], rows[-5:])
     )
     assert first["attempts/success_2"] < first["attempts/sampled_twice"]
-    assert last["attempts/success_2"] > last["attempts/sampled_twice"] + 0.1
-    assert last["attempts/wrong_to_right"] > last["attempts/right_to_wrong"] + 0.3
+    assert last["attempts/success_2"] > last["attempts/sampled_twice"] + 0.05
+    assert last["attempts/wrong_to_right"] > last["attempts/right_to_wrong"] + 0.2
     assert abs(last["attempts/success_1"] - 1 / 3) < 0.15, "the code cannot be known"
